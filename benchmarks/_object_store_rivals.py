@@ -46,8 +46,8 @@ class Sidestream(Rival):
 
     async def open(self) -> None:
         self._stager = sidestream.AsyncStager()
-        self._policy = sidestream.StorePolicy(engine=self.engine, part_bytes=PART_BYTES, in_flight=IN_FLIGHT)
-        self._how: Options = {"storage_options": self.options, "store_policy": self._policy}
+        self._policy = sidestream.StorePolicy(engine=self.engine, part_bytes=PART_BYTES, concurrency=IN_FLIGHT)
+        self._how: Options = {"storage": sidestream.Storage(self.options, policy=self._policy)}
 
     async def upload(self, url: str) -> None:
         await sidestream.save(self.state, url, stager=self._stager, **self._how)

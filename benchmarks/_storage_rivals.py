@@ -75,8 +75,12 @@ class Sidestream(Rival):
 
     def loads(self) -> dict[str, Load]:
         return {
-            'sidestream, verify="manifest"': lambda path, into: sidestream.load(into, path, verify="manifest"),
-            'sidestream, verify="always"': lambda path, into: sidestream.load(into, path, verify="always"),
+            'sidestream, verify="manifest"': lambda path, into: sidestream.load(
+                into, path, options=sidestream.LoadOptions(verify="manifest")
+            ),
+            'sidestream, verify="always"': lambda path, into: sidestream.load(
+                into, path, options=sidestream.LoadOptions(verify="always")
+            ),
         }
 
     def close(self) -> None:
@@ -84,11 +88,11 @@ class Sidestream(Rival):
 
 
 class SidestreamStreaming(Rival):
-    name = "sidestream, snapshot=False"
+    name = "sidestream, streaming=True"
     syncs = True
 
     def save(self, path: Path) -> Any:
-        return sidestream.async_save(self.state, path, snapshot=False)
+        return sidestream.async_save(self.state, path, options=sidestream.SaveOptions(streaming=True))
 
     async def saved(self, pending: Any) -> None:
         await pending

@@ -57,7 +57,7 @@ def chain(directory: Path, gib: float, budget_bytes: int) -> bool:
     count = int(gib * (1 << 30)) // 4 // 8
     state = {f"t{number}": torch.full((count,), float(number)) for number in range(7)}
     state["large"] = torch.arange(count // 2, dtype=torch.int64)
-    sidestream.blocking.save(state, directory / CHAIN[0], snapshot=False)
+    sidestream.blocking.save(state, directory / CHAIN[0], options=sidestream.SaveOptions(streaming=True))
     del state
     within = True
     for source, target in zip(CHAIN, (*CHAIN[1:], "f"), strict=True):

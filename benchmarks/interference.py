@@ -1,4 +1,4 @@
-"""What a training loop gives up while it is saved: to threads, to a saver process, to stock DCP's thread and process.
+"""What a training loop gives up while it is saved: to threads, to a writer process, to stock DCP's thread and process.
 
     python benchmarks/interference.py [--rounds N] [--directory DIR] [--only NAME ...] [--json FILE]
 
@@ -17,7 +17,7 @@ that time is what it would have done. The columns:
 The line ``alone`` says what the machine itself does to the loop in a second without a save. ``copy`` saves nothing: one
 thread copies the bytes, in a single call, the least that any save beside a training needs. The limit of descriptors is
 raised to what the system allows: DCP's process needs some for each tensor. In the line ``process apart`` the trainer
-has the first core to itself, and the process the others (``SaverProcess(affinity=...)``).
+has the first core to itself, and the process the others (``WriterProcess(affinity=...)``).
 
 Everybody makes its checkpoint durable (fsync). DCP's process needs ``torch.distributed``: a group of one, over gloo.
 """
@@ -127,11 +127,11 @@ async def run_sidestream(saver: str, measure: Callable[[Save], Awaitable[None]],
     if saver == "apart":
         first, *others = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {first})
-        choice = sidestream.SaverProcess(affinity=frozenset(others))
+        choice = sidestream.WriterProcess(affinity=frozenset(others))
     async with sidestream.AsyncStager(backing="private" if saver == "thread" else "shared") as stager:
 
         async def save(state: dict[str, Any], url: Path) -> None:
-            await sidestream.save(state, url, stager=stager, saver=choice)
+            await sidestream.save(state, url, stager=stager, options=sidestream.SaveOptions(writer=choice))
 
         await measure(save)
 

@@ -59,7 +59,7 @@ class Ours:
     def save(self, run: Path, seed: int) -> None:
         async def save() -> None:
             async with sidestream.Checkpointer(run) as checkpoints:
-                await (await checkpoints.save(make(seed), step=1))
+                await checkpoints.save(make(seed), step=1)
 
         asyncio.run(save())
 

@@ -66,7 +66,12 @@ async def train(arguments: argparse.Namespace) -> None:
     async with (
         sidestream.AsyncStager() as stager,
         sidestream.Checkpointer(
-            arguments.into, stager=stager, keep=sidestream.KeepLast(2), timeout_s=60
+            arguments.into,
+            stager=stager,
+            keep=sidestream.KeepLast(2),
+            timeout_s=60,
+            save=sidestream.SaveOptions(timeout_s=60),
+            load=sidestream.LoadOptions(timeout_s=60),
         ) as checkpoints,
     ):
         weights, moments = get_state_dict(model, optimizer)  # moments that are not there yet are made by torch
@@ -86,7 +91,7 @@ async def train(arguments: argparse.Namespace) -> None:
                         os.kill(os.getpid(), signal.SIGKILL)
                 if step % 10 == 9:
                     weights, moments = get_state_dict(model, optimizer)
-                    pending = await checkpoints.save({"model": weights, "optimizer": moments}, step=step)
+                    pending = await checkpoints.async_save({"model": weights, "optimizer": moments}, step=step)
                     pending.when_done(lambda step=step: say(f"step {step} is on storage, loss {losses[step]:.6f}"))
                 await asyncio.sleep(0)
     say(json.dumps({"loss": losses[arguments.steps - 1]}))

@@ -32,7 +32,7 @@ async def train(directory: str, steps: int) -> None:
         for step in range(1, steps + 1):
             with torch.no_grad():
                 model.weight.fill_(step)
-            pending = await checkpoints.save({"model": model}, step=step)
+            pending = await checkpoints.async_save({"model": model}, step=step)
             await pending
             await asyncio.sleep(0.2)
 
@@ -50,7 +50,7 @@ class Server:
             async for step in checkpoints.watch(after=0, poll_s=0.1):
                 try:
                     await checkpoints.restore({"model": self._spare}, step=step)
-                except sidestream.errors.CheckpointNotFound:
+                except sidestream.errors.CheckpointNotFoundError:
                     continue  # the trainer's retention deleted it; a newer one comes next
                 # One statement without an await: no request sees the weights of one step under the number of another.
                 self._live, self._spare, self._step = self._spare, self._live, step

@@ -31,5 +31,5 @@ def policy(engine: str = "auto", **changes: Any) -> sidestream.StorePolicy:
 
 
 def s3_place(server: S3Server, engine: str, **changes: Any) -> Place:
-    keywords = {"storage_options": server.options, "store_policy": policy(engine, **changes)}
+    keywords = {"storage": sidestream.Storage(server.options, policy=policy(engine, **changes))}
     return Place(f"s3://{server.bucket}/run", keywords, server)

@@ -168,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
             code = {503: "SlowDown", 409: "ConditionalRequestConflict"}.get(fault, "InternalError")
             return self._answer(fault, f"<Error><Code>{code}</Code><Message>as told</Message></Error>".encode())
         if KEY not in self.headers.get("Authorization", ""):
-            return self._answer(403, b"<Error><Code>AccessDenied</Code><Message>who are you</Message></Error>")
+            return self._answer(403, b"<Error><Code>AccessDeniedError</Code><Message>who are you</Message></Error>")
         with self.s3.lock:
             if bucket != self.s3.bucket:
                 return self._hang_up()

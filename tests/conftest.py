@@ -19,23 +19,18 @@ settings.load_profile("sidestream")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--saver",
+        "--writer",
         default="thread",
         choices=("thread", "process"),
-        help="who writes where a test does not say: with 'process', the tests of threads are those of a saver process",
+        help="what writes if a test does not say: with 'process', the tests of threads are those of a writer process",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (saver := config.getoption("--saver")) != "thread":
-        for function in (
-            sidestream.save,
-            sidestream.async_save,
-            sidestream.Checkpointer.__init__,
-            StorageWriter.__init__,
-        ):
+    if (writer := config.getoption("--writer")) != "thread":
+        for function in (sidestream.SaveOptions.__init__, StorageWriter.__init__):
             assert function.__kwdefaults__ is not None
-            function.__kwdefaults__["saver"] = saver
+            function.__kwdefaults__["writer"] = writer
 
 
 _LONGEST = (

@@ -21,7 +21,7 @@ import torch
 
 from sidestream._runtime.torch_probes import storage_key
 from sidestream._staging.registration import Pinner
-from sidestream.errors import ArenaExhausted
+from sidestream.errors import ArenaExhaustedError
 
 T = TypeVar("T")
 
@@ -211,6 +211,12 @@ class FakeDriver:
         self._enqueue(self._local.stream, lambda: made.copy_(source))
         return made
 
+    def converted(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(source.shape, dtype=dtype)
+        self._temporaries.append(made)
+        self._enqueue(self._local.stream, lambda: made.copy_(source))
+        return made
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """By address, as a real device: the operation keeps neither memory alive."""
         self._check()
@@ -255,7 +261,7 @@ class FakeDriver:
 
     def _check_memory(self) -> None:
         if self.full:
-            raise ArenaExhausted("0 has no bytes left: free device memory")
+            raise ArenaExhaustedError("0 has no bytes left: free device memory")
 
     def _stream_of(self, tensor: torch.Tensor) -> Stream:
         device = self._devices.get(storage_key(tensor))

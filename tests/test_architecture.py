@@ -29,7 +29,7 @@ PUBLIC_MODULES = ("errors", "options", "events", "blocking", "signing", "dcp")
 
 MOST_ROOMS = 20  # with __init__
 DEEPEST = 10
-MOST_EDGES = 5.3  # imports of other modules of the package, per module
+MOST_EDGES = 5.4  # imports of other modules of the package, per module
 MOST_DEADLINES = 40  # functions with a parameter of this name: all others work under ``time_limit``
 
 PURE_ROOMS = frozenset({"_format", "_layout"})
@@ -489,7 +489,7 @@ def test_lets_a_downward_import_pass(source: str) -> None:
     [
         "from .._runtime.threads import run_sliced",
         "from .._runtime import gil",
-        "def f():\n    from sidestream._runtime.gil import burst",
+        "def f():\n    from sidestream._runtime.gil import holding_gil",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .._runtime.threads import Deadline",
     ],
 )

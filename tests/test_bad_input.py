@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from keywords import for_load, for_save
 from states import assert_same, model_and_optimizer
 
 import sidestream
@@ -33,7 +34,7 @@ async def refused(target: dict[str, Any], url: Path, kind: type[Exception], *lin
     """The load raises ``kind`` with those lines, and ``target`` is as it was."""
     before = {"model": {key: value.clone() for key, value in target["model"].items()}, "step": target["step"]}
     with pytest.raises(kind) as raised:
-        await sidestream.load(target, url, **options)
+        await sidestream.load(target, url, **for_load(**options))
     assert type(raised.value) is kind
     for line in lines:
         assert line in str(raised.value)
@@ -44,20 +45,20 @@ async def refused(target: dict[str, Any], url: Path, kind: type[Exception], *lin
 async def test_missing_key(saved: Path) -> None:
     target = template()
     target["model"]["v"] = torch.zeros(1)
-    await refused(target, saved, errors.MissingKeys, "model.v: in the target, not in the checkpoint")
+    await refused(target, saved, errors.MissingKeysError, "model.v: in the target, not in the checkpoint")
 
 
 async def test_unexpected_key_in_a_plain_subtree(saved: Path) -> None:
     target = template()
     del target["model"]["b"]
-    await refused(target, saved, errors.UnexpectedKeys, "model.b: in the checkpoint, not in the target")
+    await refused(target, saved, errors.UnexpectedKeysError, "model.b: in the checkpoint, not in the target")
 
 
 async def test_a_module_with_fewer_layers_is_untouched(tmp_path: Path) -> None:
     await sidestream.save({"m": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))}, tmp_path / "c")
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     before = module[0].weight.clone()
-    with pytest.raises(errors.UnexpectedKeys, match=r"m\.1\.weight: in the checkpoint, not in the module"):
+    with pytest.raises(errors.UnexpectedKeysError, match=r"m\.1\.weight: in the checkpoint, not in the module"):
         await sidestream.load({"m": module}, tmp_path / "c")
     assert torch.equal(module[0].weight, before)
 
@@ -66,7 +67,7 @@ async def test_an_object_of_which_nothing_was_saved(saved: Path) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     target = {**template(), "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1), "optimizer": optimizer}
-    await refused(target, saved, errors.MissingKeys, "schedule: in the target", "optimizer: in the target")
+    await refused(target, saved, errors.MissingKeysError, "schedule: in the target", "optimizer: in the target")
 
 
 async def test_an_object_that_refuses(saved: Path) -> None:
@@ -77,7 +78,7 @@ async def test_an_object_that_refuses(saved: Path) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise KeyError("not today")
 
-    with pytest.raises(errors.StatefulRefused, match=r"model: Picky\.load_state_dict raised KeyError") as raised:
+    with pytest.raises(errors.LoadStateDictError, match=r"model: Picky\.load_state_dict raised KeyError") as raised:
         await sidestream.load({"model": Picky()}, saved)
     assert raised.value.written == ("model.w", "model.b")
 
@@ -85,8 +86,8 @@ async def test_an_object_that_refuses(saved: Path) -> None:
 async def test_targets_that_cannot_be_written_to(saved: Path) -> None:
     target = template()
     target["model"]["w"] = torch.zeros(1, 4).expand(3, 4)
-    await refused(target, saved, errors.Mismatch, "model.w: expanded in the target")
-    with pytest.raises(errors.Mismatch, match="mappingproxy in the target cannot be changed"):
+    await refused(target, saved, errors.StateMismatchError, "model.w: expanded in the target")
+    with pytest.raises(errors.StateMismatchError, match="mappingproxy in the target cannot be changed"):
         await sidestream.load({"extra": MappingProxyType({"k": 0})}, saved)
 
 
@@ -97,12 +98,14 @@ async def test_tied_in_the_target_but_saved_with_different_values(tmp_path: Path
     assert (tied == 1).all()
     base = torch.zeros(10)
     for atomic in (False, True):
-        with pytest.raises(errors.Mismatch, match="c: shares its memory with a") as raised:
-            await sidestream.load({"a": tied, "c": tied}, tmp_path / "c", atomic=atomic)
+        with pytest.raises(errors.StateMismatchError, match="c: shares its memory with a") as raised:
+            await sidestream.load({"a": tied, "c": tied}, tmp_path / "c", options=sidestream.LoadOptions(atomic=atomic))
         assert raised.value.written == ()
         assert (tied == 1).all()
-        with pytest.raises(errors.Mismatch, match="overlaps with"):
-            await sidestream.load({"a": base[:5], "c": base[4:9]}, tmp_path / "c", atomic=atomic)
+        with pytest.raises(errors.StateMismatchError, match="overlaps with"):
+            await sidestream.load(
+                {"a": base[:5], "c": base[4:9]}, tmp_path / "c", options=sidestream.LoadOptions(atomic=atomic)
+            )
     await sidestream.load({"a": base[::2], "c": base[1::2]}, tmp_path / "c")
     assert base.tolist() == [1.0, 0.0] * 5
 
@@ -113,44 +116,46 @@ async def test_inference_tensors_and_modules(tmp_path: Path) -> None:
         square = torch.zeros(3, 3).t()
     await sidestream.save({"m": source, "t": torch.arange(9.0).reshape(3, 3)}, tmp_path / "c")
     for atomic in (False, True):
-        await sidestream.load({"m": target, "t": square}, tmp_path / "c", atomic=atomic)
+        await sidestream.load({"m": target, "t": square}, tmp_path / "c", options=sidestream.LoadOptions(atomic=atomic))
         assert torch.equal(source.weight, target.weight)
         assert torch.equal(square, torch.arange(9.0).reshape(3, 3))
 
 
 async def test_keys_that_are_not_asked_for_are_reported(saved: Path) -> None:
     report = await sidestream.load({"step": 0}, saved)
-    assert report.not_asked_for == ("model.w", "model.b", "extra.k")
+    assert report.not_requested == ("model.w", "model.b", "extra.k")
     assert report.loaded == ("step",)
 
 
 async def test_shape_and_dtype(saved: Path) -> None:
     target = template()
     target["model"]["w"] = torch.zeros(4, 3)
-    await refused(target, saved, errors.ShapeMismatch, "model.w: shape (4, 3) in the target, (3, 4) saved")
+    await refused(target, saved, errors.ShapeMismatchError, "model.w: shape (4, 3) in the target, (3, 4) saved")
     target = template()
     target["model"]["w"] = torch.zeros(3, 4, dtype=torch.float64)
-    await refused(target, saved, errors.DtypeMismatch, "model.w: dtype float64 in the target, float32 saved")
+    await refused(target, saved, errors.DtypeMismatchError, "model.w: dtype float64 in the target, float32 saved")
 
 
 async def test_kinds(saved: Path) -> None:
     target = {**template(), "extra": {"k": torch.zeros(1)}}
     await refused(
-        target, saved, errors.KindMismatch, "extra.k: a tensor in the target, a plain value in the checkpoint"
+        target, saved, errors.KindMismatchError, "extra.k: a tensor in the target, a plain value in the checkpoint"
     )
     target = template()
     target["model"]["w"] = torch.zeros(3, 4)
     target["step"] = 0
-    with pytest.raises(errors.KindMismatch, match=r"model\.b: a NoneType in the target, a tensor in the checkpoint"):
+    with pytest.raises(
+        errors.KindMismatchError, match=r"model\.b: a NoneType in the target, a tensor in the checkpoint"
+    ):
         await sidestream.load({"model": {"w": torch.zeros(3, 4), "b": None}}, saved)
 
 
 async def test_all_offenders_at_once(saved: Path) -> None:
     target = template()
     target["model"] = {"w": torch.zeros(1), "v": torch.zeros(1)}
-    with pytest.raises(errors.Mismatch) as raised:
+    with pytest.raises(errors.StateMismatchError) as raised:
         await sidestream.load(target, saved)
-    assert type(raised.value) is errors.Mismatch
+    assert type(raised.value) is errors.StateMismatchError
     assert len(raised.value.offenders) == 3
 
 
@@ -159,7 +164,7 @@ async def test_a_module_of_another_shape_is_untouched(tmp_path: Path) -> None:
     await sidestream.save({"model": model}, tmp_path / "c")
     other, _ = model_and_optimizer(seed=5, width=16)
     before = {key: value.clone() for key, value in other.state_dict().items()}
-    with pytest.raises(errors.ShapeMismatch):
+    with pytest.raises(errors.ShapeMismatchError):
         await sidestream.load({"model": other}, tmp_path / "c")
     assert_same(before, dict(other.state_dict()))
 
@@ -172,16 +177,16 @@ class Custom:
 @pytest.mark.parametrize(
     ("state", "kind", "says"),
     [
-        ({0: 1, "0": 2}, errors.KeyCollision, "'0' stands for two paths"),
-        ({"a.b": 1, "a": {"b": 2}}, errors.KeyCollision, r"'a.b' stands for two paths, ['a.b'] and ['a']['b']"),
-        ({"a": {"c": Custom()}}, errors.UnsafeObject, "a.c: a test_bad_input.Custom cannot be stored as data"),
-        ({"a": (1, Custom())}, errors.UnsafeObject, "a: a test_bad_input.Custom"),
-        ({"a": lambda: 1}, errors.UnsafeObject, "a: a builtins.function"),
-        ({("t",): 1}, errors.UnsafeObject, "a dict key of type tuple"),
-        ({"a": (torch.zeros(1 << 20),)}, errors.UnsafeObject, "put it into a dict or a list"),
-        ({"m": torch.empty(1, device="meta")}, errors.UnsupportedTensor, "m: cannot save a meta tensor"),
-        (torch.nn.Linear(1, 1), errors.InvalidOption, 'write {"model": model}'),
-        ([1, 2], errors.InvalidOption, "state is a mapping"),
+        ({0: 1, "0": 2}, errors.KeyCollisionError, "'0' stands for two paths"),
+        ({"a.b": 1, "a": {"b": 2}}, errors.KeyCollisionError, r"'a.b' stands for two paths, ['a.b'] and ['a']['b']"),
+        ({"a": {"c": Custom()}}, errors.UnsafeObjectError, "a.c: a test_bad_input.Custom cannot be stored as data"),
+        ({"a": (1, Custom())}, errors.UnsafeObjectError, "a: a test_bad_input.Custom"),
+        ({"a": lambda: 1}, errors.UnsafeObjectError, "a: a builtins.function"),
+        ({("t",): 1}, errors.UnsafeObjectError, "a dict key of type tuple"),
+        ({"a": (torch.zeros(1 << 20),)}, errors.UnsafeObjectError, "put it into a dict or a list"),
+        ({"m": torch.empty(1, device="meta")}, errors.UnsupportedTensorError, "m: cannot save a meta tensor"),
+        (torch.nn.Linear(1, 1), errors.InvalidOptionError, 'write {"model": model}'),
+        ([1, 2], errors.InvalidOptionError, "state is a mapping"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -195,11 +200,11 @@ async def test_states_that_cannot_be_saved(state: Any, kind: type[Exception], sa
 async def test_a_state_that_contains_itself(tmp_path: Path) -> None:
     loop: dict[str, Any] = {"a": 1}
     loop["loop"] = loop
-    with pytest.raises(errors.InvalidOption, match="contains itself"):
+    with pytest.raises(errors.InvalidOptionError, match="contains itself"):
         await sidestream.save(loop, tmp_path / "c")
     values: list[Any] = [1]
     values.append(values)
-    with pytest.raises((errors.UnsafeObject, errors.InvalidOption), match="contains itself"):
+    with pytest.raises((errors.UnsafeObjectError, errors.InvalidOptionError), match="contains itself"):
         await sidestream.save({"v": (values,)}, tmp_path / "c")
 
 
@@ -208,16 +213,16 @@ async def test_a_state_that_contains_itself(tmp_path: Path) -> None:
     [{"durability": "sync"}, {"timeout_s": 0}, {"timeout_s": "1"}, {"timeout_s": float("inf")}, {"stager": 3}],
 )
 async def test_options(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(errors.InvalidOption):
-        await sidestream.save(STATE, tmp_path / "c", **options)
+    with pytest.raises(errors.InvalidOptionError):
+        await sidestream.save(STATE, tmp_path / "c", **for_save(**options))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("url", ["s3://bucket", "nowhere://bucket/run", "", "/", "a\0b"])
 async def test_urls(url: str) -> None:
-    with pytest.raises(errors.InvalidOption):
+    with pytest.raises(errors.InvalidOptionError):
         await sidestream.save(STATE, url)
-    with pytest.raises(errors.InvalidOption):
+    with pytest.raises(errors.InvalidOptionError):
         await sidestream.load({}, url)
 
 
@@ -228,7 +233,7 @@ async def test_targets_that_exist(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "full")
     for name, says in (("full", "is not empty"), ("file", "already exists and is a file"), ("link", "is not empty")):
-        with pytest.raises(errors.Conflict, match=says):
+        with pytest.raises(errors.CheckpointExistsError, match=says):
             await sidestream.save(STATE, tmp_path / name)
     with pytest.raises(FileExistsError):
         await sidestream.save(STATE, tmp_path / "full")
@@ -247,7 +252,7 @@ async def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
 
 async def test_nothing_there(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "c", tmp_path):
-        with pytest.raises(errors.CheckpointNotFound, match="no committed checkpoint"):
+        with pytest.raises(errors.CheckpointNotFoundError, match="no committed checkpoint"):
             await sidestream.load(template(), path)
     with pytest.raises(FileNotFoundError):
         await sidestream.open_checkpoint(tmp_path / "c")
@@ -296,7 +301,7 @@ def _move_behind_link(path: Path) -> None:
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 async def test_damage_is_found_before_anything_is_changed(damage: Callable[[Path], None], saved: Path) -> None:
     damage(saved)
-    await refused(template(), saved, errors.Corrupt, str(saved))
+    await refused(template(), saved, errors.CorruptCheckpointError, str(saved))
 
 
 async def test_an_altered_payload_is_found_and_told(tmp_path: Path) -> None:
@@ -309,7 +314,7 @@ async def test_an_altered_payload_is_found_and_told(tmp_path: Path) -> None:
         file.seek(offset)
         file.write(b"\x01")
     target = {"a": torch.ones(1 << 19), "b": torch.ones(1 << 19), "n": 0}
-    with pytest.raises(errors.Corrupt, match=r"b: its bytes in __0_1\.distcp") as raised:
+    with pytest.raises(errors.CorruptCheckpointError, match=r"b: its bytes in __0_1\.distcp") as raised:
         await sidestream.load(target, tmp_path / "c")
     error = raised.value
     assert (error.fqn, error.file) == ("b", "__0_1.distcp")
@@ -321,14 +326,14 @@ async def test_an_altered_payload_is_found_and_told(tmp_path: Path) -> None:
         assert (target[name] == 1).all() or name in error.written
 
     target = {"a": torch.ones(1 << 19), "b": torch.ones(1 << 19), "n": 0}
-    with pytest.raises(errors.Corrupt) as raised:
-        await sidestream.load(target, tmp_path / "c", atomic=True)
+    with pytest.raises(errors.CorruptCheckpointError) as raised:
+        await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(atomic=True))
     assert raised.value.written == ()
     assert all((target[name] == 1).all() for name in ("a", "b"))  # type: ignore[attr-defined]
-    await sidestream.load(target, tmp_path / "c", verify="manifest")
+    await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(verify="manifest"))
     checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
     assert (await checkpoint.tensor("b", rows=slice(0, 1000))).count_nonzero() == 0, "another block"
-    with pytest.raises(errors.Corrupt):
+    with pytest.raises(errors.CorruptCheckpointError):
         await checkpoint.tensor("b", rows=slice((1 << 18) + 2000, (1 << 18) + 2001))
 
 
@@ -364,7 +369,7 @@ async def test_published_with_the_umask_and_private_until_then(tmp_path: Path) -
 def test_every_error_is_ours_and_a_builtin() -> None:
     for name in errors.__all__:
         kind = getattr(errors, name)
-        if kind is errors.RankFailure:  # the record of what one rank told, in RankFailures
+        if kind is errors.RankFailure:  # the record of what one rank told, in RankFailuresError
             continue
         assert issubclass(kind, errors.SidestreamError)
         assert issubclass(kind, Exception)

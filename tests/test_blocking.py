@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import os
 import signal
@@ -24,8 +25,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
 import sidestream.blocking
+from sidestream import LoadOptions, SaveOptions
 from sidestream._runtime.caller import Caller
-from sidestream.errors import CheckpointNotFound, Conflict, WrongLoop
+from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError, WrongLoopError
 
 
 def test_the_verbs(tmp_path: Path) -> None:
@@ -33,7 +35,7 @@ def test_the_verbs(tmp_path: Path) -> None:
     state = {"model": model, "optimizer": optimizer, "step": 3}
     info = sidestream.blocking.save(state, tmp_path / "a")
     assert info.url == str(tmp_path / "a")
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         sidestream.blocking.save(state, tmp_path / "a")
     fresh = {"model": model_and_optimizer(seed=8)[0], "step": 0}
     report = sidestream.blocking.load(fresh, tmp_path / "a")
@@ -44,7 +46,7 @@ def test_the_verbs(tmp_path: Path) -> None:
     assert checkpoint.value("step") == 3
     assert checkpoint.state_dict()["step"] == 3
     assert len(checkpoint) == len(list(checkpoint))
-    with pytest.raises(CheckpointNotFound):
+    with pytest.raises(CheckpointNotFoundError):
         sidestream.blocking.open_checkpoint(tmp_path / "b")
 
 
@@ -58,7 +60,7 @@ def test_async_save_and_checkpointer(tmp_path: Path) -> None:
     assert pending.outcome == "committed"
     assert not pending.cancel()
     with sidestream.blocking.Checkpointer(tmp_path / "run") as checkpoints:
-        assert checkpoints.save({"t": torch.ones(2)}, step=4).result().step == 4
+        assert checkpoints.save({"t": torch.ones(2)}, step=4).step == 4
         assert checkpoints.steps() == [4]
         assert checkpoints.latest() == 4
         target = {"t": torch.zeros(2)}
@@ -72,12 +74,65 @@ async def test_inside_a_loop_they_refuse(tmp_path: Path) -> None:
         lambda: sidestream.blocking.save({}, tmp_path / "a"),
         lambda: sidestream.blocking.Checkpointer(tmp_path),
     ):
-        with pytest.raises(WrongLoop, match="await the functions of sidestream"):
+        with pytest.raises(WrongLoopError, match="await the functions of sidestream"):
             call()
 
 
+async def test_a_synchronous_framework_in_a_notebook(tmp_path: Path) -> None:
+    """Its code runs on the loop's thread, and stops the loop on purpose."""
+
+    def train() -> None:
+        with sidestream.blocking.Checkpointer(tmp_path / "run") as checkpoints:
+            checkpoints.save({"w": torch.ones(3)}, step=1)
+            target = {"w": torch.zeros(3)}
+            assert checkpoints.restore(target) == 1
+            assert target["w"].tolist() == [1, 1, 1]
+
+    with pytest.raises(WrongLoopError, match=r"with sidestream\.blocking\.stopping_the_loop\(\)"):
+        train()
+    with sidestream.blocking.stopping_the_loop():
+        train()
+    with pytest.raises(WrongLoopError):
+        sidestream.blocking.load({}, tmp_path / "run" / "step-1")
+
+
+@pytest.mark.parametrize(
+    "name", ["async_save", "convert", "copy", "load", "open_checkpoint", "remove", "save", "verify"]
+)
+def test_the_signatures_are_those_of_the_async_verbs(name: str) -> None:
+    theirs, ours = inspect.signature(getattr(sidestream, name)), inspect.signature(getattr(sidestream.blocking, name))
+    assert ours.parameters == theirs.parameters
+
+
+@pytest.mark.parametrize("kind", ["Checkpoint", "Checkpointer", "PendingSave"])
+def test_the_classes_have_the_methods_of_the_async_ones(kind: str) -> None:
+    theirs, ours = getattr(sidestream, kind), getattr(sidestream.blocking, kind)
+    # What needs a loop: iterating, contexts of their own, callbacks on the loop, and waiting without the error.
+    left_out = {
+        "aclose",
+        "ended",
+        "on_preemption",
+        "preempted",
+        "reading",
+        "watch",
+        "mark_retrieved",
+        "unretrieved",
+        "when_done",
+    }
+    for name, method in vars(theirs).items():
+        if name.startswith("_") or name in left_out:
+            continue
+        other = inspect.getattr_static(ours, name, None)
+        if kind == "PendingSave" and name in ("staged", "exports"):
+            continue  # attributes of its instances
+        assert other is not None, name
+        if inspect.isfunction(method):
+            expected = [one for one in inspect.signature(method).parameters if one != "self"]
+            assert [one for one in inspect.signature(other).parameters if one != "self"] == expected, name
+
+
 def test_without_a_loop_the_others_refuse(tmp_path: Path) -> None:
-    with pytest.raises(WrongLoop, match=r"use sidestream\.blocking"):
+    with pytest.raises(WrongLoopError, match=r"use sidestream\.blocking"):
         sidestream.async_save({}, tmp_path / "a")
 
 
@@ -170,12 +225,12 @@ def test_code_of_the_caller_runs_in_its_thread(tmp_path: Path) -> None:
         sidestream.blocking.save(state, tmp_path / "a")
         sidestream.blocking.async_save(state, tmp_path / "b").result()
         sidestream.blocking.save(state, tmp_path / "c", stager=watching)
-        sidestream.blocking.load(state, tmp_path / "a", progress=watching.progress)
+        sidestream.blocking.load(state, tmp_path / "a", options=LoadOptions(progress=watching.progress))
         with sidestream.blocking.Checkpointer(tmp_path / "run") as checkpoints:
-            checkpoints.save(state, step=1).result()
-            assert checkpoints.restore(state, progress=watching.progress) == 1
+            checkpoints.save(state, step=1)
+            assert checkpoints.restore(state, options=LoadOptions(progress=watching.progress)) == 1
         sidestream.blocking.verify(tmp_path / "a", progress=watching.progress)
-        sidestream.blocking.load(state, tmp_path / "a", planner=DefaultLoadPlanner())
+        sidestream.blocking.load(state, tmp_path / "a", options=LoadOptions(planner=DefaultLoadPlanner()))
     assert {method for method, _, _ in watching.seen} == {"state_dict", "load_state_dict", "stage", "progress"}
     assert {(thread, within) for _, thread, within in watching.seen} == {(threading.get_ident(), here)}
 
@@ -214,11 +269,11 @@ def test_planners_are_asked_as_if_in_the_thread_of_the_caller(tmp_path: Path) ->
     watching = Watching()
     with unusual() as here:
         pending = sidestream.blocking.async_save(
-            {"t": torch.ones(3, device="cpu")}, tmp_path / "a", planner=WatchingSave(watching)
+            {"t": torch.ones(3, device="cpu")}, tmp_path / "a", options=SaveOptions(planner=WatchingSave(watching))
         )
         pending.result()
         target = {"t": torch.zeros(3, device="cpu")}
-        sidestream.blocking.load(target, tmp_path / "a", planner=WatchingLoad(watching))
+        sidestream.blocking.load(target, tmp_path / "a", options=LoadOptions(planner=WatchingLoad(watching)))
     assert target["t"].tolist() == [1, 1, 1]
     assert {method for method, _, _ in watching.seen} == {"create_local_plan", "resolve_data", "resolve_tensor"}
     assert {within for _, _, within in watching.seen} == {here}
@@ -227,8 +282,12 @@ def test_planners_are_asked_as_if_in_the_thread_of_the_caller(tmp_path: Path) ->
 async def test_planners_are_asked_as_if_on_the_loop(tmp_path: Path) -> None:
     watching = Watching()
     with unusual() as here:
-        await sidestream.save({"t": torch.ones(3, device="cpu")}, tmp_path / "a", planner=WatchingSave(watching))
-        await sidestream.load({"t": torch.zeros(3, device="cpu")}, tmp_path / "a", planner=WatchingLoad(watching))
+        await sidestream.save(
+            {"t": torch.ones(3, device="cpu")}, tmp_path / "a", options=SaveOptions(planner=WatchingSave(watching))
+        )
+        await sidestream.load(
+            {"t": torch.zeros(3, device="cpu")}, tmp_path / "a", options=LoadOptions(planner=WatchingLoad(watching))
+        )
     assert len(watching.seen) >= 4
     assert {within for _, _, within in watching.seen} == {here}
 
@@ -237,10 +296,12 @@ def test_a_save_that_begins_when_its_call_has_returned(tmp_path: Path) -> None:
     """A save that waits for a slot runs after the thread that made the call has ended, with the state of that
     thread."""
     watching, may_plan = Watching(), threading.Event()
-    with sidestream.blocking.Checkpointer(tmp_path / "run", in_flight=1, overlap="latest") as checkpoints:
-        checkpoints.save({"t": torch.ones(3)}, step=1, planner=WatchingSave(Watching(), may_plan))
+    with sidestream.blocking.Checkpointer(tmp_path / "run", slots=1, when_full="latest") as checkpoints:
+        checkpoints.async_save(
+            {"t": torch.ones(3)}, step=1, options=sidestream.SaveOptions(planner=WatchingSave(Watching(), may_plan))
+        )
         with unusual() as here:
-            queued = checkpoints.save({"w": watching}, step=2)
+            queued = checkpoints.async_save({"w": watching}, step=2)
         assert watching.seen == []
         may_plan.set()
         assert queued.result(60).step == 2
@@ -271,7 +332,7 @@ def test_a_call_within_a_call_is_refused(tmp_path: Path) -> None:
             sidestream.blocking.save({}, tmp_path / "b")
             return super().state_dict()
 
-    with pytest.raises(WrongLoop, match=r"within another call of sidestream\.blocking"):
+    with pytest.raises(WrongLoopError, match=r"within another call of sidestream\.blocking"):
         sidestream.blocking.save({"n": Nested()}, tmp_path / "a")
     sidestream.blocking.save({}, tmp_path / "b")
 

@@ -17,8 +17,8 @@ from leases import all_returned
 from sidestream._runtime.threads import Deadline, Stop
 from sidestream._staging import AsyncStager, DeviceEngine
 from sidestream._staging import arena as arena_module
-from sidestream._staging.arena import PAGE_BYTES, Arena, Lease, whole_pages
-from sidestream.errors import ArenaExhausted
+from sidestream._staging.arena import PAGE_BYTES, Allocation, Arena, whole_pages
+from sidestream.errors import ArenaExhaustedError
 
 MIB = 1 << 20
 MANY = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -34,7 +34,7 @@ class Mapped(Arena):
     def __init__(self, pages: int) -> None:
         super().__init__(pages * PAGE_BYTES + 100, segment_bytes=8 * PAGE_BYTES)
 
-    def take(self, sizes: Sequence[int], behind: Sequence[int] = ()) -> list[Lease]:
+    def take(self, sizes: Sequence[int], behind: Sequence[int] = ()) -> list[Allocation]:
         """Leases of so many bytes each, without waiting for any."""
         leases = []
         for index, size in enumerate(sizes):
@@ -160,6 +160,6 @@ async def test_what_cannot_fit_is_refused_at_once() -> None:
     driver = FakeDriver()
     (state,) = states_of(driver, [[3 * MIB, 28]])
     async with stager_for(driver, 3 * MIB + PAGE_BYTES, timeout_s=600) as stager:
-        with pytest.raises(ArenaExhausted, match="are needed at once, the budget is"):
+        with pytest.raises(ArenaExhaustedError, match="are needed at once, the budget is"):
             async with asyncio.timeout(30):
                 await driver.drive(stager.stage(state))

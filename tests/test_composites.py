@@ -28,7 +28,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 import sidestream
 from sidestream._staging import AsyncStager, DeviceEngine
 from sidestream._staging.fence import guard
-from sidestream.errors import ArenaExhausted, Closed, KindMismatch, SidestreamError, UnsafeObject, UnsupportedTensor
+from sidestream.errors import (
+    ArenaExhaustedError,
+    ClosedError,
+    KindMismatchError,
+    SidestreamError,
+    UnsafeObjectError,
+    UnsupportedTensorError,
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +77,14 @@ async def test_none_is_loaded_into_from_a_plain_tensor(kind: str, atomic: bool, 
         }
     await sidestream.save({"first": torch.ones(3), "x": torch.ones(4, 4)}, tmp_path / "c")
     first = torch.zeros(3)
-    error: type[SidestreamError] = KindMismatch
+    error: type[SidestreamError] = KindMismatchError
     text = f"x: a .*{kind} in the target, a plain tensor in the checkpoint"
     if kind == "meta":
-        error, text = UnsupportedTensor, "x: cannot load into .*meta"
+        error, text = UnsupportedTensorError, "x: cannot load into .*meta"
     with pytest.raises(error, match=text):
-        await sidestream.load({"first": first, "x": targets[kind]}, tmp_path / "c", atomic=atomic)
+        await sidestream.load(
+            {"first": first, "x": targets[kind]}, tmp_path / "c", options=sidestream.LoadOptions(atomic=atomic)
+        )
     assert not first.any()
 
 
@@ -106,7 +115,7 @@ async def test_dtensors_keep_mesh_and_placements(mesh: Any, stager: AsyncStager)
         assert (copy.placements, copy.device_mesh, copy.shape) == (tensor.placements, mesh, tensor.shape)
         assert torch.equal(copy.to_local(), tensor.to_local())
         assert copy.to_local().data_ptr() != tensor.to_local().data_ptr()
-    with pytest.raises(UnsupportedTensor, match=r"a\.0: .*Partial"):
+    with pytest.raises(UnsupportedTensorError, match=r"a\.0: .*Partial"):
         stager.stage({"a": [DTensor.from_local(local, mesh, [Partial()])]})
     staged.release()
     del staged, copy
@@ -162,7 +171,7 @@ async def test_what_has_no_bytes_is_refused_by_name(stager: AsyncStager) -> None
         (TwoTensor(torch.empty(3, device="meta"), torch.empty(3, device="meta")), "a meta tensor"),
     ]
     for tensor, what in cases:
-        with pytest.raises(UnsupportedTensor, match=rf"layers\.2.*: cannot save {what}|layers\.2.*{what}"):
+        with pytest.raises(UnsupportedTensorError, match=rf"layers\.2.*: cannot save {what}|layers\.2.*{what}"):
             await stager.stage({"layers": {2: tensor}})
 
 
@@ -180,7 +189,7 @@ def test_a_blocking_stage_is_a_copy_that_nobody_overwrites(cached: bool) -> None
         source.fill_(-1)
     assert [int(tensor.max()) for tensor in held] == [int(tensor.min()) for tensor in held] == list(range(5))
     stager.close()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         stager.stage({"t": source})
     assert int(held[0][0]) == 0
 
@@ -200,9 +209,9 @@ def test_the_cache_is_one_memory_that_is_used_again() -> None:
 def test_type_check_and_budget() -> None:
     strict = sidestream.BlockingAsyncStager(type_check=True, budget_bytes=1 << 16)
     assert strict.stage({"a": [1, 2.0, "s", b"b", None, {"t": torch.ones(2)}, (1,)]})["a"][0] == 1
-    with pytest.raises(UnsafeObject, match=r"a\.0: .*type_check"):
+    with pytest.raises(UnsafeObjectError, match=r"a\.0: .*type_check"):
         strict.stage({"a": [object()]})
-    with pytest.raises(ArenaExhausted):
+    with pytest.raises(ArenaExhaustedError):
         strict.stage({"t": torch.ones(1 << 16)})
     strict.close()
 
@@ -341,7 +350,7 @@ def test_a_compiled_step_calls_the_guard_each_time() -> None:
 
 async def test_all_is_returned_after_a_composite_fails(stager: AsyncStager) -> None:
     sparse = torch.eye(4).to_sparse()
-    with pytest.raises(UnsupportedTensor):
+    with pytest.raises(UnsupportedTensorError):
         await stager.stage({"s": sparse, "m": torch.empty(2, device="meta")})
     staged = await stager.stage({"s": sparse})
     assert_same({"d": sparse.to_dense()}, {"d": staged["s"].to_dense()})

@@ -73,7 +73,7 @@ def test_readme_example_runs_as_a_program_twice(tmp_path: Path) -> None:
             cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert f"step {last}:" in done.stdout
+        assert f"step-{last}" in done.stdout
 
 
 def test_readme_shows_its_example_early() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from keywords import for_run
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -19,13 +20,13 @@ import sidestream
 from sidestream import HF, AsyncStager, Checkpointer, KeepLast, async_save, events, save, strip_prefix
 from sidestream._layout import save_layout
 from sidestream.errors import (
-    Conflict,
-    InvalidOption,
-    KeyCollision,
-    MissingKeys,
+    CheckpointExistsError,
+    InvalidOptionError,
+    KeyCollisionError,
+    MissingKeysError,
     SidestreamError,
-    SnapshotLost,
-    UnsupportedTensor,
+    SnapshotLostError,
+    UnsupportedTensorError,
 )
 
 WINDOW = 1 << 20
@@ -82,7 +83,9 @@ async def test_what_is_exported(road: str, saver: Any, shard_bytes: int, tmp_pat
     budget_bytes = 64 << 20 if road == "snapshot" else 4 << 20  # in the small one the state only passes through
     async with AsyncStager(budget_bytes=budget_bytes) as stager:
         export = HF(tmp_path / "hf", **MODEL, max_shard_bytes=shard_bytes, files={"config.json": b"{}"})
-        pending = async_save(state, tmp_path / "step", stager=stager, saver=saver, export=export)
+        pending = async_save(
+            state, tmp_path / "step", stager=stager, export=export, options=sidestream.SaveOptions(writer=saver)
+        )
         await pending
         report = await pending.exports[0]
     expected = {name: tensor for name, tensor in state["model"].items() if name != "head"}
@@ -146,13 +149,13 @@ async def test_names_by_mapping_and_function(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"names": lambda name: "same"}, KeyCollision),
-        ({"names": {"absent": "x"}}, InvalidOption),
-        ({"names": lambda name: 3}, InvalidOption),
-        ({"names": lambda name: ""}, InvalidOption),
-        ({"select": "nothing.*"}, MissingKeys),
+        ({"names": lambda name: "same"}, KeyCollisionError),
+        ({"names": {"absent": "x"}}, InvalidOptionError),
+        ({"names": lambda name: 3}, InvalidOptionError),
+        ({"names": lambda name: ""}, InvalidOptionError),
+        ({"select": "nothing.*"}, MissingKeysError),
         ({"files": {"config.json": "/no/such/file"}}, SidestreamError),
-        ({"files": {"config.json": "/dev/zero"}}, InvalidOption),
+        ({"files": {"config.json": "/dev/zero"}}, InvalidOptionError),
     ],
 )
 async def test_a_failed_export_fails_alone(
@@ -169,14 +172,14 @@ async def test_a_failed_export_fails_alone(
 async def test_a_dtype_that_safetensors_lack(tmp_path: Path) -> None:
     state = {"a": torch.ones(3, dtype=torch.complex128)}
     info = await save(state, tmp_path / "step", export=HF(tmp_path / "hf"))
-    assert isinstance(info.exports[0], UnsupportedTensor)
+    assert isinstance(info.exports[0], UnsupportedTensorError)
 
 
 async def test_a_target_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "kept").touch()
     info = await save(state_of(), tmp_path / "step", export=HF(tmp_path / "hf", **MODEL))
-    assert isinstance(info.exports[0], Conflict)
+    assert isinstance(info.exports[0], CheckpointExistsError)
     assert os.listdir(tmp_path / "hf") == ["kept"]
 
 
@@ -192,7 +195,7 @@ async def test_a_target_that_is_there(tmp_path: Path) -> None:
 )
 async def test_places_that_collide(export: list[dict[str, Any]], tmp_path: Path) -> None:
     wanted = [HF(one["url"].replace("{base}", str(tmp_path))) for one in export]
-    with pytest.raises(InvalidOption):
+    with pytest.raises(InvalidOptionError):
         await save({"a": torch.ones(3)}, tmp_path / "step", export=wanted)
     assert os.listdir(tmp_path) == []
 
@@ -211,7 +214,7 @@ async def test_places_that_collide(export: list[dict[str, Any]], tmp_path: Path)
     ],
 )
 def test_wrong_arguments(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidOption):
+    with pytest.raises(InvalidOptionError):
         HF("somewhere", **options)
 
 
@@ -281,7 +284,7 @@ async def test_the_event_of_a_failure(tmp_path: Path) -> None:
     seen: list[events.SaveFailed] = []
     with events.observe(lambda event: isinstance(event, events.SaveFailed) and seen.append(event)):
         await save(state_of(), tmp_path / "step", export=HF(tmp_path / "hf", **MODEL))
-    assert [(event.save.operation, event.error_type) for event in seen] == [("export", "Conflict")]
+    assert [(event.save.operation, event.error_type) for event in seen] == [("export", "CheckpointExistsError")]
 
 
 # --- of a run ---
@@ -293,7 +296,7 @@ async def test_the_exports_of_a_run(tmp_path: Path) -> None:
         tmp_path / "run", keep=KeepLast(1), export=export, exports_every=2, exports_keep=2
     ) as checkpoints:
         for step in range(1, 9):
-            pending = await checkpoints.save(state_of(step), step=step)
+            pending = await checkpoints.async_save(state_of(step), step=step)
             await pending
             assert len(pending.exports) == (step % 2 == 0)
             if pending.exports:
@@ -306,7 +309,7 @@ async def test_a_step_that_is_saved_again_replaces_its_export(tmp_path: Path) ->
     export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
     async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
         for seed in (1, 2):
-            await (await checkpoints.save(state_of(seed), step=5)).exports[0]
+            await (await checkpoints.async_save(state_of(seed), step=5)).exports[0]
     same(exported(tmp_path / "exports" / "step-5"), {k: v for k, v in state_of(2)["model"].items() if k != "head"})
     assert os.listdir(tmp_path / "exports") == ["step-5"]
 
@@ -317,20 +320,20 @@ async def test_only_exports_are_pruned(tmp_path: Path) -> None:
     export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
     async with Checkpointer(tmp_path / "run", export=export, exports_keep=1) as checkpoints:
         for step in (2, 3):
-            await (await checkpoints.save(state_of(step), step=step)).exports[0]
+            await (await checkpoints.async_save(state_of(step), step=step)).exports[0]
     assert sorted(os.listdir(tmp_path / "exports")) == ["step-1", "step-3"]
 
 
 async def test_closing_waits_for_exports(tmp_path: Path) -> None:
     export = HF(tmp_path / "exports" / "{step}", **MODEL)
-    async with Checkpointer(tmp_path / "run", export=export, overlap="latest") as checkpoints:
-        saves = [await checkpoints.save(state_of(step), step=step) for step in range(5)]
+    async with Checkpointer(tmp_path / "run", export=export, when_full="latest") as checkpoints:
+        saves = [await checkpoints.async_save(state_of(step), step=step) for step in range(5)]
     assert all(one.done() for save_ in saves for one in save_.exports)
     ended = {one.exports[0].url: one.exports[0].report_or_error() for one in saves}
     done = {url for url, report in ended.items() if not isinstance(report, BaseException)}
     assert {str(path) for path in (tmp_path / "exports").iterdir()} == done
     lost = [error for error in ended.values() if isinstance(error, BaseException)]
-    assert all(isinstance(error, SnapshotLost) for error in lost)  # of the saves that were skipped
+    assert all(isinstance(error, SnapshotLostError) for error in lost)  # of the saves that were skipped
 
 
 @pytest.mark.parametrize(
@@ -346,8 +349,8 @@ def test_wrong_arguments_of_a_run(options: dict[str, Any], tmp_path: Path) -> No
     export = [
         HF(str(one.url).replace("{base}", str(tmp_path))) if isinstance(one, HF) else one for one in options["export"]
     ]
-    with pytest.raises(InvalidOption):
-        Checkpointer(tmp_path / "run", **{**options, "export": export})
+    with pytest.raises(InvalidOptionError):
+        Checkpointer(tmp_path / "run", **for_run(**{**options, "export": export}))
 
 
 def test_blocking(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ async def test_what_a_file_is_and_what_to_do(kind: str, tmp_path: Path) -> None:
         sidestream.verify(path),
         sidestream.convert(path, tmp_path / "out"),
     ):
-        with pytest.raises(errors.UnsupportedCheckpoint, match=says) as refused:
+        with pytest.raises(errors.UnsupportedCheckpointError, match=says) as refused:
             await refuses
         assert str(path) in str(refused.value)
 
@@ -110,14 +110,16 @@ async def test_what_a_file_is_and_what_to_do(kind: str, tmp_path: Path) -> None:
 async def test_one_file_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     await sidestream.save({"w": torch.ones(3), "step": 1}, tmp_path / "c")
     path = next((tmp_path / "c").glob(f"{name}*"))
-    with pytest.raises(errors.UnsupportedCheckpoint, match="one file of a checkpoint: use the path of the directory"):
+    with pytest.raises(
+        errors.UnsupportedCheckpointError, match="one file of a checkpoint: use the path of the directory"
+    ):
         await sidestream.open_checkpoint(path)
 
 
 async def test_a_pointer_of_git_lfs_in_a_directory(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / "model-00001-of-00002.safetensors")
     (tmp_path / "model-00002-of-00002.safetensors").write_bytes(POINTER)
-    with pytest.raises(errors.UnsupportedCheckpoint, match=r"model-00002-of-00002\.safetensors .*git lfs pull"):
+    with pytest.raises(errors.UnsupportedCheckpointError, match=r"model-00002-of-00002\.safetensors .*git lfs pull"):
         await sidestream.open_checkpoint(tmp_path)
 
 
@@ -136,7 +138,7 @@ async def test_a_pointer_of_git_lfs_in_a_directory(tmp_path: Path) -> None:
 )
 async def test_damage_is_damage(name: str, content: Callable[[], bytes], tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content())
-    with pytest.raises(errors.Corrupt, match=name):
+    with pytest.raises(errors.CorruptCheckpointError, match=name):
         await sidestream.open_checkpoint(tmp_path / name)
     assert not (await sidestream.verify(tmp_path / name)).ok
 
@@ -161,9 +163,9 @@ async def test_a_read_that_fails_is_not_damage() -> None:
     buffer = io.BytesIO()
     torch.save({"w": torch.zeros(1 << 18)}, buffer)
     filesystem.pipe_file("/models/m.pt", buffer.getvalue())
-    policy = sidestream.StorePolicy(retries=0)
+    storage = sidestream.Storage(filesystem=filesystem, policy=sidestream.StorePolicy(retries=0))
     with pytest.raises(errors.StorageError, match="broken"):
-        await sidestream.open_checkpoint("memory://models/m.pt", filesystem=filesystem, store_policy=policy)
+        await sidestream.open_checkpoint("memory://models/m.pt", storage=storage)
 
 
 async def test_more_files_at_a_time_than_the_shared_pool_has_threads(tmp_path: Path) -> None:

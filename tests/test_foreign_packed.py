@@ -60,7 +60,9 @@ async def test_progress_counts_them_and_mapping_reads_them(package: str, tmp_pat
     state = nested_state()
     packed_save(state, tmp_path / "c")
     told: list[tuple[int, int]] = []
-    report = await sidestream.load(blank(state), tmp_path / "c", progress=lambda *bytes_: told.append(bytes_))
+    report = await sidestream.load(
+        blank(state), tmp_path / "c", options=sidestream.LoadOptions(progress=lambda *bytes_: told.append(bytes_))
+    )
     assert told[0][0] == 0
     assert told == sorted(told)
     assert told[-1] == (report.nbytes, report.nbytes)
@@ -76,7 +78,7 @@ async def test_into_another_dtype(package: str, tmp_path: Path) -> None:
     packed_save(state, tmp_path / "c")
     for atomic in (False, True):
         target = {"t": torch.zeros(20, 50, dtype=torch.float64).t()}
-        await sidestream.load(target, tmp_path / "c", strict={"cast"}, atomic=atomic)
+        await sidestream.load(target, tmp_path / "c", allow_cast=True, options=sidestream.LoadOptions(atomic=atomic))
         assert torch.equal(target["t"], state["t"].double())
 
 
@@ -84,7 +86,7 @@ async def test_a_tensor_far_larger_than_its_file(package: str, tmp_path: Path) -
     packed_save({"zeros": torch.zeros(1 << 24), "n": 1}, tmp_path / "c")
     assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 1 << 15
     target = {"zeros": torch.ones(1 << 24), "n": 0}
-    await sidestream.load(target, tmp_path / "c", atomic=True)
+    await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(atomic=True))
     assert target["zeros"].count_nonzero() == 0
     assert target["n"] == 1
 
@@ -93,7 +95,7 @@ async def test_tells_which_extra_is_missing(tmp_path: Path, monkeypatch: pytest.
     packed_save({"t": torch.ones(4), "n": 1}, tmp_path / "c")
     without_packages(monkeypatch)
     for target in ({"t": torch.zeros(4)}, {"n": 0}):
-        with pytest.raises(errors.MissingExtra, match=r"pip install 'sidestream\[zstd\]'") as raised:
+        with pytest.raises(errors.MissingExtraError, match=r"pip install 'sidestream\[zstd\]'") as raised:
             await sidestream.load(target, tmp_path / "c")
         assert raised.value.extra == "zstd"
         assert isinstance(raised.value, ImportError)
@@ -128,7 +130,7 @@ async def refused(path: Path, kind: type[errors.SidestreamError], says: str) -> 
         await sidestream.load(target, path)
     assert target["n"] == 0
     assert target["t"].count_nonzero() == 0
-    if isinstance(raised.value, errors.Corrupt):
+    if isinstance(raised.value, errors.CorruptCheckpointError):
         assert (raised.value.file, raised.value.fqn is None) == ("__0_0.distcp", False)
 
 
@@ -147,7 +149,7 @@ async def refused(path: Path, kind: type[errors.SidestreamError], says: str) -> 
 async def test_damage(package: str, fqn: str, item: bytes, says: str, tmp_path: Path) -> None:
     packed_save({"t": torch.ones(1000), "n": 1}, tmp_path / "c")
     recompressed(tmp_path / "c", fqn, item)
-    await refused(tmp_path / "c", errors.Corrupt, says)
+    await refused(tmp_path / "c", errors.CorruptCheckpointError, says)
 
 
 async def test_altered_bytes_inside_the_frames_are_found(package: str, tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ async def test_altered_bytes_inside_the_frames_are_found(package: str, tmp_path:
     altered[altered.index(torch.ones(20).numpy().tobytes()) + 40] ^= 1
     recompressed(tmp_path / "c", "t", zstandard.ZstdCompressor().compress(bytes(altered)))
     assert stock_load({"t": torch.zeros(1000)}, tmp_path / "c")["t"][10] != 1, "stock DCP notices nothing"
-    await refused(tmp_path / "c", errors.Corrupt, "t: its bytes .* were altered")
+    await refused(tmp_path / "c", errors.CorruptCheckpointError, "t: its bytes .* were altered")
 
 
 async def test_a_shape_that_no_file_of_that_size_can_hold(tmp_path: Path) -> None:
@@ -167,18 +169,18 @@ async def test_a_shape_that_no_file_of_that_size_can_hold(tmp_path: Path) -> Non
     metadata.state_dict_metadata["t"].size = torch.Size([1 << 40])
     metadata.state_dict_metadata["t"].chunks[0].sizes = torch.Size([1 << 40])
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(errors.Corrupt, match="do not fit into its item"):
+    with pytest.raises(errors.CorruptCheckpointError, match="do not fit into its item"):
         await sidestream.open_checkpoint(tmp_path / "c")
 
 
 @pytest.mark.parametrize(
     ("descriptors", "kind", "says"),
     [
-        (["stream.zstd/2"], errors.UnsupportedCheckpoint, "stream.zstd/2"),
-        (["stream.xor@mine/1"], errors.UnsupportedCheckpoint, "stream.xor@mine/1"),
-        (["stream.zstd/1", "stream.zstd/1"], errors.UnsupportedCheckpoint, "stream.zstd/1, stream.zstd/1"),
-        ([["nested"]], errors.Corrupt, "transforms that are none"),
-        ("stream.zstd/1", errors.Corrupt, "transforms that are none"),
+        (["stream.zstd/2"], errors.UnsupportedCheckpointError, "stream.zstd/2"),
+        (["stream.xor@mine/1"], errors.UnsupportedCheckpointError, "stream.xor@mine/1"),
+        (["stream.zstd/1", "stream.zstd/1"], errors.UnsupportedCheckpointError, "stream.zstd/1, stream.zstd/1"),
+        ([["nested"]], errors.CorruptCheckpointError, "transforms that are none"),
+        ("stream.zstd/1", errors.CorruptCheckpointError, "transforms that are none"),
     ],
     ids=str,
 )
@@ -196,14 +198,14 @@ def test_a_frame_that_asks_for_a_huge_window(package: str) -> None:
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     frame = compressor.compress(b"x" * 100) + compressor.flush()
     assert zstandard.get_frame_parameters(frame).window_size == 1 << 27
-    with pytest.raises(errors.Corrupt, match="malformed zstd"):
+    with pytest.raises(errors.CorruptCheckpointError, match="malformed zstd"):
         run_sliced(unpack(frame, 1000))
 
 
 def test_several_frames(package: str) -> None:
     assert run_sliced(unpack(bomb(10) + bomb(0) + zstandard.compress(b"end"), 13)) == bytes(10) + b"end"
     assert run_sliced(unpack(b"", 0)) == b""
-    with pytest.raises(errors.Corrupt):
+    with pytest.raises(errors.CorruptCheckpointError):
         run_sliced(unpack(bomb(10) + b"rest", 100))
 
 

@@ -102,28 +102,30 @@ async def test_ranks_that_disagree_are_no_whole(written: Path, what: str) -> Non
         "shapes": r"'deep\.plain' is a int64 of shape \(5,\).* a int64 of shape \(6,\).* to rank 1",
         "kinds": r"'deep\.plain' is a int64 .*, a value at .* to rank 1",
     }
-    with pytest.raises(errors.Corrupt, match=says[what]) as raised:
+    with pytest.raises(errors.CorruptCheckpointError, match=says[what]) as raised:
         await sidestream.open_checkpoint(written / f"local-{what}-differ")
     assert raised.value.fqn in ("rank", "deep.plain")
 
 
 @pytest.mark.parametrize("kind", ["local-safetensors-only-tensors-differ", "local-zstd-tensors-differ"])
 async def test_they_are_compared_in_every_flavour(written: Path, kind: str) -> None:
-    with pytest.raises(errors.Corrupt, match=r"deep\.plain: the ranks saved different values"):
+    with pytest.raises(errors.CorruptCheckpointError, match=r"deep\.plain: the ranks saved different values"):
         await sidestream.open_checkpoint(written / kind)
 
 
 async def test_a_rank_is_missing(written: Path, tmp_path: Path) -> None:
     path = copied(written, "local", tmp_path)
     (path / "__1.metadata").rename(path / "__2.metadata")
-    with pytest.raises(errors.Corrupt, match=r"__1\.metadata is missing, although __2\.metadata is there"):
+    with pytest.raises(
+        errors.CorruptCheckpointError, match=r"__1\.metadata is missing, although __2\.metadata is there"
+    ):
         await sidestream.open_checkpoint(path)
     (path / "__2.metadata").unlink()
-    with pytest.raises(errors.NotCovered) as raised:
+    with pytest.raises(errors.IncompleteTensorError) as raised:
         await sidestream.open_checkpoint(path)
     assert {line.split(":")[0] for line in raised.value.offenders} == {"rows", "columns"}
     (path / "__0.metadata").unlink()
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.open_checkpoint(path)
 
 
@@ -147,7 +149,7 @@ async def test_what_is_compared_lies_in_the_checkpoint(written: Path, change: di
             if index.fqn == fqn:
                 vars(info).update(change)
         (path / "__1.metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(errors.Corrupt) as raised:
+        with pytest.raises(errors.CorruptCheckpointError) as raised:
             await sidestream.open_checkpoint(path)
         assert raised.value.fqn == fqn or raised.value.file == change["relative_path"]
 
@@ -164,7 +166,7 @@ async def test_shards_of_ranks_are_named_when_they_are_gone(written: Path, tmp_p
     for kind in ("local", "local-safetensors", "collective-safetensors"):
         path = copied(written, kind, tmp_path / kind)
         (path / "__1_0.distcp").unlink()
-        with pytest.raises(errors.Corrupt, match=r"__1_0\.distcp.* is missing") as raised:
+        with pytest.raises(errors.CorruptCheckpointError, match=r"__1_0\.distcp.* is missing") as raised:
             await sidestream.open_checkpoint(path)
         assert raised.value.file == "__1_0.distcp"
 
@@ -172,7 +174,7 @@ async def test_shards_of_ranks_are_named_when_they_are_gone(written: Path, tmp_p
 async def test_a_shard_of_a_directory_is_missing(written: Path, tmp_path: Path) -> None:
     path = copied(written, "hf-only-tensors", tmp_path)
     (path / "shard-00001-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(errors.NotCovered, match="rows: 35 of 70 elements are in no chunk"):
+    with pytest.raises(errors.IncompleteTensorError, match="rows: 35 of 70 elements are in no chunk"):
         await sidestream.open_checkpoint(path)
 
 

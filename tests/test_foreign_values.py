@@ -112,11 +112,11 @@ OBJECTS: dict[str, tuple[Any, list[type]]] = {
 async def test_objects_of_allowed_types(value: Any, allow: list[type], tmp_path: Path) -> None:
     stock_save({"v": (value,), "t": torch.ones(2)}, tmp_path / "c")
     target: dict[str, Any] = {"v": None, "t": torch.zeros(2)}
-    await sidestream.load(target, tmp_path / "c", allow=allow)
+    await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(safe_globals=allow))
     assert target["v"] == (value,)
     assert type(target["v"][0]) is type(value)
     assert_same(target["t"], torch.ones(2))
-    checkpoint = await sidestream.open_checkpoint(tmp_path / "c", allow=allow)
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c", safe_globals=allow)
     assert await checkpoint.value("v") == (value,)
     assert (await checkpoint.state_dict())["v"] == (value,)
 
@@ -127,17 +127,17 @@ async def test_refused_by_name_without_it(value: Any, allow: list[type], tmp_pat
     names = "|".join(kind.__qualname__.split(".")[0] for kind in allow) + "|getattr"
     for given in ([], [Exception]):
         target: dict[str, Any] = {"deep": {"v": None}, "t": torch.zeros(2)}
-        with pytest.raises(errors.UnsafeObject, match=rf"deep\.v: .*({names})"):
-            await sidestream.load(target, tmp_path / "c", allow=given)
+        with pytest.raises(errors.UnsafeObjectError, match=rf"deep\.v: .*({names})"):
+            await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(safe_globals=given))
         assert target["deep"]["v"] is None
         assert target["t"].count_nonzero() == 0
-        checkpoint = await sidestream.open_checkpoint(tmp_path / "c", allow=given)
+        checkpoint = await sidestream.open_checkpoint(tmp_path / "c", safe_globals=given)
         assert torch.equal(await checkpoint.tensor("t"), torch.ones(2)), "what is not asked for does not matter"
 
 
 async def test_tensors_inside_objects(tmp_path: Path) -> None:
     stock_save({"v": (Point(1, torch.arange(6.0).reshape(2, 3).t()),)}, tmp_path / "c")
-    checkpoint = await sidestream.open_checkpoint(tmp_path / "c", allow=[Point])
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c", safe_globals=[Point])
     ((point,),) = [await checkpoint.value("v")]
     assert torch.equal(point.y, torch.arange(6.0).reshape(2, 3).t())
 
@@ -177,8 +177,10 @@ class Fake:
 )
 async def test_an_allowed_type_opens_no_other_door(attack: Any, tmp_path: Path) -> None:
     stock_save({"v": (attack(str(tmp_path / "executed")),)}, tmp_path / "c")
-    with pytest.raises(errors.UnsafeObject, match="v: "):
-        await sidestream.load({"v": None}, tmp_path / "c", allow=[Point, Colour, Outer.Inner])
+    with pytest.raises(errors.UnsafeObjectError, match="v: "):
+        await sidestream.load(
+            {"v": None}, tmp_path / "c", options=sidestream.LoadOptions(safe_globals=[Point, Colour, Outer.Inner])
+        )
     assert not (tmp_path / "executed").exists()
 
 
@@ -193,8 +195,8 @@ async def test_an_allowed_type_opens_no_other_door(attack: Any, tmp_path: Path) 
 )
 async def test_a_type_that_does_not_take_it(reduced: tuple[Any, ...], says: str, tmp_path: Path) -> None:
     stock_save({"v": (Fake(*reduced),)}, tmp_path / "c")
-    with pytest.raises(errors.UnsupportedCheckpoint, match=says) as raised:
-        await sidestream.load({"v": None}, tmp_path / "c", allow=[Point])
+    with pytest.raises(errors.UnsupportedCheckpointError, match=says) as raised:
+        await sidestream.load({"v": None}, tmp_path / "c", options=sidestream.LoadOptions(safe_globals=[Point]))
     assert "v: " in str(raised.value)
 
 
@@ -208,7 +210,7 @@ async def test_unpickling_is_never_used(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(pickle, name, refuse)
     monkeypatch.setattr(torch, "load", refuse)
     target: dict[str, Any] = {"v": None, "t": torch.zeros(3)}
-    await sidestream.load(target, tmp_path / "c", allow=[Point])
+    await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(safe_globals=[Point]))
     assert target["v"] == (Point(1),)
 
 
@@ -216,10 +218,10 @@ async def test_unpickling_is_never_used(tmp_path: Path, monkeypatch: pytest.Monk
 async def test_what_allow_takes(allow: Any, tmp_path: Path) -> None:
     stock_save({"t": torch.ones(3)}, tmp_path / "c")
     for call in (
-        lambda: sidestream.load({}, tmp_path / "c", allow=allow),
-        lambda: sidestream.open_checkpoint(tmp_path / "c", allow=allow),
+        lambda: sidestream.load({}, tmp_path / "c", options=sidestream.LoadOptions(safe_globals=allow)),
+        lambda: sidestream.open_checkpoint(tmp_path / "c", safe_globals=allow),
     ):
-        with pytest.raises(errors.InvalidOption, match="allow="):
+        with pytest.raises(errors.InvalidOptionError, match="safe_globals="):
             await call()
 
 
@@ -261,9 +263,9 @@ async def test_restored_by_a_checkpointer(tmp_path: Path) -> None:
     stock_save({"elapsed": dt.timedelta(hours=3)}, tmp_path / "step-4")
     state = {"elapsed": None}
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(errors.UnsafeObject, match="timedelta"):
+        with pytest.raises(errors.UnsafeObjectError, match="timedelta"):
             await checkpoints.restore(state)
-        with pytest.raises(errors.InvalidOption, match="allow="):
-            await checkpoints.restore(state, allow=7)  # type: ignore[arg-type]
-        assert await checkpoints.restore(state, allow=[dt.timedelta]) == 4
+        with pytest.raises(errors.InvalidOptionError, match="safe_globals="):
+            await checkpoints.restore(state, options=sidestream.LoadOptions(safe_globals=7))  # type: ignore[arg-type]
+        assert await checkpoints.restore(state, options=sidestream.LoadOptions(safe_globals=[dt.timedelta])) == 4
     assert state == {"elapsed": dt.timedelta(hours=3)}

@@ -23,7 +23,7 @@ from sidestream._staging import AsyncStager, DeviceEngine
 from sidestream._staging import stager as stager_module
 from sidestream._staging.arena import _Memory
 from sidestream._staging.registration import settle
-from sidestream.errors import ArenaExhausted, DeadlineExceeded, DeviceFailed
+from sidestream.errors import ArenaExhaustedError, DeadlineExceededError, DeviceError
 
 MIB = 1 << 20
 THREAD = {"sidestream-unregister"}
@@ -198,7 +198,7 @@ async def test_policies_that_do_not_wait_wait_for_memory_that_is_on_its_way(when
 
 async def test_what_cannot_be_unregistered_stays_mapped_and_is_shown() -> None:
     driver = FakeDriver()
-    driver.refuse = DeviceFailed("operation not permitted when stream is capturing")
+    driver.refuse = DeviceError("operation not permitted when stream is capturing")
     async with on_fake(driver, budget_bytes=16 * MIB, timeout_s=60) as stager:
         await staged_and_released(driver, stager, 10 * MIB)
         ((address, nbytes),) = driver.registered.items()
@@ -206,7 +206,7 @@ async def test_what_cannot_be_unregistered_stays_mapped_and_is_shown() -> None:
         statistics = stager.statistics()
         assert statistics.kept_bytes == statistics.reserved_bytes == statistics.registered_bytes == nbytes
         assert mapped(address, nbytes)
-        with pytest.raises(ArenaExhausted, match=f"{nbytes} cannot be unregistered"):  # at once: it may never be
+        with pytest.raises(ArenaExhaustedError, match=f"{nbytes} cannot be unregistered"):  # at once: it may never be
             await driver.drive(stager.stage({"t": put(driver, 10 * MIB)}))
         await staged_and_released(driver, stager, 2 * MIB)
         driver.refuse = None
@@ -245,7 +245,7 @@ async def test_a_device_that_does_not_answer_is_not_waited_for_beyond_the_deadli
     stager = on_fake(driver, timeout_s=0.5)
     await staged_and_released(driver, stager)
     with standing_still(driver):
-        with pytest.raises(DeadlineExceeded, match="was not released"):
+        with pytest.raises(DeadlineExceededError, match="was not released"):
             await call(stager)
         assert driver.registered
         assert stager.statistics().registered_bytes > MIB

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import sidestream
-from sidestream.errors import MissingKeys, UnsafeObject
+from sidestream.errors import MissingKeysError, UnsafeObjectError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental.*:UserWarning"),
@@ -96,8 +96,8 @@ async def test_stock_without_flattening_and_partial(tmp_path: Path) -> None:
     target = {"a": torch.zeros(4, dtype=torch.int64)}
     report = await sidestream.load(target, tmp_path / "c")
     assert target["a"].tolist() == [0, 1, 2, 3]
-    assert report.not_asked_for == ("b",)
-    with pytest.raises(MissingKeys, match="c: in the target"):
+    assert report.not_requested == ("b",)
+    with pytest.raises(MissingKeysError, match="c: in the target"):
         await sidestream.load({"c": torch.zeros(1)}, tmp_path / "c")
 
 
@@ -116,7 +116,7 @@ async def test_altered_stock_payload_is_found(tmp_path: Path) -> None:
     raw[1500] ^= 1
     shard.write_bytes(raw)
     assert stock_load({"t": torch.ones(1000)}, tmp_path / "c")["t"].count_nonzero() == 1, "stock DCP notices nothing"
-    with pytest.raises(sidestream.errors.Corrupt, match="t: its bytes"):
+    with pytest.raises(sidestream.errors.CorruptCheckpointError, match="t: its bytes"):
         await sidestream.load({"t": torch.ones(1000)}, tmp_path / "c")
 
 
@@ -133,7 +133,7 @@ class Payload:
 async def test_code_in_a_stock_checkpoint_is_not_run(tmp_path: Path) -> None:
     stock_save({"x": Payload(tmp_path / "executed"), "t": torch.ones(2)}, tmp_path / "c")
     target = {"x": None, "t": torch.zeros(2)}
-    with pytest.raises(UnsafeObject, match=r"x: .*io\.open"):
+    with pytest.raises(UnsafeObjectError, match=r"x: .*io\.open"):
         await sidestream.load(target, tmp_path / "c")
     assert target["x"] is None
     assert target["t"].tolist() == [0, 0]

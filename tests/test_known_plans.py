@@ -73,7 +73,7 @@ async def test_one_stager_for_states_that_look_alike(digest: Digest | None, tmp_
         for turn in range(2):
             for number, (name, state) in enumerate(STATES.items()):
                 url = tmp_path / f"{number}-{turn}"
-                await sidestream.save(state, url, stager=stager, digest=digest)
+                await sidestream.save(state, url, stager=stager, options=sidestream.SaveOptions(digest=digest))
                 found = await (await sidestream.open_checkpoint(url)).state_dict()
                 assert_same(state, found)
                 assert list(map(repr, found)) == list(map(repr, state)), name
@@ -155,7 +155,7 @@ async def test_it_is_rendered_in_a_thread(tmp_path: Path, monkeypatch: pytest.Mo
 def test_other_names_of_files_have_a_template_of_their_own() -> None:
     """On object storage they have the id of the save in them."""
     plan = run_sliced(plan_save(PlanCache(), 1 << 30, capture(STATES["value first"])))
-    sums = [BlockSums([b"crcs"] * len(shard.items), []) for shard in plan.shards]
+    sums = [BlockSums([b"crcs"] * len(shard.items), [], [0] * len(shard.windows)) for shard in plan.shards]
     texts = []
     for save_id in ("one", "two", "one"):
         described = run_sliced(plan.describe(sums, {name: f"{name}-{save_id}" for name in plan.files}))

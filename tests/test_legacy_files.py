@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sidestream
-from sidestream.errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint
+from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError, UnsupportedCheckpointError
 
 
 def legacy(content: object, protocol: int = 2) -> bytes:
@@ -67,7 +67,7 @@ async def test_everything_in_it_is_read(tmp_path: Path, protocol: int) -> None:
     assert_same(found, content())
     assert found["view"].data_ptr() == found["base"].data_ptr() + 12  # of one storage, as it was saved
     target = {"base": torch.zeros(12), "view": torch.zeros(2, 3), "transposed": torch.zeros(4, 3), "lr": 0.0}
-    await sidestream.load(target, path, strict={"ignore_unexpected"})
+    await sidestream.load(target, path, allow_unexpected=True)
     assert_same(target, {name: content()[name] for name in target})
 
 
@@ -125,10 +125,10 @@ async def test_nothing_of_it_is_verified_and_a_conversion_says_so(tmp_path: Path
 
 async def test_what_is_more_than_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "module.pt").write_bytes(legacy({"module": torch.nn.Linear(2, 2)}))
-    with pytest.raises(UnsafeObject):
+    with pytest.raises(UnsafeObjectError):
         await sidestream.open_checkpoint(tmp_path / "module.pt")
     (tmp_path / "tensor.pt").write_bytes(legacy(torch.ones(2)))
-    with pytest.raises(UnsupportedCheckpoint, match="something else than a dict"):
+    with pytest.raises(UnsupportedCheckpointError, match="something else than a dict"):
         await sidestream.open_checkpoint(tmp_path / "tensor.pt")
 
 
@@ -137,12 +137,12 @@ async def test_a_big_endian_file_and_a_view_of_torch_0_4_are_refused(tmp_path: P
     assert raw.count(b"\x88s") == raw.count(b"\x88") == 1 or b"little_endian" in raw
     at = raw.index(b"little_endian") + len(b"little_endian")
     (tmp_path / "big.pt").write_bytes(raw[:at] + raw[at:].replace(b"\x88", b"\x89", 1))
-    with pytest.raises(UnsupportedCheckpoint, match="big-endian"):
+    with pytest.raises(UnsupportedCheckpointError, match="big-endian"):
         await sidestream.open_checkpoint(tmp_path / "big.pt")
     view = raw.replace(b"K\x03Ntq", b"K\x03K\x01tq", 1)
     assert view != raw
     (tmp_path / "view.pt").write_bytes(view)
-    with pytest.raises(UnsupportedCheckpoint, match=r"torch 0\.4"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"torch 0\.4"):
         await sidestream.open_checkpoint(tmp_path / "view.pt")
 
 
@@ -150,13 +150,13 @@ async def test_a_file_that_is_cut_off_or_altered_is_corrupt(tmp_path: Path) -> N
     raw = legacy({"w": torch.arange(300.0), "b": torch.ones(2)})
     for cut in (40, 200, len(raw) - 1200, len(raw) - 1):
         (tmp_path / "cut.pt").write_bytes(raw[:cut])
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptCheckpointError):
             await sidestream.open_checkpoint(tmp_path / "cut.pt")
     _, end = last_pickle(raw)
     altered = bytearray(raw)
     altered[end] ^= 1  # the number of elements before the first storage
     (tmp_path / "altered.pt").write_bytes(altered)
-    with pytest.raises(Corrupt, match="elements where"):
+    with pytest.raises(CorruptCheckpointError, match="elements where"):
         await sidestream.open_checkpoint(tmp_path / "altered.pt")
 
 

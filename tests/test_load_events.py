@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from keywords import for_load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import sidestream
 from sidestream import events
 from sidestream.dcp import StorageReader
-from sidestream.errors import CheckpointNotFound, Corrupt, Mismatch
+from sidestream.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from sidestream.events import LoadEvent
 
 WHOLE = ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadRead", "LoadVerified", "LoadApplied"]
@@ -50,7 +51,7 @@ def damage(directory: Path) -> None:
 async def test_a_load(options: dict[str, Any], tmp_path: Path) -> None:
     info = await sidestream.save(state(), tmp_path / "a")
     with watched() as seen:
-        report = await sidestream.load(state(), tmp_path / "a", **options)
+        report = await sidestream.load(state(), tmp_path / "a", **for_load(**options))
     assert names(seen) == WHOLE
     assert {(event.load.operation, event.load.url) for event in seen} == {("load", str(tmp_path / "a"))}
     assert [event.load.save_id for event in seen] == ["", *[info.save_id] * 5]
@@ -67,20 +68,20 @@ async def test_a_load(options: dict[str, Any], tmp_path: Path) -> None:
 async def test_what_is_not_verified(tmp_path: Path) -> None:
     await sidestream.save(state(), tmp_path / "a")
     with watched() as seen:
-        await sidestream.load(state(), tmp_path / "a", verify="manifest")
+        await sidestream.load(state(), tmp_path / "a", options=sidestream.LoadOptions(verify="manifest"))
     assert names(seen) == [name for name in WHOLE if name != "LoadVerified"]
 
 
 async def test_nothing_to_load(tmp_path: Path) -> None:
-    with watched() as seen, pytest.raises(CheckpointNotFound):
+    with watched() as seen, pytest.raises(CheckpointNotFoundError):
         await sidestream.load(state(), tmp_path / "a")
     assert names(seen) == ["LoadStarted", "LoadFailed"]
-    assert (seen[-1].phase, seen[-1].error_type, seen[-1].written) == ("open", "CheckpointNotFound", 0)
+    assert (seen[-1].phase, seen[-1].error_type, seen[-1].written) == ("open", "CheckpointNotFoundError", 0)
 
 
 async def test_a_target_that_does_not_fit(tmp_path: Path) -> None:
     await sidestream.save(state(), tmp_path / "a")
-    with watched() as seen, pytest.raises(Mismatch):
+    with watched() as seen, pytest.raises(StateMismatchError):
         await sidestream.load({"others": torch.zeros(1)}, tmp_path / "a")
     assert names(seen) == ["LoadStarted", "LoadOpened", "LoadFailed"]
     assert (seen[-1].phase, seen[-1].written) == ("plan", 0)
@@ -90,10 +91,10 @@ async def test_a_target_that_does_not_fit(tmp_path: Path) -> None:
 async def test_damage(options: dict[str, Any], tmp_path: Path) -> None:
     await sidestream.save(state(), tmp_path / "a")
     damage(tmp_path / "a")
-    with watched() as seen, pytest.raises(Corrupt) as raised:
-        await sidestream.load(state(), tmp_path / "a", **options)
+    with watched() as seen, pytest.raises(CorruptCheckpointError) as raised:
+        await sidestream.load(state(), tmp_path / "a", **for_load(**options))
     assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
-    assert (seen[-1].phase, seen[-1].error_type) == ("read", "Corrupt")
+    assert (seen[-1].phase, seen[-1].error_type) == ("read", "CorruptCheckpointError")
     assert seen[-1].written == len(raised.value.written) == 1
 
 
@@ -106,7 +107,7 @@ async def test_an_object_that_refuses(tmp_path: Path) -> None:
             raise ValueError("no")
 
     await sidestream.save({"one": Refuses()}, tmp_path / "a")
-    with watched() as seen, pytest.raises(sidestream.errors.StatefulRefused):
+    with watched() as seen, pytest.raises(sidestream.errors.LoadStateDictError):
         await sidestream.load({"one": Refuses()}, tmp_path / "a")
     assert names(seen) == [*WHOLE[:-1], "LoadFailed"]
     assert (seen[-1].phase, seen[-1].written) == ("apply", 1)
@@ -116,7 +117,7 @@ async def test_a_restore_that_falls_back(tmp_path: Path) -> None:
     run = tmp_path / "run"
     async with sidestream.Checkpointer(run) as checkpoints:
         for step in (1, 2):
-            await (await checkpoints.save(state(), step=step))
+            await checkpoints.save(state(), step=step)
         damage(run / "step-2")
         with watched() as seen:
             assert await checkpoints.restore(state(), fallback="older") == 1
@@ -125,6 +126,98 @@ async def test_a_restore_that_falls_back(tmp_path: Path) -> None:
     assert [event.load.step for event in seen] == [2] * 4 + [1] * 6 + [2]
     assert seen[-1].taken == f"{run}/step-1"
     assert seen[-1].reason == seen[3].reason
+
+
+async def test_open_and_what_is_read_then(tmp_path: Path) -> None:
+    info = await sidestream.save(state(), tmp_path / "a", files={"notes": b"12345"})
+    with watched() as seen:
+        checkpoint = await sidestream.open_checkpoint(tmp_path / "a")
+    assert names(seen) == ["LoadStarted", "LoadOpened", "LoadApplied"]
+    assert {(event.load.operation, event.load.url) for event in seen} == {("open_checkpoint", str(tmp_path / "a"))}
+    assert (seen[-1].load.save_id, list(seen[-1].seconds)) == (info.save_id, ["opened", "applied"])
+    calls: dict[str, Any] = {
+        "state_dict": checkpoint.state_dict,
+        "tensor": lambda: checkpoint.tensor("weights", slice(0, 10)),
+        "file": lambda: checkpoint.file("notes"),
+    }
+    for operation, call in calls.items():
+        with watched() as seen:
+            await call()
+        assert names(seen) == WHOLE
+        assert {event.load.operation for event in seen} == {operation}
+        assert [event.load.save_id for event in seen] == ["", *[info.save_id] * 5]
+        assert seen[3].nbytes == seen[-1].nbytes > 0
+    with watched() as seen:
+        assert await checkpoint.value("step") == 7
+    assert names(seen) == [name for name in WHOLE if name != "LoadVerified"]
+    assert (seen[-1].load.operation, seen[-1].nbytes) == ("value", 0)
+
+
+@pytest.mark.parametrize("verify", ["always", "manifest"])
+async def test_mapped(verify: Any, tmp_path: Path) -> None:
+    await sidestream.save(state(), tmp_path / "a")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "a", verify=verify)
+    with watched() as seen:
+        await checkpoint.state_dict(memory="mapped")
+    assert names(seen) == [name for name in WHOLE if name != "LoadVerified" or verify == "always"]
+    assert seen[-1].nbytes == (400_000 if verify == "always" else 0)
+
+
+async def test_what_cannot_be_opened_or_read(tmp_path: Path) -> None:
+    with watched() as seen, pytest.raises(CheckpointNotFoundError):
+        await sidestream.open_checkpoint(tmp_path / "a")
+    assert names(seen) == ["LoadStarted", "LoadFailed"]
+    assert (seen[-1].phase, seen[-1].error_type) == ("open", "CheckpointNotFoundError")
+    await sidestream.save(state(), tmp_path / "a")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "a")
+    damage(tmp_path / "a")
+    with watched() as seen, pytest.raises(CorruptCheckpointError):
+        await checkpoint.state_dict()
+    assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
+    assert (seen[-1].phase, seen[-1].error_type, seen[-1].written) == ("read", "CorruptCheckpointError", 0)
+    await sidestream.save(state(), tmp_path / "a", overwrite=True)
+    with watched() as seen, pytest.raises(CorruptCheckpointError, match="replaced"):
+        await checkpoint.tensor("weights")
+    assert names(seen) == ["LoadStarted", "LoadFailed"]
+    assert seen[-1].phase == "open"
+
+
+async def test_verify(tmp_path: Path) -> None:
+    await sidestream.save(state(), tmp_path / "a")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "a")
+    for verify in (lambda: sidestream.verify(tmp_path / "a"), checkpoint.verify):
+        with watched() as seen:
+            report = await verify()
+        assert names(seen) == WHOLE
+        assert {event.load.operation for event in seen} == {"verify"}
+        assert seen[-1].nbytes == report.nbytes
+    damage(tmp_path / "a")
+    with watched() as seen:
+        report = await sidestream.verify(tmp_path / "a")
+    assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
+    assert (seen[-1].phase, seen[-1].error_type, seen[-1].reason) == (
+        "read",
+        "CorruptCheckpointError",
+        report.damaged[0].message,
+    )
+    metadata = tmp_path / "a" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:-20])
+    with watched() as seen:
+        report = await sidestream.verify(tmp_path / "a")
+    assert not report.ok
+    assert names(seen) == ["LoadStarted", "LoadFailed"]
+    assert seen[-1].phase == "open"
+
+
+async def test_a_run_is_named(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await checkpoints.save(state(), step=5)
+        with watched() as seen:
+            async with checkpoints.reading():
+                pass
+            await checkpoints.verify()
+    assert {event.load.run for event in seen} == {str(tmp_path)}
+    assert {event.load.step for event in seen if type(event).__name__ == "LoadApplied"} == {5}
 
 
 def test_inside_dcp(tmp_path: Path) -> None:
@@ -143,7 +236,7 @@ def test_damage_inside_dcp(tmp_path: Path) -> None:
     with watched() as seen, pytest.raises(CheckpointException):
         dcp.load({"weights": torch.zeros(100_000)}, storage_reader=StorageReader(tmp_path / "a"))
     assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
-    assert (seen[-1].phase, seen[-1].error_type) == ("read", "Corrupt")
+    assert (seen[-1].phase, seen[-1].error_type) == ("read", "CorruptCheckpointError")
 
 
 def test_a_load_that_dcp_does_not_finish(tmp_path: Path) -> None:
@@ -156,4 +249,4 @@ def test_a_load_that_dcp_does_not_finish(tmp_path: Path) -> None:
     with watched() as seen:
         dcp.load({"weights": torch.zeros(100_000)}, storage_reader=reader)
     assert names(seen) == ["LoadFailed", *WHOLE]
-    assert (seen[0].phase, seen[0].error_type) == ("plan", "Aborted")
+    assert (seen[0].phase, seen[0].error_type) == ("plan", "SaveAbortedError")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from keywords import for_load
 from states import assert_same, model_and_optimizer
 
 import sidestream
@@ -65,9 +66,9 @@ async def test_partial_leaves_what_was_not_saved(saved: Path) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 7)
     target: dict[str, Any] = {"model": {"w": torch.zeros(3, 4), "b": torch.zeros(3), "new": torch.full((2,), 7.0)}}
     target |= {"scheduler": scheduler, "step": 0, "epoch": 3, "extra": {"k": 0, "deep": {"n": None}}}
-    with pytest.raises(errors.MissingKeys):
-        await sidestream.load(target, saved, strict=["cast", "ignore_unexpected"])
-    report = await sidestream.load(target, saved, strict={"partial"})
+    with pytest.raises(errors.MissingKeysError):
+        await sidestream.load(target, saved, allow_cast=True, allow_unexpected=True)
+    report = await sidestream.load(target, saved, allow_missing=True)
     assert set(report.missing) == {"model.new", "scheduler", "epoch", "extra.deep.n"}
     assert target["model"]["new"].tolist() == [7.0, 7.0]
     assert_same(STATE["model"]["w"], target["model"]["w"])
@@ -82,7 +83,9 @@ async def test_partial_modules_keep_their_other_parameters(tmp_path: Path) -> No
     new = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     bias = new[1].bias.detach().clone()
     for atomic in (False, True):
-        report = await sidestream.load({"m": new}, tmp_path / "c", strict=("partial",), atomic=atomic)
+        report = await sidestream.load(
+            {"m": new}, tmp_path / "c", allow_missing=True, options=sidestream.LoadOptions(atomic=atomic)
+        )
         assert torch.equal(new[0].weight, old[0].weight)
         assert torch.equal(new[1].bias, bias)
         assert "m.1.num_batches_tracked" in report.missing
@@ -102,10 +105,12 @@ async def test_cast_converts_into_the_dtype_of_the_target(tmp_path: Path) -> Non
             "ints": torch.zeros(4),
             "same": torch.zeros(2),
         }
-        with pytest.raises(errors.DtypeMismatch, match=r'float64 in the target, float16 saved \(strict={"cast"}'):
-            await sidestream.load(target, tmp_path / "c", atomic=atomic)
+        with pytest.raises(errors.DtypeMismatchError, match=r"float64 in the target, float16 saved \(allow_cast=True"):
+            await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(atomic=atomic))
         assert not shared.any()
-        report = await sidestream.load(target, tmp_path / "c", strict={"cast"}, atomic=atomic)
+        report = await sidestream.load(
+            target, tmp_path / "c", allow_cast=True, options=sidestream.LoadOptions(atomic=atomic)
+        )
         assert report.cast == ("large", "half", "ints")
         assert torch.equal(target["large"], large.bfloat16())
         assert torch.equal(target["half"], half.double())
@@ -117,8 +122,8 @@ async def test_cast_never_drops_a_part_of_a_number(tmp_path: Path) -> None:
     await sidestream.save({"f": torch.randn(3), "c": torch.randn(3, dtype=torch.complex64)}, tmp_path / "c")
     for name, dtype in (("f", torch.int32), ("c", torch.float32)):
         target = torch.zeros(3, dtype=dtype)
-        with pytest.raises(errors.DtypeMismatch, match=f"{name}: .* torch does not convert"):
-            await sidestream.load({name: target}, tmp_path / "c", strict={"cast"})
+        with pytest.raises(errors.DtypeMismatchError, match=f"{name}: .* torch does not convert"):
+            await sidestream.load({name: target}, tmp_path / "c", allow_cast=True)
         assert not target.any()
 
 
@@ -126,7 +131,7 @@ async def test_a_cast_module(tmp_path: Path) -> None:
     model, _ = model_and_optimizer()
     await sidestream.save({"m": model}, tmp_path / "c")
     other, _ = model_and_optimizer(seed=3)
-    report = await sidestream.load({"m": other.bfloat16()}, tmp_path / "c", strict={"cast"})
+    report = await sidestream.load({"m": other.bfloat16()}, tmp_path / "c", allow_cast=True)
     assert torch.equal(other[1].weight, model[1].weight.bfloat16())
     assert other[3].weight is other[0].weight
     assert "m.1.weight" in report.cast
@@ -134,47 +139,84 @@ async def test_a_cast_module(tmp_path: Path) -> None:
 
 async def test_unexpected_keys_are_ignored_when_asked(tmp_path: Path, saved: Path) -> None:
     target = {"model": {"w": torch.zeros(3, 4)}}
-    report = await sidestream.load(target, saved, strict={"ignore_unexpected"})
-    assert report.ignored == ("model.b",)
-    assert report.not_asked_for == ("step", "extra.k")
+    report = await sidestream.load(target, saved, allow_unexpected=True)
+    assert report.unexpected == ("model.b",)
+    assert report.not_requested == ("step", "extra.k")
     assert_same(STATE["model"]["w"], target["model"]["w"])
     await sidestream.save({"m": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))}, tmp_path / "two")
     report = await sidestream.load(
-        {"m": torch.nn.Sequential(torch.nn.Linear(2, 2))}, tmp_path / "two", strict=["ignore_unexpected"]
+        {"m": torch.nn.Sequential(torch.nn.Linear(2, 2))}, tmp_path / "two", allow_unexpected=True
     )
-    assert report.ignored == ("m.1.weight", "m.1.bias")
+    assert report.unexpected == ("m.1.weight", "m.1.bias")
     assert report.loaded == ("m.0.weight", "m.0.bias")
 
 
 async def test_a_strict_load_reports_that_nothing_was_let_pass(saved: Path) -> None:
     report = await sidestream.load({"step": 0}, saved)
-    assert report.missing == report.cast == report.ignored == ()
+    assert report.missing == report.cast == report.unexpected == ()
 
 
-@pytest.mark.parametrize("strict", [False, True, "partial", {"partially"}, [1], None])
-async def test_strict_takes_names(strict: Any, saved: Path) -> None:
-    with pytest.raises(errors.InvalidOption, match="strict="):
-        await sidestream.load({"step": 0}, saved, strict=strict)
+@pytest.mark.parametrize("wrong", [{"strict": "partial"}, {"strict": None}, {"allow_missing": 3}, {"allow_cast": [""]}])
+async def test_tolerances_are_checked(wrong: dict[str, Any], saved: Path) -> None:
+    with pytest.raises(errors.InvalidOptionError, match=f"{next(iter(wrong))}="):
+        await sidestream.load({"step": 0}, saved, **wrong)
+
+
+async def test_patterns_say_what_may_differ(tmp_path: Path) -> None:
+    await sidestream.save({"m": {"a": torch.ones(2), "x1": torch.ones(2), "x2": torch.ones(2)}}, tmp_path / "c")
+
+    def target() -> dict[str, Any]:
+        return {"m": {"a": torch.zeros(2).double(), "head.w": torch.zeros(3), "head.b": torch.zeros(3)}}
+
+    tolerant = {"allow_missing": "m.head.*", "allow_unexpected": ["m.x1", "m.x[2-9]"], "allow_cast": ["m.?"]}
+    report = await sidestream.load(target(), tmp_path / "c", **tolerant)
+    assert set(report.missing) == {"m.head.w", "m.head.b"}
+    assert (set(report.unexpected), report.cast) == ({"m.x1", "m.x2"}, ("m.a",))
+    for name, less, left in (
+        ("allow_missing", ["m.head.w"], "m.head.b"),
+        ("allow_unexpected", "m.x1", "m.x2"),
+        ("allow_cast", "a", "m.a"),  # a pattern has to match the whole name
+    ):
+        with pytest.raises(errors.StateMismatchError) as caught:
+            await sidestream.load(target(), tmp_path / "c", **{**tolerant, name: less})
+        assert len(caught.value.offenders) == 1
+        assert left in caught.value.offenders[0]
+
+
+async def test_a_pattern_for_an_object_of_which_nothing_was_saved(tmp_path: Path) -> None:
+    await sidestream.save({"step": 1}, tmp_path / "c")
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.clone()
+    for pattern in ("model*", "model.*"):
+        target = {"step": 0, "model": model}
+        report = await sidestream.load(target, tmp_path / "c", allow_missing=pattern)
+        assert set(report.missing) == {"model", "model.weight", "model.bias"}
+        assert torch.equal(model.weight, before)
+    with pytest.raises(errors.MissingKeysError):
+        await sidestream.load({"step": 0, "model": model}, tmp_path / "c", allow_missing="other.*")
 
 
 async def test_restore_takes_the_same_keywords(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await (await checkpoints.save(STATE, step=1))
+        await checkpoints.save(STATE, step=1)
         assert checkpoints.restored is None
         target = {"model": {"w": torch.zeros(3, 4).double()}, "new": 1}
-        with pytest.raises(errors.Mismatch):
+        with pytest.raises(errors.StateMismatchError):
             await checkpoints.restore(target)
-        strict = ("partial", "cast", "ignore_unexpected")
+        tolerant = {"allow_missing": True, "allow_cast": True, "allow_unexpected": True}
         options: dict[str, Any] = {"verify": "manifest", "atomic": True, "timeout_s": 60.0}
-        assert await checkpoints.restore(target, strict=strict, progress=lambda *now: told.append(now), **options) == 1
+        assert (
+            await checkpoints.restore(target, **tolerant, **for_load(progress=lambda *now: told.append(now), **options))
+            == 1
+        )
         report = checkpoints.restored
         assert report is not None
-        assert (report.missing, report.cast, report.ignored) == (("new",), ("model.w",), ("model.b",))
+        assert (report.missing, report.cast, report.unexpected) == (("new",), ("model.w",), ("model.b",))
         assert told[-1] == (48, 48)
-        for wrong in ({"verify": "no"}, {"timeout_s": 0}, {"strict": "cast"}):
-            with pytest.raises(errors.InvalidOption):
-                await checkpoints.restore(target, **wrong)
+        for wrong in ({"verify": "no"}, {"timeout_s": 0}, {"strict": "cast"}, {"atomic": 1}):
+            with pytest.raises(errors.InvalidOptionError):
+                await checkpoints.restore(target, **for_load(**wrong))
 
 
 # --- progress, and the loop -------------------------------------------------------------------------------------------
@@ -189,7 +231,7 @@ async def test_progress_is_told_on_the_loop(tmp_path: Path) -> None:
         assert asyncio.get_running_loop() is not None
         told.append((done, total))
 
-    report = await sidestream.load(state, tmp_path / "c", progress=progress)
+    report = await sidestream.load(state, tmp_path / "c", options=sidestream.LoadOptions(progress=progress))
     assert told[0] == (0, 10 << 22)
     assert told[-1] == (10 << 22, 10 << 22)
     assert told == sorted(told)
@@ -207,7 +249,7 @@ async def test_an_observer_that_raises_ends_the_load(saved: Path) -> None:
         raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough"):
-        await sidestream.load(target, saved, progress=progress)
+        await sidestream.load(target, saved, options=sidestream.LoadOptions(progress=progress))
     assert not target["model"]["w"].any()
 
 
@@ -235,7 +277,7 @@ async def test_no_step_of_the_loop_handles_every_leaf(kind: str, tmp_path: Path)
     sys.setprofile(counted)
     try:
         await sidestream.load(state, tmp_path / "c")
-        await sidestream.load(state, tmp_path / "c", atomic=True)
+        await sidestream.load(state, tmp_path / "c", options=sidestream.LoadOptions(atomic=True))
         await (await sidestream.open_checkpoint(tmp_path / "c")).state_dict()
     finally:
         sys.setprofile(None)
@@ -295,7 +337,7 @@ def test_a_structure_that_changes_meanwhile_is_refused() -> None:
     list(answers.ask(state))
     assert [leaf.fqn for leaf in leaves_of(state, answers)] == [leaf.fqn for leaf in leaves_of(state)]
     state["other"] = torch.nn.Linear(2, 2)
-    with pytest.raises(errors.InvalidOption, match="was changed while it was being loaded into"):
+    with pytest.raises(errors.InvalidOptionError, match="was changed while it was being loaded into"):
         list(leaves_of(state, answers))
 
 
@@ -344,7 +386,7 @@ async def test_rows_are_verified(tmp_path: Path) -> None:
     assert not (await checkpoint.tensor("t", slice(0, 8000))).any()
     assert not (await checkpoint.tensor("t", slice(-8000, None))).any()
     for rows in (slice(0, 11_000), slice(9500, 10_200), slice(9999, 10_001)):
-        with pytest.raises(errors.Corrupt) as raised:
+        with pytest.raises(errors.CorruptCheckpointError) as raised:
             await checkpoint.tensor("t", rows)
         error = raised.value
         assert (error.file, error.fqn) == (shard.name, "t")
@@ -360,13 +402,13 @@ async def test_atomic_leaves_the_target_as_it_was(tmp_path: Path) -> None:
     raw[len(raw) // 2] ^= 1
     shard.write_bytes(raw)
     target = {"first": torch.zeros(2000), "last": torch.zeros(1 << 20).double()}
-    with pytest.raises(errors.Corrupt) as raised:
-        await sidestream.load(target, tmp_path / "c", atomic=True, strict={"cast"})
+    with pytest.raises(errors.CorruptCheckpointError) as raised:
+        await sidestream.load(target, tmp_path / "c", allow_cast=True, options=sidestream.LoadOptions(atomic=True))
     assert raised.value.written == ()
     assert not target["first"].any()
     assert not target["last"].any()
-    with pytest.raises(errors.Corrupt) as raised:
-        await sidestream.load(target, tmp_path / "c", strict={"cast"})
+    with pytest.raises(errors.CorruptCheckpointError) as raised:
+        await sidestream.load(target, tmp_path / "c", allow_cast=True)
     assert set(raised.value.written) <= set(target)
     assert all(name in raised.value.written or not tensor.any() for name, tensor in target.items())
 
@@ -394,17 +436,17 @@ async def test_the_second_name_of_unverified_loads_names_the_first(tmp_path: Pat
     target = {"w": torch.zeros(4)}
     never: Any = "never"
     calls: list[Callable[[], Any]] = [
-        lambda: sidestream.load(target, tmp_path / "c", verify=never),
+        lambda: sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(verify=never)),
         lambda: sidestream.open_checkpoint(tmp_path / "c", verify=never),
         lambda: sidestream.convert(tmp_path / "c", tmp_path / "d", verify=never),
-        lambda: sidestream.Checkpointer(tmp_path / "run", verify=never),
+        lambda: sidestream.Checkpointer(tmp_path / "run", load=sidestream.LoadOptions(verify=never)),
         lambda: sidestream.dcp.StorageReader(tmp_path / "c", verify=never),
     ]
     for call in calls:
-        with pytest.raises(errors.InvalidOption, match="pass that") as refused:
+        with pytest.raises(errors.InvalidOptionError, match="pass that") as refused:
             await call()
         assert "verify='manifest'" in str(refused.value)
     assert target["w"].sum() == 0
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
-    await sidestream.load(target, tmp_path / "c", verify="manifest")
+    await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(verify="manifest"))
     assert target["w"].sum() == 4

@@ -72,7 +72,7 @@ async def test_mapped_bytes_are_verified_unless_asked_otherwise(tmp_path: Path) 
     raw = bytearray(shard.read_bytes())
     raw[len(raw) // 2] ^= 1
     shard.write_bytes(raw)
-    with pytest.raises(errors.Corrupt, match="t: its bytes"):
+    with pytest.raises(errors.CorruptCheckpointError, match="t: its bytes"):
         await (await sidestream.open_checkpoint(tmp_path / "c")).state_dict(memory="mapped")
     await unmapped(tmp_path)
     trusting = await sidestream.open_checkpoint(tmp_path / "c", verify="manifest")
@@ -86,10 +86,10 @@ async def test_files_that_change_after_they_were_opened(tmp_path: Path) -> None:
         (shard,) = (tmp_path / "c").glob("*.distcp")
         raw = shard.read_bytes()
         os.truncate(shard, len(raw) // 2)
-        with pytest.raises(errors.Corrupt, match="is shorter"):
+        with pytest.raises(errors.CorruptCheckpointError, match="is shorter"):
             await checkpoint.state_dict(memory="mapped")
         shard.unlink()
-        with pytest.raises(errors.Corrupt, match="is missing"):
+        with pytest.raises(errors.CorruptCheckpointError, match="is missing"):
             await checkpoint.state_dict(memory="mapped")
         shard.write_bytes(raw)
 
@@ -109,15 +109,15 @@ async def test_a_device(tmp_path: Path) -> None:
     assert_same(state, await checkpoint.state_dict(memory=torch.device("cpu")))
     assert_same(state["w"][3:9], await checkpoint.tensor("w", slice(3, 9), device="cpu"))
     for memory in ("cpu", "disk", None, torch.device("meta")):
-        with pytest.raises(errors.InvalidOption, match="memory"):
+        with pytest.raises(errors.InvalidOptionError, match="memory"):
             await checkpoint.state_dict(memory=memory)
     for device in ("meta", "nowhere", 1.5):
-        with pytest.raises(errors.InvalidOption, match="device="):
+        with pytest.raises(errors.InvalidOptionError, match="device="):
             await checkpoint.tensor("w", device=device)
     for absent in ("cuda:99", "xpu", "hpu"):
-        with pytest.raises(errors.InvalidOption, match=f"'{absent}' is no device of this machine"):
+        with pytest.raises(errors.InvalidOptionError, match=f"'{absent}' is no device of this machine"):
             await checkpoint.tensor("w", device=absent)
-        with pytest.raises(errors.InvalidOption, match=f"'{absent}' is no device of this machine"):
+        with pytest.raises(errors.InvalidOptionError, match=f"'{absent}' is no device of this machine"):
             await checkpoint.state_dict(memory=torch.device(absent))
 
 

@@ -16,6 +16,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from keywords import for_load
 from states import assert_same
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -84,13 +85,15 @@ async def place(tmp_path: Path) -> Place:
 
 async def load_plainly(place: Place) -> Any:
     state = blank()
-    await sidestream.load(state, place.path, verify="manifest", progress=place.progress)
+    await sidestream.load(state, place.path, options=sidestream.LoadOptions(verify="manifest", progress=place.progress))
     return state
 
 
 async def load_atomically(place: Place) -> Any:
     state = blank()
-    await sidestream.load(state, place.path, verify="manifest", atomic=True, progress=place.progress)
+    await sidestream.load(
+        state, place.path, options=sidestream.LoadOptions(verify="manifest", atomic=True, progress=place.progress)
+    )
     return state
 
 
@@ -108,7 +111,9 @@ class Replacing(DefaultLoadPlanner):
 
 async def load_with_a_planner(place: Place) -> Any:
     state = blank()
-    await sidestream.load(state, place.path, verify="manifest", planner=Replacing(place))
+    await sidestream.load(
+        state, place.path, options=sidestream.LoadOptions(verify="manifest", planner=Replacing(place))
+    )
     return state
 
 
@@ -161,7 +166,7 @@ async def test_an_open_checkpoint_that_was_replaced(place: Place) -> None:
     checkpoint = await sidestream.open_checkpoint(place.path, verify="manifest")
     place.replace()
     for call in (checkpoint.tensor("t0"), checkpoint.value("step"), checkpoint.state_dict()):
-        with pytest.raises(errors.Corrupt, match="another checkpoint has replaced this one"):
+        with pytest.raises(errors.CorruptCheckpointError, match="another checkpoint has replaced this one"):
             await call
     assert place.closed()
     again = await sidestream.open_checkpoint(place.path, verify="manifest")
@@ -215,7 +220,7 @@ async def test_a_load_that_loses_its_files_to_another_checkpoint_starts_over(
 ) -> None:
     state, seen = blank(), []
     with events.observe(lambda event: seen.append(event) if isinstance(event, events.LoadEvent) else None):
-        report = await sidestream.load(state, overwritten.url, progress=overwritten.progress, **options)
+        report = await sidestream.load(state, overwritten.url, **for_load(progress=overwritten.progress, **options))
     assert_same(state, NEW)
     opened = [event.load.save_id for event in seen if isinstance(event, events.LoadOpened)]
     assert len(set(opened)) == 2
@@ -225,8 +230,8 @@ async def test_a_load_that_loses_its_files_to_another_checkpoint_starts_over(
 
 async def test_a_load_that_loses_its_files_to_none_does_not(overwritten: Overwritten) -> None:
     overwritten.new = ""
-    with pytest.raises(errors.Corrupt, match="is missing"):
-        await sidestream.load(blank(), overwritten.url, progress=overwritten.progress)
+    with pytest.raises(errors.CorruptCheckpointError, match="is missing"):
+        await sidestream.load(blank(), overwritten.url, options=sidestream.LoadOptions(progress=overwritten.progress))
 
 
 async def test_what_was_written_before_a_load_started_over(tmp_path: Path) -> None:
@@ -244,8 +249,12 @@ async def test_what_was_written_before_a_load_started_over(tmp_path: Path) -> No
             (tmp_path / "c").rename(tmp_path / "old")
             (tmp_path / "new").rename(tmp_path / "c")
 
-    with pytest.raises(errors.Mismatch) as raised:
-        await sidestream.load({name: torch.zeros(1 << 20) for name in "ab"}, tmp_path / "c", progress=progress)
+    with pytest.raises(errors.StateMismatchError) as raised:
+        await sidestream.load(
+            {name: torch.zeros(1 << 20) for name in "ab"},
+            tmp_path / "c",
+            options=sidestream.LoadOptions(progress=progress),
+        )
     assert "b" in raised.value.written
 
 
@@ -275,7 +284,7 @@ async def without_a_file(place: Place) -> None:
     def remove(done: int, total: int) -> None:
         max(place.path.iterdir(), key=lambda one: one.stat().st_size).unlink(missing_ok=True)
 
-    await sidestream.load(blank(), place.path, progress=remove)
+    await sidestream.load(blank(), place.path, options=sidestream.LoadOptions(progress=remove))
 
 
 async def of_another_shape(place: Place) -> None:
@@ -295,7 +304,7 @@ async def without_a_marker(place: Place) -> None:
 
 async def of_a_planner_that_fails(place: Place) -> None:
     state = {"other": torch.zeros(3)}
-    await sidestream.load(state, place.path, planner=DefaultLoadPlanner())
+    await sidestream.load(state, place.path, options=sidestream.LoadOptions(planner=DefaultLoadPlanner()))
 
 
 async def of_a_file_that_is_none(place: Place) -> None:
@@ -361,8 +370,8 @@ async def test_a_thread_that_is_left_behind_keeps_its_directory(place: Place, mo
     """Its descriptor is not closed, and used for another file, while the system call that has it goes on."""
     monkeypatch.setattr(threads, "_GRACE_S", 0.1)
     hanging = Hanging(monkeypatch, ".distcp")
-    with pytest.raises(errors.DeadlineExceeded):
-        await sidestream.load(blank(), place.path, timeout_s=1.0)
+    with pytest.raises(errors.DeadlineExceededError):
+        await sidestream.load(blank(), place.path, options=sidestream.LoadOptions(timeout_s=1.0))
     assert hanging.directory is not None
     assert os.readlink(f"/proc/self/fd/{hanging.directory}") == str(place.path)
     hanging.goes_on.set()
@@ -377,8 +386,8 @@ async def test_a_thread_that_hangs_while_it_opens_the_directory_closes_it(
 ) -> None:
     monkeypatch.setattr(threads, "_GRACE_S", 0.1)
     hanging = Hanging(monkeypatch, "/c")
-    with pytest.raises(errors.DeadlineExceeded) as error:
-        await sidestream.load(blank(), place.path, timeout_s=1.0)
+    with pytest.raises(errors.DeadlineExceededError) as error:
+        await sidestream.load(blank(), place.path, options=sidestream.LoadOptions(timeout_s=1.0))
     hanging.goes_on.set()
     assert await asyncio.to_thread(hanging.left.wait, 60)
     async with asyncio.timeout(60):
@@ -390,7 +399,7 @@ async def test_a_thread_that_hangs_while_it_opens_the_directory_closes_it(
 def test_a_directory_that_is_refused_before_it_is_open(place: Place) -> None:
     directory = OpenDirectory(place.path)
     assert not directory.refuse()
-    with pytest.raises(errors.Closed), directory.descriptor():
+    with pytest.raises(errors.ClosedError), directory.descriptor():
         pass
     assert place.closed()
 
@@ -421,7 +430,7 @@ def test_a_directory_is_closed_by_its_last_user(place: Place) -> None:
     directory = OpenDirectory(place.path)
     with directory.descriptor(), directory.descriptor():
         directory.close()
-        with pytest.raises(errors.Closed), directory.descriptor():
+        with pytest.raises(errors.ClosedError), directory.descriptor():
             pass
         assert place.open()
     assert not place.open()

@@ -15,7 +15,7 @@ import trio
 import sidestream
 import sidestream.blocking
 from sidestream import signing
-from sidestream.errors import WrongLoop
+from sidestream.errors import WrongLoopError
 
 STATE = {"t": torch.ones(3)}
 
@@ -76,7 +76,7 @@ InTrio = Callable[[Callable[[], Awaitable[None]]], None]
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_verbs_refuse_trio(verb: str, in_trio: InTrio, tmp_path: Path) -> None:
     async def work() -> None:
-        with pytest.raises(WrongLoop, match=r"runs in trio: call sidestream\.blocking in a thread"):
+        with pytest.raises(WrongLoopError, match=r"runs in trio: call sidestream\.blocking in a thread"):
             await VERBS[verb](tmp_path / "a")
 
     in_trio(work)
@@ -86,7 +86,7 @@ def test_the_verbs_refuse_trio(verb: str, in_trio: InTrio, tmp_path: Path) -> No
 @pytest.mark.parametrize("verb", BLOCKING)
 def test_the_blocking_verbs_refuse_to_block_trio(verb: str, in_trio: InTrio, tmp_path: Path) -> None:
     async def work() -> None:
-        with pytest.raises(WrongLoop, match=r"would block the event loop of trio: .* trio\.to_thread\.run_sync"):
+        with pytest.raises(WrongLoopError, match=r"would block the event loop of trio: .* trio\.to_thread\.run_sync"):
             BLOCKING[verb](tmp_path / "a")
 
     in_trio(work)
@@ -98,11 +98,11 @@ def test_a_stage_is_not_awaited_in_trio() -> None:
         stager = sidestream.AsyncStager()
         try:
             staged = stager.stage(STATE)
-            with pytest.raises(WrongLoop, match="runs in trio"):
+            with pytest.raises(WrongLoopError, match="runs in trio"):
                 await staged
-            with pytest.raises(WrongLoop, match="runs in trio"):
+            with pytest.raises(WrongLoopError, match="runs in trio"):
                 await stager.aclose()
-            with pytest.raises(WrongLoop, match="runs in trio"):
+            with pytest.raises(WrongLoopError, match="runs in trio"):
                 await stager.__aenter__()
             assert staged.result(60)["t"].tolist() == [1, 1, 1]
         finally:
@@ -145,10 +145,10 @@ def test_uvloop(tmp_path: Path) -> None:
     uvloop = pytest.importorskip("uvloop")
 
     async def work() -> None:
-        with pytest.raises(WrongLoop, match="await the functions of sidestream"):
+        with pytest.raises(WrongLoopError, match="await the functions of sidestream"):
             sidestream.blocking.save(STATE, tmp_path / "a")
         async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
-            await (await checkpoints.save({"t": torch.arange(1 << 20)}, step=1))
+            await checkpoints.save({"t": torch.arange(1 << 20)}, step=1)
             target = {"t": torch.zeros(1 << 20, dtype=torch.int64)}
             assert await checkpoints.restore(target) == 1
             assert torch.equal(target["t"], torch.arange(1 << 20))

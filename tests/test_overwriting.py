@@ -17,7 +17,13 @@ import torch.distributed.checkpoint as dcp
 import sidestream
 from sidestream import HF, load, remove, save
 from sidestream._storage.local import transaction
-from sidestream.errors import CheckpointNotFound, Conflict, Corrupt, InvalidOption, NotDurable
+from sidestream.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidOptionError,
+    NotDurableError,
+)
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -36,7 +42,7 @@ async def loaded(url: Path | str) -> int:
 @pytest.mark.parametrize("saver", ["thread", "process"])
 async def test_a_checkpoint_is_replaced(saver: Any, tmp_path: Path) -> None:
     for seed in range(3):
-        await save(state_of(seed), tmp_path / "last", overwrite=True, saver=saver)
+        await save(state_of(seed), tmp_path / "last", overwrite=True, options=sidestream.SaveOptions(writer=saver))
         assert await loaded(tmp_path / "last") == seed
     assert os.listdir(tmp_path) == ["last"]
 
@@ -49,7 +55,7 @@ async def test_one_of_stock_dcp_is_replaced(tmp_path: Path) -> None:
 
 async def test_not_without_being_asked(tmp_path: Path) -> None:
     await save(state_of(1), tmp_path / "last")
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         await save(state_of(2), tmp_path / "last")
     assert await loaded(tmp_path / "last") == 1
 
@@ -57,14 +63,14 @@ async def test_not_without_being_asked(tmp_path: Path) -> None:
 async def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with pytest.raises(Conflict, match="no checkpoint"):
+    with pytest.raises(CheckpointExistsError, match="no checkpoint"):
         await save(state_of(1), tmp_path / "home", overwrite=True)
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
     assert os.listdir(tmp_path) == ["home"]
 
 
 async def test_object_storage_says_what_to_do() -> None:
-    with pytest.raises(InvalidOption, match="remove"):
+    with pytest.raises(InvalidOptionError, match="remove"):
         await save(state_of(1), "memory://overwriting/last", overwrite=True)
 
 
@@ -79,7 +85,9 @@ async def test_readers_find_one_of_both(tmp_path: Path) -> None:
 
     readers = [asyncio.create_task(read()) for _ in range(2)]
     for seed in range(1, 20):
-        await save(state_of(seed), tmp_path / "last", overwrite=True, durability="flush")
+        await save(
+            state_of(seed), tmp_path / "last", overwrite=True, options=sidestream.SaveOptions(durability="flush")
+        )
     over = True
     await asyncio.gather(*readers)
     assert found == sorted(found) or len(set(found)) > 1
@@ -119,11 +127,11 @@ async def test_verify_starts_over(at: str, tmp_path: Path, monkeypatch: pytest.M
     assert other.done
     assert report.ok, report.damaged
     assert report.save_id != opened.save_id
-    with pytest.raises(Corrupt, match="replaced"):
+    with pytest.raises(CorruptCheckpointError, match="replaced"):
         await opened.verify()
     opened = await sidestream.open_checkpoint(tmp_path / "last")
     Once(monkeypatch, "open", lambda path, *_: str(path).endswith(at), replace)
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptCheckpointError):
         await opened.verify()
 
 
@@ -149,7 +157,7 @@ async def test_a_copy_of_what_is_replaced_is_refused(
                 else:
                     options: dict[str, Any] = {} if verb == "convert" else {"verify": "manifest"}
                     await sidestream.convert(tmp_path / "last", tmp_path / "target", **options)
-            except (Corrupt, CheckpointNotFound):
+            except (CorruptCheckpointError, CheckpointNotFoundError):
                 assert other.done
                 assert not any(tmp_path.iterdir())
                 continue
@@ -165,7 +173,7 @@ async def test_what_is_removed_while_it_is_verified(tmp_path: Path, monkeypatch:
     await save(state_of(1), tmp_path / "last")
     Once(monkeypatch, "open", lambda path, *_: str(path).endswith("__0_0.distcp"),
          lambda: sidestream.blocking.remove(tmp_path / "last"))  # fmt: skip
-    with pytest.raises(CheckpointNotFound):
+    with pytest.raises(CheckpointNotFoundError):
         await sidestream.verify(tmp_path / "last")
 
 
@@ -173,7 +181,10 @@ async def test_several_overwrite_at_once(tmp_path: Path) -> None:
     """Each succeeds, and one of them stays; none deletes what another has committed."""
     await save(state_of(0), tmp_path / "last")
     for _ in range(5):
-        saves = [save(state_of(seed), tmp_path / "last", overwrite=True, durability="flush") for seed in range(1, 7)]
+        saves = [
+            save(state_of(seed), tmp_path / "last", overwrite=True, options=sidestream.SaveOptions(durability="flush"))
+            for seed in range(1, 7)
+        ]
         await asyncio.gather(*saves)
         assert await loaded(tmp_path / "last") in range(1, 7)
         assert os.listdir(tmp_path) == ["last"]
@@ -247,7 +258,7 @@ async def test_of_two_that_are_the_first_one_stays(
     if after or overwrite:
         await save(state_of(1), target, overwrite=overwrite)
     else:
-        with pytest.raises(Conflict):
+        with pytest.raises(CheckpointExistsError):
             await save(state_of(1), target)
     assert other.done
     assert await loaded(target) == (1 if overwrite and not after else 2)
@@ -281,7 +292,7 @@ async def test_what_has_come_meanwhile_and_is_no_checkpoint_is_not_replaced(
 
     when = renames_to(tmp_path / "home") if name == "rename" else lambda *_: True
     written = Once(monkeypatch, name, when, write)
-    with pytest.raises(Conflict, match="no checkpoint"):
+    with pytest.raises(CheckpointExistsError, match="no checkpoint"):
         await save(state_of(1), tmp_path / "home", overwrite=True)
     assert written.done
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
@@ -304,7 +315,7 @@ async def test_a_commit_that_may_not_be_durable_says_where_the_old_one_is(
 
     monkeypatch.setattr(transaction, "exchange", exchange)
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(NotDurable) as raised:
+    with pytest.raises(NotDurableError) as raised:
         await save(state_of(1), tmp_path / "last", overwrite=True)
     assert str(exchanged[0]) in raised.value.__notes__[0]
     assert await loaded(tmp_path / "last") == 1
@@ -344,7 +355,7 @@ async def test_one_that_is_removed_when_a_save_looks_at_it(tmp_path: Path, monke
 
 async def test_a_failed_save_leaves_the_old_one(tmp_path: Path) -> None:
     await save(state_of(1), tmp_path / "last")
-    with pytest.raises(sidestream.errors.UnsafeObject):
+    with pytest.raises(sidestream.errors.UnsafeObjectError):
         await save({**state_of(2), "bad": object()}, tmp_path / "last", overwrite=True)
     assert await loaded(tmp_path / "last") == 1
     assert os.listdir(tmp_path) == ["last"]
@@ -357,7 +368,7 @@ async def test_remove(tmp_path: Path) -> None:
     await save(state_of(1), tmp_path / "a")
     await remove(tmp_path / "a")
     assert os.listdir(tmp_path) == []
-    with pytest.raises(CheckpointNotFound):
+    with pytest.raises(CheckpointNotFoundError):
         await remove(tmp_path / "a")
 
 
@@ -365,7 +376,7 @@ async def test_remove_on_object_storage() -> None:
     await save(state_of(1), "memory://removing/a")
     await save(state_of(2), "memory://removing/b")
     await remove("memory://removing/a")
-    with pytest.raises(CheckpointNotFound):
+    with pytest.raises(CheckpointNotFoundError):
         await loaded("memory://removing/a")
     assert await loaded("memory://removing/b") == 2
     await save(state_of(3), "memory://removing/a")  # the name is free again
@@ -377,14 +388,14 @@ async def test_only_a_checkpoint_is_removed(what: str, tmp_path: Path) -> None:
     place = tmp_path / "place"
     if what == "a run":
         async with sidestream.Checkpointer(place) as checkpoints:
-            await (await checkpoints.save(state_of(1), step=1))
+            await checkpoints.save(state_of(1), step=1)
     elif what == "an export":
         await save({"a": torch.ones(3)}, tmp_path / "step", export=HF(place))
     else:
         place.mkdir()
         (place / "file").touch()
     before = sorted(path for path in place.rglob("*") if ".leases" not in path.parts)
-    with pytest.raises(CheckpointNotFound, match="nothing was removed"):
+    with pytest.raises(CheckpointNotFoundError, match="nothing was removed"):
         await remove(place)
     assert sorted(path for path in place.rglob("*") if ".leases" not in path.parts) == before
 

@@ -55,11 +55,14 @@ async def test_loads_that_stand_still_hold_up_no_save(tmp_path: Path, monkeypatc
             hangs.wait(60)
 
     slow_reads(monkeypatch, hang)
-    loads = [asyncio.create_task(sidestream.load(blank(), tmp_path / "c", verify="manifest")) for _ in range(12)]
+    loads = [
+        asyncio.create_task(sidestream.load(blank(), tmp_path / "c", options=sidestream.LoadOptions(verify="manifest")))
+        for _ in range(12)
+    ]
     try:
         for _ in range(16):  # all threads there are
             assert await asyncio.to_thread(reading.acquire, timeout=60)
-        await sidestream.save(STATE, tmp_path / "d", timeout_s=60)
+        await sidestream.save(STATE, tmp_path / "d", options=sidestream.SaveOptions(timeout_s=60))
     finally:
         hangs.set()
         await asyncio.gather(*loads)
@@ -71,8 +74,10 @@ async def test_a_read_that_does_not_return_is_left_behind(tmp_path: Path, monkey
     hangs = threading.Event()
     slow_reads(monkeypatch, lambda buffers: sum(map(len, buffers)) >= 1 << 16 and not hangs.wait(60) and None)
     try:
-        with pytest.raises(errors.DeadlineExceeded):
-            await sidestream.load(blank(), tmp_path / "c", verify="manifest", timeout_s=0.5)
+        with pytest.raises(errors.DeadlineExceededError):
+            await sidestream.load(
+                blank(), tmp_path / "c", options=sidestream.LoadOptions(verify="manifest", timeout_s=0.5)
+            )
     finally:
         hangs.set()
 
@@ -109,7 +114,7 @@ async def test_the_end_stops_all_threads(ending: str) -> None:
         working.release()
         try:
             if item == 1 and ending == "failure":
-                raise errors.Corrupt("item 1")
+                raise errors.CorruptCheckpointError("item 1")
             while True:
                 stop.check()
                 time.sleep(0.001)
@@ -122,7 +127,7 @@ async def test_the_end_stops_all_threads(ending: str) -> None:
             assert await asyncio.to_thread(working.acquire, timeout=60)
         if ending == "cancel":
             task.cancel()
-        with pytest.raises(errors.Corrupt if ending == "failure" else asyncio.CancelledError):
+        with pytest.raises(errors.CorruptCheckpointError if ending == "failure" else asyncio.CancelledError):
             await task
     assert 2 <= len(left) <= jobs._JOBS
     assert len(left) == len(set(left))
@@ -168,7 +173,7 @@ def test_checksums_of_pieces(nbytes: int, of: str) -> None:
         feed()
     for at in {0, nbytes // 2, nbytes - 1}:
         content[at] ^= 1
-        with pytest.raises(errors.Corrupt) as caught:
+        with pytest.raises(errors.CorruptCheckpointError) as caught:
             feed()
         assert caught.value.offset == 1000 + (at // BLOCK_BYTES * BLOCK_BYTES if of == "blocks" else 0)
         content[at] ^= 1

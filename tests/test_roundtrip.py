@@ -150,9 +150,9 @@ async def test_rows_read_only_what_they_need(tmp_path: Path) -> None:
         assert torch.equal(await checkpoint.tensor("t", rows=rows), tensor[rows])
     assert checkpoint.info("t").shape == (5000, 300)
     assert checkpoint["s"].dtype == torch.int64
-    with pytest.raises(sidestream.errors.InvalidOption, match="no step"):
+    with pytest.raises(sidestream.errors.InvalidOptionError, match="no step"):
         await checkpoint.tensor("t", rows=slice(0, 10, 2))
-    with pytest.raises(sidestream.errors.InvalidOption, match="at least one dimension"):
+    with pytest.raises(sidestream.errors.InvalidOptionError, match="at least one dimension"):
         await checkpoint.tensor("s", rows=slice(0, 1))
 
 
@@ -217,7 +217,7 @@ async def test_random_nested_states(state: dict[Any, Any], file_system: Path) ->
     path = file_system / uuid.uuid4().hex
     try:
         await sidestream.save(state, path)
-    except sidestream.errors.KeyCollision:
+    except sidestream.errors.KeyCollisionError:
         return
     back = await (await sidestream.open_checkpoint(path)).state_dict()
     assert_same(state, back)

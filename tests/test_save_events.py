@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from keywords import for_save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sidestream
 from sidestream import events
 from sidestream.dcp import StorageWriter
-from sidestream.errors import Conflict, NoSpace, Skipped, UnsafeObject
+from sidestream.errors import CheckpointExistsError, NoSpaceError, SkippedError, UnsafeObjectError
 from sidestream.events import SaveEvent
 
 WHOLE = ["SaveStarted", "SavePlanned", "SaveStaged", "SaveWritten", "SaveCommitted"]
@@ -43,11 +44,11 @@ def state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"planner": DefaultSavePlanner()}, {"saver": "process"}], ids=["native", "planner", "process"]
+    "options", [{}, {"planner": DefaultSavePlanner()}, {"writer": "process"}], ids=["native", "planner", "process"]
 )
 async def test_a_save(options: dict[str, Any], tmp_path: Path) -> None:
     with watched() as seen:
-        info = await sidestream.save(state(), tmp_path / "a", **options)
+        info = await sidestream.save(state(), tmp_path / "a", **for_save(**options))
     # Staging may end before or after the plan is passed on.
     assert sorted(names(seen)) == sorted(WHOLE)
     assert names(seen)[0] == "SaveStarted"
@@ -65,8 +66,8 @@ async def test_a_save(options: dict[str, Any], tmp_path: Path) -> None:
 async def test_a_step_of_a_run(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
         with watched() as seen:
-            await (await checkpoints.save(state(), step=5))
-            await (await checkpoints.save(state(), step=5))
+            await checkpoints.save(state(), step=5)
+            await checkpoints.save(state(), step=5)
     assert [
         (event.save.run, event.save.step, event.save.generation) for event in seen if "Committed" in str(event)
     ] == [
@@ -76,20 +77,20 @@ async def test_a_step_of_a_run(tmp_path: Path) -> None:
 
 
 async def test_a_value_that_is_refused(tmp_path: Path) -> None:
-    with watched() as seen, pytest.raises(UnsafeObject):
+    with watched() as seen, pytest.raises(UnsafeObjectError):
         await sidestream.save({"bad": object()}, tmp_path / "a")
     assert names(seen)[0] == "SaveStarted"
     assert names(seen)[-1] == "SaveFailed"
     assert names(seen).count("SaveFailed") == 1
-    assert (seen[-1].phase, seen[-1].error_type, seen[-1].outcome) == ("plan", "UnsafeObject", "absent")
+    assert (seen[-1].phase, seen[-1].error_type, seen[-1].outcome) == ("plan", "UnsafeObjectError", "absent")
 
 
 async def test_a_target_that_is_taken(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").touch()
-    with watched() as seen, pytest.raises(Conflict):
+    with watched() as seen, pytest.raises(CheckpointExistsError):
         await sidestream.save(state(), tmp_path / "a")
-    assert (seen[-1].phase, seen[-1].error_type, seen[-1].outcome) == ("write", "Conflict", "absent")
+    assert (seen[-1].phase, seen[-1].error_type, seen[-1].outcome) == ("write", "CheckpointExistsError", "absent")
     assert seen[-1].reason
 
 
@@ -102,7 +103,7 @@ async def test_a_full_disk_at_the_commit(tmp_path: Path, monkeypatch: pytest.Mon
         rename(source, target, **options)
 
     monkeypatch.setattr("os.rename", full)
-    with watched() as seen, pytest.raises(NoSpace):
+    with watched() as seen, pytest.raises(NoSpaceError):
         await sidestream.save(state(), tmp_path / "a")
     assert names(seen)[-2:] == ["SaveWritten", "SaveFailed"]
     assert (seen[-1].phase, seen[-1].outcome) == ("commit", "absent")
@@ -128,11 +129,11 @@ async def test_a_save_that_is_cancelled_before_its_first_step(tmp_path: Path) ->
 
 
 async def test_a_newer_save_comes_first(tmp_path: Path) -> None:
-    async with sidestream.Checkpointer(tmp_path / "run", overlap="latest", in_flight=1) as checkpoints:
+    async with sidestream.Checkpointer(tmp_path / "run", when_full="latest", slots=1) as checkpoints:
         with watched() as seen:
-            pendings = [await checkpoints.save(state(), step=step) for step in (1, 2, 3)]
+            pendings = [await checkpoints.async_save(state(), step=step) for step in (1, 2, 3)]
             ended = await asyncio.gather(*pendings, return_exceptions=True)
-    skipped = [step for step, one in zip((1, 2, 3), ended, strict=True) if isinstance(one, Skipped)]
+    skipped = [step for step, one in zip((1, 2, 3), ended, strict=True) if isinstance(one, SkippedError)]
     assert skipped
     assert [event.save.step for event in seen if isinstance(event, events.SaveSkipped)] == skipped
 
@@ -153,7 +154,7 @@ def test_an_end_of_the_loop(tmp_path: Path) -> None:
             assert time.monotonic() < end
             time.sleep(0.005)
     assert names(seen).count("SaveFailed") == 1
-    assert seen[-1].error_type == "Aborted"
+    assert seen[-1].error_type == "SaveAbortedError"
 
 
 async def test_conversions_and_copies(tmp_path: Path) -> None:

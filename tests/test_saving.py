@@ -22,13 +22,13 @@ from torch import nn
 import sidestream
 from sidestream._layout import save_layout as save_plan
 from sidestream.errors import (
-    Aborted,
-    ArenaExhausted,
-    Closed,
-    Conflict,
-    DeadlineExceeded,
-    InvalidOption,
-    UnsupportedTensor,
+    ArenaExhaustedError,
+    CheckpointExistsError,
+    ClosedError,
+    DeadlineExceededError,
+    InvalidOptionError,
+    SaveAbortedError,
+    UnsupportedTensorError,
 )
 
 
@@ -53,8 +53,10 @@ async def test_many_saves_share_a_small_budget_and_a_load_goes_on_beside(
 async def test_deadline_and_cancel_while_waiting_for_memory(tmp_path: Path) -> None:
     async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
         staged = await stager.stage({"t": torch.zeros(200_000)})
-        with pytest.raises((ArenaExhausted, DeadlineExceeded), match=r"0\.2"):
-            await sidestream.save({"t": torch.ones(200_000)}, tmp_path / "a", stager=stager, timeout_s=0.2)
+        with pytest.raises((ArenaExhaustedError, DeadlineExceededError), match=r"0\.2"):
+            await sidestream.save(
+                {"t": torch.ones(200_000)}, tmp_path / "a", stager=stager, options=sidestream.SaveOptions(timeout_s=0.2)
+            )
         pending = sidestream.async_save({"t": torch.ones(200_000)}, tmp_path / "b", stager=stager)
         while stager.statistics().waiters == 0:
             await asyncio.sleep(0)
@@ -82,9 +84,9 @@ async def test_sources_are_let_go_though_the_pending_save_is_kept(tmp_path: Path
 
 async def test_a_timed_out_wait_is_not_hearing(tmp_path: Path) -> None:
     (tmp_path / "step-1").write_text("in the way")
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
-            pending = await checkpoints.save({"n": 1}, step=1)
+            pending = await checkpoints.async_save({"n": 1}, step=1)
             waiter = asyncio.ensure_future(_await(pending))
             await asyncio.sleep(0)
             waiter.cancel()
@@ -106,10 +108,10 @@ def test_a_loop_that_closes_at_once(tmp_path: Path) -> None:
 
     asyncio.run(main())
     stager, pending = kept
-    assert isinstance(pending.unheard, Aborted)
+    assert isinstance(pending.unretrieved, SaveAbortedError)
     assert list(tmp_path.iterdir()) == []
     asyncio.run(all_returned(stager))
-    pending.hear()
+    pending.mark_retrieved()
     stager.close()
 
 
@@ -126,9 +128,9 @@ async def test_cancelled_before_its_first_step(tmp_path: Path, stager: sidestrea
 async def test_a_freed_storage_is_refused(tmp_path: Path, stager: sidestream.AsyncStager) -> None:
     tensor = torch.ones(1000)
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(UnsupportedTensor, match=r"w: .*freed or shrunk"):
+    with pytest.raises(UnsupportedTensorError, match=r"w: .*freed or shrunk"):
         await sidestream.async_save({"w": tensor}, tmp_path / "c", stager=stager)
-    with pytest.raises(UnsupportedTensor, match=r"w: .*freed or shrunk"):
+    with pytest.raises(UnsupportedTensorError, match=r"w: .*freed or shrunk"):
         await stager.stage({"w": tensor})
 
 
@@ -143,7 +145,7 @@ async def test_rebinding_and_freeing_while_a_stage_is_under_way(tmp_path: Path) 
         freed.untyped_storage().resize_(0)
         engine.gate.set()
         await first
-        with pytest.raises(UnsupportedTensor, match="freed or shrunk"):
+        with pytest.raises(UnsupportedTensorError, match="freed or shrunk"):
             await second
         assert ((await staged)["w"] == 1).all()
         (await staged).release()
@@ -156,8 +158,10 @@ async def test_a_save_that_queues_behind_another_stage_keeps_its_deadline(tmp_pa
         waiting = stager.stage({"t": torch.ones(200_000)})
         while stager.statistics().waiters == 0:
             await asyncio.sleep(0)
-        with pytest.raises(DeadlineExceeded):
-            await sidestream.save({"t": torch.ones(10)}, tmp_path / "c", stager=stager, timeout_s=0.2)
+        with pytest.raises(DeadlineExceededError):
+            await sidestream.save(
+                {"t": torch.ones(10)}, tmp_path / "c", stager=stager, options=sidestream.SaveOptions(timeout_s=0.2)
+            )
         assert not waiting.done()
         staged.release()
         (await waiting).release()
@@ -197,12 +201,12 @@ async def test_foreign_stagers_that_are_none(tmp_path: Path) -> None:
 
             return Future()
 
-    with pytest.raises(InvalidOption, match="no plain method stage"):
+    with pytest.raises(InvalidOptionError, match="no plain method stage"):
         sidestream.async_save({"n": 1}, tmp_path / "c", stager=Coroutine())
-    with pytest.raises(InvalidOption, match="state is a mapping"):
+    with pytest.raises(InvalidOptionError, match="state is a mapping"):
         sidestream.async_save([1], tmp_path / "c", stager=Never())  # type: ignore[arg-type]
-    with pytest.raises(DeadlineExceeded, match="the stager that was passed in"):
-        await sidestream.save({"n": 1}, tmp_path / "c", stager=Never(), timeout_s=0.1)
+    with pytest.raises(DeadlineExceededError, match="the stager that was passed in"):
+        await sidestream.save({"n": 1}, tmp_path / "c", stager=Never(), options=sidestream.SaveOptions(timeout_s=0.1))
 
 
 async def test_a_foreign_stager_that_uses_its_memory_again(tmp_path: Path) -> None:
@@ -221,7 +225,7 @@ async def test_a_foreign_stager_that_uses_its_memory_again(tmp_path: Path) -> No
     async with sidestream.Checkpointer(tmp_path, stager=Reusing()) as checkpoints:
         for step in range(4):
             tensor.fill_(step)
-            pending = await checkpoints.save({"t": tensor}, step=step)
+            pending = await checkpoints.async_save({"t": tensor}, step=step)
             await pending.staged
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         for step in range(4):
@@ -273,7 +277,7 @@ async def test_a_save_that_cannot_be_launched_leaves_nothing(tmp_path: Path) -> 
     before = threading.enumerate()
     stager = sidestream.AsyncStager()
     await stager.aclose()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         sidestream.async_save({"w": torch.zeros(4)}, tmp_path / "c", stager=stager)
     await nobody_writes_any_more(before)
     assert not list(tmp_path.iterdir())
@@ -286,7 +290,7 @@ async def test_a_save_that_is_interrupted_while_it_settles_leaves_nothing(
         raise KeyboardInterrupt
 
     before = threading.enumerate()
-    async with sidestream.AsyncStager(mode="snapshot") as stager:
+    async with sidestream.AsyncStager(mode="eager") as stager:
         monkeypatch.setattr(stager, "settle", interrupted)  # a signal, while it blocks
         with pytest.raises(KeyboardInterrupt):
             sidestream.async_save({"w": torch.zeros(1 << 20)}, tmp_path / "c", stager=stager)

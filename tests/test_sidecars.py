@@ -11,6 +11,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from keywords import for_save
 
 import sidestream
 from sidestream import Checkpointer, open_checkpoint
@@ -18,7 +19,13 @@ from sidestream._format.records import Chunk, Manifest, TensorEntry
 from sidestream._format.validate import validate
 from sidestream._runtime.steps import at_once
 from sidestream._storage import id_of
-from sidestream.errors import Conflict, Corrupt, InvalidOption, MissingKeys, StorageError
+from sidestream.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    InvalidOptionError,
+    MissingKeysError,
+    StorageError,
+)
 
 STATE = {"weight": torch.arange(24.0).reshape(4, 6), "step": 3}
 LARGE = bytes(range(256)) * (3 << 12)  # 3 MiB, so several blocks
@@ -41,9 +48,9 @@ async def check(url: Any, **options: Any) -> None:
     assert report.ok, report
 
 
-@pytest.mark.parametrize("options", [{}, {"digest": "blake3"}, {"saver": "process"}, {"snapshot": False}])
+@pytest.mark.parametrize("options", [{}, {"digest": "blake3"}, {"writer": "process"}, {"streaming": True}])
 async def test_files_are_read_back_and_stock_dcp_does_not_mind_them(tmp_path: Path, options: dict[str, Any]) -> None:
-    await sidestream.save(STATE, tmp_path / "step", files=sources(tmp_path), **options)
+    await sidestream.save(STATE, tmp_path / "step", files=sources(tmp_path), **for_save(**options))
     assert (tmp_path / "step" / "config.json").read_bytes() == b'{"layers": 2}'
     await check(tmp_path / "step")
     target = {"weight": torch.zeros(4, 6), "step": 0}
@@ -52,14 +59,19 @@ async def test_files_are_read_back_and_stock_dcp_does_not_mind_them(tmp_path: Pa
 
 
 async def test_files_of_a_save_that_a_planner_plans(tmp_path: Path) -> None:
-    await sidestream.save(STATE, tmp_path / "step", planner=dcp.DefaultSavePlanner(), files=sources(tmp_path))
+    await sidestream.save(
+        STATE,
+        tmp_path / "step",
+        files=sources(tmp_path),
+        options=sidestream.SaveOptions(planner=dcp.DefaultSavePlanner()),
+    )
     await check(tmp_path / "step")
 
 
 async def test_files_of_a_run_go_with_its_steps_and_a_blocking_save_has_them(tmp_path: Path) -> None:
     async with Checkpointer(tmp_path / "run") as run:
-        await (await run.save(STATE, step=1, files=sources(tmp_path)))
-        await (await run.save(STATE, step=2))
+        await run.save(STATE, step=1, files=sources(tmp_path))
+        await run.save(STATE, step=2)
         assert (await open_checkpoint(tmp_path / "run" / "step-2")).files == {}
         await check(tmp_path / "run" / "step-1")
     await asyncio.to_thread(
@@ -76,7 +88,7 @@ async def test_files_on_object_storage_carry_the_id_of_the_save(tmp_path: Path) 
     names = {name.rpartition("/")[2] for name in filesystem.ls("/sidecars/step", detail=False)}
     assert f"file-{save_id}.config.json" in names
     await check(url)
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         await sidestream.save(STATE, url, files={"config.json": b"other"})
     assert {name.rpartition("/")[2] for name in filesystem.ls("/sidecars/step", detail=False)} == names
     await sidestream.copy(url, tmp_path / "copied")
@@ -109,29 +121,31 @@ async def test_a_conversion_takes_them_along_or_says_that_it_does_not(tmp_path: 
     report = await sidestream.convert(tmp_path / "step", tmp_path / "model.pt")
     assert set(report.left_out) == names | {"x.safetensors"}
     (tmp_path / "step" / "tokenizer.json").write_bytes(b"x" * len(LARGE))
-    with pytest.raises(Corrupt, match=r"tokenizer\.json"):
+    with pytest.raises(CorruptCheckpointError, match=r"tokenizer\.json"):
         await sidestream.convert(tmp_path / "step", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize("digest", [None, "blake3"])
 async def test_damage_is_found(tmp_path: Path, digest: Any) -> None:
-    await sidestream.save(STATE, tmp_path / "step", files=sources(tmp_path), digest=digest)
+    await sidestream.save(
+        STATE, tmp_path / "step", files=sources(tmp_path), options=sidestream.SaveOptions(digest=digest)
+    )
     path = tmp_path / "step" / "tokenizer.json"
     raw = bytearray(LARGE)
     raw[2 << 20] ^= 1
     path.write_bytes(raw)
     report = await sidestream.verify(tmp_path / "step")
     assert [(one.file, one.offset) for one in report.damaged] == [("tokenizer.json", 2 << 20)]
-    with pytest.raises(Corrupt, match=r"tokenizer\.json"):
+    with pytest.raises(CorruptCheckpointError, match=r"tokenizer\.json"):
         await (await open_checkpoint(tmp_path / "step")).file("tokenizer.json")
-    with pytest.raises(Corrupt, match=r"tokenizer\.json"):
+    with pytest.raises(CorruptCheckpointError, match=r"tokenizer\.json"):
         await sidestream.copy(tmp_path / "step", tmp_path / "copied")
     path.write_bytes(LARGE[:-1])
-    with pytest.raises(Corrupt, match=r"tokenizer\.json"):
+    with pytest.raises(CorruptCheckpointError, match=r"tokenizer\.json"):
         await open_checkpoint(tmp_path / "step")
     path.unlink()
-    with pytest.raises(Corrupt, match=r"tokenizer\.json"):
+    with pytest.raises(CorruptCheckpointError, match=r"tokenizer\.json"):
         await open_checkpoint(tmp_path / "step")
 
 
@@ -149,11 +163,11 @@ async def test_a_file_may_change_once_staged_is_done(tmp_path: Path) -> None:
     ["", ".hidden", "a/b", "..", "__0_0.distcp", "manifest-1", ".metadata", "x.metadata", "file-1", "\x1b", "n" * 201],
 )
 async def test_a_name_that_cannot_be_one_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InvalidOption, match="plain file name"):
+    with pytest.raises(InvalidOptionError, match="plain file name"):
         await sidestream.save(STATE, tmp_path / "step", files={name: b""})
-    with pytest.raises(InvalidOption, match="plain file name"):
+    with pytest.raises(InvalidOptionError, match="plain file name"):
         async with Checkpointer(tmp_path / "run") as run:
-            await run.save(STATE, step=1, files={name: b""})
+            await run.async_save(STATE, step=1, files={name: b""})
     assert not (tmp_path / "step").exists()
 
 
@@ -166,23 +180,23 @@ async def test_what_is_no_regular_file_is_refused_and_nothing_is_left_behind(tmp
     before = set(tmp_path.iterdir())
     wrong: list[tuple[Any, type[Exception], str]] = [
         (tmp_path / "link", StorageError, "link"),
-        (tmp_path / "pipe", InvalidOption, "regular file"),
+        (tmp_path / "pipe", InvalidOptionError, "regular file"),
         (tmp_path, StorageError, "directory"),
-        (tmp_path / "large", InvalidOption, "64 MiB"),
+        (tmp_path / "large", InvalidOptionError, "64 MiB"),
         (tmp_path / "missing", StorageError, "missing"),
-        (7, InvalidOption, "bytes or a path"),
+        (7, InvalidOptionError, "bytes or a path"),
     ]
     for source, error, match in wrong:
         with pytest.raises(error, match=match):
             await sidestream.save(STATE, tmp_path / "step", files={"config.json": source})
         assert set(tmp_path.iterdir()) == before
-    with pytest.raises(InvalidOption, match="mapping"):
+    with pytest.raises(InvalidOptionError, match="mapping"):
         await sidestream.save(STATE, tmp_path / "step", files=["config.json"])  # type: ignore[arg-type]
 
 
 async def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     await sidestream.save(STATE, tmp_path / "step", files={"config.json": b"{}"})
-    with pytest.raises(MissingKeys, match=r"config\.json"):
+    with pytest.raises(MissingKeysError, match=r"config\.json"):
         await (await open_checkpoint(tmp_path / "step")).file("weight")
 
 
@@ -205,7 +219,7 @@ def test_a_manifest_whose_sidecars_are_no_whole_files_is_corrupt(
     files: dict[str, int], sidecars: dict[str, TensorEntry]
 ) -> None:
     at_once(validate(Manifest("0" * 32, {}, {"a": 4}, sidecars={"a": sidecar("a", 4, b"1234")})))
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptCheckpointError):
         at_once(validate(Manifest("0" * 32, {}, files, sidecars=sidecars)))
 
 

@@ -25,7 +25,7 @@ from sidestream._save.api import start_save
 from sidestream._save.pending import PendingSave
 from sidestream._save.sinks import PendingExport, Sink
 from sidestream._storage import locate_directory
-from sidestream.errors import ArenaExhausted, SnapshotLost, UnsafeObject
+from sidestream.errors import ArenaExhaustedError, SnapshotLostError, UnsafeObjectError
 
 WINDOW = 4 << 20
 STATE_BYTES = 16 * WINDOW
@@ -59,7 +59,7 @@ class Collecting:
     async def prepare(self) -> None:
         """Nothing else is needed."""
 
-    def read(self, snapshot: Any, stop: Any) -> dict[str, torch.Tensor]:
+    def read(self, snapshot: Any, save: Any, stop: Any) -> dict[str, torch.Tensor]:
         found = payloads(snapshot, stop, self.before)
         self.read_from = "snapshot"
         return {f"t{index}": torch.frombuffer(bytearray(raw), dtype=torch.uint8) for index, raw in enumerate(found)}
@@ -70,7 +70,7 @@ class Collecting:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any) -> dict[str, Any]:
+    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> dict[str, Any]:
         self.read_from = "checkpoint"
         return await (await open_checkpoint(checkpoint.url)).state_dict()
 
@@ -83,7 +83,7 @@ class Null:
     async def prepare(self) -> None:
         """Nothing else is needed."""
 
-    def read(self, snapshot: Any, stop: Any) -> str:
+    def read(self, snapshot: Any, save: Any, stop: Any) -> str:
         return "nothing"
 
     async def finish(self, read: str) -> str:
@@ -92,18 +92,19 @@ class Null:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any) -> str:
+    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> str:
         return "nothing of the checkpoint"
 
 
 def save(
     state: dict[str, Any], target: Path, stager: AsyncStager | None, *sinks: Sink, **options: Any
 ) -> tuple[PendingSave, tuple[PendingExport, ...]]:
-    options = {"durability": "flush", "timeout_s": 60.0, **options}
+    known = {"durability": "flush", "timeout_s": 60.0}
+    known |= {name: options.pop(name) for name in ("durability", "timeout_s", "streaming") if name in options}
     exports = tuple(PendingExport(sink) for sink in sinks)
-    pending = PendingSave(
-        start_save(state, locate_directory(target), stager=stager, exports=exports, **options), exports
-    )
+    wanted = sidestream.SaveOptions(**known)
+    work = start_save(state, locate_directory(target), wanted, stager=stager, exports=exports, **options)
+    pending = PendingSave(work, exports)
     return pending, pending.exports
 
 
@@ -124,11 +125,11 @@ def stalled() -> Iterator[tuple[Callable[[int], None], threading.Event, threadin
 
 @pytest.mark.parametrize("saver", ["thread", "process"])
 async def test_two_sinks_read_what_the_checkpoint_has(saver: str, tmp_path: Path) -> None:
-    from sidestream._worker.client import saver_process
-    from sidestream.options import SaverProcess
+    from sidestream._worker.client import worker_for
+    from sidestream.options import WriterProcess
 
     state = state_of(1)
-    options: dict[str, Any] = {"saver": (saver_process(SaverProcess()), False)} if saver == "process" else {}
+    options: dict[str, Any] = {"worker": (worker_for(WriterProcess()), False)} if saver == "process" else {}
     async with AsyncStager(budget_bytes=2 * STATE_BYTES) as stager:
         one, two = Collecting(), Collecting()
         pending, sinks = save(state, tmp_path / "a", stager, one, two, Null(), **options)
@@ -221,7 +222,7 @@ async def test_a_stalled_sink_in_memory_for_one_window(tmp_path: Path) -> None:
         async with AsyncStager(budget_bytes=3 << 19) as stager:
             pending, (sink,) = save(state, tmp_path / "a", stager, Collecting(stall))
             await pending
-            await sidestream.save(state, tmp_path / "b", stager=stager, timeout_s=30)
+            await sidestream.save(state, tmp_path / "b", stager=stager, options=sidestream.SaveOptions(timeout_s=30))
             over.set()
             assert torch.equal((await sink)["t"], state["t"])
 
@@ -241,9 +242,9 @@ async def test_no_snapshot_and_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "a" / "file").touch()
     async with AsyncStager(budget_bytes=2 * WINDOW + (1 << 20)) as stager:
         pending, (sink,) = save(state_of(8), tmp_path / "a", stager, Collecting())
-        with pytest.raises(sidestream.errors.Conflict):
+        with pytest.raises(sidestream.errors.CheckpointExistsError):
             await pending
-        with pytest.raises(SnapshotLost, match="was not saved"):
+        with pytest.raises(SnapshotLostError, match="was not saved"):
             await sink
 
 
@@ -255,11 +256,11 @@ async def test_a_save_that_fails_beside_its_sink(round_: int, tmp_path: Path) ->
     state = state_of(9)
     async with AsyncStager(budget_bytes=2 * STATE_BYTES) as stager:
         pending, (sink,) = save(state, tmp_path / "a", stager, Collecting())
-        with pytest.raises(sidestream.errors.Conflict):
+        with pytest.raises(sidestream.errors.CheckpointExistsError):
             await pending
         try:
             same(await sink, state)
-        except SnapshotLost as error:
+        except SnapshotLostError as error:
             assert "was not saved" in str(error)  # noqa: PT017
         await all_returned(stager)
 
@@ -267,9 +268,9 @@ async def test_a_save_that_fails_beside_its_sink(round_: int, tmp_path: Path) ->
 async def test_a_stage_that_fails_fails_its_sinks(tmp_path: Path) -> None:
     async with AsyncStager(budget_bytes=2 * STATE_BYTES) as stager:
         pending, (sink,) = save({"bad": object(), **state_of(10)}, tmp_path / "a", stager, Collecting())
-        with pytest.raises(UnsafeObject):
+        with pytest.raises(UnsafeObjectError):
             await pending
-        with pytest.raises(UnsafeObject):
+        with pytest.raises(UnsafeObjectError):
             await sink
         await all_returned(stager)
 
@@ -296,7 +297,7 @@ async def test_other_stages_do_not_wait_for_a_sink(tmp_path: Path) -> None:
             await pending
             staged = await stager.stage({f"more {number}": torch.ones(WINDOW // 4) for number in range(5)})
             staged.release()
-            with pytest.raises(ArenaExhausted):
+            with pytest.raises(ArenaExhaustedError):
                 await stager.stage({"more": torch.ones((STATE_BYTES + 3 * WINDOW) // 4)})
             over.set()
             same(await sink, state)
@@ -313,7 +314,7 @@ class Keeping:
     async def prepare(self) -> None:
         """Nothing else is needed."""
 
-    def read(self, snapshot: Any, stop: Any) -> bytes:
+    def read(self, snapshot: Any, save: Any, stop: Any) -> bytes:
         snapshot.plan(stop)
         with snapshot.window(0, stop) as view, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch: the memory is not writable
@@ -326,7 +327,7 @@ class Keeping:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any) -> None:
+    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> None:
         raise AssertionError("the snapshot was lost")
 
 
@@ -338,7 +339,12 @@ async def test_memory_is_not_used_again_while_a_tensor_refers_to_it(tmp_path: Pa
         before = await ended
         payload = slice(WINDOW // 2, WINDOW)  # behind the frames, which are written beside the sink
         for number in range(3):
-            await sidestream.save(state_of(14 + number), tmp_path / str(number), stager=stager, durability="flush")
+            await sidestream.save(
+                state_of(14 + number),
+                tmp_path / str(number),
+                stager=stager,
+                options=sidestream.SaveOptions(durability="flush"),
+            )
         assert sink.kept is not None
         assert sink.kept.numpy().tobytes()[payload] == before[payload]
         sink.kept = None
@@ -375,7 +381,12 @@ async def test_many_stalled_sinks_leave_enough_for_a_large_save(tmp_path: Path) 
                 pending, (sink,) = save(small, tmp_path / str(number), stager, Collecting(stall))
                 await pending
                 fed.append(sink)
-            await sidestream.save({"t": torch.ones(9 << 20)}, tmp_path / "large", stager=stager, timeout_s=30)
+            await sidestream.save(
+                {"t": torch.ones(9 << 20)},
+                tmp_path / "large",
+                stager=stager,
+                options=sidestream.SaveOptions(timeout_s=30),
+            )
             over.set()
             for sink in fed:
                 await sink

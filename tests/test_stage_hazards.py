@@ -28,18 +28,18 @@ from leases import all_returned
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import sidestream
-from sidestream._runtime.rate import Pace
+from sidestream._runtime.rate import RateLimiter
 from sidestream._runtime.threads import Stop, Threads
 from sidestream._staging import AsyncStager, Copy, DeviceEngine, HostEngine, StageMode
 from sidestream.errors import (
-    ArenaExhausted,
-    Closed,
-    DeadlineExceeded,
-    DeviceFailed,
-    ForkedProcess,
+    ArenaExhaustedError,
+    ClosedError,
+    DeadlineExceededError,
+    DeviceError,
+    ForkedProcessError,
     SidestreamError,
-    Skipped,
-    UnsupportedTensor,
+    SkippedError,
+    UnsupportedTensorError,
 )
 
 KIB = 1 << 10
@@ -53,7 +53,7 @@ def on_fake(driver: FakeDriver, **options: Any) -> AsyncStager:
 # --- sources that move ---
 
 
-@pytest.mark.parametrize(("numel", "mode"), [(1000, "snapshot"), (4, "lazy")])
+@pytest.mark.parametrize(("numel", "mode"), [(1000, "eager"), (4, "lazy")])
 @pytest.mark.parametrize("what", ["moved", "freed"])
 async def test_what_was_copied_at_the_call_stays_whatever_becomes_of_its_source(
     numel: int, mode: StageMode, what: str
@@ -84,7 +84,7 @@ async def test_a_device_source_that_was_freed_is_refused_and_not_grown_again() -
         source.untyped_storage().resize_(0)
         first.release()
         del first
-        with pytest.raises(UnsupportedTensor, match="freed or shrunk"):
+        with pytest.raises(UnsupportedTensorError, match="freed or shrunk"):
             await driver.drive(waiting)
         assert source.untyped_storage().nbytes() == 0
 
@@ -123,11 +123,11 @@ class ResizingEngine(HostEngine):
 async def test_a_host_source_that_is_resized_between_two_chunks_is_refused() -> None:
     source = torch.ones(10 << 20)  # units of 16 MiB
     async with AsyncStager(budget_bytes=1 << 27, engine=ResizingEngine(source, 17 << 20)) as stager:
-        with pytest.raises(UnsupportedTensor, match="freed or shrunk"):
+        with pytest.raises(UnsupportedTensorError, match="freed or shrunk"):
             await stager.stage({"t": source})
     strided = torch.ones(1000).view(10, 100).t()
     strided.untyped_storage().resize_(400)
-    with pytest.raises(UnsupportedTensor, match="freed or shrunk"):
+    with pytest.raises(UnsupportedTensorError, match="freed or shrunk"):
         HostEngine().copy(Copy(strided, 0, 4000), torch.empty(1000).data_ptr(), stop=Stop())
 
 
@@ -175,7 +175,7 @@ async def test_a_pool_that_closes_while_an_image_is_filled(monkeypatch: pytest.M
         submits.append(fn)
         if len(submits) == 2:
             inside.wait(60)
-            raise Closed("these threads take no more work")
+            raise ClosedError("these threads take no more work")
         return real(self, fn, *arguments)
 
     class Slow(HostEngine):
@@ -187,9 +187,13 @@ async def test_a_pool_that_closes_while_an_image_is_filled(monkeypatch: pytest.M
     engine, real = Slow(threads=3), Threads.submit
     monkeypatch.setattr(Threads, "submit", submit)
     threading.Timer(0.05, gate.set).start()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         engine.fill(
-            [Copy(source, 0, source.nbytes)], target.data_ptr(), advance=lambda _: None, pace=Pace(None), stop=Stop()
+            [Copy(source, 0, source.nbytes)],
+            target.data_ptr(),
+            advance=lambda _: None,
+            pace=RateLimiter(None),
+            stop=Stop(),
         )
     before = int(target.sum())
     monkeypatch.undo()
@@ -205,7 +209,7 @@ async def test_closing_while_copies_are_enqueued_ends_every_future() -> None:
         future = stager.stage({f"t{index}": driver.put(torch.full((1000,), 1.0)) for index in range(30)})
 
         def close(stager: AsyncStager = stager) -> None:
-            with suppress(DeadlineExceeded):  # where the stage has not ended in time
+            with suppress(DeadlineExceededError):  # where the stage has not ended in time
                 stager.close()
 
         closing = threading.Thread(target=close)
@@ -214,7 +218,7 @@ async def test_closing_while_copies_are_enqueued_ends_every_future() -> None:
             driver.step()
             await asyncio.sleep(0)
         closing.join()
-        future.hear()
+        future.mark_retrieved()
         del future
         await driver.drive(
             all_returned(stager)
@@ -258,7 +262,7 @@ def test_stages_that_are_given_up_by_several_threads_at_once() -> None:
                 launched.append(weakref.ref(future))
                 if rng.random() < 0.3:
                     future.result(60).release()
-            except Skipped:
+            except SkippedError:
                 continue
             except BaseException as error:
                 wrong.append(error)
@@ -281,7 +285,7 @@ def test_stages_that_are_given_up_by_several_threads_at_once() -> None:
 # --- memory that is there, but not in one piece, or never ---
 
 
-@pytest.mark.parametrize(("policy", "error"), [("skip", Skipped), ("fail", ArenaExhausted)])
+@pytest.mark.parametrize(("policy", "error"), [("skip", SkippedError), ("fail", ArenaExhaustedError)])
 async def test_policies_do_not_wait_for_fragments(policy: Any, error: type[SidestreamError]) -> None:
     async with AsyncStager(budget_bytes=16 << 20, when_full=policy, timeout_s=60.0) as stager:
         held = [await stager.stage({"t": torch.ones(700_000)}) for _ in range(4)]  # two in each segment
@@ -305,7 +309,7 @@ async def test_a_scratch_that_never_fits_beside_the_image_is_refused_at_once() -
     driver = FakeDriver()
     async with on_fake(driver, budget_bytes=8 * KIB, timeout_s=60.0) as stager:
         state = {"large": driver.put(torch.ones(2000)), "small": [driver.put(torch.ones(8)) for _ in range(10)]}
-        with pytest.raises(ArenaExhausted, match="raise budget_bytes"):
+        with pytest.raises(ArenaExhaustedError, match="raise budget_bytes"):
             await asyncio.wait_for(driver.drive(stager.stage(state)), 30)
 
 
@@ -316,7 +320,7 @@ async def test_closing_has_a_deadline() -> None:
     driver = FakeDriver()
     stager = on_fake(driver, timeout_s=0.2)
     future = stager.stage({"t": driver.put(torch.ones(1000))})
-    with pytest.raises(DeadlineExceeded, match="did not end"):
+    with pytest.raises(DeadlineExceededError, match="did not end"):
         await stager.aclose()
     driver.run()
     await driver.drive(_ended(future))
@@ -325,7 +329,7 @@ async def test_closing_has_a_deadline() -> None:
 async def _ended(future: Any) -> None:
     while not future.done():
         await asyncio.sleep(0)
-    future.hear()
+    future.mark_retrieved()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -341,7 +345,7 @@ def test_a_forked_child_is_told_at_once_and_closes_nothing() -> None:
         for call in (stager.fence, stager.synchronize_staging, lambda: stager.stage({})):
             try:
                 call()
-            except ForkedProcess:
+            except ForkedProcessError:
                 told += 1
         stager.close()
         asyncio.run(stager.aclose())
@@ -362,7 +366,7 @@ async def test_an_error_keeps_no_source_alive() -> None:
         gone = weakref.ref(memory)
         failed = stager.stage({"t": torch.from_numpy(memory)})
         del memory
-        with pytest.raises(ArenaExhausted) as caught:
+        with pytest.raises(ArenaExhaustedError) as caught:
             await failed
         kept = caught.value
         assert kept is failed.exception()
@@ -401,7 +405,7 @@ async def test_what_a_device_raises_has_a_type() -> None:
     driver = FakeDriver()
     driver.fail = ValueError("the link is down")
     stager = on_fake(driver)
-    with pytest.raises(DeviceFailed, match="ValueError: the link is down"):
+    with pytest.raises(DeviceError, match="ValueError: the link is down"):
         await driver.drive(stager.stage({"t": driver.put(torch.ones(1000))}))
     await stager.aclose()
 
@@ -417,7 +421,7 @@ async def test_callbacks_run_without_locks(stager: AsyncStager) -> None:
     called: Future[None] = Future()
     staging.free.add_done_callback(lambda _: (staging.release(), staging.supersede(), called.set_result(None)))
     called.result(60)
-    staging.copied.hear()
+    staging.copied.mark_retrieved()
 
 
 def test_a_timeout_is_not_hearing() -> None:
@@ -425,10 +429,10 @@ def test_a_timeout_is_not_hearing() -> None:
     with pytest.raises(TimeoutError):
         future.result(0.001)
     future.set_exception(ValueError("late"))
-    assert not future.heard
+    assert not future.retrieved
     with pytest.raises(ValueError, match="late"):
         future.result(0)
-    assert future.heard
+    assert future.retrieved
 
 
 LATE_DESTRUCTOR = """

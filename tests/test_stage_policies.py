@@ -19,11 +19,11 @@ from states import assert_same
 
 import sidestream
 from sidestream._layout import save_layout as save_plan
-from sidestream._runtime.rate import Pace
+from sidestream._runtime.rate import RateLimiter
 from sidestream._runtime.threads import Deadline, Stop
 from sidestream._staging import AsyncStager, Copy, HostEngine
 from sidestream._staging.arena import Arena
-from sidestream.errors import ArenaExhausted, InvalidOption, Skipped
+from sidestream.errors import ArenaExhaustedError, InvalidOptionError, SkippedError
 
 KIB = 1 << 10
 
@@ -41,13 +41,13 @@ async def test_skip_and_fail_do_not_wait(tmp_path: Path) -> None:
         AsyncStager(budget_bytes=256 * KIB, when_full="fail") as failing,
     ):
         first = await skipping.stage(filled(1.0)), await failing.stage(filled(1.0))
-        with pytest.raises(Skipped, match="when_full is 'skip'"):
+        with pytest.raises(SkippedError, match="when_full is 'skip'"):
             await skipping.stage(filled(2.0))
-        with pytest.raises(ArenaExhausted, match="choose another when_full="):
+        with pytest.raises(ArenaExhaustedError, match="choose another when_full="):
             await failing.stage(filled(2.0))
         pending = sidestream.async_save(filled(2.0), tmp_path / "c", stager=skipping)
         await pending.staged
-        with pytest.raises(Skipped):
+        with pytest.raises(SkippedError):
             await pending
         assert pending.outcome == "absent"
         skipping.fence()
@@ -65,7 +65,7 @@ async def test_latest_gives_way_to_newer_stages() -> None:
         first = await stager.stage(filled(1.0))
         waiting = [stager.stage(filled(float(step))) for step in range(2, 6)]
         for superseded in waiting[:-1]:
-            with pytest.raises(Skipped, match="a newer stage"):
+            with pytest.raises(SkippedError, match="a newer stage"):
                 await superseded
         assert not waiting[-1].done()
         first.release()
@@ -89,9 +89,9 @@ async def test_a_stage_that_has_begun_is_not_superseded() -> None:
         assert ((await second)["t"] == 2.0).all()
 
 
-@pytest.mark.parametrize("options", [{"when_full": "drop"}, {"mode": "eager"}, {"max_bytes_per_second": 0}])
+@pytest.mark.parametrize("options", [{"when_full": "drop"}, {"mode": "snapshot"}, {"max_bytes_per_second": 0}])
 def test_options_are_checked(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidOption):
+    with pytest.raises(InvalidOptionError):
         AsyncStager(**options)
 
 
@@ -120,7 +120,7 @@ async def test_the_fence_may_block_the_loop_while_a_save_larger_than_the_budget_
 async def test_a_snapshot_larger_than_the_budget_streams_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_plan.plan_save, "__kwdefaults__", {"shard_bytes": 256 * KIB})
     state = {f"t{index}": torch.full((50 * KIB,), float(index)) for index in range(20)}
-    async with AsyncStager(budget_bytes=1 << 20, mode="snapshot", timeout_s=60.0) as stager:
+    async with AsyncStager(budget_bytes=1 << 20, mode="eager", timeout_s=60.0) as stager:
         pending = sidestream.async_save(state, tmp_path / "a", stager=stager)
         for tensor in state.values():
             tensor.zero_()
@@ -148,7 +148,9 @@ async def test_overlapping_saves_hold_what_was_live_at_their_own_call(saves: int
             state["w"].fill_(step)  # type: ignore[attr-defined]
             state["m"]["n"].fill_(step)  # type: ignore[index]
             state["step"] = step
-            pending = sidestream.async_save(state, tmp_path / str(step), stager=stager, durability="flush")
+            pending = sidestream.async_save(
+                state, tmp_path / str(step), stager=stager, options=sidestream.SaveOptions(durability="flush")
+            )
             checks.create_task(check(step, pending))
             await pending.staged
     assert wrong == 0
@@ -177,7 +179,7 @@ async def test_closing_does_not_wait_for_the_pace() -> None:
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    with pytest.raises(sidestream.errors.Closed):
+    with pytest.raises(sidestream.errors.ClosedError):
         await future
 
 
@@ -265,7 +267,7 @@ def test_a_reader_sees_no_byte_behind_a_hole() -> None:
 
     def fill() -> None:
         copies = [Copy(source, 0, source.nbytes)]
-        engine.fill(copies, target.data_ptr(), advance=filled.append, pace=Pace(None), stop=Stop())
+        engine.fill(copies, target.data_ptr(), advance=filled.append, pace=RateLimiter(None), stop=Stop())
         done.set_result(None)
 
     threading.Thread(target=fill).start()
@@ -326,5 +328,5 @@ async def test_prewarm_maps_what_a_state_will_need(tmp_path: Path) -> None:
         (await stager.stage(state)).release()
         await sidestream.save(state, tmp_path / "c", stager=stager)
         assert stager.statistics().reserved_bytes == reserved
-        with pytest.raises(InvalidOption):
+        with pytest.raises(InvalidOptionError):
             await stager.prewarm(0)

@@ -15,11 +15,12 @@ import sidestream
 from sidestream._layout import match as matching
 from sidestream._layout.straight import Straight, StraightBatch, straight_batches
 from sidestream._load.buffers import Scratch
+from sidestream._load.new_tensors import new_tensors
 from sidestream._load.reader import straight_reads
 from sidestream._runtime import threads
 from sidestream._runtime.steps import at_once
 from sidestream._runtime.threads import Stop
-from sidestream.errors import Corrupt, DeadlineExceeded, UnsupportedTensor
+from sidestream.errors import CorruptCheckpointError, DeadlineExceededError, UnsupportedTensorError
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -48,9 +49,9 @@ def zeros() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("verify", ["always", "manifest"])
 @pytest.mark.parametrize("digest", [None, "blake3"])
 async def test_all_sizes(tmp_path: Path, verify: str, digest: str | None) -> None:
-    await sidestream.save(state(), tmp_path / "step", digest=digest)
+    await sidestream.save(state(), tmp_path / "step", options=sidestream.SaveOptions(digest=digest))
     target = zeros()
-    report = await sidestream.load(target, tmp_path / "step", verify=verify)
+    report = await sidestream.load(target, tmp_path / "step", options=sidestream.LoadOptions(verify=verify))
     assert all(torch.equal(target[fqn], tensor) for fqn, tensor in state().items())
     assert report.nbytes == sum(tensor.nbytes for tensor in target.values())
     assert report.loaded == tuple(target)
@@ -66,7 +67,7 @@ async def test_an_altered_tensor_among_small_neighbours(tmp_path: Path) -> None:
     raw[at + 5] ^= 1
     file.write_bytes(raw)
     target = zeros()
-    with pytest.raises(Corrupt, match="t200: its bytes") as caught:
+    with pytest.raises(CorruptCheckpointError, match="t200: its bytes") as caught:
         await sidestream.load(target, tmp_path / "step")
     assert (caught.value.fqn, caught.value.offset) == ("t200", at)
     assert "t199" in caught.value.written
@@ -97,11 +98,73 @@ async def test_what_is_not_as_in_the_file_takes_the_other_road(tmp_path: Path, m
     plans = []
     plan_of = matching.LoadPlan
     monkeypatch.setattr(matching, "LoadPlan", lambda **fields: plans.append(plan_of(**fields)) or plans[-1])
-    await sidestream.load(target, tmp_path / "step", strict={"cast"})
+    await sidestream.load(target, tmp_path / "step", allow_cast=True)
     assert all(torch.equal(tensor, base.to(tensor.dtype)) for tensor in target.values())
     assert target["parameter"]._version > 0
     (plan,) = plans
     assert set(plan.straight.tensors) == {"plain", "parameter"}
+
+
+@pytest.mark.parametrize("verify", ["always", "manifest"])
+@pytest.mark.parametrize("digest", [None, "blake3"])
+async def test_what_is_read_as_a_whole(tmp_path: Path, verify: Any, digest: Any) -> None:
+    """Into new memory, and into memory from which the target is changed at the end."""
+    saved = {**state(), "empty": torch.zeros(0, 3), "scalar": torch.tensor(5.0), "n": 7, "none": {}}
+    saved["tied"] = saved["t200"]
+    await sidestream.save(saved, tmp_path / "step", options=sidestream.SaveOptions(digest=digest))
+    read = await (await sidestream.open_checkpoint(tmp_path / "step", verify=verify)).state_dict()
+    target: dict[str, Any] = {fqn: torch.zeros_like(one) for fqn, one in saved.items() if isinstance(one, torch.Tensor)}
+    target |= {"tied": target["t200"], "n": 0, "none": {}}
+    report = await sidestream.load(
+        target, tmp_path / "step", options=sidestream.LoadOptions(verify=verify, atomic=True)
+    )
+    for found in (read, target):
+        assert found.keys() == saved.keys()
+        tensors = {fqn: one for fqn, one in saved.items() if isinstance(one, torch.Tensor)}
+        assert all(torch.equal(found[fqn], tensor) for fqn, tensor in tensors.items())
+        assert found["tied"].data_ptr() == found["t200"].data_ptr()
+        assert (found["n"], found["none"]) == (7, {})
+    assert report.nbytes == sum(one.nbytes for fqn, one in tensors.items() if fqn != "tied")
+    assert not report.unverified
+
+
+async def test_an_altered_tensor_of_what_is_read_as_a_whole(tmp_path: Path) -> None:
+    await sidestream.save(state(), tmp_path / "step")
+    (file,) = (tmp_path / "step").glob("*.distcp")
+    raw = bytearray(file.read_bytes())
+    at = raw.index(state()["t200"].numpy().tobytes())
+    raw[at + 5] ^= 1
+    file.write_bytes(raw)
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "step")
+    target = zeros()
+    for read in (
+        checkpoint.state_dict(),
+        sidestream.load(target, tmp_path / "step", options=sidestream.LoadOptions(atomic=True)),
+    ):
+        with pytest.raises(CorruptCheckpointError, match="t200: its bytes") as caught:
+            await read
+        assert (caught.value.fqn, caught.value.offset, caught.value.written) == ("t200", at, ())
+    assert not any(tensor.any() for tensor in target.values())
+    (damage,) = (await checkpoint.verify()).damaged
+    assert (damage.fqn, damage.offset) == ("t200", at)
+
+
+async def test_of_a_selection_what_can_be_read_straight_is(tmp_path: Path) -> None:
+    saved = {"a": torch.arange(3.0), "b": [torch.arange(4.0), 1], 'q"x': torch.arange(5.0)}
+    saved["c"] = saved["a"]
+    saved['q"y'] = saved["a"]  # its line is parsed by the general code
+    await sidestream.save(saved, tmp_path / "step")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "step")
+    entries = checkpoint._manifest.entries
+    new = new_tensors(entries, ["a", "b.0", "c", 'q"x', 'q"y'], straight=True)
+    assert set(new.straight.tensors) == {"a", "b.0"}
+    assert [one.fqn for one in new.wanted] == ['q"x']
+    assert new.tensors["a"] is new.tensors["c"] is new.tensors['q"y']
+    assert not new_tensors(entries, ["a"], torch.device("meta")).tensors["a"].is_cpu
+    read = await checkpoint.state_dict(select=["b.*", "c"])
+    assert set(read) == {"b", "c"}
+    assert read["b"][1] == 1
+    assert torch.equal(read["c"], saved["a"])
 
 
 def test_batches_and_spans() -> None:
@@ -157,8 +220,8 @@ async def test_a_read_that_comes_back_late_writes_nothing(tmp_path: Path, monkey
     monkeypatch.setattr(os, "preadv", hanging)
     target = {fqn: torch.zeros(256) for fqn in saved}
     try:
-        with pytest.raises(DeadlineExceeded) as caught:
-            await sidestream.load(target, tmp_path / "step", timeout_s=0.5)
+        with pytest.raises(DeadlineExceededError) as caught:
+            await sidestream.load(target, tmp_path / "step", options=sidestream.LoadOptions(timeout_s=0.5))
     finally:
         go.set()
     assert caught.value.written == ()
@@ -175,8 +238,8 @@ async def test_storage_that_is_freed_meanwhile(tmp_path: Path) -> None:
         if not done:
             target["t150"].untyped_storage().resize_(0)
 
-    with pytest.raises(UnsupportedTensor, match="t150: its storage was freed"):
-        await sidestream.load(target, tmp_path / "step", progress=free)
+    with pytest.raises(UnsupportedTensorError, match="t150: its storage was freed"):
+        await sidestream.load(target, tmp_path / "step", options=sidestream.LoadOptions(progress=free))
 
 
 async def test_a_tensor_without_memory(tmp_path: Path) -> None:

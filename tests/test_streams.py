@@ -49,7 +49,7 @@ async def test_into_tensors_on_a_gpu(atomic: bool, tmp_path: Path) -> None:
         torch.cuda.synchronize()
         torch.cuda._sleep(10**9)  # half a second or more
         before = {name: tensor.clone() for name, tensor in target.items()}
-        await sidestream.load(target, tmp_path / "c", atomic=atomic, strict={"cast"})
+        await sidestream.load(target, tmp_path / "c", allow_cast=True, options=sidestream.LoadOptions(atomic=atomic))
     for name, tensor in target.items():  # on another stream than the one that was current
         assert torch.equal(tensor.cpu(), state[name].to(tensor.dtype))
         assert not before[name].any()

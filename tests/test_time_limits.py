@@ -11,9 +11,17 @@ from pathlib import Path
 import pytest
 
 from sidestream._runtime.tasks import supervise
-from sidestream._runtime.threads import Deadline, Stop, Threads, current_deadline, in_background, politely, time_limit
-from sidestream._storage import Where, locate_run
-from sidestream.errors import DeadlineExceeded
+from sidestream._runtime.threads import (
+    Deadline,
+    Stop,
+    Threads,
+    current_deadline,
+    in_background,
+    time_limit,
+    yielding_gil,
+)
+from sidestream._storage import locate_run
+from sidestream.errors import DeadlineExceededError
 
 
 @pytest.fixture
@@ -38,12 +46,12 @@ def until_stopped(stop: Stop) -> None:
 
 async def test_work_that_is_submitted_says_what_it_was(threads: Threads) -> None:
     def endless() -> None:
-        for _ in politely(itertools.count()):
+        for _ in yielding_gil(itertools.count()):
             pass
 
     with time_limit(Deadline.after(0.05)):
         work = threads.submit(endless)
-    with pytest.raises(DeadlineExceeded, match=r"^endless\(\)"):
+    with pytest.raises(DeadlineExceededError, match=r"^endless\(\)"):
         await asyncio.wrap_future(work)
 
 
@@ -66,7 +74,7 @@ async def test_the_innermost_counts(threads: Threads) -> None:
             assert await threads.run(divmod, 7, 2) == (3, 1)
         with time_limit(None):
             assert await threads.run(deadline_here) is None
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceededError):
             await threads.run(until_stopped, stop := Stop(), stop=stop)
 
 
@@ -110,6 +118,6 @@ def test_a_coroutine_that_is_closed_elsewhere() -> None:
 
 
 async def test_a_store_is_not_asked_without_one(tmp_path: Path) -> None:
-    store, _ = locate_run(tmp_path, Where())
+    store, _ = locate_run(tmp_path)
     with pytest.raises(RuntimeError, match="every wait on storage needs one"):
         await store.directories()

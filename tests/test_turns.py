@@ -33,7 +33,7 @@ from sidestream._runtime.threads import (
     Threads,
     time_limit,
 )
-from sidestream.errors import DeadlineExceeded
+from sidestream.errors import DeadlineExceededError
 
 PATIENCE_S = 60.0
 
@@ -120,7 +120,7 @@ async def test_what_only_sleeps_is_given_no_turns() -> None:
 async def test_a_thread_that_is_left_behind_is_given_no_more() -> None:
     threads, ended = Threads("test-turns", 1), threading.Event()
     try:
-        with pytest.raises(DeadlineExceeded), time_limit(Deadline.after(0.01)):
+        with pytest.raises(DeadlineExceededError), time_limit(Deadline.after(0.01)):
             await threads.run(ended.wait)
         await until_none_is_planned()
     finally:
@@ -232,7 +232,7 @@ async def test_a_turn_is_seen_by_others() -> None:
 
 async def test_the_loop_waits_for_a_burst() -> None:
     def look(ended: threading.Event) -> bool:
-        with _turns.burst():
+        with _turns.holding_gil():
             long, given = 0, set()
             while not ended.is_set() and long < 3 and len(given) < 300:
                 time.sleep(1e-4)
@@ -243,12 +243,12 @@ async def test_the_loop_waits_for_a_burst() -> None:
                     long += one_turn_is_being_given() and turns._seen is before
         return long == 3
 
-    turns = _turns._of_loops.setdefault(asyncio.get_running_loop(), _turns._Turns())
+    turns = _turns._of_loops.setdefault(asyncio.get_running_loop(), _turns._LoopTurns())
     assert await happens_beside_a_busy_loop(look)
 
 
 def test_there_is_no_nap_while_all_sleep() -> None:
-    turns, end = _turns._Turns(), time.monotonic() + PATIENCE_S
+    turns, end = _turns._LoopTurns(), time.monotonic() + PATIENCE_S
     before = naps()
     turns._nap()
     while naps() > before:  # threads of others have been woken up in between
@@ -269,7 +269,7 @@ def test_who_came_in_a_nap_is_no_reason_for_the_next(monkeypatch: pytest.MonkeyP
     thread.start()
     try:
         for _ in range(100):  # threads of others may come just then
-            turns = _turns._Turns()
+            turns = _turns._LoopTurns()
             come.release()
             time.sleep(0.01)  # it has been woken up since
             come.release()
@@ -299,8 +299,8 @@ def test_a_thread_rests_after_each_slice(slice_s: float, rests: int, monkeypatch
     monkeypatch.setattr(_threads, "slice_s", lambda: slice_s)
     rested: list[int] = []
     done: list[int] = []
-    monkeypatch.setattr(_threads, "rest", lambda: rested.append(len(done)))
-    done.extend(_threads.politely(range(130), 32))
+    monkeypatch.setattr(_threads, "yield_gil", lambda: rested.append(len(done)))
+    done.extend(_threads.yielding_gil(range(130), 32))
     assert done == list(range(130))
     assert len(rested) == rests
 
@@ -310,7 +310,7 @@ def test_a_thread_rests_between_steps(slice_s: float, rests: list[int], monkeypa
     rested: list[int] = []
     done: list[int] = []
     monkeypatch.setattr(_threads, "slice_s", lambda: slice_s)
-    monkeypatch.setattr(_threads, "rest", lambda: rested.append(len(done)))
+    monkeypatch.setattr(_threads, "yield_gil", lambda: rested.append(len(done)))
 
     def work() -> Steps[str]:
         for number in range(20):
@@ -350,7 +350,7 @@ def test_a_signal_in_a_turn_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
 
     async def main() -> None:
         _turns.give_turns(work)
-        monkeypatch.setattr(_turns, "_wakings", interrupt)
+        monkeypatch.setattr(_turns, "_context_switches", interrupt)
         await busy_until_set(threading.Event())
 
     with pytest.raises(KeyboardInterrupt):
@@ -371,24 +371,24 @@ def test_any_switch_interval(seconds: float) -> None:
 def test_who_rests_comes_back_when_it_is_his_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     start = time.monotonic()
     monkeypatch.setattr(_turns, "_next_turn_at", start + 0.004)
-    _turns.rest()
+    _turns.yield_gil()
     assert time.monotonic() - start >= 0.0035
     monkeypatch.setattr(_turns, "_next_turn_at", float("inf"))  # a turn that is being given
-    _turns.rest()
+    _turns.yield_gil()
 
 
 def test_a_burst_is_waited_for_but_not_for_ever() -> None:
     begun, ended, waited = threading.Event(), threading.Event(), threading.Event()
 
     def calls() -> None:
-        with pytest.raises(ZeroDivisionError), _turns.burst():
+        with pytest.raises(ZeroDivisionError), _turns.holding_gil():
             begun.set()
             ended.wait()
             raise ZeroDivisionError
 
     def waits() -> None:
         while not ended.is_set():
-            _turns._let_them_end()  # returns, though it has not ended
+            _turns._wait_for_holders()  # returns, though it has not ended
             waited.set()
 
     threads = [threading.Thread(target=calls), threading.Thread(target=waits)]
@@ -397,21 +397,21 @@ def test_a_burst_is_waited_for_but_not_for_ever() -> None:
     try:
         assert begun.wait(PATIENCE_S)
         assert waited.wait(PATIENCE_S)
-        assert len(_turns._bursts) == 1
+        assert len(_turns._gil_holders) == 1
         before = time.monotonic()
-        _turns._let_them_end()
-        assert time.monotonic() - before >= _turns._BURST_S / 2
+        _turns._wait_for_holders()
+        assert time.monotonic() - before >= _turns._HOLD_S / 2
     finally:
         ended.set()
         for thread in threads:
             thread.join()
-    assert not _turns._bursts
+    assert not _turns._gil_holders
 
 
 def test_bursts_within_bursts() -> None:
-    with _turns.burst(), _turns.burst():
-        assert len(_turns._bursts) == 2
-    assert not _turns._bursts
+    with _turns.holding_gil(), _turns.holding_gil():
+        assert len(_turns._gil_holders) == 2
+    assert not _turns._gil_holders
 
 
 async def test_checksums_of_blocks_beside_a_busy_loop() -> None:
@@ -428,5 +428,5 @@ async def test_checksums_of_blocks_beside_a_busy_loop() -> None:
         await until_none_is_planned()
     finally:
         threads.close()
-    assert not _turns._bursts
+    assert not _turns._gil_holders
     assert block_crcs(memoryview(b"")) == []

@@ -22,7 +22,7 @@ import sidestream
 from sidestream._runtime.threads import Stop
 from sidestream._staging import AsyncStager, Copy, DeviceEngine, HostEngine
 from sidestream._staging.host import rows_with
-from sidestream.errors import InvalidOption
+from sidestream.errors import InvalidOptionError
 
 MIB = 1 << 20
 
@@ -58,8 +58,11 @@ async def test_what_is_sent_in_one_request_passes_through_it_too() -> None:
     """A part is larger than the budget: the file is put together beside it."""
     state, url = large_state(), f"memory://{uuid.uuid4().hex}/c"
     policy = sidestream.StorePolicy(part_bytes=512 * MIB)
+    storage = sidestream.Storage(policy=policy)
     async with AsyncStager(budget_bytes=5 * MIB) as stager:
-        await sidestream.save(state, url, stager=stager, store_policy=policy, saver="thread", timeout_s=60)
+        await sidestream.save(
+            state, url, stager=stager, storage=storage, options=sidestream.SaveOptions(writer="thread", timeout_s=60)
+        )
     assert_same(state, await (await sidestream.open_checkpoint(url)).state_dict())
 
 
@@ -105,9 +108,9 @@ def test_any_run_of_row_major_bytes_of_any_view(shape: list[int], random, dtype:
 
 
 async def test_snapshot_false_has_memory_of_its_own(tmp_path: Path, stager: AsyncStager) -> None:
-    with pytest.raises(InvalidOption, match="leave out stager="):
-        await sidestream.save({}, tmp_path / "c", snapshot=False, stager=stager)
-    await sidestream.save({"t": torch.arange(9)}, tmp_path / "c", snapshot=False)
+    with pytest.raises(InvalidOptionError, match="leave out stager="):
+        await sidestream.save({}, tmp_path / "c", stager=stager, options=sidestream.SaveOptions(streaming=True))
+    await sidestream.save({"t": torch.arange(9)}, tmp_path / "c", options=sidestream.SaveOptions(streaming=True))
     assert (await (await sidestream.open_checkpoint(tmp_path / "c")).tensor("t")).tolist() == list(range(9))
 
 
@@ -126,11 +129,11 @@ def test_streaming_needs_little_memory_whatever_the_state_has(tmp_path: Path) ->
             with open("/proc/self/clear_refs", "w") as refs:
                 refs.write("5")
             before = peak_kib()
-            await sidestream.save(state, sys.argv[1] + "/second", snapshot=False)
+            await sidestream.save(state, sys.argv[1] + "/second", options=sidestream.SaveOptions(streaming=True))
             print(peak_kib() - before)
 
         asyncio.run(main())
-    """
+"""
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
     assert int(done.stdout) <= (256 + 64) << 10, "the state has 920 MiB"
@@ -149,7 +152,7 @@ async def test_a_file_system_without_direct_io() -> None:
 def rows_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     tensor = torch.arange(1_500_007 * 3, dtype=torch.int32).reshape(1_500_007, 3)
     url = tmp_path_factory.mktemp("rows") / "c"
-    sidestream.blocking.save({"t": tensor}, url, snapshot=False)
+    sidestream.blocking.save({"t": tensor}, url, options=sidestream.SaveOptions(streaming=True))
     return url, tensor
 
 

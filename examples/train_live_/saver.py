@@ -14,7 +14,7 @@ ALONE = "alone"
 SAVES_ALONE = 3
 
 
-class Saver:
+class Worker:
     """Saves nothing. The subclasses save, with sidestream and with stock DCP."""
 
     def __init__(self) -> None:

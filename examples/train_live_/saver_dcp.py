@@ -11,10 +11,10 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 
 from train_live_.records import Save, directory_size
-from train_live_.saver import ALONE, SAVES_ALONE, STEPS, Saver, State
+from train_live_.saver import ALONE, SAVES_ALONE, STEPS, State, Worker
 
 
-class DcpSaver(Saver):
+class DcpSaver(Worker):
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self._directory = directory

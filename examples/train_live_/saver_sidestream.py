@@ -9,10 +9,10 @@ from typing import Self
 
 from sidestream import Checkpointer, PendingSave
 from train_live_.records import Save, directory_size
-from train_live_.saver import ALONE, SAVES_ALONE, STEPS, Saver, State
+from train_live_.saver import ALONE, SAVES_ALONE, STEPS, State, Worker
 
 
-class SidestreamSaver(Saver):
+class SidestreamSaver(Worker):
     def __init__(self, checkpoints: Checkpointer, alone: Checkpointer) -> None:
         super().__init__()
         self._checkpoints = checkpoints
@@ -33,7 +33,7 @@ class SidestreamSaver(Saver):
 
     async def save(self, state: State, step: int) -> None:
         started = time.monotonic()
-        self._pending = await self._checkpoints.save(state, step=step)
+        self._pending = await self._checkpoints.async_save(state, step=step)
         self._watchers.append(asyncio.create_task(watch(self._pending, step, started)))
 
     async def before_update(self) -> None:
@@ -44,7 +44,7 @@ class SidestreamSaver(Saver):
         saves = []
         for number in range(SAVES_ALONE):
             started = time.monotonic()
-            pending = await self._alone.save(state, step=number)
+            pending = await self._alone.async_save(state, step=number)
             saves.append(await watch(pending, number, started))
         return saves
 

@@ -14,7 +14,7 @@ import torch
 from train_live_.loop import serving, ticking
 from train_live_.model import Size, Training
 from train_live_.records import Run
-from train_live_.saver import Saver, State
+from train_live_.saver import State, Worker
 
 
 async def train(
@@ -43,7 +43,7 @@ async def train(
     return run
 
 
-async def take_steps(training: Training, saver: Saver, state: State, run: Run, *, steps: int, save_every: int) -> None:
+async def take_steps(training: Training, saver: Worker, state: State, run: Run, *, steps: int, save_every: int) -> None:
     """Take the missing steps, in one worker thread; save after every `save_every`-th and after the last."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="train") as worker:
@@ -69,7 +69,7 @@ def status(run: Run) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def open_saver(name: str, directory: Path) -> AsyncIterator[Saver]:
+async def open_saver(name: str, directory: Path) -> AsyncIterator[Worker]:
     """Open the saver of this name. Only its own library is imported."""
     if name == "sidestream":
         from train_live_.saver_sidestream import SidestreamSaver
@@ -81,4 +81,4 @@ async def open_saver(name: str, directory: Path) -> AsyncIterator[Saver]:
 
         yield DcpSaver(directory)
     else:
-        yield Saver()
+        yield Worker()

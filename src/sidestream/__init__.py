@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from ._save.pending import PendingSave, SaveInfo, SaveProgress
     from ._save.sinks import PendingExport
     from ._staging.blocking import BlockingAsyncStager
+    from ._staging.cached import set_cache_bytes
     from ._staging.future import StagingFuture
     from ._staging.stager import AsyncStager
     from ._staging.tree import StagedState
     from .checkpointer import Checkpointer
-    from .options import SaverProcess, StorePolicy, add_prefix, strip_prefix
+    from .options import Storage, StorePolicy, WriterProcess, add_prefix, strip_prefix
 
 __all__ = [
     "HF",
@@ -43,6 +44,7 @@ __all__ = [
     "KeepBest",
     "KeepEvery",
     "KeepLast",
+    "LoadOptions",
     "LoadReport",
     "PassedOver",
     "PendingExport",
@@ -50,14 +52,16 @@ __all__ = [
     "Pruned",
     "Retention",
     "SaveInfo",
+    "SaveOptions",
     "SaveProgress",
     "SavedStep",
-    "SaverProcess",
     "StagedState",
     "StagingFuture",
+    "Storage",
     "StorePolicy",
     "TensorInfo",
     "VerifyReport",
+    "WriterProcess",
     "add_prefix",
     "async_save",
     "blocking",
@@ -70,6 +74,7 @@ __all__ = [
     "open_checkpoint",
     "remove",
     "save",
+    "set_cache_bytes",
     "signing",
     "strip_prefix",
     "verify",
@@ -89,6 +94,7 @@ _HOMES = {
     "KeepBest": "_run.retention",
     "KeepEvery": "_run.retention",
     "KeepLast": "_run.retention",
+    "LoadOptions": "options",
     "LoadReport": "_load.api",
     "PassedOver": "_load.api",
     "PendingExport": "_save.sinks",
@@ -96,11 +102,13 @@ _HOMES = {
     "Pruned": "_run.pruning",
     "Retention": "_run.retention",
     "SaveInfo": "_save.pending",
+    "SaveOptions": "options",
     "SaveProgress": "_save.pending",
     "SavedStep": "_run.retention",
     "StagedState": "_staging.tree",
     "StagingFuture": "_staging.future",
-    "SaverProcess": "options",
+    "WriterProcess": "options",
+    "Storage": "options",
     "StorePolicy": "options",
     "TensorInfo": "_load.checkpoint",
     "VerifyReport": "_load.verify",
@@ -112,6 +120,7 @@ _HOMES = {
     "open_checkpoint": "_load.checkpoint",
     "remove": "_convert.copy",
     "save": "_save.api",
+    "set_cache_bytes": "_staging.cached",
     "strip_prefix": "options",
     "verify": "_load.verify",
 }

@@ -1,8 +1,9 @@
 """The same verbs for code without an event loop, through one background loop per process.
 
 Each function blocks its caller until the work is done; the work runs on the loop of a portal thread that is started at
-first use. Inside a running event loop, of asyncio or trio, they raise ``WrongLoop``, because they would block it. Saves
-that are in flight when the program ends are finished before the process does.
+first use. Inside a running event loop, of asyncio or trio, they raise ``WrongLoopError``, because they would block it
+(``stopping_the_loop`` allows that).
+Saves that are in flight when the program ends are finished before the process does.
 
 The caller's code runs in the calling thread while that thread waits: ``state_dict()`` and ``load_state_dict()`` of
 objects, stagers, ``progress`` callbacks, and the launch of the copies of a save. So it has that thread's current device
@@ -18,12 +19,13 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial, wraps
+from inspect import signature
 from types import TracebackType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-import torch
 from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -34,14 +36,12 @@ from ._load import api as _loading
 from ._load import checkpoint as _checkpoint
 from ._load import verify as _verifying
 from ._run.health import Health
-from ._run.pruning import Pruned
 from ._runtime.caller import Caller, is_serving
-from ._runtime.tasks import drain, refuse_on_a_loop, supervise
+from ._runtime.tasks import check_no_running_loop, supervise, wait_for_supervised
 from ._runtime.threads import Deadline, time_limit
 from ._save import api as _saving
-from ._save import pending as _pending
 from ._storage import Outcome
-from .errors import DeadlineExceeded, WrongLoop
+from .errors import DeadlineExceededError, WrongLoopError
 
 __all__ = [
     "Checkpoint",
@@ -54,10 +54,13 @@ __all__ = [
     "open_checkpoint",
     "remove",
     "save",
+    "stopping_the_loop",
     "verify",
 ]
 
+P = ParamSpec("P")
 T = TypeVar("T")
+H = TypeVar("H")
 
 
 class _Portal:
@@ -82,7 +85,7 @@ class _Portal:
 
 def _close_at_exit(stack: ExitStack, portal: BlockingPortal) -> None:
     threading.main_thread().join()
-    portal.call(drain)
+    portal.call(wait_for_supervised)
     stack.close()
 
 
@@ -103,15 +106,33 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _run(work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline | None = None) -> T:
     """Run ``work()`` on the portal's loop and wait for it. Ctrl-C cancels it and waits until it has cleaned up."""
-    refuse_on_a_loop("sidestream.blocking")
+    if not _may_stop_the_loop.get():
+        check_no_running_loop("sidestream.blocking")
     return run_anywhere(work, deadline)
+
+
+_may_stop_the_loop: ContextVar[bool] = ContextVar("sidestream_may_stop_the_loop", default=False)
+
+
+@contextmanager
+def stopping_the_loop() -> Iterator[None]:
+    """Allow the calls in the ``with`` block to be made where an event loop runs, which stops until each call returns.
+
+    For synchronous frameworks in a notebook, whose code runs on the thread of the kernel's loop. Elsewhere such a call
+    is a mistake, and raises ``WrongLoopError``.
+    """
+    token = _may_stop_the_loop.set(True)
+    try:
+        yield
+    finally:
+        _may_stop_the_loop.reset(token)
 
 
 def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline | None = None) -> T:
     """As ``_run``, within others' blocking calls: whoever makes those on a loop has decided to block it. ``deadline``
     is that of waits which have none of their own."""
     if is_serving():
-        raise WrongLoop(
+        raise WrongLoopError(
             "sidestream.blocking was called by an object or a callback that runs within another call of "
             "sidestream.blocking: make this call before or after the other one"
         )
@@ -194,50 +215,64 @@ class _Call(Generic[T]):
 run = _run  # for the command line, which has more to ask than there are verbs here
 
 
-def save(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) -> _pending.SaveInfo:
-    """``sidestream.save``, blocking."""
-    return _run(lambda: _saving.save(state, url, **options))
+def _blocking(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Return a function with the signature of the coroutine function ``verb`` that returns its result."""
+
+    @wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return _run(lambda: verb(*args, **kwargs))
+
+    call.__module__ = __name__
+    return call
 
 
-def async_save(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) -> PendingSave:
-    """``sidestream.async_save``: returns when the copies of ``state`` have been launched."""
+def _starting(verb: Callable[P, _saving.PendingSave]) -> Callable[P, PendingSave]:
+    @wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> PendingSave:
+        async def start() -> _saving.PendingSave:
+            return verb(*args, **kwargs)
 
-    async def start() -> _pending.PendingSave:
-        return _saving.async_save(state, url, **options)
+        return PendingSave(_run(start))
 
-    return PendingSave(_run(start))
-
-
-def load(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) -> _loading.LoadReport:
-    """``sidestream.load``, blocking."""
-    return _run(lambda: _loading.load(state, url, **options))
+    call.__module__ = __name__
+    return call
 
 
-def open_checkpoint(url: str | os.PathLike[str], **options: Any) -> Checkpoint:
-    """``sidestream.open_checkpoint``, blocking."""
-    return Checkpoint(_run(lambda: _checkpoint.open_checkpoint(url, **options)))
+def _opening(verb: Callable[P, Coroutine[Any, Any, _checkpoint.Checkpoint]]) -> Callable[P, Checkpoint]:
+    @wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Checkpoint:
+        return Checkpoint(_run(lambda: verb(*args, **kwargs)))
+
+    call.__module__ = __name__
+    return call
 
 
-def verify(url: str | os.PathLike[str], **options: Any) -> _verifying.VerifyReport:
-    """``sidestream.verify``, blocking."""
-    return _run(lambda: _verifying.verify(url, **options))
+def _method(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[_Holder[Any], P], T]:
+    """Return a method with the signature of ``method``, which it calls on the object that it holds."""
+
+    @wraps(method)
+    def call(self: _Holder[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return _run(lambda: method(self._held, *args, **kwargs))
+
+    call.__module__ = __name__
+    return call
 
 
-def remove(url: str | os.PathLike[str], **options: Any) -> None:
-    """``sidestream.remove``, blocking."""
-    _run(lambda: _copying.remove(url, **options))
+def _saving_method(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, _saving.PendingSave]],
+) -> Callable[Concatenate[_Holder[Any], P], PendingSave]:
+    @wraps(method)
+    def call(self: _Holder[Any], /, *args: P.args, **kwargs: P.kwargs) -> PendingSave:
+        return PendingSave(_run(lambda: method(self._held, *args, **kwargs)))
+
+    call.__module__ = __name__
+    return call
 
 
-def copy(source: str | os.PathLike[str], target: str | os.PathLike[str], **options: Any) -> _copying.CopyReport:
-    """``sidestream.copy``, blocking."""
-    return _run(lambda: _copying.copy(source, target, **options))
+class _Holder(Generic[H]):
+    """A blocking object, which holds the one of the same name in ``sidestream``."""
 
-
-def convert(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], **options: Any
-) -> _converting.ConvertReport:
-    """``sidestream.convert``, blocking."""
-    return _run(lambda: _converting.convert(source, target, **options))
+    _held: H
 
 
 class _Waiting(Generic[T]):
@@ -247,34 +282,33 @@ class _Waiting(Generic[T]):
         self._wait = wait
 
     def result(self, timeout_s: float | None = None) -> T:
-        """What it gives, or raises. ``DeadlineExceeded`` after ``timeout_s``; the work goes on."""
+        """What it gives, or raises. ``DeadlineExceededError`` after ``timeout_s``; the work goes on."""
 
         async def bounded() -> T:
             try:
                 async with asyncio.timeout(timeout_s):
                     return await self._wait()
             except TimeoutError as error:
-                if isinstance(error, DeadlineExceeded):
+                if isinstance(error, DeadlineExceededError):
                     raise
-                raise DeadlineExceeded(f"not done within timeout_s={timeout_s}") from None
+                raise DeadlineExceededError(f"not done within timeout_s={timeout_s}") from None
 
         return _run(bounded)
 
 
-class PendingSave(_Waiting[_pending.SaveInfo]):
-    """A save in progress: ``result()`` gives its ``SaveInfo``; the tensors may change after ``staged.result()``."""
+class PendingSave(_Waiting[_saving.SaveInfo]):
+    """A save in progress: ``result()`` returns its ``SaveInfo``; the tensors may change after ``staged.result()``."""
 
-    def __init__(self, pending: _pending.PendingSave) -> None:
-        async def saved() -> _pending.SaveInfo:
-            return await pending
-
-        async def staged() -> None:
-            await pending.staged
-
-        super().__init__(saved)
-        self.staged = _Waiting(staged)
+    def __init__(self, pending: _saving.PendingSave) -> None:
+        super().__init__(partial(_awaited, pending))
+        self.staged: _Waiting[None] = _Waiting(partial(_awaited_staged, pending))
         self.exports = tuple(_Waiting(partial(_awaited, export)) for export in pending.exports)
         self._pending = pending
+
+    @property
+    def url(self) -> str:
+        """As ``sidestream.PendingSave.url``."""
+        return self._pending.url
 
     @property
     def outcome(self) -> Outcome | None:
@@ -282,16 +316,20 @@ class PendingSave(_Waiting[_pending.SaveInfo]):
         return self._pending.outcome
 
     @property
-    def progress(self) -> _pending.SaveProgress:
+    def progress(self) -> _saving.SaveProgress:
         """As ``sidestream.PendingSave.progress``."""
         return self._pending.progress
 
     def done(self) -> bool:
-        """Whether the save has ended, one way or the other."""
+        """Return whether the save has ended."""
         return self._pending.done()
 
     def cancel(self) -> bool:
-        """Ask the save to stop and wait until it has; ``result()`` then raises ``CancelledError``."""
+        """Ask the save to stop, and wait until it has ended. ``result()`` then raises ``CancelledError``.
+
+        Returns:
+            False if the save had ended already.
+        """
 
         async def cancel() -> bool:
             asked = self._pending.cancel()
@@ -301,90 +339,112 @@ class PendingSave(_Waiting[_pending.SaveInfo]):
         return _run(cancel)
 
 
-async def _awaited(export: Awaitable[Any]) -> Any:
-    return await export
+async def _awaited(pending: Awaitable[T]) -> T:
+    return await pending
 
 
-class Checkpoint(Mapping[str, "_checkpoint.TensorInfo | None"]):
+async def _awaited_staged(pending: _saving.PendingSave) -> None:
+    await pending.staged
+
+
+class Checkpoint(_Holder[_checkpoint.Checkpoint], Mapping[str, "_checkpoint.TensorInfo | None"]):
     """``sidestream.Checkpoint``, blocking."""
 
     def __init__(self, checkpoint: _checkpoint.Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.url, self.save_id, self.step = checkpoint.url, checkpoint.save_id, checkpoint.step
-        self.info, self.files = checkpoint.info, checkpoint.files
+        self._held = checkpoint
 
     def __getitem__(self, fqn: str) -> _checkpoint.TensorInfo | None:
-        return self._checkpoint[fqn]
+        return self._held[fqn]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint)
+        return iter(self._held)
 
     def __len__(self) -> int:
-        return len(self._checkpoint)
+        return len(self._held)
 
-    def tensor(self, fqn: str, rows: slice | None = None, **options: Any) -> torch.Tensor:
-        return _run(lambda: self._checkpoint.tensor(fqn, rows, **options))
+    def __repr__(self) -> str:
+        return repr(self._held)
 
-    def value(self, fqn: str) -> Any:
-        return _run(lambda: self._checkpoint.value(fqn))
+    @property
+    def url(self) -> str:
+        """As ``sidestream.Checkpoint.url``."""
+        return self._held.url
 
-    def file(self, name: str) -> bytes:
-        return _run(lambda: self._checkpoint.file(name))
+    @property
+    def save_id(self) -> str:
+        """As ``sidestream.Checkpoint.save_id``."""
+        return self._held.save_id
 
-    def state_dict(self, **options: Any) -> dict[Any, Any]:
-        return _run(lambda: self._checkpoint.state_dict(**options))
+    @property
+    def step(self) -> int | None:
+        """As ``sidestream.Checkpoint.step``."""
+        return self._held.step
 
-    def verify(self, **options: Any) -> _verifying.VerifyReport:
-        return _run(lambda: self._checkpoint.verify(**options))
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """As ``sidestream.Checkpoint.metadata``."""
+        return self._held.metadata
+
+    @property
+    def files(self) -> dict[str, int]:
+        """As ``sidestream.Checkpoint.files``."""
+        return self._held.files
+
+    def info(self, fqn: str) -> _checkpoint.TensorInfo:
+        """As ``sidestream.Checkpoint.info``."""
+        return self._held.info(fqn)
+
+    file = _method(_checkpoint.Checkpoint.file)
+    state_dict = _method(_checkpoint.Checkpoint.state_dict)
+    tensor = _method(_checkpoint.Checkpoint.tensor)
+    value = _method(_checkpoint.Checkpoint.value)
+    verify = _method(_checkpoint.Checkpoint.verify)
 
 
-class Checkpointer:
-    """``sidestream.Checkpointer``, blocking; a ``with`` statement closes it."""
+class Checkpointer(_Holder[_checkpointer.Checkpointer]):
+    """``sidestream.Checkpointer``, blocking: it is open from the call on, and ``close()`` or ``with`` closes it."""
 
     def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:
         async def enter() -> _checkpointer.Checkpointer:
             return await _checkpointer.Checkpointer(url, **options).__aenter__()
 
-        self._inner = _run(enter)
-        self.url = self._inner.url
+        self._held = _run(enter)
 
-    def prewarm(self, state: Mapping[str, Any] | int | None = None) -> None:
-        _run(lambda: self._inner.prewarm(state))
+    __init__.__signature__ = signature(_checkpointer.Checkpointer.__init__)  # type: ignore[attr-defined]
+    __init__.__doc__ = _checkpointer.Checkpointer.__init__.__doc__
 
-    def save(self, state: Mapping[str, Any], *, step: int, **options: Any) -> PendingSave:
-        return PendingSave(_run(lambda: self._inner.save(state, step=step, **options)))
+    async_save = _saving_method(_checkpointer.Checkpointer.async_save)
+    latest = _method(_checkpointer.Checkpointer.latest)
+    prewarm = _method(_checkpointer.Checkpointer.prewarm)
+    prune = _method(_checkpointer.Checkpointer.prune)
+    read_metadata = _method(_checkpointer.Checkpointer.read_metadata)
+    reserve = _method(_checkpointer.Checkpointer.reserve)
+    restore = _method(_checkpointer.Checkpointer.restore)
+    save = _method(_checkpointer.Checkpointer.save)
+    steps = _method(_checkpointer.Checkpointer.steps)
+    verify = _method(_checkpointer.Checkpointer.verify)
 
-    def restore(self, state: Mapping[str, Any], step: int | Literal["latest"] = "latest", **options: Any) -> int | None:
-        return _run(lambda: self._inner.restore(state, step, **options))
+    @property
+    def url(self) -> str:
+        """As ``sidestream.Checkpointer.url``."""
+        return self._held.url
 
     @property
     def restored(self) -> _loading.LoadReport | None:
         """As ``sidestream.Checkpointer.restored``."""
-        return self._inner.restored
-
-    def steps(self) -> list[int]:
-        return _run(self._inner.steps)
-
-    def latest(self) -> int | None:
-        return _run(self._inner.latest)
-
-    def metadata(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
-        return _run(lambda: self._inner.metadata(step))
-
-    def verify(self, step: int | Literal["latest"] = "latest", **options: Any) -> _verifying.VerifyReport:
-        return _run(lambda: self._inner.verify(step, **options))
-
-    def prune(self, *, dry_run: bool = False) -> Pruned:
-        return _run(lambda: self._inner.prune(dry_run=dry_run))
+        return self._held.restored
 
     def health(self) -> Health:
+        """As ``sidestream.Checkpointer.health``."""
+
         async def health() -> Health:
-            return self._inner.health()
+            return self._held.health()
 
         return _run(health)
 
     def close(self) -> None:
-        _run(self._inner.aclose)
+        """As ``sidestream.Checkpointer.aclose``."""
+        _run(self._held.aclose)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -392,4 +452,14 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _run(lambda: self._inner.__aexit__(kind, error, trace))
+        _run(lambda: self._held.__aexit__(kind, error, trace))
+
+
+save = _blocking(_saving.save)
+async_save = _starting(_saving.async_save)
+load = _blocking(_loading.load)
+open_checkpoint = _opening(_checkpoint.open_checkpoint)
+verify = _blocking(_verifying.verify)
+remove = _blocking(_copying.remove)
+copy = _blocking(_copying.copy)
+convert = _blocking(_converting.convert)

@@ -3,157 +3,92 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from ._format.records import Node
-from ._group import GroupChoice, Member, Operation, call_together, group_of
-from ._layout.metadata import encode_metadata
-from ._layout.objects import allowed_types
-from ._layout.save_layout import plan_save
-from ._layout.values import copy_value
-from ._load.api import LoadOptions, LoadReport
+from ._group import GroupChoice
+from ._load.api import LoadReport, LoadRequest
 from ._load.checkpoint import Checkpoint, open_from
 from ._load.open.manifest import read_metadata
-from ._load.open.steps import Step
 from ._load.verify import VerifyReport, verify_at
 from ._run.exports import Exports
 from ._run.health import Health
-from ._run.leases import Leases
 from ._run.maintenance import Upkeep
+from ._run.opened import Opened
 from ._run.preemption import Preemption, Then
 from ._run.pruning import Pruned, Pruner
-from ._run.restore import Restoring, RestoringTogether, Wish, choose
+from ._run.reading import Latest, Reading
 from ._run.retention import KeepAll, Retention
-from ._run.slots import LeasedSave, OwnTurn, QueuedSave, SkippedSave, Slots
-from ._run.starting import EARLIER, JointTurn, Starts, tells_of_earlier
-from ._run.steps import check_run, list_steps, next_generation
+from ._run.run import Run
+from ._run.saves import Saves
 from ._run.watch import Watch
-from ._runtime.abandoned import Watched, watch
 from ._runtime.public import public
-from ._runtime.tasks import finish, running_loop
-from ._runtime.threads import Deadline, io_threads, time_limit
-from ._save.api import Stager, start_save, start_together
-from ._save.pending import PendingSave, SaveWork
-from ._save.sinks import Export, PendingExport
-from ._staging import AsyncStager, Backing, capture
-from ._storage import FileSource, Location, Where, check_sources, locate_run, step_name
-from ._worker.client import Saver, choose_saver
-from .errors import (
-    AsyncOnly,
-    Busy,
-    CheckpointNotFound,
-    Closed,
-    ForkedProcess,
-    InvalidOption,
-    KeyCollision,
-    SidestreamError,
-    UnsafeObject,
-    UnsupportedTensor,
-    WrongLoop,
-)
+from ._runtime.tasks import run_shielded, running_loop
+from ._save.api import STREAM_BYTES, Export, PendingSave, SaveInfo, Stager, completed
+from ._staging import AsyncStager, Backing
+from ._storage import FileSource, locate_run
+from ._worker.client import choose_worker
+from .errors import AsyncOnlyError, InvalidOptionError
 from .options import (
-    RANK_WAIT_S,
-    Allowance,
-    Digest,
-    Durability,
     Fallback,
-    Names,
-    Overlap,
+    LoadOptions,
     Progress,
-    SaverChoice,
-    StorePolicy,
-    Trust,
-    Verify,
+    SaveOptions,
+    Storage,
+    Tolerated,
+    WhenFull,
     check_choice,
     check_count,
     check_seconds,
     check_step,
-    check_steps,
-    check_strict,
     check_timeout,
-    check_verify,
+    options_of,
+    storage_of,
+    tolerance_of,
 )
 
 __all__ = ["Checkpointer"]
 
-_REMEMBERED = 256
-"""For how many steps the last generation that was started is remembered."""
-
-Latest = Literal["latest"]
-
-
-@dataclass(slots=True)
-class _Holding:
-    """The resources of an open ``Checkpointer``, registered in case its loop ends. Nothing here refers to that loop."""
-
-    url: str
-    stager: AsyncStager | None
-    saver: Saver | None
-    expires_at: float = math.inf
-
-    def let_go(self) -> None:
-        """Release the saver process."""
-        saver, self.saver = self.saver, None
-        if saver is not None:
-            saver.let_go()
-
-    @property
-    def what(self) -> str:
-        return f"the Checkpointer of {self.url} was not closed"
-
-    def abandon(self) -> None:
-        """Do nothing: saves are registered separately."""
-
-    def leave(self, *, stuck: bool) -> str:
-        self.let_go()
-        if self.stager is not None:
-            with suppress(SidestreamError):  # reported elsewhere
-                self.stager.close()
-        return "its staging memory and its saver process were released"
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a save of a run was asked to do."""
-
-    state: Mapping[str, Any]
-    step: int
-    metadata: Node = None
-    planner: Any = None
-    files: Mapping[str, FileSource] = field(default_factory=dict)
-
 
 @public
 class Checkpointer:
-    """The checkpoints under one directory: ``step-100``, and ``step-100.g2`` where step 100 was saved again.
+    """The checkpoints of one run: ``step-100``, and ``step-100.g2`` if step 100 was saved again.
 
-    Use it as ``async with``; it belongs to the loop that enters it. Any number of processes may have one on the same
-    run, to save or to read.
+    Enter it with ``async with``. It belongs to the event loop that enters it. Any number of processes may have one on
+    the same run, to save or to read. Leaving it waits for saves, exports and pruning (``aclose``).
 
-    ``keep`` says which steps stay (``KeepLast(3) | KeepBest("loss")``); what it lets go is deleted after a save, when a
-    newer step has been read back and is good, and nobody has a lease on it. ``in_flight`` saves may go on at once, each
-    with staged memory of its own, which is used again and again; ``overlap`` says what becomes of one more. ``stager``
-    replaces the stager that it would own. ``saver="process"`` keeps one process that writes, from the first save or
-    ``prewarm()`` until it is closed. ``durability``, ``digest``, ``verify``, ``timeout_s``, ``rank_wait_s``,
-    ``storage_options``, ``filesystem``, ``store_policy`` and ``process_group`` are as for ``save`` and ``load``. With
-    several ranks all ranks call ``save`` and ``restore`` in the same order, and rank 0 chooses, leases and deletes. A
-    lease ends ``lease_s`` after its holder has died; a save acquires one when it takes longer than a quarter of that.
-    The files of a writer that was killed are deleted when its lease has ended or, if it had none, ``abandoned_after_s``
-    after the last write to them.
+    With several ranks all ranks make the same calls in the same order, and rank 0 chooses, leases and deletes.
 
-    ``export``, a ``sidestream.HF`` or several, is written beside the saves of those steps that are multiples of
-    ``exports_every``; ``pending.exports`` has the outcome (``docs/exports.md``). Of each export those of the
-    ``exports_keep`` highest steps stay; None: all.
+    Args:
+        url: The directory or prefix of the run. keep: Which steps stay, such as ``KeepLast(3) | KeepBest("loss")``.
+        None: all. The others are deleted after a save,
+            when a newer step has been read back and is good, and no process has a lease on them.
+        slots: How many saves may be in progress at the same time. Each has staged memory of its own, which is reused.
+        when_full: What a save does that finds no slot free (``options.WhenFull``). stager: A stager to use in place of
+        one of its own. save: How saves are done. With ``writer="process"`` one process writes, from the first save or
+        ``prewarm()`` until
+            the ``Checkpointer`` is closed.
+        load: How steps are restored and opened. If it has no ``names``, ``restore`` uses those of ``save``. export: A
+        ``sidestream.HF``, or several, to write beside saves; ``{step}`` in its URL stands for the step. exports_every:
+        Export the steps that are multiples of this number. exports_keep: How many exports stay, those of the highest
+        steps. None: all. timeout_s: The limit, in seconds, of every call that neither saves nor loads. lease_s: How
+        long a lease lasts after its holder has died, in seconds. A save acquires one when it takes longer than
+            a quarter of that.
+        abandoned_after_s: How long the files of a killed writer without a lease stay after the last write to them, in
+            seconds.
+        process_group: The ranks that save and restore together; ``"alone"``: this process only.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage at ``url`` is reached.
+
+    Raises:
+        InvalidOptionError, MissingExtraError: An argument is wrong, or a package is missing.
     """
 
     def __init__(
@@ -161,111 +96,90 @@ class Checkpointer:
         url: str | os.PathLike[str],
         *,
         keep: Retention | None = None,
-        overlap: Overlap = "wait",
+        slots: int = 2,
+        when_full: WhenFull = "wait",
         stager: AsyncStager | Stager | None = None,
-        in_flight: int = 2,
-        durability: Durability = "fsync",
-        verify: Verify = "always",
-        timeout_s: float = 600.0,
-        rank_wait_s: float = RANK_WAIT_S,
-        lease_s: float = 300.0,
-        abandoned_after_s: float = 3600.0,
-        digest: Digest | None = None,
-        saver: SaverChoice = "thread",
-        storage_options: Mapping[str, Any] | None = None,
-        filesystem: Any = None,
-        store_policy: StorePolicy | None = None,
-        process_group: GroupChoice = None,
+        save: SaveOptions | None = None,
+        load: LoadOptions | None = None,
         export: Export | Sequence[Export] | None = None,
         exports_every: int = 1,
         exports_keep: int | None = None,
+        timeout_s: float = 600.0,
+        lease_s: float = 300.0,
+        abandoned_after_s: float = 3600.0,
+        process_group: GroupChoice = None,
+        storage_options: Mapping[str, Any] | None = None,
+        storage: Storage | None = None,
     ) -> None:
-        check_count("in_flight", in_flight)
-        check_choice("overlap", overlap, Overlap)
-        check_choice("durability", durability, Durability)
-        check_verify(verify)
-        for seconds in (timeout_s, lease_s, abandoned_after_s):
-            check_timeout(seconds)
-        check_seconds("rank_wait_s", rank_wait_s)
-        if digest is not None:
-            check_choice("digest", digest, Digest)
+        check_count("slots", slots)
+        check_choice("when_full", when_full, WhenFull)
+        for name, seconds in (("timeout_s", timeout_s), ("lease_s", lease_s), ("abandoned_after_s", abandoned_after_s)):
+            check_seconds(name, seconds)
         keep = KeepAll() if keep is None else keep
         if isinstance(keep, type) or not isinstance(keep, Retention):
-            raise InvalidOption(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
-        self._group: GroupChoice = process_group
-        self._store, self.url = locate_run(url, Where(storage_options, filesystem, store_policy))
-        self._saver, self._fall_back = choose_saver(saver, self._store)
+            raise InvalidOptionError(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
+        options, self._load = options_of(save, SaveOptions), options_of(load, LoadOptions)
+        if options.streaming and stager is not None:
+            raise InvalidOptionError("streaming=True passes through memory of its own: leave out stager=")
+        store, found_url = locate_run(url, storage_of(storage_options, storage))
+        self.url: str = found_url
+        """The URL of the run."""
+        worker = choose_worker(options.writer, store)
+        durability, limit_s = options.durability, options.timeout_s
         self._exports = Exports(
-            export, self.url, every=exports_every, keep=exports_keep, durability=durability, timeout_s=timeout_s
+            export, self.url, every=exports_every, keep=exports_keep, durability=durability, timeout_s=limit_s
         )
-        backing: Backing = "private" if self._saver is None else "shared"
-        self._own_stager = AsyncStager(timeout_s=timeout_s, backing=backing) if stager is None else None
-        self._stager = stager if self._own_stager is None else self._own_stager
-        self._slots = Slots(in_flight)
-        self._queued: OwnTurn | None = None
-        self._starts = Starts(self._slots, timeout_s, self._claim_generation)
-        self._starting = asyncio.Lock()  # a generation is chosen by one save at a time
-        self._overlap: Overlap = overlap
-        self._durability: Durability = durability
-        self._verify: Verify = verify
-        self._timeout_s = timeout_s
-        self._rank_wait_s = rank_wait_s
-        self._digest = digest
-        self._leases = Leases(self._store, lease_s)
+        own_stager = None
+        if stager is None:
+            backing: Backing = "private" if worker[0] is None else "shared"
+            budget_bytes = STREAM_BYTES if options.streaming else None
+            stager = own_stager = AsyncStager(budget_bytes=budget_bytes, timeout_s=limit_s, backing=backing)
+        self._opened = Opened(self.url, own_stager, worker[0])
+        self._run = Run(store, self.url, process_group, timeout_s=timeout_s, lease_s=lease_s)
+        self._reading = Reading(self._run)
         self._pruner = Pruner(
-            self._store, self.url, keep, self._leases, durability, lease_s=lease_s, abandoned_after_s=abandoned_after_s
+            store, self.url, keep, self._run.leases, durability, lease_s=lease_s, abandoned_after_s=abandoned_after_s
         )
         self._pruning = asyncio.Lock()
         self._upkeep = Upkeep(self._after_saves, f"sidestream retention {self.url}")
-        self._pending: list[PendingSave] = []
-        self._taken: dict[int, int] = {}  # the highest generation that a recent save of this object was started for
-        self._orders = itertools.count()
-        self._under_way: dict[int, int] = {}  # the steps of saves that have not ended, by the order of their calls
-        self._last_order = -1
-        self._last_saved: tuple[int, float] | None = None
+        self._saves = Saves(
+            self._run,
+            options,
+            stager,
+            worker,
+            self._exports,
+            self._upkeep,
+            self._opened.check,
+            slots=slots,
+            when_full=when_full,
+        )
         self._preemption: Preemption | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._holding: _Holding | None = None
-        self._watch: Watched | None = None
-        self._pid = os.getpid()
-        self._closed = False
-        self._restored: LoadReport | None = None
-        self._passed_over: dict[str, str] = {}
 
     # --- saving ---
 
-    async def prewarm(self, state: Mapping[str, Any] | int | None = None) -> None:
-        """Do now what the first save would have to: start the saver process, if there is one, map staging memory for
-        ``state`` (or so many bytes), and, in a run of one process, plan. Nothing is copied. Raises ``SaverLost``,
-        ``ArenaExhausted``; what is wrong with ``state`` is left to the save to say.
+    async def prewarm(self, state: Mapping[str, Any] | None = None) -> None:
+        """Do now what the first save of ``state`` would have to: start the writer process, if there is one, map staging
+        memory, and, in a run of one process, plan. Nothing is copied. Cancelling leaves what has been done by then.
 
-        Cancelling it leaves what has been done by then.
+        Args:
+            state: The state that will be saved. None: only start the writer process. What is wrong with it is raised by
+                the save.
+
+        Raises:
+            WriterProcessError: The process could not be started.
+            ArenaExhaustedError: The memory does not fit the budget of the stager.
         """
-        self._check_usable()
-        with self._time_limit():
-            if self._saver is not None and self._fall_back:
-                await io_threads().run(self._saver.start)
-            elif self._saver is not None:
-                await self._saver.up()
-            if state is not None and isinstance(self._stager, AsyncStager):
-                if isinstance(state, int):
-                    await self._stager.prewarm(state)
-                else:
-                    await self._prewarm(self._stager, state)
-                if self._saver is not None:
-                    await self._saver.hand(self._stager.shared_memory())
+        self._opened.check()
+        await self._saves.prewarm(state)
 
-    async def _prewarm(self, stager: AsyncStager, state: Mapping[str, Any]) -> None:
-        try:
-            captured = capture(state, copy_value)
-        except UnsafeObject:  # for the save to say: its planner may leave that out
-            await stager.prewarm(state)
-            return
-        await stager.prewarm_for(captured)
-        if captured.sharded or self._together() is not None:
-            return  # it takes a group to plan
-        with suppress(InvalidOption, KeyCollision, UnsafeObject, UnsupportedTensor):  # as above
-            await io_threads().run_sliced(plan_save, stager.plans, stager.budget_bytes, captured)
+    async def reserve(self, nbytes: int) -> None:
+        """Map ``nbytes`` of staging memory now, and start the writer process, if there is one.
+
+        Raises as ``prewarm``. Cancelling leaves what has been done by then.
+        """
+        self._opened.check()
+        check_count("nbytes", nbytes)
+        await self._saves.prewarm(nbytes)
 
     async def save(
         self,
@@ -273,200 +187,53 @@ class Checkpointer:
         *,
         step: int,
         metadata: Mapping[str, Any] | None = None,
-        planner: Any = None,
         files: Mapping[str, FileSource] | None = None,
-    ) -> PendingSave:
-        """Launch the copies of ``state`` and return; see ``async_save`` for the result. With ``overlap="wait"`` this
-        waits for a free slot first, with the other policies for nothing but the listing of the run. Over several ranks
-        it waits for the others to come to the call too, but with ``overlap="latest"`` for nothing at all: the copies
-        are launched when all have called and rank 0 has a slot, unless all have called a newer save by then.
+        options: SaveOptions | None = None,
+    ) -> SaveInfo:
+        """Save ``state`` as ``step``, and return when the checkpoint is visible and durable, and its exports have
+        ended.
 
-        ``metadata`` is plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
-        ``planner`` and ``files`` are as for ``save``; two saves that overlap need a planner each. A step
-        that is committed already is saved as its next generation; the old one stays until that is verified. Raises
-        ``Busy`` (``overlap="fail"``), and what an earlier save, or the deleting after it, failed with if nobody has
-        heard of it; then it starts nothing. Cancelling before this returns starts nothing either.
+        ``async_save`` describes arguments and errors. Cancelling cancels the save.
+
+        Returns:
+            What was committed. ``SaveInfo.exports`` has for each export its report, or the error that it failed with.
         """
-        self._check_usable()
-        member = self._together()
-        if member is not None:
-            return await self._save_together(member, state, step, metadata, planner, files)
-        check_step(step)
-        asked = _Asked(state, step, encode_metadata(metadata), planner, check_sources(files))
-        self._raise_unheard()
-        if self._slots.full and self._overlap == "latest":
-            return self._queue(asked)
-        if self._slots.full and self._overlap != "wait":
-            return self._give_way(step)
-        return await self._in_turn(asked)
+        pending = await self.async_save(state, step=step, metadata=metadata, files=files, options=options)
+        return await completed(pending)
 
-    async def _in_turn(self, asked: _Asked, *, promised: bool = False) -> PendingSave:
-        exports = self._exports_of(asked.step)
-        await self._slots.acquire()
-        try:
-            work = await self._start(asked, exports, promised=promised)
-            pending = PendingSave(work, exports)
-        except BaseException:
-            self._slots.release()
-            raise
-        pending.when_done(self._slots.release)
-        return self._watch_over(pending, asked.step)
-
-    def _together(self) -> Member | None:
-        """The group that saves and restores with this process; None where it is by itself."""
-        member = group_of(self._group)
-        return None if member is None or member.group.world == 1 else member
-
-    async def _save_together(
+    async def async_save(
         self,
-        member: Member,
         state: Mapping[str, Any],
-        step: int,
-        metadata: Mapping[str, Any] | None,
-        planner: Any = None,
-        files: Mapping[str, FileSource] | None = None,
         *,
-        promised: bool = False,
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+        files: Mapping[str, FileSource] | None = None,
+        options: SaveOptions | None = None,
     ) -> PendingSave:
-        operation = member.begin("save", self._deadline(), self._rank_wait_s)
-        overlap: Overlap = "wait" if promised else self._overlap
-        turn = JointTurn(self._starts, operation, step, self._overlap, promised=promised)
+        """Launch the copies of ``state``, and return a ``PendingSave`` when they have been launched.
 
-        async def begin() -> _Asked:
-            check_step(step)
-            asked = _Asked(state, step, encode_metadata(metadata), planner, check_sources(files))
-            if not promised:
-                self._raise_unheard_to_all(operation)
-            if overlap != "latest":
-                await turn.agree()
-            return asked
+        With ``when_full="wait"`` this waits for a free slot first. Over several ranks it waits for the other ranks to
+        make the call. With ``when_full="latest"`` it waits for neither: the copies are launched when all ranks have
+        made the call and a slot is free, unless all have called a newer save by then.
 
-        try:
-            asked = await call_together(operation, begin)
-            if overlap != "latest" and turn.generation is None:
-                operation.close()
-                turn.leave()
-                return self._give_way(step)
-            exports = () if operation.rank else self._exports_of(step)
-            start = partial(self._start_together, turn, operation, asked, exports)
-            if overlap == "latest":
-                queued = QueuedSave(self.url, step, turn, start)
-                return self._watch_over(PendingSave(queued, exports), step)
-            pending = PendingSave(await start(), exports)
-        except BaseException:
-            turn.leave()
-            raise
-        pending.when_done(turn.leave)
-        return self._watch_over(pending, step)
+        A step that is committed already is saved as its next generation. The old one stays until the new one has been
+        verified. Cancelling before this returns starts nothing.
 
-    async def _start_together(
-        self,
-        turn: JointTurn,
-        operation: Operation,
-        asked: _Asked,
-        exports: tuple[PendingExport, ...],
-    ) -> SaveWork:
-        generation = turn.generation
-        assert generation is not None
-        name = step_name(asked.step, generation)
-        launch = partial(self._launch, asked, generation, exports)
-        work = start_together(launch, operation, f"{self.url}/{name}")
-        turn.begun()
-        return work if operation.rank else LeasedSave(work, self._leases.announce(name, "save"))
+        Args:
+            state: As for ``sidestream.save``.
+            step: The number of the step, not negative.
+            metadata: Plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
+            files: Sidecar files, as for ``sidestream.save``.
+            options: In place of the ``save=`` of the ``Checkpointer``, whose writer stays. A planner is given here: two
+                saves at the same time need two.
 
-    @property
-    def _keeps_up(self) -> bool:
-        """Of several ranks one deletes."""
-        member = self._together()
-        return member is None or member.group.rank == 0
-
-    async def _next_generation(self, step: int) -> int:
-        with self._time_limit():
-            generation = await next_generation(self._store, step)
-        return max(generation, self._taken.get(step, 0) + 1)
-
-    async def _claim_generation(self, step: int) -> int:
-        """On rank 0 of several: no other save gets this one."""
-        async with self._starting:
-            generation = await self._next_generation(step)
-            self._take(step, generation)
-            return generation
-
-    def _take(self, step: int, generation: int) -> None:
-        """Record a generation, and forget old steps: their saves are found in the listing."""
-        self._taken.pop(step, None)
-        self._taken[step] = generation
-        while len(self._taken) > max(_REMEMBERED, 2 * self._slots.size):
-            del self._taken[next(iter(self._taken))]
-
-    def _give_way(self, step: int) -> PendingSave:
-        url = f"{self.url}/{step_name(step, 1)}"
-        if self._overlap == "fail":
-            raise Busy(f"{url} was not saved: {self._slots.taken} saves are in flight, as many as in_flight= allows")
-        return PendingSave(SkippedSave(self.url, step, f"{self._slots.taken} saves are in flight"))
-
-    def _queue(self, asked: _Asked) -> PendingSave:
-        if self._queued is not None:
-            self._queued.give_way()
-        self._queued = OwnTurn(self._slots)
-        exports = self._exports_of(asked.step)
-        start = partial(self._start, asked, exports, promised=True)
-        queued = QueuedSave(self.url, asked.step, self._queued, start)
-        return self._watch_over(PendingSave(queued, exports), asked.step)
-
-    def _exports_of(self, step: int) -> tuple[PendingExport, ...]:
-        return self._exports.of(step, f"{self.url}/{step_name(step, 1)}")
-
-    async def _start(self, asked: _Asked, exports: tuple[PendingExport, ...], *, promised: bool = False) -> SaveWork:
-        async with self._starting:
-            generation = await self._next_generation(asked.step)
-            if not promised:  # for those closing waits, and they are made whatever became of others
-                self._check_usable()  # it may have been closed while this waited
-                self._raise_unheard()
-            work = self._launch(asked, generation, exports)
-            self._take(asked.step, generation)
-            return LeasedSave(work, self._leases.announce(step_name(asked.step, generation), "save"))
-
-    def _launch(
-        self,
-        asked: _Asked,
-        generation: int,
-        exports: tuple[PendingExport, ...],
-        operation: Operation | None = None,
-    ) -> SaveWork:
-        name = step_name(asked.step, generation)
-        return start_save(
-            asked.state,
-            Location(self._store, name, f"{self.url}/{name}"),
-            stager=self._stager,
-            durability=self._durability,
-            timeout_s=self._timeout_s,
-            step=asked.step,
-            generation=generation,
-            metadata=asked.metadata,
-            digest=self._digest,
-            saver=(self._saver, self._fall_back),
-            operation=operation,
-            planner=asked.planner,
-            exports=exports,
-            files=asked.files,
-        )
-
-    def _watch_over(self, pending: PendingSave, step: int) -> PendingSave:
-        order = next(self._orders)
-        self._under_way[order] = step
-        pending.when_done(lambda: self._on_done(pending, order, step))
-        self._pending = [one for one in self._pending if not one.done() or one.unheard is not None] + [pending]
-        self._exports.watch_over(pending.exports)
-        return pending
-
-    def _on_done(self, pending: PendingSave, order: int, step: int) -> None:
-        del self._under_way[order]
-        if pending.outcome == "committed":
-            if order > self._last_order:  # of two that overlap, the one that was begun later is the last one
-                self._last_order, self._last_saved = order, (step, time.monotonic())
-            if self._keeps_up:
-                self._upkeep.request()
+        Raises:
+            TooManySavesError: No slot is free, and ``when_full="fail"``. SidestreamError: An earlier save, or the
+            pruning after it, failed, and its error was not retrieved; nothing was
+                started. Each error is raised once.
+        """
+        self._opened.check()
+        return await self._saves.save(state, step, metadata, files, options)
 
     # --- reading ---
 
@@ -476,176 +243,184 @@ class Checkpointer:
         step: int | Latest | None = "latest",
         *,
         fallback: Fallback = "never",
-        strict: Collection[Allowance] = (),
-        names: Names | None = None,
-        verify: Verify | None = None,
-        atomic: bool = False,
-        progress: Progress | None = None,
-        timeout_s: float | None = None,
-        allow: Iterable[type] = (),
-        trust: Trust = "data",
-        planner: Any = None,
+        strict: bool = True,
+        allow_missing: Tolerated = (),
+        allow_unexpected: Tolerated = (),
+        allow_cast: Tolerated = (),
+        options: LoadOptions | None = None,
     ) -> int | None:
-        """Load the newest committed step, or ``step``, into ``state`` and return its number; None if there is none yet.
+        """Load the newest committed step, or ``step``, into ``state``, in place, and return its number.
 
-        As ``load``, in place, and with its keywords; ``verify`` and ``timeout_s`` are those of the ``Checkpointer``
-        unless they are given here. ``restored`` has the report. While it is read the step is leased, so that nobody
-        deletes it. Raises ``CheckpointNotFound`` for a ``step`` that is not there, ``Corrupt`` for one that is damaged.
+        While it is read the step is leased, so that it is not deleted. ``restored`` has the report. What a failure or a
+        cancel leaves in ``state`` is as for ``sidestream.load``.
 
-        With ``fallback="older"`` the newest older one that is good is loaded instead of a damaged one (of the same step
-        an older generation first); ``restored.passed_over`` lists what was damaged, ``health()`` too, and a warning is
-        logged. ``Corrupt`` then means that none is good.
+        Args:
+            state: As for ``sidestream.load``. step: A number, or ``"latest"``. fallback: ``"older"``: if the step is
+            damaged, load the newest older one that is good (an older generation of
+                the same step first), and log a warning. ``restored.passed_over`` and ``health()`` list what was
+                damaged.
+            strict, allow_missing, allow_unexpected, allow_cast: Which differences are accepted, as for
+                ``sidestream.load``.
+            options: In place of the ``load=`` of the ``Checkpointer``.
+
+        Returns:
+            The number of the step, or None if the run has no step yet.
+
+        Raises:
+            CheckpointNotFoundError: There is no step of this number.
+            CorruptCheckpointError: The step is damaged; with ``fallback="older"``, all are.
+            SidestreamError: What ``sidestream.load`` raises.
         """
-        self._check_usable()
-        wish = self._wish(step, fallback)
-        options = LoadOptions(
-            self._verify if verify is None else verify,
-            check_strict(strict),
-            atomic,
-            progress,
-            self._timeout_s if timeout_s is None else timeout_s,
-            allowed_types(allow),
-            trust,
-            planner,
-            names,
-        )
-        member = self._together()
-        restoring: Restoring | RestoringTogether
-        if member is None:
-            restoring = Restoring(self._store, self.url, self._leases, wish, options)
-        else:
-            restoring = RestoringTogether(member, self._store, self.url, self._leases, wish, options, self._rank_wait_s)
-        with time_limit(Deadline.after(options.timeout_s)):
-            self._restored = await restoring.run(state)
-        self._passed_over = restoring.passed_over
-        if self._restored is None:
-            if wish.step is not None:
-                raise await self._not_found(wish.step)
-            return None
-        return restoring.step
+        self._opened.check()
+        options = self._load if options is None else options_of(options, LoadOptions)
+        if options.names is None and options.planner is None:
+            options = replace(options, names=self._saves.options.names)
+        request = LoadRequest(options, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))
+        return await self._reading.restore(state, step, fallback, request)
 
     @property
     def restored(self) -> LoadReport | None:
-        """What the last ``restore`` did, and what its ``strict`` let pass; None before the first."""
-        return self._restored
+        """The report of the last ``restore``, with the differences that it accepted. None before the first."""
+        return self._reading.restored
 
     @asynccontextmanager
-    async def open(
-        self, step: int | Latest = "latest", *, allow: Iterable[type] = (), trust: Trust = "data"
+    async def reading(
+        self, step: int | Latest = "latest", *, options: LoadOptions | None = None
     ) -> AsyncIterator[Checkpoint]:
-        """``open_checkpoint`` of a step, with a lease on it: nobody deletes it within the ``async with``.
+        """Open a step as a ``Checkpoint``, with a lease on it until the end of the ``async with``.
 
-        Raises ``CheckpointNotFound``, ``Corrupt``, ``UnsupportedCheckpoint``.
+        Args:
+            step: A number, or ``"latest"``. options: ``verify``, ``safe_globals``, ``trust`` and ``timeout_s`` of the
+            calls on the ``Checkpoint``, in place
+                of those of the ``Checkpointer``.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError: There is no such step, or it
+            cannot
+                be read.
         """
-        async with self._reading(step) as (found, location):
+        self._opened.check()
+        options = self._load if options is None else options_of(options, LoadOptions)
+        async with self._reading.step(step) as (found, location):
             if found.damage is not None:
                 raise found.damage
-            yield await open_from(location, verify=self._verify, timeout_s=self._timeout_s, allow=allow, trust=trust)
+            yield await open_from(
+                location,
+                verify=options.verify,
+                timeout_s=options.timeout_s,
+                safe_globals=options.safe_globals,
+                trust=options.trust,
+                run=self.url,
+            )
 
     async def verify(self, step: int | Latest = "latest", *, progress: Progress | None = None) -> VerifyReport:
-        """Read a step whole and compare it with all that is known about it, under a lease; see ``sidestream.verify``.
+        """Read a step whole and compare it with all that is known about it, under a lease (``sidestream.verify``).
 
-        Damage is reported and not raised: look at ``ok``. Raises ``CheckpointNotFound``, and what ``verify`` raises.
+        Args:
+            step: A number, or ``"latest"``.
+            progress: Called with the bytes read so far and the bytes to read.
+
+        Returns:
+            The report. Damage is in it, and is not raised: see ``ok``.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+            SidestreamError: What ``sidestream.verify`` raises.
         """
-        async with self._reading(step) as (_, location):
-            with self._time_limit():
-                return await verify_at(location, progress)
+        self._opened.check()
+        async with self._reading.step(step) as (_, location):
+            with self._run.time_limit():
+                return await verify_at(location, progress, self.url)
 
-    async def metadata(self, step: int | Latest = "latest") -> dict[str, Any]:
-        """What was noted about a step when it was saved, and nothing else of it is read; empty if nothing was.
+    async def read_metadata(self, step: int | Latest = "latest") -> dict[str, Any]:
+        """Read the ``metadata=`` of a step, and nothing else of it.
 
-        Raises ``CheckpointNotFound``, ``Corrupt``.
+        Args:
+            step: A number, or ``"latest"``.
+
+        Returns:
+            The metadata, empty if the step was saved without.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError: There is no such step, or it is damaged.
         """
-        async with self._reading(step) as (found, _):
+        self._opened.check()
+        async with self._reading.step(step) as (found, _):
             if found.damage is not None:
                 raise found.damage
-            with self._time_limit():
-                return await read_metadata(self._store, found.name)
+            with self._run.time_limit():
+                return await read_metadata(self._run.store, found.name)
 
     async def steps(self) -> list[int]:
-        """The committed steps, in order. What is being written, or was left by a crash, is not among them, nor is a
-        step whose marker is damaged."""
-        self._check_usable()
-        with self._time_limit():
-            return [found.step for found in await list_steps(self._store) if found.damage is None]
+        """Return the numbers of the committed steps, in order.
+
+        Steps that are being written, that a crash left unfinished, or whose marker is damaged are left out.
+        """
+        self._opened.check()
+        return [found.step for found in await self._reading.steps() if found.damage is None]
 
     async def latest(self) -> int | None:
-        """The newest committed step, or None."""
+        """Return the number of the newest committed step, or None."""
         return max(await self.steps(), default=None)
 
     def watch(self, *, after: int | None = None, poll_s: float = 2.0) -> Watch:
-        """``async for step in checkpoints.watch()``: the number of every step that is committed from now on, by any
-        process; with ``after``, every one above it, those that are there already first.
+        """Return an iterator over new steps: ``async for step in checkpoints.watch(): ...``.
 
-        "Now" is when the first look at the run ends. A step may be gone again when it is loaded, if retention deletes
-        it: then ``restore`` raises ``CheckpointNotFound``, and a newer one comes next.
+        It yields the number of every step that any process commits from the first look at the run on. A step may be
+        gone when it is loaded, because retention has deleted it. ``restore`` then raises ``CheckpointNotFoundError``,
+        and a newer step follows.
+
+        Args:
+            after: Yield every step above this number, those that are there already first. poll_s: How often the run is
+            looked at, in seconds. On a local file system changes are noticed earlier, with the
+                extra ``watch``.
         """
-        self._check_usable()
+        self._opened.check()
         check_timeout(poll_s)
         if after is not None:
             check_step(after)
-        return Watch(self._store, after=after, poll_s=poll_s, timeout_s=self._timeout_s)
-
-    @asynccontextmanager
-    async def _reading(self, step: int | Latest | None) -> AsyncIterator[tuple[Step, Location]]:
-        self._check_usable()
-        wish = self._wish(step, "never")
-        with self._time_limit():
-            chosen = await choose(self._store, self._leases, wish, ())
-        if chosen is None:
-            raise await self._not_found(wish.step)
-        found, lease = chosen
-        try:
-            yield found, Location(self._store, found.name, f"{self.url}/{found.name}")
-        finally:
-            if lease is not None:
-                await lease.release()
-
-    def _wish(self, step: int | Latest | None, fallback: Fallback) -> Wish:
-        check_choice("fallback", fallback, Fallback)
-        if step is None or step == "latest":
-            return Wish(None, fallback == "older")
-        check_steps(step)
-        return Wish(step, fallback == "older")
-
-    async def _not_found(self, step: int | None) -> CheckpointNotFound:
-        with self._time_limit():
-            there = [found.step for found in await list_steps(self._store)]
-        wanted = "step" if step is None else f"step {step}"
-        return CheckpointNotFound(f"{self.url} has no committed {wanted}; it has {there or 'none'}")
+        return Watch(self._run.store, after=after, poll_s=poll_s, timeout_s=self._run.timeout_s)
 
     # --- looking after the run ---
 
     async def prune(self, *, dry_run: bool = False) -> Pruned:
-        """Do now what is done after every save: delete what ``keep`` lets go and what dead writers left.
+        """Delete the steps that ``keep`` does not keep, and what dead writers left. This is done after every save, too.
 
-        With ``dry_run`` nothing is deleted, and nothing read back: ``deleted`` has what would go if the newest step
-        that stays proves to be good. Raises what the storage raises; what was deleted until then is deleted. A cancel
-        leaves no step half visible.
+        A cancel leaves no step half visible. If the storage fails, what was deleted before stays deleted.
+
+        Args:
+            dry_run: Delete and verify nothing. ``deleted`` has the steps that would go if the newest step that stays
+            proves
+                to be good.
+
+        Returns:
+            What was deleted; nothing on ranks other than rank 0.
+
+        Raises:
+            StorageError, DeadlineExceededError: The storage failed.
         """
-        self._check_usable()
-        if not self._keeps_up:
+        self._opened.check()
+        if not self._run.leads:
             return Pruned()
         if dry_run:
             async with self._pruning:
-                with self._time_limit():
-                    return await self._pruner.preview(self._protected)
+                with self._run.time_limit():
+                    return await self._pruner.preview(self._saves.protected)
         return await self._prune()
 
     def health(self) -> Health:
-        """How the run is doing, as far as this ``Checkpointer`` knows."""
-        saved = self._last_saved
-        errors = [save.unheard for save in self._pending]
+        """Return the state of the run, as far as this ``Checkpointer`` knows it. Nothing is read from storage."""
+        saved = self._saves.last
         return Health(
-            in_flight=sum(not save.done() for save in self._pending),
+            pending=self._saves.pending,
             last_saved=None if saved is None else saved[0],
             since_saved_s=None if saved is None else time.monotonic() - saved[1],
-            failures=tuple(f"{type(error).__name__}: {error}" for error in errors if error is not None),
+            failures=tuple(f"{type(error).__name__}: {error}" for error in self._saves.failures),
             retention=None if self._upkeep.error is None else str(self._upkeep.error),
             sweeping=None if self._pruner.not_swept is None else str(self._pruner.not_swept),
             damaged={name: str(error) for name, error in self._pruner.damaged.items()},
-            passed_over=dict(self._passed_over),
-            leases=dict(self._leases.trouble),
+            passed_over=dict(self._reading.passed_over),
+            leases=dict(self._run.leases.trouble),
             pruned=self._pruner.last,
         )
 
@@ -657,17 +432,23 @@ class Checkpointer:
         then: Then = "exit",
         exit_code: int | None = None,
     ) -> None:
-        """When one of ``signals`` (``SIGTERM``) comes: finish the saves in flight, save once more, and end.
+        """Finish the saves in progress, save once more, and end the program when a signal arrives.
 
-        ``save`` is called on the loop and returns a state and its step, or None if there is nothing new; without it
-        only what is in flight is finished. After ``grace_s`` seconds, or when the signal comes again, the end comes
-        whatever has been done. ``then`` says how: ``"exit"`` raises ``SystemExit(exit_code)`` out of the loop (128 +
-        the signal's number if not given), ``"signal"`` lets the signal kill the process, ``"stay"`` leaves the end to
-        the program, which looks at ``preempted``. A failure is logged, and the end comes all the same.
+        A failure is logged, and the program ends all the same. Closing the ``Checkpointer`` restores the handlers.
 
-        Raises ``InvalidOption`` outside of the main thread. Closing the ``Checkpointer`` gives the signals back.
+        Args:
+            signals: The signals, ``SIGTERM`` if none is given. save: Called on the event loop. Returns a state and its
+            step, or None if there is nothing new to save. Without
+                it only the saves in progress are finished.
+            grace_s: The time for that, in seconds. The program ends after it, or when the signal arrives again.
+            then: ``"exit"``: raise ``SystemExit(exit_code)`` out of the loop. ``"signal"``: let the signal kill the
+                process. ``"stay"``: go on; the program looks at ``preempted``.
+            exit_code: 128 + the number of the signal if it is not given.
+
+        Raises:
+            InvalidOptionError: Called outside of the main thread, or with a signal that cannot be caught.
         """
-        self._check_usable()
+        self._opened.check()
         if self._preemption is not None:
             self._preemption.uninstall()
         self._preemption = Preemption(
@@ -680,25 +461,20 @@ class Checkpointer:
 
     @property
     def preempted(self) -> int | None:
-        """The number of the signal that ``on_preemption`` has seen; None before."""
+        """The number of the signal that has arrived, or None."""
         return None if self._preemption is None else self._preemption.requested
 
     async def _save_all(self, save: Callable[[], tuple[Mapping[str, Any], int] | None] | None) -> None:
-        """Whatever failed before, or fails now, what is in flight is finished."""
+        """Finish the saves in progress, also if the last save fails."""
         try:
             last = None if save is None else save()
             if last is not None:
                 state, step = last
-                check_step(step)
-                member = self._together()
-                if member is not None:
-                    await (await self._save_together(member, state, step, None, promised=True))
-                else:
-                    await (await self._in_turn(_Asked(state, step), promised=True))
+                await (await self._saves.save(state, step, promised=True))
         except Exception:
-            await self._all_ended()
+            await self._saves.ended()
             raise
-        await self._all_ended()
+        await self._saves.ended()
 
     async def _after_saves(self) -> Exception | None:
         await self._prune()
@@ -706,60 +482,50 @@ class Checkpointer:
 
     async def _prune(self) -> Pruned:
         async with self._pruning:
-            with self._time_limit():
-                return await self._pruner.run(self._protected)
-
-    def _protected(self) -> list[int]:
-        """The step that was saved last, and those under way: a commit is listed before its save has ended."""
-        return [*self._under_way.values(), *([] if self._last_saved is None else [self._last_saved[0]])]
+            with self._run.time_limit():
+                return await self._pruner.run(self._saves.protected)
 
     # --- its life ---
 
     async def aclose(self) -> None:
-        """Wait for the saves in flight and for the deleting after them, and free the staging memory. Raises the error
-        of a save that nobody awaited, or of the deleting.
+        """Wait for the saves in progress, their exports and the pruning after them, and free the staging memory.
 
         Cancelling it cancels those saves, and waits until they have cleaned up.
+
+        Raises:
+            SidestreamError: A save whose error was not retrieved, or the pruning, failed.
         """
-        if self._closed:
-            await self._all_ended()
+        if self._opened.closed:
+            await self._saves.ended()
             return
-        self._closed = True
+        self._opened.closed = True
         try:
             await self._all_ended()
-            await self._exports.ended()
-            await self._upkeep.ended()
             if self._preemption is not None:
                 await self._preemption.ended()  # its last save may have come meanwhile
                 await self._all_ended()
-                await self._exports.ended()
-                await self._upkeep.ended()
         except asyncio.CancelledError:
-            for save in self._pending:
-                save.cancel()
-            await finish(self._stop)
+            self._saves.cancel()
+            await run_shielded(self._stop)
             raise
         finally:
             if self._preemption is not None:
                 self._preemption.uninstall()
-            if self._holding is not None and self._watch is not None:
-                self._holding.let_go()
-                self._watch.end()
-            if self._own_stager is not None:
-                await finish(self._own_stager.aclose)
-        self._raise_unheard()
+            await self._opened.release()
+        self._saves.raise_unretrieved()
+
+    async def _all_ended(self) -> None:
+        await self._saves.ended()
+        await self._exports.ended()
+        await self._upkeep.ended()
 
     async def _stop(self) -> None:
-        await self._all_ended()
+        await self._saves.ended()
         await self._exports.stop()
         await self._upkeep.stop()
 
-    async def _all_ended(self) -> None:
-        for save in self._pending:
-            await save.ended()
-
     def __enter__(self) -> NoReturn:
-        raise AsyncOnly(
+        raise AsyncOnlyError(
             "enter a Checkpointer with: async with sidestream.Checkpointer(...) as checkpoints; without an event "
             "loop use: with sidestream.blocking.Checkpointer(...) as checkpoints"
         )
@@ -769,64 +535,18 @@ class Checkpointer:
 
     async def __aenter__(self) -> Checkpointer:
         loop = running_loop("Checkpointer")
-        if self._store.capabilities.rename:  # on object storage the first listing of the run shows the same
-            with self._time_limit():
-                await check_run(self._store)
-        self._loop = loop
-        if self._saver is not None:
-            self._saver.hold()
-        self._holding = _Holding(self.url, self._own_stager, self._saver)
-        self._watch = watch(self._holding, holds_loop=False)
+        await self._reading.check()
+        self._opened.enter(loop)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, KeyboardInterrupt):  # asyncio makes a cancel of the first Ctrl-C: this is the second
-            for save in self._pending:
-                save.cancel()
+            self._saves.cancel()
         try:
             await self.aclose()
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"besides, a save or the deleting after it failed, and nobody had heard of it: {failure}")
-
-    def _raise_unheard(self) -> None:
-        """One error, with the others as its notes."""
-        errors: list[BaseException] = []
-        for save in self._pending:
-            if save.unheard is not None:
-                errors.append(save.unheard)
-                save.hear()
-        if self._upkeep.unheard is not None:
-            errors.append(self._upkeep.unheard)
-            self._upkeep.unheard = None
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"besides: {type(other).__name__}: {other}")
-            raise errors[0]
-
-    def _raise_unheard_to_all(self, operation: Operation) -> None:
-        """It ends this save on all ranks. One that learns of that after its call does not raise it in its next one: a
-        single failure would end save after save, by turns. Closing raises it."""
-        self._pending = [save for save in self._pending if not tells_of_earlier(save.unheard)]
-        operation.step = EARLIER
-        self._raise_unheard()
-        operation.step = "start"
-
-    def _deadline(self) -> Deadline:
-        return Deadline.after(self._timeout_s)
-
-    def _time_limit(self) -> AbstractContextManager[None]:
-        return time_limit(self._deadline())
-
-    def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcess("this Checkpointer was made before os.fork(); make a new one in the child")
-        if self._closed:
-            raise Closed(f"the Checkpointer of {self.url} is closed")
-        if self._loop is None:
-            raise Closed("enter the Checkpointer first: async with sidestream.Checkpointer(...) as checkpoints")
-        if running_loop("Checkpointer") is not self._loop:
-            raise WrongLoop(f"the Checkpointer of {self.url} belongs to another event loop")
+            error.add_note(f"an earlier save, or the pruning after it, failed too: {failure}")

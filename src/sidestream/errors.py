@@ -8,70 +8,130 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 __all__ = [
-    "Aborted",
-    "AccessDenied",
-    "ArenaExhausted",
-    "AsyncOnly",
-    "BadSignature",
-    "Busy",
-    "CapturingGraph",
-    "CheckpointNotFound",
-    "Closed",
-    "Conflict",
-    "Corrupt",
-    "DeadlineExceeded",
-    "DeviceFailed",
-    "DtypeMismatch",
-    "ForkedProcess",
-    "Incomplete",
-    "InvalidOption",
-    "KeyCollision",
-    "KindMismatch",
-    "Mismatch",
-    "MissingExtra",
-    "MissingKeys",
-    "NoSpace",
-    "NotCovered",
-    "NotDurable",
-    "NotShared",
-    "OutOfMemory",
-    "OutcomeUnknown",
-    "PlannerFailed",
+    "AccessDeniedError",
+    "ArenaExhaustedError",
+    "AsyncOnlyError",
+    "BadSignatureError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "ClosedError",
+    "CorruptCheckpointError",
+    "DeadlineExceededError",
+    "DeviceError",
+    "DtypeMismatchError",
+    "ForkedProcessError",
+    "GraphCaptureError",
+    "IncompleteCheckpointError",
+    "IncompleteTensorError",
+    "InvalidOptionError",
+    "KeyCollisionError",
+    "KindMismatchError",
+    "LoadStateDictError",
+    "MissingExtraError",
+    "MissingKeysError",
+    "NoSpaceError",
+    "NotDurableError",
+    "OutOfMemoryError",
+    "OutcomeUnknownError",
+    "PlannerError",
     "RankFailure",
-    "RankFailures",
-    "SaverLost",
-    "ShapeMismatch",
+    "RankFailuresError",
+    "SaveAbortedError",
+    "ShapeMismatchError",
     "SidestreamError",
-    "Skipped",
-    "SnapshotLost",
-    "StatefulRefused",
+    "SkippedError",
+    "SnapshotLostError",
+    "StateMismatchError",
     "StorageError",
-    "UnexpectedKeys",
-    "UnsafeObject",
-    "UnsupportedCheckpoint",
-    "UnsupportedTensor",
-    "WrongLoop",
+    "StorageNotSharedError",
+    "TooManySavesError",
+    "UnexpectedKeysError",
+    "UnsafeObjectError",
+    "UnsupportedCheckpointError",
+    "UnsupportedTensorError",
+    "WriterProcessError",
+    "WrongLoopError",
 ]
 
 
 class SidestreamError(Exception):
-    """Everything that sidestream raises on purpose.
+    """The base of all errors that sidestream raises.
 
-    ``written``: the FQNs of those tensors of a load's target that had been overwritten, whole or in part, before the
-    error; every other tensor and value of the target is untouched. Empty for everything but an interrupted load.
+    Attributes that do not apply are None, or empty.
+
+    Attributes:
+        phase: The phase of a save (``"plan"``, ``"write"``, ``"commit"``) or load (``"open"``, ``"plan"``, ``"read"``,
+            ``"apply"``) that failed. Copying the sources is part of ``"plan"`` and ``"write"``.
+        url: The checkpoint that was saved or loaded.
+        step: The step of the run that was saved or loaded.
+        fqn: The tensor or value that the error is about.
+        file: The file of the checkpoint that the error is about.
+        offset: The byte in ``file``.
+        written: The FQNs of tensors in the target of a load that were overwritten, whole or in part, before the error.
+            Everything else in the target is unchanged.
+        left_behind: What a failed save could not remove: the path or name of its attempt.
     """
 
+    phase: str | None = None
+    url: str | None = None
+    step: int | None = None
+    fqn: str | None = None
+    file: str | None = None
+    offset: int | None = None
     written: tuple[str, ...] = ()
+    left_behind: str | None = None
+    _before: tuple[str, ...] = ()
+    _after: str = ""
 
     def __str__(self) -> str:
-        """The message. Control characters in it, such as those in the names of a hostile checkpoint, are escaped."""
-        return printable_lines(super().__str__())
+        """Return the message. Control characters in it, such as those in the names of a hostile checkpoint, are
+        escaped."""
+        return printable_lines(f"{''.join(self._before)}{self._message()}{self._after}")
+
+    def _message(self) -> str:
+        return super().__str__()
+
+    def within(self, place: str, after: str = "") -> Self:
+        """Put ``place`` (a URL, an FQN) before the message, and ``after`` behind it. Returns this error."""
+        self._before = (f"{place}: ", *self._before)
+        self._after += after
+        return self
+
+    def about(self, **facts: Any) -> Self:
+        """Set those attributes that are None or empty. Returns this error."""
+        for name, value in facts.items():
+            if not getattr(self, name):
+                setattr(self, name, value)
+        return self
+
+    def reworded(self, change: Callable[[str], str]) -> Self:
+        """Return an error of this type with a changed message and the same attributes."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.args = tuple(change(one) if isinstance(one, str) else one for one in self.args)
+        other.__cause__, other.__suppress_context__ = self.__cause__, self.__suppress_context__
+        return other
+
+    def facts(self) -> dict[str, Any]:
+        """Return the attributes that are set and plain data, for an error of this type that is made again elsewhere."""
+        facts = {name: list(value) if type(value) is tuple else value for name, value in vars(self).items()}
+        return {name: value for name, value in facts.items() if _is_plain(value) and not name.startswith("_")}
+
+    def with_facts(self, facts: Mapping[str, Any]) -> Self:
+        """Set what ``facts`` of another error returned. Returns this error."""
+        for name, value in facts.items():
+            setattr(self, name, tuple(value) if type(value) is list else value)
+        return self
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in (str, int, bool) or (type(value) is list and all(type(one) in (str, int) for one in value))
 
 
 def without_frames(error: BaseException) -> BaseException:
@@ -91,27 +151,27 @@ def without_frames(error: BaseException) -> BaseException:
 # --- what the caller asked for ---------------------------------------------------------------------------------
 
 
-class InvalidOption(SidestreamError, ValueError):
+class InvalidOptionError(SidestreamError, ValueError):
     """An option, URL or state dict has a value or a type that the call does not take."""
 
 
-class UnsafeObject(SidestreamError, TypeError):
+class UnsafeObjectError(SidestreamError, TypeError):
     """A value cannot be stored, or may not be read, as plain data. Names the FQN and the type."""
 
 
-class UnsupportedTensor(SidestreamError, TypeError):
+class UnsupportedTensorError(SidestreamError, TypeError):
     """A tensor of a kind that cannot be staged or saved (meta, fake, sparse, quantized, distributed ...)."""
 
 
-class KeyCollision(SidestreamError, ValueError):
+class KeyCollisionError(SidestreamError, ValueError):
     """Two paths of a state dict flatten to one FQN, e.g. the keys ``0`` and ``"0"``, or ``"a.b"`` and ``a -> b``."""
 
 
-class UnsupportedCheckpoint(SidestreamError, ValueError):
+class UnsupportedCheckpointError(SidestreamError, ValueError):
     """A checkpoint that is not damaged, but written in a way that this version does not read."""
 
 
-class MissingExtra(SidestreamError, ImportError):
+class MissingExtraError(SidestreamError, ImportError):
     """What was asked for needs a package that is not installed. ``extra`` names the extra that brings it."""
 
     def __init__(self, message: str, *, extra: str = ""):  # a default: errors of ranks travel as pickles
@@ -119,74 +179,75 @@ class MissingExtra(SidestreamError, ImportError):
         self.extra = extra
 
 
-class Closed(SidestreamError, RuntimeError):
+class ClosedError(SidestreamError, RuntimeError):
     """The stager or Checkpointer was closed before the call."""
 
 
-class WrongLoop(SidestreamError, RuntimeError):
+class WrongLoopError(SidestreamError, RuntimeError):
     """Called without a running event loop, from a foreign one, or blocking from inside one."""
 
 
-class AsyncOnly(SidestreamError, TypeError):
+class AsyncOnlyError(SidestreamError, TypeError):
     """An object that is entered with ``async with`` was entered with ``with``. Nothing was started."""
 
 
-class ForkedProcess(SidestreamError, RuntimeError):
+class ForkedProcessError(SidestreamError, RuntimeError):
     """A handle made before ``os.fork()`` was used in the child, where its threads do not exist."""
 
 
 # --- what stands in the way --------------------------------------------------------------------------------------
 
 
-class CheckpointNotFound(SidestreamError, FileNotFoundError):
+class CheckpointNotFoundError(SidestreamError, FileNotFoundError):
     """No committed checkpoint at that URL."""
 
 
-class Conflict(SidestreamError, FileExistsError):
+class CheckpointExistsError(SidestreamError, FileExistsError):
     """The target of a save is not empty. Nothing was changed there."""
 
 
-class ArenaExhausted(SidestreamError, MemoryError):
+class ArenaExhaustedError(SidestreamError, MemoryError):
     """Staging memory within the budget did not suffice, or did not become free in time."""
 
 
-class OutOfMemory(SidestreamError, MemoryError):
+class OutOfMemoryError(SidestreamError, MemoryError):
     """The system or torch could not allocate memory for a load, save, verification or conversion. Existing data is not
     damaged; ``written`` names what a load has changed."""
 
 
-class Busy(SidestreamError, RuntimeError):
+class TooManySavesError(SidestreamError, RuntimeError):
     """Every slot of a ``Checkpointer`` is taken, and its policy is to fail. Nothing was started."""
 
 
-class SnapshotLost(SidestreamError, MemoryError):
+class SnapshotLostError(SidestreamError, MemoryError):
     """The staged memory that an export or a publisher was reading was taken back, because another stage needed it, and
     there is no committed checkpoint to read in its place."""
 
 
-class Skipped(SidestreamError, RuntimeError):
-    """A stage or save gave way, as its ``when_full=`` or ``overlap=`` policy says: no memory or slot was free, or a
+class SkippedError(SidestreamError, RuntimeError):
+    """A stage or save gave way, as its ``when_full=`` or ``when_full=`` policy says: no memory or slot was free, or a
     newer one came."""
 
 
-class CapturingGraph(SidestreamError, RuntimeError):
+class GraphCaptureError(SidestreamError, RuntimeError):
     """Staging, or a load to a device, was called while a graph was being captured on a stream that it needs. Nothing
     was enqueued."""
 
 
-class DeviceFailed(SidestreamError, RuntimeError):
+class DeviceError(SidestreamError, RuntimeError):
     """An accelerator reported an error of this call or of earlier work. The stage has failed; its sources may be
     changed.
 
-    ``phase`` names the call that reported the error, which may not be the cause.
+    Attributes:
+        call: The call that reported the error. It may not be the cause.
     """
 
-    def __init__(self, message: str, *, phase: str | None = None):
+    def __init__(self, message: str, *, call: str | None = None):
         super().__init__(message)
-        self.phase = phase
+        self.call = call
 
 
-class DeadlineExceeded(SidestreamError, TimeoutError):
+class DeadlineExceededError(SidestreamError, TimeoutError):
     """A deadline passed (``timeout_s``)."""
 
 
@@ -194,31 +255,31 @@ class StorageError(SidestreamError, OSError):
     """A file operation failed. ``errno`` and ``filename`` are those of the cause."""
 
 
-class NoSpace(StorageError):
+class NoSpaceError(StorageError):
     """The device or a quota is full."""
 
 
-class AccessDenied(StorageError, PermissionError):
+class AccessDeniedError(StorageError, PermissionError):
     """No permission to read or write there, or a read-only file system."""
 
 
 # --- what came of a save -------------------------------------------------------------------------------------------
 
 
-class Aborted(SidestreamError, RuntimeError):
+class SaveAbortedError(SidestreamError, RuntimeError):
     """The event loop that owned a save was closed before the save had ended. Nothing became visible."""
 
 
-class NotDurable(SidestreamError, OSError):
+class NotDurableError(SidestreamError, OSError):
     """The checkpoint is committed and complete, but a sync failed: a power cut may still take it away."""
 
 
-class SaverLost(SidestreamError, ChildProcessError):
-    """The saver process could not be started, was killed, or did not answer any more, and the save could not be written
-    again by a new one. Nothing became visible; the next save starts a new process."""
+class WriterProcessError(SidestreamError, ChildProcessError):
+    """The writer process could not be started, was killed, or did not answer any more, and the save could not be
+    written again by a new one. Nothing became visible; the next save starts a new process."""
 
 
-class NotShared(SidestreamError, OSError):
+class StorageNotSharedError(SidestreamError, OSError):
     """Ranks that save together do not write to one place: what one of them wrote, or the directory itself, is not there
     for another. Nothing became visible."""
 
@@ -228,7 +289,7 @@ class RankFailure:
     """What went wrong on ``rank`` (its number in the group): in which ``step``, the ``kind`` of error and its ``text``.
 
     ``error`` is the error itself, made again, where it is one of ours. ``kind`` is ``"RankDied"`` where the rank is
-    gone, ``"DeadlineExceeded"`` where it did not answer in time."""
+    gone, ``"DeadlineExceededError"`` where it did not answer in time."""
 
     rank: int
     step: str
@@ -240,7 +301,7 @@ class RankFailure:
         return f"rank {self.rank} ({self.step}): {self.kind}: {self.text}"
 
 
-class RankFailures(SidestreamError, RuntimeError):
+class RankFailuresError(SidestreamError, RuntimeError):
     """Some of the ranks that save or load together could not go on, so none did; every rank that lives raises the same.
 
     ``failures`` has one ``RankFailure`` for each of them, by rank. Of a save nothing became visible.
@@ -253,36 +314,34 @@ class RankFailures(SidestreamError, RuntimeError):
         super().__init__("\n  ".join([f"{len(self.failures)} of the ranks failed:", *shown, *more]))
 
     def __reduce__(self) -> Any:
-        return RankFailures, (self.failures,), vars(self)
+        return RankFailuresError, (self.failures,), vars(self)
 
 
-class OutcomeUnknown(SidestreamError, OSError):
+class OutcomeUnknownError(SidestreamError, OSError):
     """The commit was sent and its result could not be read back. Nothing was deleted; look again before retrying."""
 
 
-class PlannerFailed(SidestreamError, RuntimeError):
+class PlannerError(SidestreamError, RuntimeError):
     """A ``SavePlanner`` or ``LoadPlanner`` of the caller raised, as the cause says. Of a save nothing became visible;
     of a load ``written`` tells what was changed."""
 
 
-class StatefulRefused(SidestreamError, RuntimeError):
+class LoadStateDictError(SidestreamError, RuntimeError):
     """``load_state_dict`` of an object in the target raised, as the cause says. ``written`` tells what was changed."""
 
 
 # --- what is wrong with a checkpoint -------------------------------------------------------------------------------
 
 
-class Corrupt(SidestreamError, ValueError):
+class CorruptCheckpointError(SidestreamError, ValueError):
     """Bytes of a checkpoint are missing, altered or contradict each other. Names the file, offset and FQN it knows."""
 
     def __init__(self, message: str, *, file: str | None = None, fqn: str | None = None, offset: int | None = None):
         super().__init__(message)
-        self.file = file
-        self.fqn = fqn
-        self.offset = offset
+        self.about(file=file, fqn=fqn, offset=offset)
 
 
-class Incomplete(SidestreamError, LookupError):
+class IncompleteCheckpointError(SidestreamError, LookupError):
     """Ranks have saved here apart from each other, and the parts make no whole (yet).
 
     ``save_id`` is that of most parts, ``missing`` has the ranks whose parts are missing (the first 65,536 of them),
@@ -302,11 +361,11 @@ class Incomplete(SidestreamError, LookupError):
         self.others = dict(others or {})
 
 
-class BadSignature(SidestreamError, ValueError):
+class BadSignatureError(SidestreamError, ValueError):
     """A checkpoint carries no signature, or one that the key does not fit or that its files do not match."""
 
 
-class Mismatch(SidestreamError, ValueError):
+class StateMismatchError(SidestreamError, ValueError):
     """Target and checkpoint do not fit. Raised before anything is changed; ``offenders`` holds one line for each.
 
     Where all offenders are of one kind the subclass of that kind is raised, otherwise this class itself.
@@ -317,30 +376,30 @@ class Mismatch(SidestreamError, ValueError):
         self.offenders = tuple(offenders)
 
 
-class MissingKeys(Mismatch, KeyError):
+class MissingKeysError(StateMismatchError, KeyError):
     """The target asks for keys that the checkpoint does not have."""
 
-    def __str__(self) -> str:
-        return printable_lines(Exception.__str__(self))  # KeyError would show the repr of its argument
+    def _message(self) -> str:
+        return Exception.__str__(self)  # KeyError would show the repr of its argument
 
 
-class UnexpectedKeys(Mismatch):
+class UnexpectedKeysError(StateMismatchError):
     """Inside a plain subtree of the target the checkpoint has keys that the target lacks."""
 
 
-class ShapeMismatch(Mismatch):
+class ShapeMismatchError(StateMismatchError):
     """A tensor of the target has another shape than the saved one."""
 
 
-class DtypeMismatch(Mismatch):
+class DtypeMismatchError(StateMismatchError):
     """A tensor of the target has another dtype than the saved one; nothing is cast unless ``strict`` names it."""
 
 
-class KindMismatch(Mismatch):
+class KindMismatchError(StateMismatchError):
     """One side has a tensor where the other has a plain value."""
 
 
-class NotCovered(Mismatch):
+class IncompleteTensorError(StateMismatchError):
     """The saved chunks of a tensor leave some of its elements out."""
 
 
@@ -348,7 +407,7 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "cannot allocate mem
 """Texts by which torch's allocators report in a plain ``RuntimeError`` that memory is exhausted."""
 
 
-def out_of_memory(error: BaseException, doing: str) -> OutOfMemory | None:
+def out_of_memory(error: BaseException, doing: str) -> OutOfMemoryError | None:
     """Return the typed error if ``error``, raised while ``doing``, means that an allocation failed; else None."""
     if isinstance(error, SidestreamError):
         return None
@@ -358,14 +417,14 @@ def out_of_memory(error: BaseException, doing: str) -> OutOfMemory | None:
     if not refused:
         return None
     told = str(error).partition("\n")[0][:300] or type(error).__name__
-    return OutOfMemory(
+    return OutOfMemoryError(
         f"{doing}: out of memory ({told}); free some, raise the limit of this process, or load less at once"
     )
 
 
 @contextmanager
 def allocating(what: str) -> Iterator[None]:
-    """Raise ``OutOfMemory`` if an allocation in the ``with`` block fails."""
+    """Raise ``OutOfMemoryError`` if an allocation in the ``with`` block fails."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
@@ -382,10 +441,10 @@ def from_os_error(error: OSError, doing: str, path: str) -> StorageError:
     """The typed error for an ``OSError`` met while ``doing`` something with ``path``."""
     number = error.errno or errno.EIO
     if number in _NO_SPACE:
-        kind: type[StorageError] = NoSpace
+        kind: type[StorageError] = NoSpaceError
         remedy = "free some space or raise the quota; what this attempt wrote is removed"
     elif number in _DENIED:
-        kind, remedy = AccessDenied, "check the permissions of that path and of its parent"
+        kind, remedy = AccessDeniedError, "check the permissions of that path and of its parent"
     else:
         kind, remedy = StorageError, "see the errno; older checkpoints are untouched"
     return kind(number, f"{doing} failed: {error.strerror or error} ({remedy})", path)

@@ -1,4 +1,4 @@
-"""What happens behind a call, as frozen events, for whoever watches. No torch."""
+"""Events: frozen records of what happens during a call, which observers receive. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 __all__ = [
     "Event",
+    "GuaranteeLost",
     "LoadApplied",
     "LoadContext",
     "LoadEvent",
@@ -23,8 +24,8 @@ __all__ = [
     "LoadStarted",
     "LoadVerified",
     "Observer",
-    "PromiseLost",
     "RanksMissing",
+    "ReadCall",
     "Retried",
     "SaveCommitted",
     "SaveContext",
@@ -35,9 +36,9 @@ __all__ = [
     "SaveStaged",
     "SaveStarted",
     "SaveWritten",
-    "SaverGone",
     "SlowPart",
     "Throttled",
+    "WriterProcessLost",
     "emit",
     "observe",
 ]
@@ -47,7 +48,15 @@ _log = logging.getLogger("sidestream")
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """A request failed in a way that may pass; it is sent again after ``wait_s``. ``attempt`` counts from 1."""
+    """A request to the storage failed with a transient error and will be sent again.
+
+    Attributes:
+        operation: What the request does, such as ``"reading"``.
+        url: The object, or the storage.
+        attempt: The number of attempts so far, from 1.
+        wait_s: The seconds until the request is sent again.
+        reason: The error.
+    """
 
     operation: str
     url: str
@@ -58,7 +67,15 @@ class Retried:
 
 @dataclass(frozen=True, slots=True)
 class Throttled:
-    """The storage asked for fewer requests (503, 429, SlowDown): all requests of that store wait for ``wait_s``."""
+    """The storage asked for fewer requests (503, 429, SlowDown). All requests to that store wait.
+
+    Attributes:
+        operation: What the request does, such as ``"reading"``.
+        url: The object, or the storage.
+        attempt: The number of attempts so far, from 1.
+        wait_s: The seconds that all requests to the store wait.
+        reason: The response of the storage.
+    """
 
     operation: str
     url: str
@@ -69,8 +86,14 @@ class Throttled:
 
 @dataclass(frozen=True, slots=True)
 class SlowPart:
-    """No part of an upload was accepted for ``waited_s``, though some are on their way: a slow or a stalled peer, or a
-    client that repeats its requests by itself."""
+    """No part of an upload was accepted for some time, although parts are being sent: the server is slow or stalled, or
+    the client repeats its requests by itself.
+
+    Attributes:
+        url: The object that is uploaded.
+        waited_s: The seconds since a part was accepted.
+        sent_bytes: The bytes that were accepted so far.
+    """
 
     url: str
     waited_s: float
@@ -78,18 +101,29 @@ class SlowPart:
 
 
 @dataclass(frozen=True, slots=True)
-class PromiseLost:
-    """Something that sidestream promises does not hold on this storage, as ``promise`` says. What never holds is told
-    once per storage; that uploads could not be listed, whenever it happens."""
+class GuaranteeLost:
+    """A guarantee of sidestream does not hold on this storage. Emitted once per storage for a guarantee that never
+    holds, and each time that open uploads could not be listed. Also logged as a warning.
+
+    Attributes:
+        url: The storage, or the object.
+        promise: The guarantee, and why it does not hold.
+    """
 
     url: str
     promise: str
 
 
 @dataclass(frozen=True, slots=True)
-class SaverGone:
-    """The saver process ``pid`` ended in the middle of saving ``url``, for ``reason``. ``again``: a new one writes it
-    once more, from the same staged memory."""
+class WriterProcessLost:
+    """A writer process ended during a save. Also logged as a warning.
+
+    Attributes:
+        url: The target of the save.
+        pid: The PID of the process, or None if it never started.
+        reason: Why it ended.
+        again: Whether a new process writes the files again, from the same staged memory.
+    """
 
     url: str
     pid: int | None
@@ -99,8 +133,15 @@ class SaverGone:
 
 @dataclass(frozen=True, slots=True)
 class RanksMissing:
-    """This rank waits for others at the beginning of ``operation`` (``"save"``, ``"load"``, ``"restore"``): the ranks
-    in ``missing`` have not made the call. Emitted once for each call, after 5 s, and logged as a warning too."""
+    """This rank waits for other ranks that have not made a call of all ranks. Emitted once for each call, after 5 s,
+    and also logged as a warning.
+
+    Attributes:
+        operation: The call: ``"save"``, ``"load"`` or ``"restore"``.
+        rank: This rank.
+        missing: The ranks that have not made the call.
+        waited_s: The seconds that this rank has waited.
+    """
 
     operation: str
     rank: int
@@ -112,10 +153,15 @@ class RanksMissing:
 class SaveContext:
     """The save that an event belongs to.
 
-    ``operation`` is the call: ``"save"``, ``"export"``, ``"convert"`` or ``"copy"``. ``url`` is the target. ``run`` is
-    the URL of the run, and ``step`` and ``generation`` are those of the checkpoint in it; None and 1 outside of a run.
-    ``rank`` is the rank of this process among the ``world`` ranks that save together. ``save_id`` is empty until the
-    save is planned.
+    Attributes:
+        operation: The call: ``"save"``, ``"export"``, ``"convert"`` or ``"copy"``.
+        url: The target.
+        save_id: The id of the save; empty until it is planned.
+        run: The URL of the run, or None outside of a run.
+        step: The step in the run, or None outside of a run.
+        generation: The generation of the step.
+        rank: The rank of this process among the ranks that save together.
+        world: The number of these ranks.
     """
 
     operation: Literal["save", "export", "convert", "copy"]
@@ -130,9 +176,16 @@ class SaveContext:
 
 @dataclass(frozen=True, slots=True)
 class SaveEvent:
-    """The base of the events in the life of a save: which one it is, and when, by ``time.monotonic_ns()`` and by
-    ``time.time_ns()``. Every save that has started ends with one of ``SaveCommitted``, ``SaveFailed`` and
-    ``SaveSkipped``, on each rank. A save through ``dcp.StorageWriter`` emits events on the rank that commits."""
+    """The base of the events of a save.
+
+    Every save that has started ends with one of ``SaveCommitted``, ``SaveFailed`` and ``SaveSkipped``, on each rank. A
+    save through ``dcp.StorageWriter`` emits events only on the rank that commits.
+
+    Attributes:
+        save: The save.
+        monotonic_ns: The time of the event, by ``time.monotonic_ns()``.
+        time_ns: The time of the event, by ``time.time_ns()``.
+    """
 
     save: SaveContext
     monotonic_ns: int = field(default_factory=time.monotonic_ns, kw_only=True)
@@ -141,30 +194,38 @@ class SaveEvent:
 
 @dataclass(frozen=True, slots=True)
 class SaveStarted(SaveEvent):
-    """The copies of a save were launched, or the first bytes of a conversion or copy will be read."""
+    """The copies of a save were launched, or a conversion or copy begins to read."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlanned(SaveEvent):
-    """It is known which files this rank writes."""
+    """The files that this rank writes have been planned."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveStaged(SaveEvent):
-    """The sources may change: no copy reads them any more."""
+    """No copy reads the sources any more, so they may change."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveWritten(SaveEvent):
-    """The data files of this rank are on storage, ``nbytes`` together."""
+    """The data files of this rank have been written.
+
+    Attributes:
+        nbytes: Their size together.
+    """
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class SaveCommitted(SaveEvent):
-    """The checkpoint is visible and, with ``durability="fsync"``, durable. ``nbytes`` counts the data files of all
-    ranks; ``seconds`` has the phases ``staged``, ``written`` and ``committed``, as in ``SaveInfo``."""
+    """The checkpoint is visible and, with ``durability="fsync"``, durable.
+
+    Attributes:
+        nbytes: The size of the data files of all ranks.
+        seconds: The times of the phases ``staged``, ``written`` and ``committed``, as in ``SaveInfo``.
+    """
 
     nbytes: int
     seconds: Mapping[str, float]
@@ -172,9 +233,14 @@ class SaveCommitted(SaveEvent):
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed(SaveEvent):
-    """The save raised an error of the class ``error_type``, or was cancelled (``"CancelledError"``), in ``phase``.
-    ``outcome`` says whether the checkpoint is there: a commit whose last sync failed is ``"committed"`` all the
-    same."""
+    """The save raised an error or was cancelled.
+
+    Attributes:
+        phase: The phase in which it failed.
+        error_type: The name of the error's class; ``"CancelledError"`` for a cancel.
+        reason: The message of the error.
+        outcome: Whether the checkpoint is visible. A commit whose last sync failed is ``"committed"``.
+    """
 
     phase: Literal["plan", "write", "commit"]
     error_type: str
@@ -184,22 +250,36 @@ class SaveFailed(SaveEvent):
 
 @dataclass(frozen=True, slots=True)
 class SaveSkipped(SaveEvent):
-    """The save gave way to another one, or found no slot or memory, as its policy says."""
+    """The save was not made, as its policy says: a newer save replaced it, or no slot or memory was free.
+
+    Attributes:
+        reason: Why it was not made.
+    """
 
     reason: str
+
+
+ReadCall: TypeAlias = Literal["open_checkpoint", "state_dict", "tensor", "value", "file", "verify"]
+"""The calls that read a checkpoint and change no state: ``open_checkpoint``, those on its result, and ``verify``."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
     """The load that an event belongs to.
 
-    ``operation`` is the call: ``"load"``, ``"restore"``, or ``"dcp.load"`` for a load through ``dcp.StorageReader``.
-    ``url`` is the checkpoint. ``save_id``, ``step`` and ``generation`` are those of the checkpoint, and unknown
-    (``""``, None, 1) until it is open; ``save_id`` is empty if another writer made it. ``run`` is the URL of the run
-    that is restored. ``rank`` is the rank of this process among the ``world`` ranks that load together.
+    Attributes:
+        operation: The call: ``"load"``, ``"restore"``, ``"dcp.load"`` for a load through ``dcp.StorageReader``, or one
+            of ``ReadCall``.
+        url: The checkpoint.
+        save_id: The id of the checkpoint; empty until it is open, and if another writer made it.
+        run: The URL of the run that is restored, or None.
+        step: The step of the checkpoint, or None until it is open.
+        generation: The generation of the step; 1 until the checkpoint is open.
+        rank: The rank of this process among the ranks that load together.
+        world: The number of these ranks.
     """
 
-    operation: Literal["load", "restore", "dcp.load"]
+    operation: Literal["load", "restore", "dcp.load"] | ReadCall
     url: str
     save_id: str = ""
     run: str | None = None
@@ -211,9 +291,17 @@ class LoadContext:
 
 @dataclass(frozen=True, slots=True)
 class LoadEvent:
-    """The base of the events in the life of a load: which one it is, and when, as in ``SaveEvent``. Every load that has
-    started ends with one of ``LoadApplied`` and ``LoadFailed``, on each rank. A ``restore`` that passes over a damaged
-    step is one load for each step that it tries."""
+    """The base of the events of a load.
+
+    Every load that has started ends with one of ``LoadApplied`` and ``LoadFailed``, on each rank. A ``restore`` that
+    falls back is one load for each step that it tries. ``open_checkpoint``, each call on its result, and ``verify``
+    emit the events of a load too, except those of phases that the call does not have.
+
+    Attributes:
+        load: The load.
+        monotonic_ns: The time of the event, by ``time.monotonic_ns()``.
+        time_ns: The time of the event, by ``time.time_ns()``.
+    """
 
     load: LoadContext
     monotonic_ns: int = field(default_factory=time.monotonic_ns, kw_only=True)
@@ -222,39 +310,50 @@ class LoadEvent:
 
 @dataclass(frozen=True, slots=True)
 class LoadStarted(LoadEvent):
-    """The checkpoint will be opened."""
+    """A load begins to open the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOpened(LoadEvent):
-    """The marker and the manifest were read and validated. If the load starts over, because another checkpoint has
-    taken the place of this one, this event and the next ones are emitted again."""
+    """The marker and the manifest were read and validated. If the load starts over because another checkpoint has
+    replaced this one, this event and the following ones are emitted again."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlanned(LoadEvent):
-    """The target fits the checkpoint, and it is known what this rank reads. Nothing was changed so far."""
+    """The target matches the checkpoint, and the reads of this rank have been planned. Nothing has been changed yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRead(LoadEvent):
-    """``nbytes`` of tensors were read by this rank."""
+    """This rank has read its tensors.
+
+    Attributes:
+        nbytes: The bytes that it has read.
+    """
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadVerified(LoadEvent):
-    """What was read has the checksums that were saved. Emitted with ``verify="always"``. ``unverified`` is the number
-    of tensors of which some bytes had no checksum."""
+    """The data that was read has the checksums that were saved. Emitted only with ``verify="always"``.
+
+    Attributes:
+        unverified: The number of tensors some of whose bytes have no checksum.
+    """
 
     unverified: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadApplied(LoadEvent):
-    """The target has its new state. ``nbytes`` is as in ``LoadRead``; ``seconds`` has the phases ``opened``,
-    ``planned``, ``read`` and ``applied``, counted from the start of the load."""
+    """The target has its new state, or the call returns what it has read.
+
+    Attributes:
+        nbytes: The bytes that this rank has read.
+        seconds: The times of the phases ``opened``, ``planned``, ``read`` and ``applied``, in seconds since the start.
+    """
 
     nbytes: int
     seconds: Mapping[str, float]
@@ -262,8 +361,15 @@ class LoadApplied(LoadEvent):
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed(LoadEvent):
-    """The load raised an error of the class ``error_type``, or was cancelled (``"CancelledError"``), in ``phase``.
-    ``written`` is the number of tensors of the target that may have been changed."""
+    """The load raised an error or was cancelled. A ``verify`` that finds damage ends with this event too.
+
+    Attributes:
+        phase: The phase in which it failed.
+        error_type: The name of the error's class; ``"CancelledError"`` for a cancel, ``"CorruptCheckpointError"`` for a
+            ``verify`` that finds damage.
+        reason: The message of the error, or the first damage in the report of ``verify``.
+        written: The number of tensors of the target that may have been changed.
+    """
 
     phase: Literal["open", "plan", "read", "apply"]
     error_type: str
@@ -273,14 +379,21 @@ class LoadFailed(LoadEvent):
 
 @dataclass(frozen=True, slots=True)
 class LoadFellBack(LoadEvent):
-    """``restore`` has loaded ``taken`` in place of the step of this event, which is damaged as ``reason`` says. Emitted
-    for each damaged step after the load of the other one has ended, on each rank."""
+    """``restore`` has loaded another step in place of the damaged step of this event. Emitted on each rank, for each
+    damaged step, after the load of the other step has ended.
+
+    Attributes:
+        taken: The step that was loaded.
+        reason: The damage.
+    """
 
     taken: str
     reason: str
 
 
-Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone | RanksMissing | SaveEvent | LoadEvent
+Event: TypeAlias = (
+    Retried | Throttled | SlowPart | GuaranteeLost | WriterProcessLost | RanksMissing | SaveEvent | LoadEvent
+)
 Observer: TypeAlias = Callable[[Event], object]
 
 _observers: tuple[Observer, ...] = ()
@@ -289,8 +402,13 @@ _lock = threading.Lock()
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[None]:
-    """Within, ``observer`` is called with every event of this process, in the thread where it happens: it must be quick
-    and must not block. What it raises is logged and goes no further."""
+    """Call ``observer`` with every event of this process during the ``with`` block.
+
+    An error that the observer raises is logged and has no other effect.
+
+    Args:
+        observer: Called in the thread in which the event happens. It must be quick and must not block.
+    """
     global _observers
     with _lock:
         _observers = (*_observers, observer)
@@ -304,9 +422,16 @@ def observe(observer: Observer) -> Iterator[None]:
 
 
 def emit(event: Event) -> None:
-    """Call the observers. Troubles are logged too: a lost promise or process as a warning, all else for debugging."""
+    """Call the observers with ``event``. Events other than those of a save or load are also logged: ``GuaranteeLost``
+    and ``WriterProcessLost`` as warnings, the others at the level DEBUG.
+
+    Args:
+        event: The event.
+    """
     if not isinstance(event, (SaveEvent, LoadEvent)):
-        _log.log(logging.WARNING if isinstance(event, (PromiseLost, SaverGone)) else logging.DEBUG, "%s", event)
+        _log.log(
+            logging.WARNING if isinstance(event, (GuaranteeLost, WriterProcessLost)) else logging.DEBUG, "%s", event
+        )
     for observer in _observers:
         try:
             observer(event)

@@ -2,54 +2,64 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
-from .errors import InvalidOption
+from .errors import InvalidOptionError
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "RANK_WAIT_S",
-    "Allowance",
-    "Apart",
     "BlobInfo",
     "BlobStore",
     "BlobUpload",
     "Capabilities",
+    "Commit",
     "Digest",
     "Dtypes",
     "Durability",
     "EngineChoice",
     "Fallback",
+    "IndependentPart",
     "IoPriority",
     "Listing",
+    "LoadOptions",
     "Names",
-    "Overlap",
     "Progress",
     "PutMode",
-    "SaverChoice",
-    "SaverProcess",
+    "SaveOptions",
+    "Storage",
     "StorePolicy",
+    "Tolerance",
+    "Tolerated",
     "Trust",
     "Verify",
     "WhenFull",
+    "WriterChoice",
+    "WriterProcess",
     "add_prefix",
+    "check_bool",
     "check_choice",
     "check_count",
     "check_dtype",
     "check_names",
-    "check_saver",
     "check_seconds",
     "check_step",
     "check_steps",
-    "check_strict",
     "check_timeout",
     "check_verify",
+    "check_writer",
+    "is_fsspec",
+    "options_of",
+    "storage_of",
     "strip_prefix",
+    "tolerance_of",
 ]
 
 Durability = Literal["fsync", "flush"]
@@ -71,19 +81,21 @@ Trust = Literal["data", "pickle"]
 """What the plain values of another writer's checkpoint are read as. ``"data"``: nothing that they name is imported or
 called. ``"pickle"``: they are unpickled, which runs whatever code their author put into them."""
 
-Allowance = Literal["partial", "cast", "ignore_unexpected"]
-"""What ``strict=`` of a load may name. ``"partial"``: keys that the checkpoint lacks are left as they are. ``"cast"``:
-tensors of another dtype are converted. ``"ignore_unexpected"``: keys that the target lacks are not loaded."""
+Tolerated: TypeAlias = "bool | str | Collection[str]"
+"""What ``allow_missing=``, ``allow_unexpected=`` and ``allow_cast=`` of a load take. ``True``: every name. A text or a
+collection of texts: the names that match one of these glob patterns (``"model.head.*"``). ``False`` or nothing:
+none."""
 
 Names: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
 """What ``names=`` takes: a function from an FQN in the state dict to its FQN in the checkpoint, or a mapping from the
 ones to the others.
 
 The direction is the same in every call. A load passes the names of its target, and reads each tensor under the name
-that is returned. An export passes the names of the state that is saved, and writes each tensor under the name that is
-returned. ``convert`` has no state dict; its source takes that place. A mapping leaves the names that it lacks as they
-are. None means that the name has no counterpart: an export or ``convert`` leaves it out, and a load reports it as
-missing. Two names may become one only if they are names of the same memory (tied tensors)."""
+that is returned. A save passes the names of its state, and writes each tensor under the name that is returned; so does
+an export, with the names in the checkpoint beside it. ``convert`` has no state dict; its source takes that place. A
+mapping leaves the names that it lacks as they are. None means that the name has no counterpart: a save, an export or
+``convert`` leaves it out, and a load reports it as missing. Two names may become one only if they are names of the same
+memory (tied tensors)."""
 
 Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype]"
 """What ``dtype=`` takes: a floating-point dtype, or patterns of names (``{"*.norm.*": torch.float32,
@@ -95,18 +107,14 @@ Progress: TypeAlias = Callable[[int, int], object]
 load, as an error of storage would."""
 
 WhenFull = Literal["wait", "skip", "latest", "fail"]
-"""What a stage does that finds no memory free. ``"wait"``: wait for some. ``"skip"``: raise ``Skipped``. ``"latest"``:
-wait, but raise ``Skipped`` when a newer stage comes before it has begun. ``"fail"``: raise ``ArenaExhausted``."""
-
-
-Overlap = Literal["wait", "skip", "latest", "fail"]
-"""What a ``Checkpointer`` does with a save that finds every slot taken. ``"wait"``: ``save`` waits for one. ``"skip"``:
-the save is ``Skipped``. ``"latest"``: ``save`` returns, and the save begins when there is one, unless a newer one has
-come meanwhile; then it is ``Skipped``. ``"fail"``: ``save`` raises ``Busy``."""
+"""What a stage does that finds no memory free, and a save of a ``Checkpointer`` that finds no slot free. ``"wait"``:
+wait for one. ``"skip"``: raise ``SkippedError``. ``"latest"``: wait, but raise ``SkippedError`` when a newer stage or
+save comes before this one has begun; ``Checkpointer.async_save`` returns at once and its ``PendingSave`` waits.
+``"fail"``: raise ``ArenaExhaustedError`` or ``TooManySavesError``."""
 
 Fallback = Literal["never", "older"]
-"""What ``restore`` does when the step is damaged. ``"never"``: raise ``Corrupt``. ``"older"``: take the newest older
-one that is good, log a warning, and list in the report what was passed over."""
+"""What ``restore`` does when the step is damaged. ``"never"``: raise ``CorruptCheckpointError``. ``"older"``: take the
+newest older one that is good, log a warning, and list in the report what was passed over."""
 
 EngineChoice = Literal["auto", "obstore", "fsspec"]
 """The client of object storage. ``"auto"``: obstore for ``s3://``, ``gs://`` and ``az://`` where it is installed and
@@ -120,27 +128,27 @@ class StorePolicy:
     """How object storage is talked to. Local directories know nothing of it.
 
     ``request_timeout_s`` bounds each request (one part, one range), whatever the deadline of the call; a request that
-    failed is sent again at most ``retries`` times, later and later. ``in_flight`` requests go on at once. Parts have
-    ``part_bytes``, or more where a file would have too many. ``cache_dir`` is a directory on this host in which
-    readers keep whole files, under fsspec's names; all processes of the host that have the same directory fetch each
-    file once. Its files are trusted as if they came from the storage.
+    failed is sent again at most ``retries`` times, later and later. At most ``concurrency`` requests go on at once.
+    Parts have ``part_bytes``, or more where a file would have too many. ``cache_dir`` is a directory on this host in
+    which readers keep whole files, under fsspec's names; all processes of the host that have the same directory fetch
+    each file once. Its files are trusted as if they came from the storage.
     """
 
     engine: EngineChoice = "auto"
     request_timeout_s: float = 60.0
     retries: int = 8
-    in_flight: int = 4
+    concurrency: int = 4
     part_bytes: int = 16 << 20
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("engine", self.engine, EngineChoice)
         check_seconds("request_timeout_s", self.request_timeout_s)
-        check_count("in_flight", self.in_flight)
+        check_count("concurrency", self.concurrency)
         if type(self.retries) is not int or self.retries < 0:
-            raise InvalidOption(f"retries={self.retries!r} has to be an integer, not negative")
+            raise InvalidOptionError(f"retries={self.retries!r} has to be an integer, not negative")
         if type(self.part_bytes) is not int or self.part_bytes < _MIN_PART_BYTES:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"part_bytes={self.part_bytes!r} has to be at least {_MIN_PART_BYTES}: S3 takes no less"
             )
 
@@ -150,23 +158,23 @@ class Capabilities:
     """What a store promises beyond its operations. Set only those flags whose promise holds.
 
     ``create_only``: a ``put`` with ``mode="create"`` fails if the name exists, also when several machines put at the
-    same time. Of several saves to one target one succeeds, and the others raise ``Conflict``. Without the flag
-    sidestream looks before it puts, so two saves at the same time may both succeed, and the marker of the later one
-    stays. The event ``PromiseLost`` reports that.
+    same time. Of several saves to one target one succeeds, and the others raise ``CheckpointExistsError``. Without the
+    flag sidestream looks before it puts, so two saves at the same time may both succeed, and the marker of the later
+    one stays. The event ``GuaranteeLost`` reports that.
 
     ``listing``: ``listing`` shows every name whose write has returned, and no name whose delete has returned. Without
     the flag sidestream only reads, as from a web server: a load needs the URL of a checkpoint that sidestream wrote, a
-    ``Checkpointer`` fails, and a save raises ``InvalidOption``.
+    ``Checkpointer`` fails, and a save raises ``InvalidOptionError``.
 
     ``versions``: there are also two methods that replace a blob only if nobody has written it meanwhile.
     ``async def version(self, name: str) -> str`` returns what identifies the current content of a blob (an ETag, a
     generation), and raises ``FileNotFoundError`` if there is none. ``async def replace(self, name: str, content: bytes,
     version: str) -> None`` writes the blob in one atomic step if it still has this version. It raises
     ``FileExistsError`` if it has another one, and ``FileNotFoundError`` if there is none. No two contents of a name
-    ever have the same version. Without the flag ``overwrite=True`` raises ``InvalidOption``.
+    ever have the same version. Without the flag ``overwrite=True`` raises ``InvalidOptionError``.
 
     ``mapping``: there is also ``async def map(self, name: str, nbytes: int) -> mmap.mmap``, which maps a file of this
-    machine with ``mmap.ACCESS_COPY``. Without the flag ``memory="mapped"`` raises ``InvalidOption``.
+    machine with ``mmap.ACCESS_COPY``. Without the flag ``memory="mapped"`` raises ``InvalidOptionError``.
 
     ``rename``: a directory becomes visible with all its files in one step, so one without a marker is damaged. Only
     local directories have this. In every other store the marker makes a checkpoint visible, and a directory without
@@ -220,7 +228,7 @@ class BlobUpload(Protocol):
 
 
 class BlobStore(Protocol):
-    """What a store of your own implements, to be handed to ``filesystem=``.
+    """What a store of your own implements, to be passed as ``Storage(filesystem=)``.
 
     A name is a path without a leading slash: that of the URL, followed by names that sidestream chooses. A blob becomes
     visible as a whole or not at all. When a write returns, the blob is durable.
@@ -259,12 +267,117 @@ class BlobStore(Protocol):
         """Delete a blob. Raise ``FileNotFoundError``, or return, if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """This process saves its part of a checkpoint by itself: no rank talks to another, and nobody commits for all.
+Commit = Literal["rename", "marker"]
+"""How a save to a local directory makes its files visible. ``"rename"``: it writes a hidden directory, and renames it.
+``"marker"``: it writes into the target, and creates the marker last."""
 
-    ``save_id`` names the save, in the words of the caller (the step, and the number of the attempt): ranks that mean
-    one save give the same one, and no other save to that URL has it. ``world_size`` says how many parts there are.
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Storage:
+    """How the storage at a URL is reached: ``storage=`` of every call that takes a URL.
+
+    It holds credentials, so it cannot be pickled, and ``repr`` shows neither options nor file system.
+
+    Args:
+        options: What the fsspec file system of the URL takes. The short form is ``storage_options=`` of the call.
+        filesystem: In place of ``options``: an fsspec file system, or a store of your own (``options.BlobStore``).
+        policy: How object storage is talked to.
+        commit: How a save to a local directory makes its files visible (``options.Commit``). On object storage the
+            marker always does.
+
+    Raises:
+        InvalidOptionError: An argument is wrong, or both ``options`` and ``filesystem`` are given.
+    """
+
+    options: Mapping[str, Any] | None = None
+    filesystem: Any = None
+    policy: StorePolicy | None = None
+    commit: Commit = "rename"
+
+    def __post_init__(self) -> None:
+        if self.options is not None and self.filesystem is not None:
+            raise InvalidOptionError("filesystem= has its options already: leave out options=")
+        _check_options("options", self.options)
+        if self.policy is not None and not isinstance(self.policy, StorePolicy):
+            raise InvalidOptionError(f"policy={self.policy!r} has to be a sidestream.StorePolicy")
+        if self.filesystem is not None and not is_fsspec(self.filesystem):
+            _check_store(self.filesystem)
+        check_choice("commit", self.commit, Commit)
+
+    def __repr__(self) -> str:
+        shown = [] if self.options is None else ["options=..."]
+        shown += [] if self.filesystem is None else [f"filesystem=<{type(self.filesystem).__name__}>"]
+        shown += [] if self.policy is None else [f"policy={self.policy!r}"]
+        return f"Storage({', '.join([*shown, f'commit={self.commit!r}'])})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("storage options hold credentials: they are not pickled")
+
+
+def storage_of(options: Mapping[str, Any] | None, storage: Storage | None, prefix: str = "") -> Storage:
+    """Return what a call was given as ``storage_options=`` or as ``storage=``; ``prefix`` precedes these names.
+
+    Raises ``InvalidOptionError`` for both, and for what is neither a mapping nor a ``Storage``."""
+    if storage is None:
+        _check_options(f"{prefix}storage_options", options)
+        return Storage(options)
+    if not isinstance(storage, Storage):
+        raise InvalidOptionError(
+            f"{prefix}storage={type(storage).__name__} has to be a sidestream.Storage(options=, filesystem=, policy=)"
+        )
+    if options is not None:
+        raise InvalidOptionError(
+            f"{prefix}storage_options= and {prefix}storage= are both given: pass {prefix}storage=Storage(options=...)"
+        )
+    return storage
+
+
+def is_fsspec(filesystem: object) -> bool:
+    return hasattr(filesystem, "cat_file") and not isinstance(filesystem, type)
+
+
+def _check_options(name: str, options: object) -> None:
+    if options is not None and not isinstance(options, Mapping):
+        raise InvalidOptionError(f"{name}= has to be a dict of what the fsspec file system takes")
+
+
+def _check_store(given: Any) -> None:
+    """Raise ``InvalidOptionError`` for what is not a ``BlobStore``."""
+    if isinstance(given, type):
+        raise InvalidOptionError(f"filesystem={given.__name__} is a class: pass an instance of it")
+    name = type(given).__name__
+    can = getattr(given, "capabilities", None)
+    if not isinstance(can, Capabilities):
+        raise InvalidOptionError(
+            f"filesystem={name} is neither an fsspec file system nor a sidestream.options.BlobStore: it has no "
+            "capabilities of the type sidestream.options.Capabilities"
+        )
+    offered = *("version", "replace") * can.versions, *("map",) * can.mapping
+    wanted = ("read", "size", *("put", "upload", "listing", "delete") * can.listing, *offered)
+    if missing := [f"{one}()" for one in wanted if not callable(getattr(given, one, None))]:
+        raise InvalidOptionError(
+            f"filesystem={name} lacks methods of a sidestream.options.BlobStore: {', '.join(missing)}"
+        )
+    if can.rename:
+        raise InvalidOptionError(
+            f"filesystem={name} has capabilities.rename, which only local directories have: leave it off"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class IndependentPart:
+    """One rank's part of a checkpoint that the rank saves independently: ranks exchange no messages, and no rank
+    commits for all.
+
+    Attributes:
+        rank: The number of the part, from 0.
+        world_size: The number of parts.
+        save_id: A name of the save that the caller chooses (such as the step and the number of the attempt). It is the
+            same on all ranks, and differs from that of any other save to the same URL.
+
+    Raises:
+        InvalidOptionError: ``rank`` is not below ``world_size``, or ``save_id`` is not a text of 1 to 128 printable
+            ASCII characters.
     """
 
     rank: int
@@ -274,10 +387,10 @@ class Apart:
     def __post_init__(self) -> None:
         check_count("world_size", self.world_size)
         if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
-            raise InvalidOption(f"rank={self.rank!r} has to be an integer from 0 to {self.world_size - 1}")
-        told = self.save_id
-        if type(told) is not str or not 0 < len(told) <= 128 or not told.isascii() or not told.isprintable():
-            raise InvalidOption(f"save_id={told!a:.150} has to be a text of 1 to 128 printable ASCII characters")
+            raise InvalidOptionError(f"rank={self.rank!r} has to be an integer from 0 to {self.world_size - 1}")
+        name = self.save_id
+        if type(name) is not str or not 0 < len(name) <= 128 or not name.isascii() or not name.isprintable():
+            raise InvalidOptionError(f"save_id={name!a:.150} has to be a text of 1 to 128 printable ASCII characters")
 
 
 IoPriority = Literal["normal", "low", "idle"]
@@ -285,7 +398,7 @@ IoPriority = Literal["normal", "low", "idle"]
 
 
 @dataclass(frozen=True, slots=True)
-class SaverProcess:
+class WriterProcess:
     """How the process that writes for the trainer is run. Saves with equal options share one process.
 
     ``nice`` is added to the trainer's own (Linux: within ``SCHED_BATCH``), but for copies, which the trainer may wait
@@ -308,74 +421,231 @@ class SaverProcess:
         check_seconds("silence_s", self.silence_s)
         check_seconds("idle_s", self.idle_s)
         if type(self.nice) is not int or not 0 <= self.nice <= 19:
-            raise InvalidOption(f"nice={self.nice!r} has to be an integer from 0 to 19")
+            raise InvalidOptionError(f"nice={self.nice!r} has to be an integer from 0 to 19")
         if type(self.retries) is not int or self.retries < 0:
-            raise InvalidOption(f"retries={self.retries!r} has to be an integer, not negative")
+            raise InvalidOptionError(f"retries={self.retries!r} has to be an integer, not negative")
         rate = self.rate_bytes_per_s
         if rate is not None and not (type(rate) in (int, float) and rate > 0):
-            raise InvalidOption(f"rate_bytes_per_s={rate!r} has to be a positive number of bytes")
+            raise InvalidOptionError(f"rate_bytes_per_s={rate!r} has to be a positive number of bytes")
         if self.affinity is not None:
             wanted = frozenset(self.affinity)
             if not wanted or any(type(one) is not int or one < 0 for one in wanted):
-                raise InvalidOption(f"affinity={self.affinity!r} has to be a set of processor numbers")
+                raise InvalidOptionError(f"affinity={self.affinity!r} has to be a set of processor numbers")
             object.__setattr__(self, "affinity", wanted)
 
 
-SaverChoice: TypeAlias = Literal["thread", "process", "auto"] | SaverProcess
+WriterChoice: TypeAlias = Literal["thread", "process", "auto"] | WriterProcess
 """Who writes. ``"thread"``: threads of this process. ``"process"``: a process of its own, so that the trainer keeps the
-interpreter to itself. ``"auto"``: a process where one can be had, threads elsewhere. ``SaverProcess``: ``"process"``,
+interpreter to itself. ``"auto"``: a process where one can be had, threads elsewhere. ``WriterProcess``: ``"process"``,
 with options."""
 
 
-def check_saver(saver: object) -> None:
-    if not isinstance(saver, SaverProcess) and saver not in ("thread", "process", "auto"):
-        raise InvalidOption(f"saver={saver!r} has to be one of 'thread', 'process', 'auto', or a SaverProcess(...)")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How a save is done: ``options=`` of ``save`` and ``async_save``, ``save=`` of a ``Checkpointer``.
+
+    Args:
+        durability: ``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: no syncs; it survives the death
+        of
+            the process only.
+        writer: What writes: ``"thread"``, threads of this process; ``"process"``, a process of its own, which leaves
+        the
+            interpreter to the trainer; ``"auto"``, a process where one can be started, else threads; or a
+            ``WriterProcess`` with options.
+        digest: ``"blake3"``: keep a cryptographic digest of each block beside its checksum (extra ``digest``).
+        streaming: Pass the state through 256 MiB of memory in place of a staged copy of the whole. ``staged`` is then
+        done
+            when nearly everything is written. For weights that do not change while they are saved, and for hosts with
+            less free memory than the state has.
+        names: The FQN in the checkpoint of each FQN in the state (``Names``). None leaves an entry out. dtype: The
+        dtype that floating-point tensors get in the checkpoint (``Dtypes``). They are converted while they are
+            staged.
+        planner: A ``SavePlanner`` of torch, which decides what is saved under which name. It is called in a thread,
+        with
+            the staged copy. It cannot be combined with ``names``, ``dtype`` and ``digest``. Two saves at the same time
+            need two planners.
+        timeout_s: The limit of the whole save, in seconds.
+        rank_wait_s: How long a rank waits for the other ranks to make the same call, in seconds. After 5 s it logs a
+            warning that names the missing ranks.
+
+    Raises:
+        InvalidOptionError: An argument is wrong.
+    """
+
+    durability: Durability = "fsync"
+    writer: WriterChoice = "thread"
+    digest: Digest | None = None
+    streaming: bool = False
+    names: Names | None = None
+    dtype: Dtypes | None = None
+    planner: Any = None
+    timeout_s: float = 600.0
+    rank_wait_s: float = RANK_WAIT_S
+
+    def __post_init__(self) -> None:
+        check_choice("durability", self.durability, Durability)
+        check_writer(self.writer)
+        if self.digest is not None:
+            check_choice("digest", self.digest, Digest)
+        check_bool("streaming", self.streaming)
+        check_names(self.names)
+        check_dtype(self.dtype)
+        check_timeout(self.timeout_s)
+        check_seconds("rank_wait_s", self.rank_wait_s)
+        given = [f"{name}=" for name in ("names", "dtype") if getattr(self, name) is not None]
+        if self.planner is not None and given:
+            raise InvalidOptionError(
+                f"{' and '.join(given)} cannot be combined with planner=, which decides names and dtypes itself: leave "
+                "out the planner, or let it rename and convert"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a load is done: ``options=`` of ``load`` and ``Checkpointer.restore``, ``load=`` of a ``Checkpointer``.
+
+    Args:
+        verify: ``"always"``: compare every byte that is read with its checksum. ``"manifest"``: compare the manifest,
+        the
+            layout and the sizes of files, and not the payload.
+        atomic: Read everything into memory of its own first, so that a failure leaves the target unchanged. progress:
+        Called on the event loop with the bytes read so far and the bytes to read. What it raises ends the load. names:
+        The FQN in the checkpoint of each FQN in the target (``Names``), where they differ:
+            ``names=sidestream.add_prefix("module.")`` reads ``"weight"`` from ``"module.weight"``. It is called once
+            for each name, in a thread.
+        safe_globals: Types whose objects are made again, by their own code, from what another writer saved of them. No
+            other code runs.
+        trust: ``"data"``: values of other writers are read as data. ``"pickle"``: they are unpickled, which runs the
+        code
+            that the file contains. Our own checkpoints are data in either case.
+        planner: A ``LoadPlanner`` of torch, which decides what is read into what. It is called in threads, one call at
+        a
+            time. It cannot be combined with ``atomic``, ``names`` and tolerances.
+        timeout_s: The limit of the whole load, in seconds.
+        rank_wait_s: How long a rank waits for the other ranks to make the same call, in seconds.
+
+    Raises:
+        InvalidOptionError: An argument is wrong.
+    """
+
+    verify: Verify = "always"
+    atomic: bool = False
+    progress: Progress | None = None
+    names: Names | None = None
+    safe_globals: Collection[type] = ()
+    trust: Trust = "data"
+    planner: Any = None
+    timeout_s: float = 600.0
+    rank_wait_s: float = RANK_WAIT_S
+
+    def __post_init__(self) -> None:
+        check_verify(self.verify)
+        check_bool("atomic", self.atomic)
+        check_names(self.names)
+        check_choice("trust", self.trust, Trust)
+        check_timeout(self.timeout_s)
+        check_seconds("rank_wait_s", self.rank_wait_s)
+        if self.planner is not None and self.atomic:
+            raise InvalidOptionError("planner= reads into the targets that the planner names: leave out atomic=True")
+        if self.planner is not None and self.names is not None:
+            raise InvalidOptionError("names are for the planner to say: leave out names= beside it")
+
+
+Opt = TypeVar("Opt", SaveOptions, LoadOptions)
+
+
+def options_of(given: Opt | None, kind: type[Opt]) -> Opt:
+    """Return ``given``, or the defaults for None. Raises ``InvalidOptionError`` for options of another type."""
+    if given is None:
+        return kind()
+    if not isinstance(given, kind):
+        raise InvalidOptionError(f"{given!r:.100} has to be a sidestream.{kind.__name__}(...)")
+    return given
+
+
+def check_writer(writer: object) -> None:
+    if not isinstance(writer, WriterProcess) and writer not in ("thread", "process", "auto"):
+        raise InvalidOptionError(
+            f"writer={writer!r} has to be one of 'thread', 'process', 'auto', or a WriterProcess(...)"
+        )
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Raise ``InvalidOption`` unless ``value`` is one of the literals in ``choices``."""
+    """Raise ``InvalidOptionError`` unless ``value`` is one of the literals in ``choices``."""
     allowed = get_args(choices)
     if value not in allowed:
-        raise InvalidOption(f"{name}={value!r} has to be one of {', '.join(map(repr, allowed))}")
+        raise InvalidOptionError(f"{name}={value!r} has to be one of {', '.join(map(repr, allowed))}")
 
 
 def check_verify(verify: object) -> None:
     if verify == "never":
-        raise InvalidOption(
+        raise InvalidOptionError(
             "verify='never' was a second name for verify='manifest': pass that, which checks the manifest, the layout "
             "and the sizes of files, and not the payload"
         )
     check_choice("verify", verify, Verify)
 
 
-def check_strict(strict: object) -> frozenset[str]:
-    """Its names. Raise ``InvalidOption`` for anything but a collection of what ``Allowance`` lists."""
-    names = get_args(Allowance)
-    if isinstance(strict, bool):
-        raise InvalidOption(
-            f"strict={strict!r} is an argument of torch's load_state_dict. Instead of strict=False pass "
-            'strict={"partial", "ignore_unexpected"} (and "cast" to convert dtypes, which torch always does); instead '
-            "of strict=True use the default, strict=()"
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Which differences between a target and a checkpoint a load accepts: for each kind the pattern of the names that
+    may differ, or None."""
+
+    missing: re.Pattern[str] | None = None
+    unexpected: re.Pattern[str] | None = None
+    cast: re.Pattern[str] | None = None
+
+    def __bool__(self) -> bool:
+        return self != STRICT
+
+
+STRICT = Tolerance()
+"""No difference is accepted."""
+
+_EVERY_NAME = re.compile("")
+
+
+def tolerance_of(
+    strict: bool, allow_missing: Tolerated, allow_unexpected: Tolerated, allow_cast: Tolerated
+) -> Tolerance:
+    """Return what a load accepts. ``strict=False`` accepts missing and unexpected names, as in torch.
+
+    Raises:
+        InvalidOptionError: An argument has another type.
+    """
+    if not isinstance(strict, bool):
+        raise InvalidOptionError(
+            f"strict={strict!r} has to be True or False, as in load_state_dict of torch; allow_missing=, "
+            "allow_unexpected= and allow_cast= take True or patterns of names"
         )
-    if isinstance(strict, str) or not isinstance(strict, Collection) or any(name not in names for name in strict):
-        raise InvalidOption(
-            f"strict={strict!r} has to be a set or sequence of {', '.join(map(repr, names))}: each name loosens the "
-            'comparison of target and checkpoint, as in strict={"partial"}'
+    missing = _pattern("allow_missing", allow_missing or not strict)
+    unexpected = _pattern("allow_unexpected", allow_unexpected or not strict)
+    return Tolerance(missing, unexpected, _pattern("allow_cast", allow_cast))
+
+
+def _pattern(name: str, tolerated: object) -> re.Pattern[str] | None:
+    if isinstance(tolerated, bool):
+        return _EVERY_NAME if tolerated else None
+    patterns = [tolerated] if isinstance(tolerated, str) else tolerated
+    if not isinstance(patterns, Collection) or any(type(one) is not str or not one for one in patterns):
+        raise InvalidOptionError(
+            f"{name}={tolerated!r} has to be True, or one or several glob patterns of names, as in "
+            f'{name}=["model.head.*"]'
         )
-    return frozenset(strict)
+    return re.compile("|".join(map(fnmatch.translate, patterns))) if patterns else None
 
 
 def check_names(names: object) -> None:
-    """Raise ``InvalidOption`` for what is neither a function nor a mapping, nor None."""
+    """Raise ``InvalidOptionError`` for what is neither a function nor a mapping, nor None."""
     if names is not None and not callable(names) and not isinstance(names, Mapping):
-        raise InvalidOption(f"names={names!r} has to be a function of a name, or a mapping of names")
+        raise InvalidOptionError(f"names={names!r} has to be a function of a name, or a mapping of names")
 
 
 def check_dtype(dtype: object) -> None:
-    """Raise ``InvalidOption`` for what is neither a floating-point dtype nor a mapping of patterns to some."""
+    """Raise ``InvalidOptionError`` for what is neither a floating-point dtype nor a mapping of patterns to some."""
     for one in dtype.values() if isinstance(dtype, Mapping) else () if dtype is None else (dtype,):
         if not getattr(one, "is_floating_point", False):
-            raise InvalidOption(f"dtype={one!r} has to be a floating-point dtype of torch")
+            raise InvalidOptionError(f"dtype={one!r} has to be a floating-point dtype of torch")
 
 
 def strip_prefix(*prefixes: str, after: str | Collection[str] = "") -> Callable[[str], str]:
@@ -414,6 +684,11 @@ def add_prefix(prefix: str, *, after: str | Collection[str] = "") -> Callable[[s
     return names
 
 
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidOptionError(f"{name}={value!r} has to be True or False")
+
+
 def check_timeout(timeout_s: object) -> None:
     check_seconds("timeout_s", timeout_s)
 
@@ -421,12 +696,12 @@ def check_timeout(timeout_s: object) -> None:
 def check_seconds(name: str, seconds: object) -> None:
     number = seconds if type(seconds) is int or type(seconds) is float else 0
     if not 0 < number <= _MAX_TIMEOUT_S:
-        raise InvalidOption(f"{name}={seconds!r} has to be a positive number of seconds, {_MAX_TIMEOUT_S} at most")
+        raise InvalidOptionError(f"{name}={seconds!r} has to be a positive number of seconds, {_MAX_TIMEOUT_S} at most")
 
 
 def check_count(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
-        raise InvalidOption(f"{name}={value!r} has to be a positive integer")
+        raise InvalidOptionError(f"{name}={value!r} has to be a positive integer")
 
 
 def check_steps(step: object) -> None:
@@ -437,9 +712,9 @@ def check_steps(step: object) -> None:
 
 def check_step(step: object) -> None:
     if type(step) is not int or not 0 <= step < 10**18:
-        raise InvalidOption(f"step={step!r} has to be an integer of at most 18 digits, not negative")
+        raise InvalidOptionError(f"step={step!r} has to be an integer of at most 18 digits, not negative")
 
 
-Apart.__module__ = "sidestream.dcp"
-for _public in (SaverProcess, StorePolicy, add_prefix, strip_prefix):
+IndependentPart.__module__ = "sidestream.dcp"
+for _public in (LoadOptions, SaveOptions, WriterProcess, Storage, StorePolicy, add_prefix, strip_prefix):
     _public.__module__ = "sidestream"  # users import them from there; the decorator `public` belongs to a higher floor

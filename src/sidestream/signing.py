@@ -1,9 +1,10 @@
-"""Who wrote a checkpoint: a detached signature over its manifest and marker (the extra ``signing``).
+"""Signatures, which prove who wrote a checkpoint (the extra ``signing``).
 
-The manifest has a digest of every block of every tensor and every value in full, so one small signature covers all. It
-is an OpenSSF model signature (a Sigstore bundle with an in-toto statement) in ``manifest-<save_id>.sig`` beside the
-manifest; ``model_signing verify key`` of the package ``model-signing`` reads it too. Keys are elliptic-curve keys
-(P-256, P-384, P-521) in PEM files. Nothing here reaches for a network.
+A signature is a file beside the manifest, ``manifest-<save_id>.sig``, that signs the manifest and the marker. The
+manifest has a digest of every block of every tensor, and every value in full, so this covers the whole checkpoint. The
+format is an OpenSSF model signature (a Sigstore bundle with an in-toto statement), which ``model_signing verify key``
+of the package ``model-signing`` also reads. Keys are elliptic-curve keys (P-256, P-384, P-521) in PEM files. No
+function here connects to a network, except to the storage at ``url``.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ from ._load.open.manifest import read_manifest
 from ._load.verify import VerifyReport, verify_manifest
 from ._runtime.tasks import running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
-from ._storage import BytesBody, Location, RangeSource, Where, locate_directory
-from .errors import BadSignature, CheckpointNotFound, Conflict, InvalidOption, MissingExtra
-from .options import Progress, StorePolicy, check_timeout
+from ._storage import BytesBody, Location, RangeSource, locate_directory
+from .errors import (
+    BadSignatureError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidOptionError,
+    MissingExtraError,
+)
+from .options import Progress, Storage, check_timeout, storage_of
 
 __all__ = ["sign", "verify"]
 
@@ -39,20 +46,38 @@ async def sign(
     password: str | None = None,
     timeout_s: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
 ) -> str:
-    """Sign the checkpoint at ``url`` with the private key in the file ``key`` and return the name of the new file.
+    """Sign the checkpoint at ``url``.
 
-    The checkpoint has to be ours and saved with ``digest=``: to sign checksums that anybody can match would promise
-    nothing. Its payload is not read, so verify it first if it was not saved just now. Raises ``CheckpointNotFound``,
-    ``Corrupt``, ``InvalidOption`` (no digests, or a key that is none), ``Conflict`` if it has been signed already,
-    ``MissingExtra``, ``StorageError``. A cancel or a failure may leave a signature behind that does not verify.
+    The checkpoint has to be one of sidestream's, saved with ``digest=``: a signature over checksums that are not
+    cryptographic would prove nothing. The payload is not read, so verify an older checkpoint before you sign it. When
+    this returns, the signature is durable. A cancel or a failure may leave a signature file that does not verify.
+
+    Args:
+        url: The checkpoint.
+        key: A PEM file with the private key.
+        password: The password of the private key, if it has one.
+        timeout_s: The deadline of the call, in seconds.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage is reached.
+
+    Returns:
+        The name of the new file in the checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        CorruptCheckpointError: Its marker or manifest is damaged.
+        InvalidOptionError: The checkpoint has no digests, or the key cannot sign.
+        CheckpointExistsError: The checkpoint has been signed already.
+        MissingExtraError: The extra ``signing`` is not installed.
+        DeadlineExceededError: ``timeout_s`` has passed.
+        StorageError: The storage failed.
     """
     running_loop("signing.sign")
     check_timeout(timeout_s)
     signing = _package("signing")
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    location = locate_directory(url, storage_of(storage_options, storage))
     with time_limit(Deadline.after(timeout_s)):
         return await _sign(location, signing, key, password)
 
@@ -67,7 +92,7 @@ async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], p
         try:
             config = signing.Config().use_elliptic_key_signer(private_key=key, password=secret)
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise InvalidOption(f"key={os.fspath(key)!r} is no private key that can sign: {error}") from error
+            raise InvalidOptionError(f"key={os.fspath(key)!r} is not a private key that can sign: {error}") from error
         config.sign(model, signature)
         return signature.read_bytes()
 
@@ -75,8 +100,10 @@ async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], p
     name = f"{manifest_name(manifest.save_id)}.sig"
     try:
         await location.store.put(f"{location.name}/{name}", BytesBody(raw), durability="fsync")
-    except Conflict as error:
-        raise Conflict(f"{location.url} has been signed already: delete {name} to sign it again") from error
+    except CheckpointExistsError as error:
+        raise CheckpointExistsError(
+            f"{location.url} has been signed already: delete {name} to sign it again"
+        ) from error
     return name
 
 
@@ -87,19 +114,37 @@ async def verify(
     progress: Progress | None = None,
     timeout_s: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
 ) -> VerifyReport:
-    """Return if the owner of the public key in the file ``key`` has signed the checkpoint, and every byte of it that a
-    reader looks at is what was signed; the report is that of ``sidestream.verify``, without damage.
+    """Verify the signature of the checkpoint at ``url``, and all of its data.
 
-    Raises ``BadSignature`` where there is no signature, where it is not by that key or not over these files, and where
-    anything at all is damaged; ``CheckpointNotFound``, ``Corrupt``, ``InvalidOption``, ``MissingExtra``.
+    When this returns, the owner of the key has signed the checkpoint, and every byte that a reader uses is what was
+    signed. A cancel leaves nothing behind.
+
+    Args:
+        url: The checkpoint.
+        key: A PEM file with the public key.
+        progress: Called with the bytes read so far and the bytes to read.
+        timeout_s: The deadline of the call, in seconds.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage is reached.
+
+    Returns:
+        The report of ``sidestream.verify``, without damage.
+
+    Raises:
+        BadSignatureError: There is no signature, it was not made with this key over these files, or data is damaged.
+        CheckpointNotFoundError: There is no checkpoint.
+        CorruptCheckpointError: Its marker or manifest is damaged.
+        InvalidOptionError: The checkpoint has no digests, or the key cannot verify.
+        MissingExtraError: The extra ``signing`` is not installed.
+        DeadlineExceededError: ``timeout_s`` has passed.
+        StorageError: The storage failed.
     """
     running_loop("signing.verify")
     check_timeout(timeout_s)
     verifying = _package("verifying")
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    location = locate_directory(url, storage_of(storage_options, storage))
     with time_limit(Deadline.after(timeout_s)):
         return await _verify(location, verifying, key, progress)
 
@@ -126,13 +171,13 @@ async def _verify_source(
         try:
             config = verifying.Config().use_elliptic_key_verifier(public_key=key)
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise InvalidOption(f"key={os.fspath(key)!r} is no public key that can verify: {error}") from error
+            raise InvalidOptionError(f"key={os.fspath(key)!r} is not a public key that can verify: {error}") from error
         try:
             config.verify(model, signature)
-        except Exception as error:  # it meets a bad bundle with errors of many packages
+        except Exception as error:  # for a bad bundle it raises errors of many packages
             why = f"{type(error).__name__}: {error}".strip(": ")
-            raise BadSignature(
-                f"{location.url}: its signature is not one of this key over these files ({why})"
+            raise BadSignatureError(
+                f"{location.url}: its signature was not made with this key over these files ({why})"
             ) from error
         return b""
 
@@ -140,7 +185,7 @@ async def _verify_source(
     report = await verify_manifest(source, location.url, manifest, progress)
     if report.damaged or report.digest != "verified":
         first = report.damaged[0].message if report.damaged else "its digests were not compared"
-        raise BadSignature(f"{location.url}: the signature is good, the files are not what was signed: {first}")
+        raise BadSignatureError(f"{location.url}: the signature is good, the files are not what was signed: {first}")
     return report
 
 
@@ -148,15 +193,17 @@ def _package(part: str) -> Any:
     try:
         from model_signing import signing, verifying
     except ImportError as error:
-        raise MissingExtra(f"signing needs {error.name}: pip install 'sidestream[signing]'", extra="signing") from error
+        raise MissingExtraError(
+            f"signing needs {error.name}: pip install 'sidestream[signing]'", extra="signing"
+        ) from error
     return {"signing": signing, "verifying": verifying}[part]
 
 
 async def _signable(source: RangeSource, location: Location) -> Manifest:
     manifest = await read_manifest(source, location)
     if manifest.digest is None:
-        what = "was saved without digests" if manifest.own else "is not one of ours, and has no digests"
-        raise InvalidOption(f'{location.url} {what}: save it with digest="blake3" to sign it')
+        what = "was saved without digests" if manifest.own else "was not written by sidestream, and has no digests"
+        raise InvalidOptionError(f'{location.url} {what}: save it with digest="blake3" to sign it')
     return manifest
 
 
@@ -169,7 +216,7 @@ async def _signed_files(source: RangeSource, url: str, manifest: Manifest) -> di
         try:
             files[name] = bytes(await read_file(source, name, sizes[name]))
         except (KeyError, FileNotFoundError) as error:
-            raise CheckpointNotFound(f"{url} was deleted while it was read") from error
+            raise CheckpointNotFoundError(f"{url} was deleted while it was read") from error
     return files
 
 
@@ -177,12 +224,12 @@ async def _signature(source: RangeSource, url: str, manifest: Manifest) -> bytes
     name = f"{manifest_name(manifest.save_id)}.sig"
     sizes = await source.sizes()
     if not 0 < sizes.get(name, 0) <= _MOST_SIGNATURE_BYTES:
-        raise BadSignature(f"{url} carries no signature ({name})")
+        raise BadSignatureError(f"{url} carries no signature ({name})")
     return bytes(await read_file(source, name, sizes[name]))
 
 
 def _with_files(files: dict[str, bytes], bundle: bytes, work: Callable[[Path, Path], bytes]) -> bytes:
-    """In a thread: the package works on paths, so it is given a private directory, whatever store they came from."""
+    """Call ``work`` in a thread with a private directory that has ``files``, because the package reads local paths."""
     with tempfile.TemporaryDirectory(prefix="sidestream-") as directory:
         model, signature = Path(directory, "checkpoint"), Path(directory, "signature")
         model.mkdir()

@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with sidestream.blocking.Checkpointer(directory) as checkpoints:
         for step in (1, 2):
             state = {"model": {"w": torch.arange(600.0).reshape(20, 30) * step, "b": torch.ones(3)}, "step": step}
-            checkpoints.save(state, step=step).result()
+            checkpoints.save(state, step=step)
     return directory
 
 
@@ -66,7 +66,7 @@ def test_verify(tmp_path: Path) -> None:
     shown = sidestream_("verify", tmp_path / "broken", code=1)
     assert "damaged: w: " in shown
     assert "1 verified, 1 damaged" in shown
-    assert "CheckpointNotFound" in sidestream_("verify", tmp_path / "nothing", code=2)
+    assert "CheckpointNotFoundError" in sidestream_("verify", tmp_path / "nothing", code=2)
 
 
 def test_diff(run: Path) -> None:
@@ -131,7 +131,7 @@ def test_copy_prune_and_single_files(run: Path, tmp_path: Path) -> None:
     raw[raw.index(torch.arange(2.0, 900.0, 2.0).numpy().tobytes())] ^= 1
     (tmp_path / "file.pt").write_bytes(raw)
     told = json.loads(sidestream_("copy", tmp_path / "file.pt", tmp_path / "t.pt", "--json", code=2, shown="stdout"))
-    assert told["error"] == "Corrupt"
+    assert told["error"] == "CorruptCheckpointError"
     assert not (tmp_path / "t.pt").exists()
 
 
@@ -147,7 +147,7 @@ def test_object_storage_and_what_is_never_printed(run: Path, tmp_path: Path) -> 
         assert json.loads(shown[-1])["ok"]
         wrong = [word.replace(KEY, "AKIAWRONG0000000") for word in words]
         shown += [sidestream_("info", url, *wrong, code=2)]
-        assert "AccessDenied" in shown[-1]
+        assert "AccessDeniedError" in shown[-1]
         assert not any(word in text for word in (KEY, SECRET) for text in shown)
 
 
@@ -188,10 +188,40 @@ def test_help_and_usage_errors_do_not_wait_for_torch(words: str, code: int, said
     assert done.stderr.splitlines()[-1] == "False"
 
 
+def completed(folder: Path, *words: str) -> list[str]:
+    """Return what bash offers for the last of ``words``."""
+    environment = {
+        **ENVIRONMENT,
+        "_SIDESTREAM_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(["sidestream", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    last = "import atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
+    program = f"import sys; sys.argv[0] = 'sidestream'; {last}; {COMMAND[-1]}"
+    done = subprocess.run(
+        [*COMMAND[:-1], program], env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stderr.splitlines() == ["False"], "completion does not wait for torch"
+    return done.stdout.split()
+
+
+def test_completion_offers_what_is_there(run: Path) -> None:
+    assert completed(run.parent, "in") == ["info"]
+    assert completed(run.parent, "info", "r") == ["run/"]
+    assert completed(run.parent, "info", "run/st") == ["run/step-1", "run/step-2"]
+    assert completed(run.parent, "verify", "none/") == []
+    assert completed(run.parent, "info", "run/step-1", "m") == ["model.*"]
+    assert sorted(completed(run.parent, "info", "run/step-1", "model.")) == ["model.b", "model.w"]
+    assert completed(run.parent, "info", "run", "m") == []
+    assert completed(run.parent, "info", "s3://bucket/run", "m") == []
+
+
 @pytest.mark.parametrize("verb", ["convert", "copy"])
 def test_interrupted_nothing_half_done_is_left(verb: str, tmp_path: Path) -> None:
     """Locally, and while a part of an upload is under way."""
-    sidestream.blocking.save({"w": torch.zeros(32 << 20)}, tmp_path / "a", durability="flush")
+    sidestream.blocking.save(
+        {"w": torch.zeros(32 << 20)}, tmp_path / "a", options=sidestream.SaveOptions(durability="flush")
+    )
     local = started(verb, tmp_path / "a", tmp_path / "b")
     while local.poll() is None and len(list(tmp_path.iterdir())) == 1:
         time.sleep(0.001)  # until it has begun to write

@@ -45,7 +45,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sidestream.blocking.save({"t": tensors, "v": values}, directory / name)
     damaged = directory / "run" / "step-7"
     with sidestream.blocking.Checkpointer(directory / "run") as checkpoints:
-        checkpoints.save({"t": {fqn: torch.arange(500.0) for fqn in NAMES}}, step=7).result()
+        checkpoints.save({"t": {fqn: torch.arange(500.0) for fqn in NAMES}}, step=7)
     for path in damaged.glob("*.distcp"):
         path.write_bytes(path.read_bytes().replace(torch.arange(100.0, 300.0).numpy().tobytes(), bytes(800)))
     return directory
@@ -113,7 +113,7 @@ def test_converting_and_copying_hostile_names(places: Path, tmp_path: Path) -> N
     assert told.strip().endswith("leave them out with --select")
     assert printed("diff", places / "first", tmp_path / "all.pt").strip() == "no differences"
     told = printed("copy", places / "run" / "step-7", tmp_path / "copied", code=2)
-    assert told.startswith("Corrupt: ")
+    assert told.startswith("CorruptCheckpointError: ")
     for words in (("info", tmp_path / "\x1b[31m\udc80"), ("info", places / "first", "\x1b[31m*\n")):
         assert r"\x1b[31m" in printed(*words, code=2)
 
@@ -124,7 +124,7 @@ def test_json_holds_the_names_as_they_are(places: Path) -> None:
     report = json.loads(printed("verify", places / "run" / "step-7", "--json", code=1))
     assert {one["fqn"] for one in report["damaged"]} == {f"t.{name}" for name in NAMES}
     error = json.loads(printed("copy", places / "run" / "step-7", places / "no", "--json", code=2))
-    assert error["error"] == "Corrupt"
+    assert error["error"] == "CorruptCheckpointError"
 
 
 def test_json_has_no_number_that_json_lacks(tmp_path: Path) -> None:
@@ -150,13 +150,13 @@ async def test_no_line_of_a_log_is_forged(tmp_path: Path, caplog: pytest.LogCapt
     fqn = "line\nERROR forged\x1b[31m"
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         for step in (1, 2):
-            await (await checkpoints.save({fqn: torch.arange(500.0)}, step=step))
+            await checkpoints.save({fqn: torch.arange(500.0)}, step=step)
     for path in (tmp_path / "step-2").glob("*.distcp"):
         path.write_bytes(path.read_bytes().replace(torch.arange(100.0, 300.0).numpy().tobytes(), bytes(800)))
     with caplog.at_level(logging.DEBUG, "sidestream"):
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
             assert await checkpoints.restore({fqn: torch.zeros(500)}, fallback="older") == 1
-        with pytest.raises(sidestream.errors.Corrupt) as caught:
+        with pytest.raises(sidestream.errors.CorruptCheckpointError) as caught:
             await sidestream.load({fqn: torch.zeros(500)}, tmp_path / "step-2")
     assert r"already: line\nERROR forged\x1b[31m" in caught.value.__notes__[0]
     report = await sidestream.verify(tmp_path / "step-2")
@@ -168,7 +168,7 @@ async def test_no_line_of_a_log_is_forged(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_errors_escape_names_and_keep_their_lists(tmp_path: Path) -> None:
     sidestream.blocking.save({"w": torch.zeros(2)}, tmp_path / "a")
-    with pytest.raises(sidestream.errors.MissingKeys) as caught:
+    with pytest.raises(sidestream.errors.MissingKeysError) as caught:
         sidestream.blocking.load({"x\n  y: in the target": torch.zeros(1), "\x1b[0m": torch.zeros(1)}, tmp_path / "a")
     first, *lines = str(caught.value).split("\n")
     assert first.endswith("(nothing was changed):")
@@ -188,7 +188,11 @@ def test_errors_escape_names_and_keep_their_lists(tmp_path: Path) -> None:
     ],
 )
 def test_messages(raw: str, shown: str) -> None:
-    for kind in (sidestream.errors.Corrupt, sidestream.errors.MissingKeys, sidestream.errors.CheckpointNotFound):
+    for kind in (
+        sidestream.errors.CorruptCheckpointError,
+        sidestream.errors.MissingKeysError,
+        sidestream.errors.CheckpointNotFoundError,
+    ):
         assert str(kind(raw)) == shown
         assert str(kind(shown)) == shown
         assert kind(raw).args == (raw,)

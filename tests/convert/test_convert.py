@@ -124,7 +124,7 @@ async def test_safetensors(tmp_path: Path) -> None:
 
     (tmp_path / "cut").mkdir()
     shutil.copy(tmp_path / "b" / "model-00001-of-00002.safetensors", tmp_path / "cut")
-    with pytest.raises(errors.Corrupt, match=r"model-00002-of-00002\.safetensors is missing"):
+    with pytest.raises(errors.CorruptCheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
         await sidestream.open_checkpoint(tmp_path / "cut")
 
     report = await sidestream.convert(tmp_path / "b", tmp_path / "one.safetensors", budget_bytes=LEAST)
@@ -182,7 +182,7 @@ async def test_every_dtype(tmp_path: Path) -> None:
     await sidestream.convert(tmp_path / "a", tmp_path / "b.pt")
     await sidestream.convert(tmp_path / "b.pt", tmp_path / "c")
     assert_same(state, await read(tmp_path / "c"))
-    with pytest.raises(errors.UnsupportedTensor, match="complex128"):
+    with pytest.raises(errors.UnsupportedTensorError, match="complex128"):
         await sidestream.convert(tmp_path / "c", tmp_path / "d.safetensors", select="torch.complex128")
     assert left_over(tmp_path, {"a", "b.pt", "c"}) == set()
 
@@ -210,20 +210,20 @@ async def test_cast_select_and_rename(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
-        ({"select": "no.*"}, errors.MissingKeys, "no"),
-        ({"select": []}, errors.MissingKeys, "an empty selection"),
-        ({"names": lambda _: "same"}, errors.KeyCollision, "same"),
-        ({"names": lambda _: ""}, errors.InvalidOption, "empty"),
-        ({"names": lambda _: 3}, errors.InvalidOption, "no name"),
-        ({"names": {"nobody": ""}}, errors.InvalidOption, "nobody"),
-        ({"dtype": torch.int8}, errors.InvalidOption, "dtype="),
-        ({"dtype": "float16"}, errors.InvalidOption, "dtype="),
-        ({"format": "onnx"}, errors.InvalidOption, "format="),
-        ({"format": "safetensors"}, errors.InvalidOption, "step"),
-        ({"budget_bytes": MIB}, errors.InvalidOption, "budget_bytes="),
-        ({"shard_bytes": 0}, errors.InvalidOption, "shard_bytes="),
-        ({"verify": "yes"}, errors.InvalidOption, "verify="),
-        ({"timeout_s": -1}, errors.InvalidOption, "timeout_s="),
+        ({"select": "no.*"}, errors.MissingKeysError, "no"),
+        ({"select": []}, errors.MissingKeysError, "an empty selection"),
+        ({"names": lambda _: "same"}, errors.KeyCollisionError, "same"),
+        ({"names": lambda _: ""}, errors.InvalidOptionError, "empty"),
+        ({"names": lambda _: 3}, errors.InvalidOptionError, "no name"),
+        ({"names": {"nobody": ""}}, errors.InvalidOptionError, "nobody"),
+        ({"dtype": torch.int8}, errors.InvalidOptionError, "dtype="),
+        ({"dtype": "float16"}, errors.InvalidOptionError, "dtype="),
+        ({"format": "onnx"}, errors.InvalidOptionError, "format="),
+        ({"format": "safetensors"}, errors.InvalidOptionError, "step"),
+        ({"budget_bytes": MIB}, errors.InvalidOptionError, "budget_bytes="),
+        ({"shard_bytes": 0}, errors.InvalidOptionError, "shard_bytes="),
+        ({"verify": "yes"}, errors.InvalidOptionError, "verify="),
+        ({"timeout_s": -1}, errors.InvalidOptionError, "timeout_s="),
     ],
 )
 async def test_what_cannot_be_done_is_refused_before_anything_is_written(
@@ -243,13 +243,13 @@ async def test_targets_that_are_there_and_sources_that_are_not(tmp_path: Path) -
     (tmp_path / "d" / "mine").touch()
     before = {"a", "b.pt", "d"}
     for target, options in (("b.pt", {}), ("d", {}), ("d", {"format": "safetensors"}), ("a", {})):
-        with pytest.raises(errors.Conflict):
+        with pytest.raises(errors.CheckpointExistsError):
             await sidestream.convert(tmp_path / "a", tmp_path / target, **options)  # type: ignore[arg-type]
     for source in ("nothing", "b.pt/x", "nothing/x.pt"):
-        with pytest.raises(errors.CheckpointNotFound):
+        with pytest.raises(errors.CheckpointNotFoundError):
             await sidestream.convert(tmp_path / source, tmp_path / "c")
     with pytest.raises(
-        errors.UnsupportedCheckpoint, match=r"b\.pt cannot be read as a torch\.save file: it is a text file"
+        errors.UnsupportedCheckpointError, match=r"b\.pt cannot be read as a torch\.save file: it is a text file"
     ):
         await sidestream.convert(tmp_path / "b.pt", tmp_path / "c")
     assert (tmp_path / "b.pt").read_bytes() == b"mine"
@@ -268,7 +268,7 @@ async def test_damage_is_found_and_nothing_is_left(tmp_path: Path) -> None:
         raw[at] ^= 4
         (tmp_path / file).write_bytes(raw)
         for target in ("t", "t.pt", "t.safetensors"):
-            with pytest.raises(errors.Corrupt, match="w: "):
+            with pytest.raises(errors.CorruptCheckpointError, match="w: "):
                 await sidestream.convert(tmp_path / source, tmp_path / target, budget_bytes=LEAST)
             assert left_over(tmp_path, before) == set()
         await sidestream.convert(tmp_path / source, tmp_path / f"as-is-{source}", verify="manifest")
@@ -319,22 +319,22 @@ class Evil:
 
 async def test_files_that_are_more_than_data(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3), "v": Evil(tmp_path / "executed")}, tmp_path / "a.pt")
-    with pytest.raises(errors.UnsafeObject, match="system"):
+    with pytest.raises(errors.UnsafeObjectError, match="system"):
         await sidestream.convert(tmp_path / "a.pt", tmp_path / "b")
     torch.save({"w": torch.ones(1).expand(1 << 40)}, tmp_path / "expanded.pt")
-    with pytest.raises(errors.UnsupportedCheckpoint, match="w: an expanded tensor"):
+    with pytest.raises(errors.UnsupportedCheckpointError, match="w: an expanded tensor"):
         await sidestream.convert(tmp_path / "expanded.pt", tmp_path / "b")
     torch.save([torch.ones(3)], tmp_path / "list.pt")
-    with pytest.raises(errors.UnsupportedCheckpoint, match="something else than a dict"):
+    with pytest.raises(errors.UnsupportedCheckpointError, match="something else than a dict"):
         await sidestream.convert(tmp_path / "list.pt", tmp_path / "b")
     evil = {"w": torch.ones(3), "v": Evil(tmp_path / "executed")}
     torch.save(evil, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(errors.UnsafeObject, match="system"):
+    with pytest.raises(errors.UnsafeObjectError, match="system"):
         await sidestream.convert(tmp_path / "old.pt", tmp_path / "b")
     save_file({"w": torch.ones(3)}, tmp_path / "cut.safetensors")
     raw = (tmp_path / "cut.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(raw[:-1])
-    with pytest.raises(errors.Corrupt):
+    with pytest.raises(errors.CorruptCheckpointError):
         await sidestream.convert(tmp_path / "cut.safetensors", tmp_path / "b")
     assert not (tmp_path / "executed").exists()
     assert not (tmp_path / "b").exists()
@@ -410,7 +410,7 @@ async def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> 
         if done == total:
             (tmp_path / "b.pt").write_bytes(b"mine")
 
-    with pytest.raises(errors.Conflict):
+    with pytest.raises(errors.CheckpointExistsError):
         await sidestream.convert(tmp_path / "a", tmp_path / "b.pt", progress=appear)
     assert (tmp_path / "b.pt").read_bytes() == b"mine"
     assert left_over(tmp_path, {"a", "b.pt"}) == set()

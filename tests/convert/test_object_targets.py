@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from _places import Place, policy, s3_place
+from _places import Place, s3_place
 from _s3_server import serving
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,8 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def to(place: Place) -> dict[str, Any]:
     """The keywords of a call whose target is there."""
-    words = dict(place.keywords)
-    return {"target_options": words.pop("storage_options", None), **words}
+    return {f"target_{name}": value for name, value in place.keywords.items()}
 
 
 def from_(place: Place) -> dict[str, Any]:
@@ -103,10 +102,10 @@ async def test_what_is_there_is_not_replaced(place: Place, saved: Path) -> None:
         for other in ({"select": "small"}, {"select": "small", "format": "safetensors"}):
             if name == "t.pt" and "format" in other:
                 continue
-            with pytest.raises(errors.Conflict):
+            with pytest.raises(errors.CheckpointExistsError):
                 await sidestream.convert(saved, place.url(name), **other, **to(place))  # type: ignore[arg-type]
         if name == "t":
-            with pytest.raises(errors.Conflict):
+            with pytest.raises(errors.CheckpointExistsError):
                 await sidestream.copy(saved, place.url(name), **to(place))
         assert keys(place) == before
 
@@ -182,7 +181,7 @@ async def test_a_copy_that_fails_leaves_what_another_one_has_committed(place: Pl
         elif done > total // 2:
             raise Late
 
-    with pytest.raises((Late, errors.Conflict, ExceptionGroup)):
+    with pytest.raises((Late, errors.CheckpointExistsError, ExceptionGroup)):
         await sidestream.copy(saved, target, progress=progress, **to(place))
     assert (await sidestream.verify(target, **from_(place))).ok
 
@@ -207,15 +206,15 @@ async def test_damage_is_not_copied(saved: Path, tmp_path: Path) -> None:
         raw = bytearray((tmp_path / file).read_bytes())
         raw[raw.index(TENSORS["large"][-1000:].numpy().tobytes())] ^= 4
         (tmp_path / file).write_bytes(raw)
-        with pytest.raises(errors.Corrupt, match="large: "):
+        with pytest.raises(errors.CorruptCheckpointError, match="large: "):
             await sidestream.copy(tmp_path / file.partition("/")[0], tmp_path / "t")
-        with pytest.raises(errors.Corrupt, match="large: "):
+        with pytest.raises(errors.CorruptCheckpointError, match="large: "):
             await sidestream.copy(tmp_path / file.partition("/")[0], "memory://damaged/t")
         assert {path.name for path in tmp_path.iterdir()} == before
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.copy(tmp_path / "nothing", tmp_path / "t")
     (tmp_path / "broken" / ".metadata").unlink()
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.copy(tmp_path / "broken", tmp_path / "t")
 
 
@@ -240,10 +239,10 @@ def test_no_piece_lies_across_windows(gaps: list[tuple[int, int]], tail: int, wi
 async def test_options_are_of_one_side_each(saved: Path, tmp_path: Path) -> None:
     with serving() as first, serving() as second:
         one, other = s3_place(first, "obstore"), s3_place(second, "fsspec")
-        words = {"storage_options": first.options, "target_options": second.options, "store_policy": policy("auto")}
-        await sidestream.copy(saved, one.url("x"), target_options=first.options, store_policy=policy("auto"))
-        await sidestream.copy(one.url("x"), other.url("y"), **words)  # type: ignore[arg-type]
-        await sidestream.convert(one.url("x"), other.url("z.pt"), **words)  # type: ignore[arg-type]
+        words = {**from_(one), **to(other)}
+        await sidestream.copy(saved, one.url("x"), **to(one))
+        await sidestream.copy(one.url("x"), other.url("y"), **words)
+        await sidestream.convert(one.url("x"), other.url("z.pt"), **words)
         assert not any("/y/" in key or key.endswith("z.pt") for key in first.objects)
         assert any("/y/" in key for key in second.objects)
         assert any(key.endswith("z.pt") for key in second.objects)

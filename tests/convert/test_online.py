@@ -48,7 +48,7 @@ def file(tmp_path: Path) -> Path:
 async def test_a_file_of_torch_save_into_a_target(verify: Any, file: Path) -> None:
     state = torch.load(file, weights_only=True)
     target = blank(state)
-    report = await sidestream.load(target, file, verify=verify)
+    report = await sidestream.load(target, file, options=sidestream.LoadOptions(verify=verify))
     assert_same(state, target)
     assert report.unverified == ()
     assert {"weights", "views.turned", "epoch", "betas"} <= set(report.loaded)
@@ -58,7 +58,7 @@ async def test_a_file_of_torch_save_into_a_target(verify: Any, file: Path) -> No
     assert_same(state, await checkpoint.state_dict())
     assert_same(state, await checkpoint.state_dict(memory="mapped"))
     assert (await sidestream.verify(file)).ok
-    with pytest.raises(errors.Mismatch) as raised:
+    with pytest.raises(errors.StateMismatchError) as raised:
         await sidestream.load({"weights": torch.zeros(3), "more": torch.zeros(1)}, file)
     assert "weights" in str(raised.value)
     assert "more" in str(raised.value)
@@ -102,7 +102,7 @@ async def test_only_rows_that_are_needed_are_read(tmp_path: Path) -> None:
     raw = bytearray((tmp_path / "large.pt").read_bytes())
     raw[len(raw) // 2] ^= 1
     (tmp_path / "large.pt").write_bytes(raw)
-    with pytest.raises(errors.Corrupt, match="large"):
+    with pytest.raises(errors.CorruptCheckpointError, match="large"):
         await (await sidestream.open_checkpoint(tmp_path / "large.pt")).tensor("large", slice(0, 4))
     checkpoint = await sidestream.open_checkpoint(tmp_path / "large.pt", verify="manifest")
     assert (await checkpoint.tensor("large", slice(0, 4))).shape == (4, 1024)
@@ -113,12 +113,12 @@ async def test_only_rows_that_are_needed_are_read(tmp_path: Path) -> None:
 async def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("nothing of that kind")
     for call in (sidestream.open_checkpoint, sidestream.verify):
-        with pytest.raises(errors.UnsupportedCheckpoint, match=r"text\.pt.*it is a text file"):
+        with pytest.raises(errors.UnsupportedCheckpointError, match=r"text\.pt.*it is a text file"):
             await call(tmp_path / "text.pt")
-        with pytest.raises(errors.CheckpointNotFound, match=r"missing\.pt"):
+        with pytest.raises(errors.CheckpointNotFoundError, match=r"missing\.pt"):
             await call(tmp_path / "missing.pt")
     torch.save({"w": torch.ones(2), "v": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(errors.UnsafeObject, match="system"):
+    with pytest.raises(errors.UnsafeObjectError, match="system"):
         await sidestream.load({"w": torch.zeros(2)}, tmp_path / "evil.pt")
 
 

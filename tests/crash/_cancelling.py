@@ -90,7 +90,7 @@ async def made(folder: Path) -> AsyncIterator[Bench]:
     async with sidestream.AsyncStager(budget_bytes=64 << 20) as stager:
         bench = Bench(folder, stager)
         async with sidestream.Checkpointer(bench.run, stager=stager) as checkpoints:
-            await (await checkpoints.save(make_state(1), step=1))
+            await checkpoints.save(make_state(1), step=1)
         yield bench
 
 
@@ -119,7 +119,7 @@ async def async_save(bench: Bench) -> None:
 async def checkpointer_save(bench: Bench) -> None:
     """``aclose`` waits for the save, cancelled or not."""
     async with sidestream.Checkpointer(bench.run, stager=bench.stager) as checkpoints:
-        bench.pending = await checkpoints.save(make_state(bench.number), step=bench.number)
+        bench.pending = await checkpoints.async_save(make_state(bench.number), step=bench.number)
 
 
 async def stage(bench: Bench) -> None:
@@ -147,7 +147,7 @@ async def load(bench: Bench) -> None:
 
 
 async def load_atomic(bench: Bench) -> None:
-    await sidestream.load(bench.state, bench.run / "step-1", atomic=True)
+    await sidestream.load(bench.state, bench.run / "step-1", options=sidestream.LoadOptions(atomic=True))
 
 
 async def restore(bench: Bench) -> None:
@@ -168,17 +168,19 @@ async def verify_step(bench: Bench) -> None:
 async def delete(bench: Bench) -> None:
     """Saves after which an older step goes, and a pass of its own."""
     run, keep = bench.folder / "pruned" / str(bench.number), sidestream.KeepLast(1)
-    async with sidestream.Checkpointer(run, stager=bench.stager, keep=keep, durability="flush") as checkpoints:
+    async with sidestream.Checkpointer(
+        run, stager=bench.stager, keep=keep, save=sidestream.SaveOptions(durability="flush")
+    ) as checkpoints:
         for step in (1, 2):
-            await (await checkpoints.save({"weight": torch.zeros(8)}, step=step))
+            await checkpoints.save({"weight": torch.zeros(8)}, step=step)
         await checkpoints.prune()
 
 
 async def leased(bench: Bench) -> None:
     async with sidestream.Checkpointer(bench.run, stager=bench.stager) as checkpoints:
-        async with checkpoints.open(1) as checkpoint:
+        async with checkpoints.reading(1) as checkpoint:
             await checkpoint.value("optimizer.lr")
-        await checkpoints.metadata(1)
+        await checkpoints.read_metadata(1)
         await checkpoints.steps()
 
 

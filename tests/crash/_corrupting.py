@@ -157,7 +157,7 @@ async def load(url: Path) -> dict[str, Any]:
 
 async def load_atomic(url: Path) -> dict[str, Any]:
     state = blank_state()
-    await sidestream.load(state, url, atomic=True)
+    await sidestream.load(state, url, options=sidestream.LoadOptions(atomic=True))
     return state
 
 
@@ -204,7 +204,7 @@ async def verified(url: Path) -> dict[str, Any]:
     """What is read once nothing is found to be wrong: that has to be right, the sidecar files too."""
     report = await sidestream.verify(url)
     if not report.ok:
-        raise errors.Corrupt(report.damaged[0].message)
+        raise errors.CorruptCheckpointError(report.damaged[0].message)
     files = {path.name: path.read_bytes() for path in url.iterdir() if path.name in files_of(11)}
     return await host(url) if files == files_of(11) else {"other files": files}
 

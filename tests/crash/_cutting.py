@@ -14,55 +14,59 @@ from _saver_trial import environment, processes_in
 from _seeded import make_state
 
 import sidestream
-from sidestream._worker.client import saver_process
-from sidestream.options import SaverChoice
+from sidestream._worker.client import worker_for
+from sidestream.options import WriterChoice
 
 Acked = Callable[[str, int], None]
 
 
-async def one_step(run: Path, acked: Acked, saver: SaverChoice, *, step: int) -> None:
+async def one_step(run: Path, acked: Acked, saver: WriterChoice, *, step: int) -> None:
     async with (
         sidestream.AsyncStager(budget_bytes=1 << 20) as stager,
-        sidestream.Checkpointer(run, stager=stager, saver=saver) as checkpoints,
+        sidestream.Checkpointer(run, stager=stager, save=sidestream.SaveOptions(writer=saver)) as checkpoints,
     ):
-        info = await (await checkpoints.save(make_state(12), step=step))
+        info = await checkpoints.save(make_state(12), step=step)
         acked(Path(info.url).name, 12)
 
 
-async def next_step(run: Path, acked: Acked, saver: SaverChoice) -> None:
+async def next_step(run: Path, acked: Acked, saver: WriterChoice) -> None:
     await one_step(run, acked, saver, step=2)
 
 
-async def same_step(run: Path, acked: Acked, saver: SaverChoice) -> None:
+async def same_step(run: Path, acked: Acked, saver: WriterChoice) -> None:
     await one_step(run, acked, saver, step=1)
 
 
-async def new_run(run: Path, acked: Acked, saver: SaverChoice) -> None:
+async def new_run(run: Path, acked: Acked, saver: WriterChoice) -> None:
     """Directories that are made on the way have to be synced too."""
     await one_step(run / "new" / "below", acked, saver, step=2)
 
 
-async def plain(run: Path, acked: Acked, saver: SaverChoice) -> None:
-    info = await sidestream.save(make_state(12), run / "plain", snapshot=saver != "thread", saver=saver)
+async def plain(run: Path, acked: Acked, saver: WriterChoice) -> None:
+    info = await sidestream.save(
+        make_state(12), run / "plain", options=sidestream.SaveOptions(streaming=saver == "thread", writer=saver)
+    )
     acked(Path(info.url).name, 12)
 
 
-async def prune(run: Path, acked: Acked, saver: SaverChoice) -> None:
+async def prune(run: Path, acked: Acked, saver: WriterChoice) -> None:
     """Step 1 may go as soon as step 2 is there."""
     async with (
         sidestream.AsyncStager(budget_bytes=1 << 20) as stager,
-        sidestream.Checkpointer(run, stager=stager, keep=sidestream.KeepLast(1), saver=saver) as checkpoints,
+        sidestream.Checkpointer(
+            run, stager=stager, keep=sidestream.KeepLast(1), save=sidestream.SaveOptions(writer=saver)
+        ) as checkpoints,
     ):
-        info = await (await checkpoints.save(make_state(12), step=2))
+        info = await checkpoints.save(make_state(12), step=2)
         acked(Path(info.url).name, 12)
 
 
-async def one_name(name: str, run: Path, acked: Acked, saver: SaverChoice) -> None:
+async def one_name(name: str, run: Path, acked: Acked, saver: WriterChoice) -> None:
     async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
         await _one_name.WORK[name](run, _one_name.Doing(acked, stager, saver))
 
 
-WORK: dict[str, Callable[[Path, Acked, SaverChoice], Any]] = {
+WORK: dict[str, Callable[[Path, Acked, WriterChoice], Any]] = {
     "the next step": next_step,
     "the same step again": same_step,
     "a new run": new_run,
@@ -71,28 +75,28 @@ WORK: dict[str, Callable[[Path, Acked, SaverChoice], Any]] = {
     **{name: partial(one_name, name) for name in _one_name.WORK},
 }
 
-Writer = Literal["threads", "a saver process"]
+Writer = Literal["threads", "a writer process"]
 
 
 async def recorded(place: Path, name: str, writer: Writer) -> Recording:
     """``WORK[name]`` below ``place / "root"``, in a run that has step 1, with what either process did to the disk."""
-    root, options = place / "root", sidestream.SaverProcess(retries=0)
+    root, options = place / "root", sidestream.WriterProcess(retries=0)
     if name in _one_name.WORK:
         await _one_name.prepare(root)
     else:
         async with sidestream.Checkpointer(root / "run") as checkpoints:
-            await (await checkpoints.save(make_state(11), step=1))
+            await checkpoints.save(make_state(11), step=1)
 
     async def work(acked: Acked, journal: Path) -> None:
         if writer == "threads":
             await WORK[name](root / "run", acked, "thread")
             return
-        saver_process(options).close()
+        worker_for(options).close()
         try:
             with processes_in(environment(place / "notes", root, "nothing", journal=journal)):
                 await WORK[name](root / "run", acked, options)
         finally:
-            saver_process(options).close()
+            worker_for(options).close()
 
     return await record(root, place / "before", work)
 

@@ -3,7 +3,7 @@
 A file system may keep more than it was asked to, and ext4 and xfs do. This one does not: content is safe when its file
 was synced after it was written, a name when its directory was synced after the name came to be. Everything else is
 there, or is not, as the ``Cut`` has it. Operations are recorded while they really happen, with what they wrote: those
-of this process and of its saver process, in one order.
+of this process and of its writer process, in one order.
 """
 
 from __future__ import annotations

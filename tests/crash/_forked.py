@@ -31,6 +31,7 @@ import torch
 from _one_name import WORK, Doing
 from _operations import Intercept, Operation
 from _seeded import blank_state, files_of, make_state
+from keywords import for_run
 
 import sidestream
 from sidestream import errors
@@ -94,19 +95,24 @@ class _Child:
         """With the memory that the trial grants: with less than the state has, it passes through in windows."""
         return sidestream.AsyncStager(budget_bytes=self.trial.get("budget_bytes", 1 << 26))
 
+    @property
+    def storage(self) -> sidestream.Storage:
+        return sidestream.Storage(commit=self.trial.get("commit", "rename"))
+
     def saver(self) -> Any:
         """One that is silent for two seconds is killed, also where the machine is merely busy: then it is one more."""
-        return sidestream.SaverProcess(silence_s=2, retries=9) if self.trial.get("saver") else "thread"
+        return sidestream.WriterProcess(silence_s=2, retries=9) if self.trial.get("saver") else "thread"
 
     # --- what a trial does; every save that is acknowledged is told at once ---
 
     async def steps(self, run: Path) -> None:
+        how: dict[str, Any] = {"writer": self.saver(), "storage": self.storage}
         async with (
             self.stager() as stager,
-            sidestream.Checkpointer(run, stager=stager, saver=self.saver()) as checkpoints,
+            sidestream.Checkpointer(run, stager=stager, **for_run(**how)) as checkpoints,
         ):
             for step, seed in self.trial["saves"]:
-                info = await (await checkpoints.save(make_state(seed), step=step, files=files_of(seed)))
+                info = await checkpoints.save(make_state(seed), step=step, files=files_of(seed))
                 self.tell(acked=Path(info.url).name, seed=seed)
 
     async def exported(self, run: Path) -> None:
@@ -114,7 +120,7 @@ class _Child:
         export = sidestream.HF(run.with_name("exports") / "step-{step}", select="model.*", max_shard_bytes=90_000)
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, export=export) as checkpoints:
             for step, seed in self.trial["saves"]:
-                pending = await checkpoints.save(make_state(seed), step=step)
+                pending = await checkpoints.async_save(make_state(seed), step=step)
                 info = await pending
                 self.tell(acked=Path(info.url).name, seed=seed)
                 report = await pending.exports[0]
@@ -125,7 +131,7 @@ class _Child:
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager) as checkpoints:
 
             async def one(step: int, seed: int) -> None:
-                info = await (await checkpoints.save(make_state(seed), step=step))
+                info = await checkpoints.save(make_state(seed), step=step)
                 self.tell(acked=Path(info.url).name, seed=seed)
 
             async with asyncio.TaskGroup() as group:
@@ -138,14 +144,14 @@ class _Child:
         keep = sidestream.KeepLast(2)
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, keep=keep) as checkpoints:
             for step, seed in self.trial["saves"]:
-                info = await (await checkpoints.save(make_state(seed), step=step))
+                info = await checkpoints.save(make_state(seed), step=step)
                 self.tell(acked=Path(info.url).name, seed=seed)
             self.tell(pruned=asdict(await checkpoints.prune()))
 
     async def recover(self, run: Path) -> None:
         """What somebody left who was killed is removed; nothing is saved."""
         async with self.stager() as stager, self.pruning(run, stager) as checkpoints:
-            with suppress(errors.CheckpointNotFound):
+            with suppress(errors.CheckpointNotFoundError):
                 await checkpoints.verify()
             await checkpoints.restore(blank_state(), fallback="older")
             for _ in range(3):  # what is not known to be dead is looked at twice
@@ -154,13 +160,18 @@ class _Child:
     def pruning(self, run: Path, stager: sidestream.AsyncStager) -> sidestream.Checkpointer:
         """Whoever is silent for a moment is dead."""
         keep = sidestream.KeepLast(self.trial.get("keep", 2))
-        return sidestream.Checkpointer(run, stager=stager, keep=keep, lease_s=1e-3, abandoned_after_s=1e-3)
+        return sidestream.Checkpointer(
+            run, stager=stager, keep=keep, lease_s=1e-3, abandoned_after_s=1e-3, storage=self.storage
+        )
 
     async def plain(self, run: Path) -> None:
         """``save`` to a URL."""
         for step, seed in self.trial["saves"]:
             snapshot = self.trial.get("snapshot", True)
-            info = await sidestream.save(make_state(seed), run / f"plain-{step}", snapshot=snapshot)
+            url = run / f"plain-{step}"
+            info = await sidestream.save(
+                make_state(seed), url, storage=self.storage, options=sidestream.SaveOptions(streaming=not snapshot)
+            )
             self.tell(acked=Path(info.url).name, seed=seed)
 
     async def overwriting(self, run: Path) -> None:
@@ -168,9 +179,13 @@ class _Child:
         async with self.stager() as stager:
             for step, seed in self.trial["saves"]:
                 info = await sidestream.save(
-                    make_state(seed), run / f"plain-{step}", overwrite=True, files=files_of(seed), stager=stager,
-                    saver=self.saver(),
-                )  # fmt: skip
+                    make_state(seed),
+                    run / f"plain-{step}",
+                    overwrite=True,
+                    files=files_of(seed),
+                    stager=stager,
+                    options=sidestream.SaveOptions(writer=self.saver()),
+                )
                 self.tell(acked=Path(info.url).name, seed=seed)
 
     async def one_name(self, run: Path) -> None:
@@ -181,8 +196,11 @@ class _Child:
 
     async def race(self, run: Path) -> None:
         """As ``me`` of two, at the same moment as the other: the same steps of one run, or the same directories."""
-        me, rounds = self.trial["me"], self.trial["rounds"]
-        async with self.stager() as stager, sidestream.Checkpointer(run / "run", stager=stager) as checkpoints:
+        me, rounds, storage = self.trial["me"], self.trial["rounds"], self.storage
+        async with (
+            self.stager() as stager,
+            sidestream.Checkpointer(run / "run", stager=stager, storage=storage) as checkpoints,
+        ):
             for number in range(rounds):
                 seed = 2 * number + me
                 (run / f"ready-{number}-{me}").touch()
@@ -190,10 +208,11 @@ class _Child:
                     await asyncio.sleep(0)
                 try:
                     if number % 2:
-                        info = await (await checkpoints.save(make_state(seed), step=number))
+                        info = await checkpoints.save(make_state(seed), step=number)
                     else:
-                        info = await sidestream.save(make_state(seed), run / f"plain-{number}", stager=stager)
-                except errors.Conflict:
+                        url = run / f"plain-{number}"
+                        info = await sidestream.save(make_state(seed), url, stager=stager, storage=storage)
+                except errors.CheckpointExistsError:
                     self.tell(lost=number)
                 except BaseException:
                     (run / f"ready-{number + 1}-{me}").touch()
@@ -219,7 +238,11 @@ class _Child:
                     self.tell(removed=number)
                     continue
                 await sidestream.save(
-                    make_state(seed), run / name, overwrite=True, files=files_of(seed), saver=self.saver()
+                    make_state(seed),
+                    run / name,
+                    overwrite=True,
+                    files=files_of(seed),
+                    options=sidestream.SaveOptions(writer=self.saver()),
                 )
                 self.tell(acked=name, seed=seed, round=number)
             except BaseException:
@@ -232,9 +255,12 @@ class _Child:
         while not Path(self.trial["stop"]).exists():
             seed += 1
             await sidestream.save(
-                make_state(seed), run / "last", overwrite=True, files=files_of(seed), durability="flush",
-                saver=self.saver(),
-            )  # fmt: skip
+                make_state(seed),
+                run / "last",
+                overwrite=True,
+                files=files_of(seed),
+                options=sidestream.SaveOptions(durability="flush", writer=self.saver()),
+            )
             if seed == 1:
                 self.tell(begun=True)
         self.tell(published=seed)
@@ -244,24 +270,28 @@ class _Child:
         keep = sidestream.KeepLast(2)
         async with (
             self.stager() as stager,
-            sidestream.Checkpointer(run, stager=stager, keep=keep, durability="flush") as checkpoints,
+            sidestream.Checkpointer(
+                run, stager=stager, keep=keep, save=sidestream.SaveOptions(durability="flush")
+            ) as checkpoints,
         ):
             step = 0
             while not Path(self.trial["stop"]).exists():
                 step += 1
                 noted = {"seed": step}
-                await (await checkpoints.save(make_state(step), step=step, metadata=noted))
+                await checkpoints.save(make_state(step), step=step, metadata=noted)
         self.tell(published=step)
 
     async def soak(self, run: Path) -> None:
         """``saves`` of them; how much memory, how many descriptors and threads there are after every ``every``."""
         async with (
             self.stager() as stager,
-            sidestream.Checkpointer(run, stager=stager, keep=sidestream.KeepLast(2), durability="flush") as checkpoints,
+            sidestream.Checkpointer(
+                run, stager=stager, keep=sidestream.KeepLast(2), save=sidestream.SaveOptions(durability="flush")
+            ) as checkpoints,
         ):
             state = make_state(1)
             for number in range(1, self.trial["saves"] + 1):
-                await (await checkpoints.save(state, step=number))
+                await checkpoints.save(state, step=number)
                 if number % self.trial["every"] == 0:
                     await checkpoints.prune()  # a pass of retention that goes on has files open
                     self.tell(after=number, **usage())
@@ -281,7 +311,7 @@ class _Child:
         with Intercept(run, hook).installed():
             async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager) as checkpoints:
                 for step, seed in self.trial["saves"]:
-                    info = await (await checkpoints.save(make_state(seed), step=step))
+                    info = await checkpoints.save(make_state(seed), step=step)
                     self.tell(acked=Path(info.url).name, seed=seed)
         self.tell(held=here.is_set())
 
@@ -295,7 +325,7 @@ class _Child:
         keep = sidestream.KeepLast(2) | sidestream.KeepEvery(seconds=3600)
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, keep=keep) as checkpoints:
             for step, seed in self.trial["saves"]:
-                info = await (await checkpoints.save(make_state(seed), step=step))
+                info = await checkpoints.save(make_state(seed), step=step)
                 self.tell(acked=Path(info.url).name, seed=seed)
                 await checkpoints.prune()
 
@@ -353,7 +383,7 @@ class _Child:
             stager.stage({})
 
         async def use_them() -> None:
-            for use in (threads.run(int), checkpoints.steps(), checkpoints.save({}, step=1), stage()):
+            for use in (threads.run(int), checkpoints.steps(), checkpoints.async_save({}, step=1), stage()):
                 try:
                     await use
                 except errors.SidestreamError as error:

@@ -18,10 +18,10 @@ import sidestream
 async def work(run: Path, saver: Any) -> dict[str, Any]:
     """Save and load; a failure must be an error of sidestream."""
     told: dict[str, Any] = {"wrong": [], "acked": []}
-    async with sidestream.Checkpointer(run, saver=saver) as checkpoints:
+    async with sidestream.Checkpointer(run, save=sidestream.SaveOptions(writer=saver)) as checkpoints:
         for step in (1, 2):
             try:
-                await (await checkpoints.save(make_state(step), step=step))
+                await checkpoints.save(make_state(step), step=step)
             except sidestream.errors.SidestreamError as error:
                 told.setdefault("refused", []).append(f"{type(error).__name__}: {error}")
                 continue

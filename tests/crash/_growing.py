@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from keywords import for_save
 
 import sidestream
 
@@ -30,19 +31,21 @@ async def operation(kind: str, folder: Path) -> AsyncIterator[Callable[[int], Aw
     """Return a function that repeats the operation ``kind`` for given numbers."""
     state = small_state()
     url = folder / "one"
-    await sidestream.save(state, url, durability="flush")
+    await sidestream.save(state, url, options=sidestream.SaveOptions(durability="flush"))
     async with (
         sidestream.AsyncStager() as stager,
-        sidestream.Checkpointer(folder / "run", keep=sidestream.KeepLast(2), durability="flush") as checkpoints,
+        sidestream.Checkpointer(
+            folder / "run", keep=sidestream.KeepLast(2), save=sidestream.SaveOptions(durability="flush")
+        ) as checkpoints,
     ):
-        await (await checkpoints.save(state, step=0))
+        await checkpoints.save(state, step=0)
 
         async def save(**options: Any) -> None:
-            await sidestream.save(state, folder / "new", durability="flush", **options)
+            await sidestream.save(state, folder / "new", **for_save(durability="flush", **options))
             shutil.rmtree(folder / "new")
 
         async def save_in_run(number: int) -> None:
-            await (await checkpoints.save(state, step=number + 1))
+            await checkpoints.save(state, step=number + 1)
 
         async def stage() -> None:
             (await stager.stage(state)).release()
@@ -50,7 +53,7 @@ async def operation(kind: str, folder: Path) -> AsyncIterator[Callable[[int], Aw
         operations: dict[str, Callable[[int], Awaitable[Any]]] = {
             "save": lambda _: save(),
             "save with a stager": lambda _: save(stager=stager),
-            "save by a process": lambda _: save(stager=stager, saver="process"),
+            "save by a process": lambda _: save(stager=stager, options=sidestream.SaveOptions(writer="process")),
             "save of a run": save_in_run,
             "load": lambda _: sidestream.load(state, url),
             "restore": lambda _: checkpoints.restore(state),

@@ -115,7 +115,7 @@ class Bench:
 
     async def prepare(self) -> None:
         async with sidestream.Checkpointer(self.folder / "base", stager=self.stager) as checkpoints:
-            await (await checkpoints.save(make_state(11), step=1))
+            await checkpoints.save(make_state(11), step=1)
 
     async def save(
         self, hook: Callable[[Operation], Any], step: int = 2
@@ -130,7 +130,7 @@ class Bench:
         try:
             with intercept.installed():
                 async with sidestream.Checkpointer(self.run, stager=self.stager) as checkpoints:
-                    pending = await checkpoints.save(make_state(12), step=step)
+                    pending = await checkpoints.async_save(make_state(12), step=step)
                     await pending
                     self.saved = True  # what is raised after this is told of the pass of retention that follows
         except BaseException as error:
@@ -151,8 +151,8 @@ class Bench:
         elif self.saved:
             wrong += [] if outcome == "committed" else [f"succeeded, but its outcome is {outcome}"]
         elif (outcome == "committed", outcome == "unknown") != (
-            isinstance(error, errors.NotDurable),
-            isinstance(error, errors.OutcomeUnknown),
+            isinstance(error, errors.NotDurableError),
+            isinstance(error, errors.OutcomeUnknownError),
         ):
             wrong.append(f"{type(error).__name__} with outcome {outcome}")
         new = "step-1.g2" if step == 1 else f"step-{step}"
@@ -167,8 +167,10 @@ class Bench:
         leased = self.stager.statistics().leased_bytes - self.leased_before
         if leased > 0:
             wrong.append(f"{leased} bytes are still leased")
-        async with sidestream.Checkpointer(self.run, stager=self.stager, durability="flush") as checkpoints:
-            info = await (await checkpoints.save(make_state(22), step=2))
+        async with sidestream.Checkpointer(
+            self.run, stager=self.stager, save=sidestream.SaveOptions(durability="flush")
+        ) as checkpoints:
+            info = await checkpoints.save(make_state(22), step=2)
         if await seed_of(Path(info.url)) != 22:
             wrong.append("the next save did not work")
         return wrong

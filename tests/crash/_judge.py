@@ -72,8 +72,8 @@ def stock_reads(url: Path, seed: int) -> Iterator[str]:
 async def save_further(run: Path, step: int, found: Found) -> list[str]:
     """What is wrong with one more save."""
     try:
-        async with sidestream.Checkpointer(run, durability="flush") as checkpoints:
-            await (await checkpoints.save(make_state(99), step=step))
+        async with sidestream.Checkpointer(run, save=sidestream.SaveOptions(durability="flush")) as checkpoints:
+            await checkpoints.save(make_state(99), step=step)
     except Exception as error:
         return [f"a further save failed: {type(error).__name__}: {error}"]
     after = await look(run)

@@ -12,6 +12,7 @@ from _seeded import blank_state, files_of, make_state, same
 from safetensors.torch import load_file
 
 import sidestream
+from sidestream import errors
 
 
 @dataclass(slots=True)
@@ -70,8 +71,8 @@ def look_at_exports(folder: Path) -> tuple[dict[str, int], list[str]]:
     return seeds, wrong
 
 
-async def look(run: Path) -> Found:
-    """Everything that a reader can see in ``run``."""
+async def look(run: Path, *, marked: bool = False) -> Found:
+    """Everything that a reader can see in ``run``. ``marked``: attempts lie in their targets."""
     found = Found()
     if not run.exists():
         return found
@@ -85,6 +86,9 @@ async def look(run: Path) -> Found:
             found.seeds[name], files = await seed_and_files(run / name)
             found.sidecars += [name] if files else []
         except (Exception, AssertionError) as error:
+            if marked and isinstance(error, errors.CheckpointNotFoundError):
+                found.attempts.append(name)
+                continue
             found.violations.append(f"{name} is visible and not good: {type(error).__name__}: {error}")
     async with sidestream.Checkpointer(run) as checkpoints:
         generations: dict[int, list[tuple[int, int]]] = {}

@@ -72,11 +72,11 @@ _EXCHANGE = "                _exchange(attempt, target, names)\n"
 _EXCHANGED = "        exchange(attempt, target)\n        try:\n"
 _SYNC_NEW_DIRECTORY = """        made.append(path)
         if durability == "fsync":
-            sync_directory(path.parent)
+            sync(path.parent)
 """
 _SYNC_PARENT = """            sync_directory(target.parent)
         except OSError as error:
-            raise NotDurable(
+            raise NotDurableError(
                 error.errno, "the checkpoint"""
 _TRANSLATED = """        raise from_os_error(error, "publishing", str(target)) from error
     if durability"""
@@ -85,10 +85,7 @@ _OBJECTS = "_storage/object_store/transaction.py"
 _OVER = "a save over another"
 _SIDECARS = '    """Every byte of a sidecar file."""\n'
 _FOUND = "_Replaced(version, marked_id, frozenset(ids - {save_id})"
-_READ_FILE = (
-    "                await self._read(source, [Wanted(name, entry, whole(entry), target)], None, "
-    "await streams_of([]))\n"
-)
+_READ_FILE = "            await self._read(files, NewTensors({}, wanted), None, await streams_of([]))\n"
 
 MUTANTS = (
     # syncs left out, or in the wrong place
@@ -98,7 +95,7 @@ MUTANTS = (
     Mutant("the parent is not synced after the rename", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
            "sync_directory(target.parent)", "pass"), "cuts"),
     Mutant("new directories are not synced", _DIRECTORIES, _SYNC_NEW_DIRECTORY,
-           _SYNC_NEW_DIRECTORY.replace("sync_directory(path.parent)", "pass"), "cuts", "a new run"),
+           _SYNC_NEW_DIRECTORY.replace("sync(path.parent)", "pass"), "cuts", "a new run"),
     Mutant("directories are opened and not synced", _DIRECTORIES, _SYNC_DIRECTORY,
            _SYNC_DIRECTORY.replace("os.fsync(descriptor)", "pass"), "cuts"),
     Mutant("the rename comes before the sync of what it moves", _LOCAL, _SYNC_AND_MOVE,
@@ -120,8 +117,8 @@ MUTANTS = (
            "            _Parts(descriptor, direct, body).write(stop, threads)\n", "cuts"),
     Mutant("a deletion is not synced before it goes on", _STORE, "            sync_directory(root)\n        except",
            "            pass\n        except", "cuts", "a retention pass"),
-    Mutant("a saver process syncs nothing", "_worker/work.py", 'asked["save_id"], asked["durability"])',
-           'asked["save_id"], "flush")', "saver_cuts"),
+    Mutant("a writer process syncs nothing", "_worker/work.py", 'order["save_id"], order["durability"])',
+           'order["save_id"], "flush")', "saver_cuts"),
     # what is visible when
     Mutant("a step is written in place", _LOCAL, _RENAME,
            "    shutil.copytree(attempt, target)\n    shutil.rmtree(attempt)\n" + _TRY, "kills"),
@@ -134,8 +131,8 @@ MUTANTS = (
     Mutant("an occupied target is replaced", _LOCAL, _RENAME,
            "    shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
     Mutant("a generation that is there is taken again", "_run/steps.py",
-           "    return max((found.generation for found in found), default=0) + 1",
-           "    return 1", "conflicts"),
+           "        return max(self._started.get(step, 0), *(found.generation for found in found), 0) + 1",
+           "        return 1", "conflicts"),
     Mutant("what is replaced is deleted before the exchange", _LOCAL, _EXCHANGE,
            "                remove_tree(target)\n                os.rename(attempt, target)\n", "kills", _OVER),
     Mutant("what is replaced is written over", _LOCAL, _EXCHANGE,
@@ -183,7 +180,7 @@ MUTANTS = (
            "        if self._error is not None:\n            raise self._error\n", "", "faults"),
     Mutant("a failed sync of a file is passed over", _WRITE, _SYNC_NEW,
            _SYNC_NEW.replace("os.fsync(descriptor)", _SUPPRESSED), "faults"),
-    Mutant("a failed sync of the parent is passed over", _LOCAL, """            raise NotDurable(
+    Mutant("a failed sync of the parent is passed over", _LOCAL, """            raise NotDurableError(
                 error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
             ) from error
 """, "            return\n", "faults"),
@@ -194,7 +191,7 @@ MUTANTS = (
            'tail, stuck)\n        self.outcome = "unknown"\n', 'tail, stuck)\n        self.outcome = "absent"\n',
            "faults", "late_and_dead"),
     Mutant("a sent commit is not read back", _TRANSACTION,
-           '        await finish(lambda: self._read_back(name, tail, getattr(error, "left_behind", False)))\n',
+           '        await run_shielded(lambda: self._read_back(name, tail, is_stuck(error)))\n',
            '        self.outcome = "absent"\n', "faults"),
     Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults"),
     Mutant("a short read counts as a whole one", "_storage/local/read.py", "        buffers = _rest(buffers, count)\n",
@@ -213,8 +210,8 @@ MUTANTS = (
            "    if (marker.step, marker.generation) != found.order:\n",
            "    if False:\n", "renamed"),
     Mutant("sidecar files are not verified", "_load/checkpoint.py", _READ_FILE,
-           "                await Reader(source, 'manifest', None, await streams_of([])).read(\n"
-           "                    [Wanted(name, entry, whole(entry), target)], own=True)\n", "corruption"),
+           "            await Reader(files.source, 'manifest', None, await streams_of([])).read(wanted, own=True)\n",
+           "corruption"),
     Mutant("verify passes sidecar files over", "_layout/checks.py", _SIDECARS,
            _SIDECARS + "    return\n", "corruption"),
     # retention
@@ -225,7 +222,7 @@ MUTANTS = (
            _CANDIDATES + "                candidates += [self._known[name] for name in self._damaged]\n", "retention"),
     # cancelling
     Mutant("a cancelled save is left to itself", "_save/api.py",
-           "        pending.cancel()\n        await finish(pending.ended)\n", "", "cancels"),
+           "        pending.cancel()\n        await run_shielded(pending.ended)\n", "", "cancels"),
     Mutant("a cancelled thread is left behind", "_runtime/threads.py",
            "                    cancelled = cancelled or cancel\n                    _stop_work(future, stop)\n",
            "                    raise\n", "cancels"),
@@ -259,8 +256,8 @@ async def cuts(place: Path, chance: random.Random, first: str) -> AsyncIterator[
 
 
 async def saver_cuts(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
-    """Modelled power cuts, where a saver process writes."""
-    async for wrong in modelled(place, chance, first, CUTS, "a saver process"):
+    """Modelled power cuts, where a writer process writes."""
+    async for wrong in modelled(place, chance, first, CUTS, "a writer process"):
         yield wrong
 
 
@@ -321,7 +318,7 @@ async def reads(place: Path, chance: random.Random, first: str) -> AsyncIterator
         state = blank_state()
         with Intercept(place, short(at, 1)).installed():
             try:
-                await sidestream.load(state, place / "target", verify="manifest")
+                await sidestream.load(state, place / "target", options=sidestream.LoadOptions(verify="manifest"))
                 yield [] if same(state, make_state(11)) else ["a silent failure"]
             except sidestream.errors.SidestreamError as error:
                 yield [f"a short transfer became {error!r}"]
@@ -335,7 +332,7 @@ async def corruption(place: Path, chance: random.Random, first: str) -> AsyncIte
 
     async with sidestream.Checkpointer(place / "run") as checkpoints:
         for step, seed in ((1, 11), (2, 12)):
-            await (await checkpoints.save(make_state(seed), step=step, files=files_of(seed)))
+            await checkpoints.save(make_state(seed), step=step, files=files_of(seed))
     for _ in range(1500):
         with damaged(place / "run" / "step-1", chance.choice(DAMAGES), chance):
             _, wrong = await judged(place / "run" / "step-1", chance.choice(OWN_READERS))
@@ -360,11 +357,11 @@ async def renamed(place: Path, chance: random.Random, first: str) -> AsyncIterat
     import sidestream
 
     async with sidestream.Checkpointer(place / "run") as checkpoints:
-        await (await checkpoints.save(make_state(1), step=1))
+        await checkpoints.save(make_state(1), step=1)
         shutil.copytree(place / "run" / "step-1", place / "run" / "step-7")
         try:
             step = await checkpoints.restore(blank_state())
-        except sidestream.errors.Corrupt:
+        except sidestream.errors.CorruptCheckpointError:
             yield []
         else:
             yield [f"the copy of step 1 is loaded as step {step}"]
@@ -379,7 +376,9 @@ async def conflicts(place: Path, chance: random.Random, first: str) -> AsyncIter
     run = place / "run"
     for number in range(20):
         async with sidestream.Checkpointer(run) as one, sidestream.Checkpointer(run) as other:
-            pending = [await each.save(make_state(2 * number + me), step=1) for me, each in enumerate((one, other))]
+            pending = [
+                await each.async_save(make_state(2 * number + me), step=1) for me, each in enumerate((one, other))
+            ]
             won = await asyncio.gather(*pending, return_exceptions=True)
         names = [Path(info.url).name for info in won if isinstance(info, sidestream.SaveInfo)]
         found = await look(run)
@@ -387,7 +386,7 @@ async def conflicts(place: Path, chance: random.Random, first: str) -> AsyncIter
         for me, info in enumerate(won):
             if isinstance(info, sidestream.SaveInfo) and found.seeds.get(Path(info.url).name) != 2 * number + me:
                 wrong.append("an acknowledged save was replaced")
-            elif isinstance(info, BaseException) and not isinstance(info, sidestream.errors.Conflict):
+            elif isinstance(info, BaseException) and not isinstance(info, sidestream.errors.CheckpointExistsError):
                 wrong.append(f"the loser got {info!r}")
         if not names:
             wrong.append("nobody won")
@@ -403,7 +402,9 @@ async def rivals(place: Path, chance: random.Random, first: str) -> AsyncIterato
     import sidestream
 
     def overwrite(seed: int) -> None:
-        sidestream.blocking.save(make_state(seed), place / "run" / "last", overwrite=True, durability="flush")
+        sidestream.blocking.save(
+            make_state(seed), place / "run" / "last", overwrite=True, options=sidestream.SaveOptions(durability="flush")
+        )
 
     def thesis() -> None:
         (place / "run" / "last").mkdir(parents=True)
@@ -415,7 +416,9 @@ async def rivals(place: Path, chance: random.Random, first: str) -> AsyncIterato
             at += 1
             shutil.rmtree(place / "run", ignore_errors=True)
             if what in ("old", "load"):
-                await sidestream.save(make_state(11), place / "run" / "last", durability="flush")
+                await sidestream.save(
+                    make_state(11), place / "run" / "last", options=sidestream.SaveOptions(durability="flush")
+                )
             come: list[int] = []
 
             def between(operation: Operation, at: int = at, what: str = what, come: list[int] = come) -> Any:
@@ -435,8 +438,13 @@ async def rivals(place: Path, chance: random.Random, first: str) -> AsyncIterato
                         wrong += [] if same(state, make_state(state["seed"])) else ["a mixture"]
                     else:
                         state = make_state(13)
-                        await sidestream.save(state, place / "run" / "last", overwrite=True, durability="flush")
-                except sidestream.errors.Conflict as error:
+                        await sidestream.save(
+                            state,
+                            place / "run" / "last",
+                            overwrite=True,
+                            options=sidestream.SaveOptions(durability="flush"),
+                        )
+                except sidestream.errors.CheckpointExistsError as error:
                     ours = False
                     wrong += [] if what == "thesis" else [repr(error)]
                 except sidestream.errors.SidestreamError as error:

@@ -1,4 +1,4 @@
-"""A program that lacks what it takes to share memory with its saver process: see ``test_row_shared_memory.py``."""
+"""A program that lacks what it takes to share memory with its writer process: see ``test_row_shared_memory.py``."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from _seeded import blank_state, make_state, same
 
 import sidestream
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._worker.client import saver_process
+from sidestream._worker.client import worker_for
 
 LACKS = (
     "memfd_create: ENOSPC",
     "memfd_create: ENOMEM",
     "memfd_create: EMFILE",
     "ftruncate: ENOSPC",
-    "descriptors of the saver process",
-    "address space of the saver process",
+    "descriptors of the writer process",
+    "address space of the writer process",
 )
 
 _CALLS = {"x86_64": {"memfd_create": 319, "ftruncate": 77}, "aarch64": {"memfd_create": 279, "ftruncate": 46}}
@@ -54,9 +54,9 @@ def refuse(call: str, number: int) -> None:
         raise OSError(ctypes.get_errno(), "this kernel or container takes no seccomp filter")
 
 
-async def lack_in_saver(options: sidestream.SaverProcess, lack: str) -> None:
+async def lack_in_saver(options: sidestream.WriterProcess, lack: str) -> None:
     """The process is up, and may have nothing more than it has."""
-    process = saver_process(options)
+    process = worker_for(options)
     with time_limit(Deadline.after(60)):
         await process.up()
     assert process.pid is not None
@@ -72,16 +72,18 @@ async def lack_in_saver(options: sidestream.SaverProcess, lack: str) -> None:
 async def work(run: Path, saver: Any, lack: str) -> dict[str, Any]:
     """Save, and load what was saved; a failure has to be one of ours."""
     told: dict[str, Any] = {"wrong": [], "acked": [], "refused": []}
-    options = sidestream.SaverProcess(retries=0)
-    if "saver process" in lack:
-        await lack_in_saver(options if saver == "process" else sidestream.SaverProcess(), lack)
+    options = sidestream.WriterProcess(retries=0)
+    if "writer process" in lack:
+        await lack_in_saver(options if saver == "process" else sidestream.WriterProcess(), lack)
     if saver == "process":
         saver = options
     for step in (1, 2, 3):
         # The last one needs nothing that is lacking.
-        async with sidestream.Checkpointer(run, saver="thread" if step == 3 else saver) as checkpoints:
+        async with sidestream.Checkpointer(
+            run, save=sidestream.SaveOptions(writer="thread" if step == 3 else saver)
+        ) as checkpoints:
             try:
-                await (await checkpoints.save(make_state(step), step=step))
+                await checkpoints.save(make_state(step), step=step)
             except sidestream.errors.SidestreamError as error:
                 told["refused"].append(f"{type(error).__name__}: {error}")
                 continue

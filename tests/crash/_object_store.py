@@ -13,6 +13,7 @@ from typing import Any
 
 from _one_name import GONE, NEW, OLD
 from _seeded import blank_state, files_of, make_state, same
+from keywords import for_save
 
 import sidestream
 from sidestream import errors
@@ -100,7 +101,8 @@ class MemoryStore:
 
 async def save(store: MemoryStore, seed: int, **options: Any) -> sidestream.SaveInfo:
     state, files = make_state(seed), files_of(seed)
-    return await sidestream.save(state, URL, overwrite=True, files=files, filesystem=store, **options)
+    where = sidestream.Storage(filesystem=store)
+    return await sidestream.save(state, URL, overwrite=True, files=files, storage=where, **for_save(**options))
 
 
 async def save_over(store: MemoryStore) -> None:
@@ -108,7 +110,7 @@ async def save_over(store: MemoryStore) -> None:
 
 
 async def remove(store: MemoryStore) -> None:
-    await sidestream.remove(URL, filesystem=store)
+    await sidestream.remove(URL, storage=sidestream.Storage(filesystem=store))
 
 
 WORK = {"a save over another": (save_over, NEW), "a removal": (remove, GONE)}
@@ -124,12 +126,12 @@ async def seed_in(store: MemoryStore) -> int:
     """What a reader finds; ``AssertionError`` for a mixture."""
     state = blank_state()
     try:
-        await sidestream.load(state, URL, filesystem=store)
-    except errors.CheckpointNotFound:
+        await sidestream.load(state, URL, storage=sidestream.Storage(filesystem=store))
+    except errors.CheckpointNotFoundError:
         return GONE
     seed = int(state["seed"])
     assert same(state, make_state(seed)), f"a mixture: {seed}"
-    checkpoint = await sidestream.open_checkpoint(URL, filesystem=store)
+    checkpoint = await sidestream.open_checkpoint(URL, storage=sidestream.Storage(filesystem=store))
     files = {name: await checkpoint.file(name) for name in checkpoint.files}
     assert files == files_of(seed), f"files of another save than {seed}"
     return seed
@@ -153,7 +155,7 @@ async def kills(name: str) -> AsyncIterator[tuple[str, list[str]]]:
         wrong = await found(left, {after if at > marker else OLD})
         try:
             await (save(left, NEW + 1) if name == "a save over another" else remove(left))
-        except errors.CheckpointNotFound:
+        except errors.CheckpointNotFoundError:
             wrong += [] if at == len(store.snapshots) else ["an interrupted removal was not continued"]
         except errors.SidestreamError as error:
             wrong.append(f"done again, it failed: {error!r}")
@@ -221,7 +223,9 @@ async def _raced(rival: str) -> list[str]:
         if kind == "replace" and name.endswith(".metadata"):
             waiting.append(name)
             if rival == "remove":
-                await asyncio.to_thread(sidestream.blocking.remove, URL, filesystem=MemoryView(store))
+                await asyncio.to_thread(
+                    sidestream.blocking.remove, URL, storage=sidestream.Storage(filesystem=MemoryView(store))
+                )
             elif len(waiting) < 2:
                 await asyncio.wait_for(both.wait(), 60)
             both.set()
@@ -231,7 +235,9 @@ async def _raced(rival: str) -> list[str]:
     ends = await asyncio.gather(*saves, return_exceptions=True)
     won = [NEW + at for at, end in enumerate(ends) if isinstance(end, sidestream.SaveInfo)]
     wrong = [
-        f"it ended with {end!r}" for end in ends if isinstance(end, Exception) and type(end) is not errors.Conflict
+        f"it ended with {end!r}"
+        for end in ends
+        if isinstance(end, Exception) and type(end) is not errors.CheckpointExistsError
     ]
     if len(won) != (rival == "save"):
         wrong.append(f"{won} were acknowledged")
@@ -273,19 +279,21 @@ async def _save_to(store: MemoryStore) -> None:
 
 async def load(store: MemoryStore) -> int:
     state = blank_state()
-    await sidestream.load(state, URL, filesystem=store)
+    await sidestream.load(state, URL, storage=sidestream.Storage(filesystem=store))
     assert same(state, make_state(state["seed"])), "a mixture"
     return int(state["seed"])
 
 
 async def unverified(store: MemoryStore) -> int:
     state = blank_state()
-    await sidestream.load(state, URL, filesystem=store, verify="manifest")
+    await sidestream.load(
+        state, URL, storage=sidestream.Storage(filesystem=store), options=sidestream.LoadOptions(verify="manifest")
+    )
     assert same(state, make_state(state["seed"])), "a mixture"
     return int(state["seed"])
 
 
 async def verify(store: MemoryStore) -> int:
-    report = await sidestream.verify(URL, filesystem=store)
+    report = await sidestream.verify(URL, storage=sidestream.Storage(filesystem=store))
     assert report.ok, report.damaged
     return OLD

@@ -30,10 +30,9 @@ class Doing:
 
 
 async def save_over(run: Path, doing: Doing, seed: int = NEW) -> None:
-    state, stager = make_state(seed), doing.stager
-    await sidestream.save(
-        state, run / "last", overwrite=True, files=files_of(seed), stager=stager, saver=doing.saver
-    )  # fmt: skip
+    options = sidestream.SaveOptions(writer=doing.saver)
+    how = {"files": files_of(seed), "stager": doing.stager, "options": options}
+    await sidestream.save(make_state(seed), run / "last", overwrite=True, **how)
     doing.acked("last", seed)
 
 
@@ -46,8 +45,10 @@ async def export(run: Path, doing: Doing, step: int = 2, seed: int = NEW) -> Non
     """Save a step with an export of the model beside it. The export of an earlier save of the step is replaced."""
     folder = run.with_name("exports")
     beside = sidestream.HF(folder / "step-{step}", select="model.*", max_shard_bytes=90_000, files=files_of(seed))
-    async with sidestream.Checkpointer(run, stager=doing.stager, saver=doing.saver, export=beside) as checkpoints:
-        pending = await checkpoints.save(make_state(seed), step=step, files=files_of(seed))
+    async with sidestream.Checkpointer(
+        run, stager=doing.stager, export=beside, save=sidestream.SaveOptions(writer=doing.saver)
+    ) as checkpoints:
+        pending = await checkpoints.async_save(make_state(seed), step=step, files=files_of(seed))
         info = await pending
         doing.acked(Path(info.url).name, seed)
         report = await pending.exports[0]

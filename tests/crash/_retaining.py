@@ -34,10 +34,10 @@ async def trial(run: Path, random: Any) -> list[str]:
 
 async def make(run: Path, steps: list[int], random: Any) -> list[str]:
     names = []
-    async with sidestream.Checkpointer(run, durability="flush") as checkpoints:
+    async with sidestream.Checkpointer(run, save=sidestream.SaveOptions(durability="flush")) as checkpoints:
         for step in steps:
             for _ in range(random.choice([1, 1, 2])):
-                info = await (await checkpoints.save(make_state(step), step=step))
+                info = await checkpoints.save(make_state(step), step=step)
                 names.append(Path(info.url).name)
     return names
 
@@ -51,7 +51,7 @@ async def prune(run: Path, last: int, leased: int | None) -> list[str]:
             if leased is None:
                 await checkpoints.prune()
                 return []
-            async with reader.open(leased) as checkpoint:
+            async with reader.reading(leased) as checkpoint:
                 await checkpoints.prune()
                 if (await checkpoint.value("seed")) != leased:
                     return ["what a reader has a lease on was changed"]

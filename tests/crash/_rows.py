@@ -145,7 +145,11 @@ def warm(script: Path, *arguments: str, source: Path = SOURCE) -> Iterator[Warm]
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(source), str(HERE), str(HERE.parent))),
+            "OMP_NUM_THREADS": "1",
+        },
     )
     try:
         yield Warm(process)

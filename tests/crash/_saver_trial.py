@@ -1,4 +1,4 @@
-"""Inside a saver process: something happens at the file operation that it is told, or all of them are recorded.
+"""Inside a writer process: something happens at the file operation that it is told, or all of them are recorded.
 Imports no torch.
 
 The other end: ``environment`` puts this into the processes that a trainer starts.
@@ -27,7 +27,7 @@ def environment(
     folder: Path, root: Path, what: str, at: int | str = 0, when: str = "before", journal: Path | None = None
 ) -> dict[str, str]:
     """At the ``at``-th operation below ``root`` (or the first of that name) of the first saver that gets there,
-    ``what`` happens, once. ``folder`` gets the ids of all saver processes, and how many operations each has done.
+    ``what`` happens, once. ``folder`` gets the ids of all writer processes, and how many operations each has done.
     ``journal``: every change below ``root`` is added to it."""
     folder.mkdir(parents=True, exist_ok=True)
     trial = {"folder": str(folder), "root": str(root), "what": what, "at": at, "when": when}

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import pytest
 
 from sidestream._runtime import threads as _threads
-from sidestream.errors import Closed
+from sidestream.errors import ClosedError
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class Simulation:
 
         def submit(threads: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
             if threads._closed:
-                raise Closed("these threads take no more work: their owner was closed")
+                raise ClosedError("these threads take no more work: their owner was closed")
             future: Future[Any] = Future()
 
             def work() -> None:

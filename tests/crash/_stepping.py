@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Generator
 from typing import Any, TypeVar
 
+from sidestream._staging import cached
+
 T = TypeVar("T")
 
 
@@ -112,6 +114,7 @@ _of_others: set[int] = set()
 def owned_threads(besides: list[str], before: Collection[threading.Thread] = ()) -> list[str]:
     """Names of the threads that belong to one save or one closed stager, and have not ended; each name in ``besides``
     may be there once, for the stager of the test. Those ``before`` are of other tests, and of the process."""
+    cached.close_all()  # what is kept for the next save without a stager
     end = time.monotonic() + 2.0
     while True:
         there = [one for one in threading.enumerate() if one not in before]

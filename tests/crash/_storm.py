@@ -26,10 +26,16 @@ def once(way: str, run: Path, number: int) -> None:
     """One save and one load."""
     state = blank_state()
     if way == "blocking":
-        sidestream.blocking.save(make_state(number), run / f"save-{number}", durability="flush")
+        sidestream.blocking.save(
+            make_state(number), run / f"save-{number}", options=sidestream.SaveOptions(durability="flush")
+        )
         sidestream.blocking.load(state, run / f"save-{number}")
     elif way == "blocking, by a process":
-        sidestream.blocking.save(make_state(number), run / f"save-{number}", durability="flush", saver="process")
+        sidestream.blocking.save(
+            make_state(number),
+            run / f"save-{number}",
+            options=sidestream.SaveOptions(durability="flush", writer="process"),
+        )
         sidestream.blocking.load(state, run / f"save-{number}")
     else:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # or asyncio.run would leave the signal to it
@@ -41,8 +47,8 @@ def once(way: str, run: Path, number: int) -> None:
 
 
 async def both(run: Path, number: int, state: dict[str, Any]) -> None:
-    async with sidestream.Checkpointer(run, durability="flush") as checkpoints:
-        await (await checkpoints.save(make_state(number), step=number))
+    async with sidestream.Checkpointer(run, save=sidestream.SaveOptions(durability="flush")) as checkpoints:
+        await checkpoints.save(make_state(number), step=number)
         await checkpoints.restore(state, number)
 
 

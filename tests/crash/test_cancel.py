@@ -73,7 +73,7 @@ def test_a_loop_that_ends_with_a_save_in_flight(turns: int, owner: str, tmp_path
     (pending,) = told
     assert pending.done()
     assert pending.outcome == "absent"
-    assert isinstance(pending.unheard, errors.Aborted)
+    assert isinstance(pending.unretrieved, errors.SaveAbortedError)
     assert not (tmp_path / "run" / "step-2").exists()
     assert attempts_in(tmp_path) == []
     assert descriptors(tmp_path) == []
@@ -81,7 +81,7 @@ def test_a_loop_that_ends_with_a_save_in_flight(turns: int, owner: str, tmp_path
     if stager is not None:
         stager.close()
         assert asyncio.run(not_returned(stager)) == []
-    pending.hear()
+    pending.mark_retrieved()
 
 
 @pytest.mark.parametrize("at", range(1, 30, 4))
@@ -105,14 +105,14 @@ def test_a_loop_that_ends_while_a_thread_writes(at: int, tmp_path: Path) -> None
         assert intercept.running == 0
     (pending,) = told
     assert pending.done()
-    assert isinstance(pending.unheard, errors.Aborted)
+    assert isinstance(pending.unretrieved, errors.SaveAbortedError)
     assert attempts_in(tmp_path) == []
     assert (pending.outcome == "committed") == (tmp_path / "run" / "step-2").exists()
     assert pending.outcome in ("committed", "absent")
-    assert str(pending.outcome) in str(pending.unheard)
+    assert str(pending.outcome) in str(pending.unretrieved)
     stager.close()
     assert asyncio.run(not_returned(stager)) == []
-    pending.hear()
+    pending.mark_retrieved()
 
 
 async def test_a_load_that_was_cancelled_can_be_repeated(bench: Bench) -> None:

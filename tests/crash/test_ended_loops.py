@@ -24,7 +24,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 import sidestream
 from sidestream import errors
-from sidestream._worker.client import close_all, saver_process
+from sidestream._staging import cached
+from sidestream._worker.client import close_all, worker_for
 
 PATIENCE_S = 20.0
 MIB = 1 << 20
@@ -78,7 +79,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
+    cached.close_all()  # of earlier tests
     yield
+    cached.close_all()
     until(lambda: not ours())
 
 
@@ -87,11 +90,11 @@ async def plain(url: Path) -> sidestream.PendingSave:
 
 
 async def planned(url: Path) -> sidestream.PendingSave:
-    return sidestream.async_save(make_state(2), url, planner=DefaultSavePlanner())
+    return sidestream.async_save(make_state(2), url, options=sidestream.SaveOptions(planner=DefaultSavePlanner()))
 
 
 async def by_process(url: Path) -> sidestream.PendingSave:
-    return sidestream.async_save(make_state(2), url, saver="process")
+    return sidestream.async_save(make_state(2), url, options=sidestream.SaveOptions(writer="process"))
 
 
 async def in_a_task_of_its_own(url: Path) -> sidestream.PendingSave:
@@ -130,7 +133,7 @@ def test_its_error_says_so(tmp_path: Path, lines: Callable[[], list[str]]) -> No
 
     async def hear() -> None:
         await pending.ended()
-        with pytest.raises(errors.Aborted, match=r"event loop was closed .*outcome: absent"):
+        with pytest.raises(errors.SaveAbortedError, match=r"event loop was closed .*outcome: absent"):
             await pending
         await pending.staged
 
@@ -178,14 +181,14 @@ def test_a_stager_of_the_callers_can_be_used_again(tmp_path: Path, lines: Callab
 def test_closed_under_a_checkpointer(saver: Any, overlap: Any, tmp_path: Path, lines: Callable[[], list[str]]) -> None:
     """Which is never exited."""
     told = []
-    options = sidestream.SaverProcess(idle_s=0.1) if saver == "process" else saver
+    options = sidestream.WriterProcess(idle_s=0.1) if saver == "process" else saver
 
     async def begin() -> None:
         checkpoints = await sidestream.Checkpointer(
-            tmp_path, overlap=overlap, in_flight=1, saver=options, lease_s=60
+            tmp_path, when_full=overlap, slots=1, lease_s=60, save=sidestream.SaveOptions(writer=options)
         ).__aenter__()
         for step in (1, 2) if overlap == "latest" else (1,):
-            told.append(await checkpoints.save(make_state(step), step=step))
+            told.append(await checkpoints.async_save(make_state(step), step=step))
 
     loops = 5
     for _ in range(loops):
@@ -196,11 +199,11 @@ def test_closed_under_a_checkpointer(saver: Any, overlap: Any, tmp_path: Path, l
     assert sum("Checkpointer" in line for line in lines()) == loops
     assert all(sum(pending.url in line for line in lines()) >= 1 for pending in told)
     if saver == "process":
-        until(lambda: saver_process(options).pid is None)
+        until(lambda: worker_for(options).pid is None)
 
     async def go_on() -> None:
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
-            assert await (await checkpoints.save(make_state(9), step=9))
+            assert await checkpoints.save(make_state(9), step=9)
             assert 9 in await checkpoints.steps()
 
     asyncio.run(go_on())
@@ -239,13 +242,13 @@ def test_closed_under_a_load(tmp_path: Path, lines: Callable[[], list[str]]) -> 
 def test_a_lease_of_a_reader_is_given_back(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
     async def save() -> None:
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
-            await (await checkpoints.save(make_state(1), step=1))
+            await checkpoints.save(make_state(1), step=1)
 
     opened = []
 
     async def begin() -> None:
         checkpoints = await sidestream.Checkpointer(tmp_path).__aenter__()
-        opened.append(checkpoints.open())
+        opened.append(checkpoints.reading())
         await opened[0].__aenter__()
         assert len(leases_in(tmp_path)) == 1
 
@@ -309,7 +312,7 @@ def test_closed_one_turn_after_everything_was_cancelled(tmp_path: Path, lines: C
     assert attempts_in(tmp_path) == []
     assert all(pending.outcome == "absent" for pending in pendings)
     for pending in pendings:
-        pending.hear()
+        pending.mark_retrieved()
     gc.collect()
 
 
@@ -340,7 +343,7 @@ def test_a_closing_loop_waits_for_a_moment_only(tmp_path: Path, lines: Callable[
         until(lambda: intercept.running == 0)
     assert pending.outcome == "absent"
     assert attempts_in(tmp_path) == []
-    pending.hear()
+    pending.mark_retrieved()
 
 
 def test_the_thread_of_the_loop_has_ended(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
@@ -383,7 +386,7 @@ def test_a_loop_that_is_not_run_any_more(tmp_path: Path, lines: Callable[[], lis
     loop = asyncio.new_event_loop()
 
     async def begin() -> sidestream.PendingSave:
-        return sidestream.async_save(make_state(2), tmp_path / "step-1", timeout_s=0.5)
+        return sidestream.async_save(make_state(2), tmp_path / "step-1", options=sidestream.SaveOptions(timeout_s=0.5))
 
     pending = loop.run_until_complete(begin())
     until(pending.done)
@@ -399,7 +402,7 @@ def test_an_idle_loop_is_not_kept(tmp_path: Path) -> None:
 
     async def begin() -> None:
         checkpoints = await sidestream.Checkpointer(tmp_path).__aenter__()
-        await (await checkpoints.save(make_state(1), step=1))
+        await checkpoints.save(make_state(1), step=1)
         while len(asyncio.all_tasks()) > 1:  # the deleting after it
             await asyncio.sleep(0.001)
 

@@ -39,10 +39,10 @@ async def bench(tmp_path: Path) -> Any:
     ("number", "kind"),
     [
         (errno.EIO, errors.StorageError),
-        (errno.ENOSPC, errors.NoSpace),
-        (errno.EDQUOT, errors.NoSpace),
-        (errno.EACCES, errors.AccessDenied),
-        (errno.EROFS, errors.AccessDenied),
+        (errno.ENOSPC, errors.NoSpaceError),
+        (errno.EDQUOT, errors.NoSpaceError),
+        (errno.EACCES, errors.AccessDeniedError),
+        (errno.EROFS, errors.AccessDeniedError),
     ],
 )
 @pytest.mark.parametrize("name", ["mkdir", "posix_fallocate", "pwrite", "fsync", "rename"])
@@ -83,7 +83,7 @@ async def test_a_rename_that_took_place_and_failed_is_committed(bench: Bench) ->
         return fail(operation, errno.EIO) if operation.name == "rename" else result
 
     error, outcome, _ = await bench.save(hook)
-    assert isinstance(error, errors.NotDurable)
+    assert isinstance(error, errors.NotDurableError)
     assert outcome == "committed"
     assert await bench.judge(error, outcome) == []
 
@@ -100,7 +100,7 @@ async def test_a_failed_sync_after_the_rename_is_not_durable_and_committed(name:
         return operation.call()
 
     error, outcome, _ = await bench.save(hook)
-    assert isinstance(error, errors.NotDurable)
+    assert isinstance(error, errors.NotDurableError)
     assert error.errno == errno.EIO
     assert outcome == "committed"
     assert await bench.judge(error, outcome) == []
@@ -124,8 +124,10 @@ async def test_a_rename_that_hangs_is_unknown_and_nothing_is_deleted(
 
     with Intercept(tmp_path, hook).installed():
         try:
-            pending = sidestream.async_save(make_state(1), tmp_path / "target", timeout_s=3)
-            with pytest.raises(errors.OutcomeUnknown):
+            pending = sidestream.async_save(
+                make_state(1), tmp_path / "target", options=sidestream.SaveOptions(timeout_s=3)
+            )
+            with pytest.raises(errors.OutcomeUnknownError):
                 await pending
             assert pending.outcome == "unknown"
             assert len(attempts_in(tmp_path)) == 1
@@ -161,7 +163,9 @@ async def test_a_retry_where_the_error_is_caught_finds_the_memory_free(tmp_path:
             with Intercept(tmp_path, hook).installed():
                 await sidestream.save(state, tmp_path / "target", stager=stager)
         except errors.StorageError:
-            await sidestream.save(state, tmp_path / "target", stager=stager, timeout_s=1.0)
+            await sidestream.save(
+                state, tmp_path / "target", stager=stager, options=sidestream.SaveOptions(timeout_s=1.0)
+            )
     assert same(await (await sidestream.open_checkpoint(tmp_path / "target")).state_dict(), state)
 
 
@@ -190,7 +194,7 @@ async def test_a_run_that_is_a_file(tmp_path: Path) -> None:
             with pytest.raises(errors.SidestreamError):
                 await attempt()
         with pytest.raises(errors.SidestreamError):
-            await (await checkpoints.save(make_state(1), step=1))
+            await checkpoints.save(make_state(1), step=1)
     for url in (tmp_path / "file", tmp_path / "file" / "x", tmp_path / "file" / "x" / "y"):
         with pytest.raises(errors.SidestreamError):
             await sidestream.save(make_state(1), url)
@@ -230,7 +234,7 @@ async def test_a_full_disk(tmp_path: Path) -> None:
             error = await failure(sidestream.save(make_state(1), disk / "target"))
             if error is not None:
                 kinds["full"] += 1
-                assert type(error) is errors.NoSpace
+                assert type(error) is errors.NoSpaceError
                 assert error.errno == errno.ENOSPC
                 assert str(disk) in str(error)
                 assert os.listdir(disk) == []
@@ -247,7 +251,7 @@ async def test_a_read_only_file_system(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as disk:
         await sidestream.save(make_state(1), disk / "step-1")
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        with pytest.raises(errors.AccessDenied) as caught:
+        with pytest.raises(errors.AccessDeniedError) as caught:
             await sidestream.save(make_state(2), disk / "step-2")
         assert caught.value.errno == errno.EROFS
         assert str(disk) in str(caught.value)
@@ -259,7 +263,7 @@ async def test_a_file_size_limit(limit: int, tmp_path: Path, children: Trials) -
     told = children.run(root=tmp_path, run=tmp_path, work="limited", limit=limit)
     assert told.exit == 0
     assert told.error is not None
-    assert (told.error["error"], told.error["number"]) == ("NoSpace", errno.EFBIG)
+    assert (told.error["error"], told.error["number"]) == ("NoSpaceError", errno.EFBIG)
     assert os.listdir(tmp_path) == []
 
 
@@ -273,7 +277,7 @@ async def test_a_directory_of_somebody_else(children: Trials) -> None:
             told = children.run(root=folder, run=run, saves=[(2, 12)], uid=65534)
             assert told.exit == 0
             assert told.error is not None
-            assert told.error["error"] == "AccessDenied"
+            assert told.error["error"] == "AccessDeniedError"
             assert str(run) in told.error["message"]
             assert told.acked == {}
         assert os.listdir(folder) == ["run"]
@@ -302,11 +306,11 @@ async def test_files_that_are_removed_under_a_save(saver: Any, tmp_path: Path) -
             return operation.call()
 
         with Intercept(run, hook).installed() as intercept:
-            pending = sidestream.async_save(make_state(1), run / "step-1", saver=saver)
+            pending = sidestream.async_save(make_state(1), run / "step-1", options=sidestream.SaveOptions(writer=saver))
             await pending.ended()
         if pending.outcome == "absent":
-            assert "another process removed" in str(pending.unheard)
-            pending.hear()
+            assert "another process removed" in str(pending.unretrieved)
+            pending.mark_retrieved()
             refused += 1
             assert not exists(str(run / "step-1"))
             assert attempts_in(run) == []

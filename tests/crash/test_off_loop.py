@@ -42,11 +42,11 @@ async def test_files_and_copies_are_the_work_of_other_threads(tmp_path: Path) ->
             sidestream.AsyncStager(budget_bytes=1 << 26, engine=engine) as stager,
             sidestream.Checkpointer(tmp_path / "run", stager=stager) as checkpoints,
         ):
-            await (await checkpoints.save(state, step=1))
+            await checkpoints.save(state, step=1)
             await checkpoints.restore(blank)
             assert await checkpoints.steps() == [1]
             (await stager.stage(state)).release()
-        await sidestream.load(blank, tmp_path / "run" / "step-1", atomic=True)
+        await sidestream.load(blank, tmp_path / "run" / "step-1", options=sidestream.LoadOptions(atomic=True))
         checkpoint = await sidestream.open_checkpoint(tmp_path / "run" / "step-1")
         await checkpoint.tensor("t", rows=slice(3, 90))
         await checkpoint.state_dict()

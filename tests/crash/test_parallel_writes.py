@@ -119,7 +119,7 @@ async def test_no_helper_writes_any_more_when_one_could_not_be_had(
             submitted.append(fn)
             if len(submitted) == 3:
                 assert inside.wait(60)
-                raise errors.Closed("these threads take no more work")
+                raise errors.ClosedError("these threads take no more work")
         return real(self, fn, *arguments)
 
     def hook(operation: Operation) -> Any:
@@ -140,7 +140,7 @@ async def test_no_helper_writes_any_more_when_one_could_not_be_had(
     monkeypatch.setattr(Threads, "submit", submit)
     with Intercept(tmp_path, hook).installed():
         async with sidestream.AsyncStager(budget_bytes=5 * MIB, engine=HostEngine(threads=1)) as stager:
-            with pytest.raises(errors.Closed):
+            with pytest.raises(errors.ClosedError):
                 await sidestream.save(windowed_state(), tmp_path / "c", stager=stager)
         assert busy_threads() == []
     assert at_close

@@ -91,7 +91,10 @@ async def test_a_removal_is_synced_before_files_are_deleted(tmp_path: Path) -> N
 
 
 async def test_flush_syncs_nothing(tmp_path: Path) -> None:
-    log = await traced(tmp_path, lambda: sidestream.save(make_state(1), tmp_path / "target", durability="flush"))
+    log = await traced(
+        tmp_path,
+        lambda: sidestream.save(make_state(1), tmp_path / "target", options=sidestream.SaveOptions(durability="flush")),
+    )
     assert not any(operation.name == "fsync" for operation in log)
 
 

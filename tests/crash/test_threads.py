@@ -21,7 +21,7 @@ from sidestream._runtime.threads import Deadline, Stop, Threads, io_threads, tim
 
 
 class Work:
-    """Something that stays in its thread until ``let_go()``, at the latest until the test has ended."""
+    """Something that stays in its thread until ``release()``, at the latest until the test has ended."""
 
     made: ClassVar[list[Work]] = []
 
@@ -46,7 +46,7 @@ class Work:
         while not self.entered.is_set():
             await asyncio.sleep(0)
 
-    async def let_go(self) -> None:
+    async def release(self) -> None:
         """Give a cancel every chance to get past the thread first."""
         for _ in range(50):
             await asyncio.sleep(0)
@@ -92,7 +92,7 @@ async def test_task_cancel_waits_for_the_thread(threads: Threads, cancels: int, 
             await asyncio.sleep(0)
     assert stop.is_set()
     assert not task.done()
-    await work.let_go()
+    await work.release()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not work.inside
@@ -109,7 +109,7 @@ async def test_asyncio_timeout_waits_for_the_thread(threads: Threads) -> None:
     task = asyncio.create_task(bounded())
     await work.begun()
     timeout.reschedule(0)
-    await work.let_go()
+    await work.release()
     with pytest.raises(TimeoutError):
         await task
     assert not work.inside
@@ -130,7 +130,7 @@ async def test_an_anyio_scope_waits_for_the_thread_and_then_cancels(threads: Thr
     task = asyncio.create_task(scoped())
     await work.begun()
     scope.cancel()
-    await work.let_go()
+    await work.release()
     await task
     assert scope.cancelled_caught
     assert after == []
@@ -151,7 +151,7 @@ async def test_a_task_group_that_fails_waits_for_the_thread(threads: Threads) ->
 
     task = asyncio.create_task(run_both())
     await work.begun()
-    await work.let_go()
+    await work.release()
     with pytest.raises(ExceptionGroup) as caught:
         await task
     assert [type(error) for error in caught.value.exceptions] == [RuntimeError]
@@ -191,7 +191,7 @@ async def test_the_deadline_sets_the_stop_flag(threads: Threads) -> None:
             os.sched_yield()
         stop.check()
 
-    with pytest.raises((errors.Closed, errors.DeadlineExceeded)), time_limit(Deadline.after(0.01)):
+    with pytest.raises((errors.ClosedError, errors.DeadlineExceededError)), time_limit(Deadline.after(0.01)):
         await threads.run(watching, stop=stop)
 
 
@@ -227,7 +227,7 @@ async def test_a_stuck_thread_is_left_behind_after_the_deadline(
     await work.begun()
     if cancel:
         task.cancel()
-    with pytest.raises(asyncio.CancelledError if cancel else errors.DeadlineExceeded) as caught:
+    with pytest.raises(asyncio.CancelledError if cancel else errors.DeadlineExceededError) as caught:
         await task
     if not cancel:
         assert isinstance(caught.value, TimeoutError)
@@ -249,7 +249,7 @@ async def test_what_a_stuck_thread_raises_later_is_nobodys(
         assert released.wait(30)
         raise OSError("too late")
 
-    with pytest.raises(errors.DeadlineExceeded), time_limit(Deadline.after(0.01)):
+    with pytest.raises(errors.DeadlineExceededError), time_limit(Deadline.after(0.01)):
         await threads.run(failing)
     released.set()
     await threads.run(int)
@@ -268,11 +268,11 @@ async def test_a_closed_loop_is_no_trouble_for_a_thread_left_behind(monkeypatch:
     def run_it() -> BaseException | None:
         try:
             asyncio.run(main())
-        except errors.DeadlineExceeded as error:
+        except errors.DeadlineExceededError as error:
             return error
         return None
 
-    assert isinstance(await asyncio.get_running_loop().run_in_executor(None, run_it), errors.DeadlineExceeded)
+    assert isinstance(await asyncio.get_running_loop().run_in_executor(None, run_it), errors.DeadlineExceededError)
     work.released.set()
     assert await threads.run(int) == 0
     threads.close()
@@ -284,7 +284,7 @@ def test_a_deadline() -> None:
     deadline.check("waiting")
     over = Deadline(time.monotonic() - 1, 7)
     assert over.remaining_s() == 0
-    with pytest.raises(errors.DeadlineExceeded, match=r"waiting.*timeout_s=7"):
+    with pytest.raises(errors.DeadlineExceededError, match=r"waiting.*timeout_s=7"):
         over.check("waiting")
 
 
@@ -295,7 +295,12 @@ def test_handles_refuse_a_forked_child_and_its_own_pool_works(children: Trials) 
     told = children.run(root="/nonexistent", run="/nonexistent", work="forked")
     assert told.exit == 0
     assert told.error is None
-    assert told.get("refused") == ["ForkedProcess", "ForkedProcess", "ForkedProcess", "ForkedProcess"]
+    assert told.get("refused") == [
+        "ForkedProcessError",
+        "ForkedProcessError",
+        "ForkedProcessError",
+        "ForkedProcessError",
+    ]
     assert told.get("worked") == [5, True]
 
 

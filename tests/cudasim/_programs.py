@@ -36,7 +36,7 @@ from sidestream._staging.device import DeviceEngine
 from sidestream._staging.driver import CudaDriver, TorchDriver
 from sidestream._staging.registration import settle
 from sidestream._staging.runtime import CudaRuntime
-from sidestream.errors import Corrupt, SidestreamError
+from sidestream.errors import CorruptCheckpointError, SidestreamError
 
 __all__ = ["SABOTAGES", "Wrong", "program", "sabotaged"]
 
@@ -138,7 +138,7 @@ class State:
         storage = self._storage(random_, device, dtype)
         on_device = device != "cpu"
         # What is copied at the call, in the order of the stream, may be written to at once.
-        storage.volatile = mode == "snapshot" or (on_device and storage.raw.nbytes <= small_bytes)
+        storage.volatile = mode == "eager" or (on_device and storage.raw.nbytes <= small_bytes)
         for alias in range(random_.choice([1, 1, 2, 3])):
             layout = random_.choice(LAYOUTS)
             if dtype in NOT_COPIED and layout not in ("empty", "scalar", "slice"):
@@ -296,7 +296,7 @@ class _Program:
     def __init__(self, random_: random.Random, driver: str, folder: Path) -> None:
         self.random = random_
         self.folder = folder
-        self.mode: Any = random_.choice(["lazy", "snapshot", "hybrid"])
+        self.mode: Any = random_.choice(["lazy", "eager", "hybrid"])
         self.generic = driver == "torch" or (driver == "any" and random_.random() < 0.3)
         count = min(random_.choice([1, 1, 2]), torch.cuda.device_count())
         self.cuda = [f"cuda:{index}" for index in random_.sample(range(torch.cuda.device_count()), count)]
@@ -370,7 +370,10 @@ class _Program:
             while self.in_flight:
                 await self._finish()
             result: Any = sidestream.async_save(
-                self.state.root, target, stager=stager, durability="flush", timeout_s=TIMEOUT_S
+                self.state.root,
+                target,
+                stager=stager,
+                options=sidestream.SaveOptions(durability="flush", timeout_s=TIMEOUT_S),
             )
             self.in_flight.append((result, expected, what))
         else:
@@ -456,7 +459,7 @@ class _Program:
             checkpoint = await sidestream.open_checkpoint(info.url)
             try:
                 saved = await checkpoint.state_dict()
-            except Corrupt as error:  # bytes changed after their checksum was computed
+            except CorruptCheckpointError as error:  # bytes changed after their checksum was computed
                 raise Wrong(f"{what}, save: {error}") from error
             check_bytes(expected, saved, f"{what}, save")
             return

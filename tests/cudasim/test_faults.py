@@ -27,13 +27,13 @@ import sidestream
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, StageMode
 from sidestream._staging.registration import settle
-from sidestream.errors import ArenaExhausted, CapturingGraph, Closed, DeadlineExceeded, DeviceFailed
+from sidestream.errors import ArenaExhaustedError, ClosedError, DeadlineExceededError, DeviceError, GraphCaptureError
 
 cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
 if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
     pytest.skip("needs the simulated CUDA runtime", allow_module_level=True)
 
-MODES: tuple[StageMode, ...] = ("lazy", "snapshot", "hybrid")
+MODES: tuple[StageMode, ...] = ("lazy", "eager", "hybrid")
 BUDGET_BYTES = 1 << 28
 LARGE = 1 << 20  # elements: 4 MiB of float32, beyond what is coalesced
 BOUND_S = 60.0  # against a hang, on a busy machine
@@ -116,7 +116,7 @@ async def _save_alone(_: AsyncStager, target: Path) -> None:
     await sidestream.save(state_of(1.0), target)
 
 
-ROWS = [(_stage, mode) for mode in MODES] + [(_prewarm, "lazy"), (_save, "snapshot"), (_save_alone, "lazy")]
+ROWS = [(_stage, mode) for mode in MODES] + [(_prewarm, "lazy"), (_save, "eager"), (_save_alone, "lazy")]
 
 
 @pytest.mark.parametrize(("call", "mode"), ROWS)
@@ -127,13 +127,15 @@ def test_a_registration_fails(
     async def run() -> None:
         async with AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode) as stager:
             cudasim.fail_call("cudaHostRegister", code=code)
-            with pytest.raises((ArenaExhausted, DeviceFailed), match=f"cudaError {code}") as seen:
+            with pytest.raises((ArenaExhaustedError, DeviceError), match=f"cudaError {code}") as seen:
                 async with asyncio.timeout(BOUND_S):
                     await call(stager, tmp_path / "a")
-            assert type(seen.value) is (ArenaExhausted if code == 2 else DeviceFailed)
+            assert type(seen.value) is (ArenaExhaustedError if code == 2 else DeviceError)
             assert not (tmp_path / "a" / ".metadata").exists()
             await assert_works(stager, 2.0)
-            await sidestream.save(state_of(3.0), tmp_path / "b", stager=stager, durability="flush")
+            await sidestream.save(
+                state_of(3.0), tmp_path / "b", stager=stager, options=sidestream.SaveOptions(durability="flush")
+            )
 
     asyncio.run(run())
     torch.ones(1, device="cuda") + 1  # no error is left behind for the next kernel
@@ -165,15 +167,15 @@ def test_a_full_device(mode: StageMode) -> None:
             large, state = {"t": torch.full((4 * LARGE,), 5.0, device="cuda")}, state_of(5.0)
             synchronize()
             with no_device_memory():
-                if mode == "snapshot":
-                    with pytest.raises(ArenaExhausted, match=r'cuda:0 has no 16777216 bytes left.* mode="lazy"'):
+                if mode == "eager":
+                    with pytest.raises(ArenaExhaustedError, match=r'cuda:0 has no 16777216 bytes left.* mode="lazy"'):
                         stager.stage(large)
                 else:
                     copies = await stager.stage(large)
                     assert bool((copies["t"] == 5).all())
                     copies.release()
                     del copies
-                with pytest.raises(ArenaExhausted, match=r"copies of what must not wait: free device memory$"):
+                with pytest.raises(ArenaExhaustedError, match=r"copies of what must not wait: free device memory$"):
                     await stager.stage(state)  # small and conjugated tensors need some
                 stager.fence()
             await assert_works(stager, 6.0)
@@ -196,14 +198,14 @@ async def says_so(call: Callable[[], Any], text: str = "CUDA error: ") -> bool:
         result = call()
         if result is not None:
             await result
-    except DeviceFailed as error:
+    except DeviceError as error:
         if text not in str(error):
             raise
         return True
     return False
 
 
-@pytest.mark.parametrize(("mode", "code"), [("lazy", 700), ("snapshot", 719), ("hybrid", 214)])
+@pytest.mark.parametrize(("mode", "code"), [("lazy", 700), ("eager", 719), ("hybrid", 214)])
 def test_the_device_fails_at_each_copy(
     mode: StageMode, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,7 +224,11 @@ def test_the_device_fails_at_each_copy(
                 if failed:  # else this stage's copies would be the next to fail
                     await asyncio.to_thread(elsewhere, other)
                 target = tmp_path / f"{nth}"
-                not_saved = await says_so(lambda: sidestream.save(state, target, stager=stager, durability="flush"))
+                not_saved = await says_so(
+                    lambda: sidestream.save(
+                        state, target, stager=stager, options=sidestream.SaveOptions(durability="flush")
+                    )
+                )
                 assert (target / ".metadata").exists() is not not_saved
                 failed += not_saved
                 await stager.aclose()
@@ -275,12 +281,14 @@ def test_copies_that_never_end(mode: StageMode, tmp_path: Path) -> None:
         async with asyncio.timeout(BOUND_S):
             future = stager.stage(state)
             stager.fence()  # the device waits, the host does not
-            with pytest.raises(DeadlineExceeded):
-                await sidestream.save(state, tmp_path / "a", stager=stager, timeout_s=1.0)
+            with pytest.raises(DeadlineExceededError):
+                await sidestream.save(
+                    state, tmp_path / "a", stager=stager, options=sidestream.SaveOptions(timeout_s=1.0)
+                )
             assert not (tmp_path / "a" / ".metadata").exists()
-            with pytest.raises(DeadlineExceeded, match="did not end within timeout_s=5"):
+            with pytest.raises(DeadlineExceededError, match="did not end within timeout_s=5"):
                 await stager.aclose()
-            with pytest.raises(Closed):
+            with pytest.raises(ClosedError):
                 await future
         assert cudasim.state()["registrations"] != "0", "the device may still write into it"
         cudasim.hold_sides(False)
@@ -297,8 +305,8 @@ def test_a_load_onto_a_stream_that_stands_still(tmp_path: Path) -> None:
         synchronize()
         with cudasim.held(torch.cuda.current_stream()):
             async with asyncio.timeout(BOUND_S):
-                with pytest.raises(DeadlineExceeded):
-                    await sidestream.load(target, tmp_path / "a", timeout_s=1.0)
+                with pytest.raises(DeadlineExceededError):
+                    await sidestream.load(target, tmp_path / "a", options=sidestream.LoadOptions(timeout_s=1.0))
         synchronize()
         await sidestream.load(target, tmp_path / "a")
         assert bool((target["large"] == 1).all())
@@ -370,10 +378,12 @@ def test_a_capture_beside_every_call(mode: StageMode, tmp_path: Path) -> None:
             "save": lambda: sidestream.save(state, tmp_path / "b", stager=stager),
             "save without a stager": lambda: sidestream.save(state, tmp_path / "c"),
             "load": lambda: sidestream.load(target, tmp_path / "a"),
-            "load(atomic=True)": lambda: sidestream.load(target, tmp_path / "a", atomic=True),
+            "load(atomic=True)": lambda: sidestream.load(
+                target, tmp_path / "a", options=sidestream.LoadOptions(atomic=True)
+            ),
             "tensor": lambda: checkpoint.tensor("large", device="cuda:0"),
             "state_dict": lambda: checkpoint.state_dict(memory=torch.device("cuda:0")),
-            "Checkpointer.save": lambda: run.save(state, step=1),
+            "Checkpointer.save": lambda: run.async_save(state, step=1),
             "Checkpointer.restore": lambda: run.restore(target),
             "Checkpointer.aclose": run.aclose,
             "aclose": stager.aclose,
@@ -410,13 +420,13 @@ def test_every_call_within_a_capture(tmp_path: Path) -> None:
             synchronize()
             with torch.cuda.graph(graph):
                 result = source * 2
-                with pytest.raises(CapturingGraph):
+                with pytest.raises(GraphCaptureError):
                     stager.stage(state)
-                with pytest.raises(CapturingGraph):
+                with pytest.raises(GraphCaptureError):
                     await sidestream.save(state, tmp_path / "b", stager=stager)
-                with pytest.raises(CapturingGraph):
+                with pytest.raises(GraphCaptureError):
                     await sidestream.load(state, tmp_path / "a")
-                with pytest.raises(CapturingGraph):
+                with pytest.raises(GraphCaptureError):
                     await (await sidestream.open_checkpoint(tmp_path / "a")).tensor("large", device="cuda:0")
                 stager.statistics()
                 stager.trim()
@@ -438,7 +448,7 @@ def test_every_call_within_a_capture(tmp_path: Path) -> None:
 FORK = """
 import asyncio, os, sys, time
 import cudasim, torch, sidestream
-from sidestream.errors import ForkedProcess
+from sidestream.errors import ForkedProcessError
 from sidestream._staging import AsyncStager
 
 phase = sys.argv[1]
@@ -459,7 +469,7 @@ if child == 0:
     for call in (lambda: stager.stage({}), stager.synchronize_staging, stager.fence, lambda: stager.prewarm(1)):
         try:
             call()
-        except ForkedProcess:
+        except ForkedProcessError:
             refused += 1
     stager.close()
     asyncio.run(stager.aclose())
@@ -551,13 +561,13 @@ from sidestream._staging import AsyncStager
 phase, how = sys.argv[1:]
 source = torch.full((1 << 20,), 3.0, device="cuda")
 state = {"t": source, "s": source[:7].clone(), "c": torch.ones(1 << 19, dtype=torch.complex64, device="cuda").conj()}
-stager = AsyncStager(budget_bytes=1 << 28, mode="snapshot" if phase == "snapshot" else "lazy")
+stager = AsyncStager(budget_bytes=1 << 28, mode="eager" if phase == "eager" else "lazy")
 folder = pathlib.Path(tempfile.mkdtemp())
 
 
 async def main():
     keep = []
-    if phase in ("launched", "snapshot"):
+    if phase in ("launched", "eager"):
         keep.append(stager.stage(state))
     if phase == "registering":
         keep.append(stager.prewarm(1 << 27))
@@ -596,7 +606,7 @@ kept = asyncio.run(main())
 """
 
 
-PHASES = ("idle", "launched", "snapshot", "registering", "held", "closing", "copied", "saving", "loading")
+PHASES = ("idle", "launched", "eager", "registering", "held", "closing", "copied", "saving", "loading")
 EXITS = {
     "exit": (7, PHASES),
     "raise": (1, ("launched", "held", "saving", "loading")),

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*assuming the intent is to (save|load) in a single process.*:UserWarning"
 )
 
-MODES: tuple[StageMode, ...] = ("lazy", "snapshot", "hybrid")
+MODES: tuple[StageMode, ...] = ("lazy", "eager", "hybrid")
 SEED = int(os.environ.get("CUDASIM_SEED", "0"))
 BOUND_S = 120.0  # against a hang
 
@@ -100,18 +100,23 @@ def test_a_state_comes_back_to_its_devices(mode: StageMode, below: bool, saver: 
         async with AsyncStager(budget_bytes=(12 if below else 256) << 20, mode=mode) as stager:
             async with asyncio.timeout(BOUND_S):
                 pending = sidestream.async_save(
-                    state, tmp_path / "a", stager=stager, saver=saver, durability="flush", timeout_s=BOUND_S
+                    state,
+                    tmp_path / "a",
+                    stager=stager,
+                    options=sidestream.SaveOptions(writer=saver, durability="flush", timeout_s=BOUND_S),
                 )
                 await pending.staged
                 overwrite(state)  # at once
                 await pending
-        await sidestream.load(state, tmp_path / "a", timeout_s=BOUND_S)
+        await sidestream.load(state, tmp_path / "a", options=sidestream.LoadOptions(timeout_s=BOUND_S))
         assert_same(expected, home(state))
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             with cudasim.held(torch.cuda.default_stream(0)):  # a load is ordered with the current stream only
                 overwrite(state)
-                await sidestream.load(state, tmp_path / "a", atomic=True, timeout_s=BOUND_S)
+                await sidestream.load(
+                    state, tmp_path / "a", options=sidestream.LoadOptions(atomic=True, timeout_s=BOUND_S)
+                )
             torch.cuda.synchronize(0)
             found = home(state)
         assert_same(expected, found)
@@ -165,10 +170,12 @@ def test_a_training_is_resumed_to_equal_numbers(mode: StageMode, tmp_path: Path)
         first, losses = Training(), []
         async with AsyncStager(budget_bytes=1 << 26, mode=mode) as stager:
             guard = stager.guard(first.optimizer)
-            async with sidestream.Checkpointer(tmp_path / "run", stager=stager, durability="flush") as run:
+            async with sidestream.Checkpointer(
+                tmp_path / "run", stager=stager, save=sidestream.SaveOptions(durability="flush")
+            ) as run:
                 for number in range(5):
                     losses.append(first.step(number))
-                    saving = await run.save(first.state(), step=number)  # forward changes buffers meanwhile
+                    saving = await run.async_save(first.state(), step=number)  # forward changes buffers meanwhile
                 await saving
             guard.remove()
         for step in (4, 2):
@@ -182,7 +189,7 @@ def test_a_training_is_resumed_to_equal_numbers(mode: StageMode, tmp_path: Path)
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("kind", ["lazy", "snapshot", "hybrid", "blocking"])
+@pytest.mark.parametrize("kind", ["lazy", "eager", "hybrid", "blocking"])
 def test_dcp_calls_with_our_stagers(kind: Any, tmp_path: Path) -> None:
     stager: Any = (
         BlockingAsyncStager(budget_bytes=1 << 27)
@@ -220,11 +227,16 @@ def test_cancelled_saves_and_loads(tmp_path: Path) -> None:
     async def run() -> None:
         state = state_of()
         expected = home(state)
-        await sidestream.save(state, tmp_path / "a", durability="flush")
+        await sidestream.save(state, tmp_path / "a", options=sidestream.SaveOptions(durability="flush"))
         async with AsyncStager(budget_bytes=1 << 27) as stager:
             for number in range(12):
                 for call in (
-                    sidestream.save(state, tmp_path / f"b{number}", stager=stager, durability="flush"),
+                    sidestream.save(
+                        state,
+                        tmp_path / f"b{number}",
+                        stager=stager,
+                        options=sidestream.SaveOptions(durability="flush"),
+                    ),
                     sidestream.load(state, tmp_path / "a"),
                 ):
                     task: asyncio.Task[Any] = asyncio.create_task(call)
@@ -267,13 +279,13 @@ class Demo(train_live_model.Training):
 def test_the_training_of_the_demo_is_resumed_to_equal_weights(tmp_path: Path) -> None:
     async def run() -> None:
         first, losses, saves = Demo(), [], []
-        async with sidestream.Checkpointer(tmp_path / "run", durability="flush") as run:
+        async with sidestream.Checkpointer(tmp_path / "run", save=sidestream.SaveOptions(durability="flush")) as run:
             for number in range(4):
                 losses.append(first.step(number))  # while the last checkpoint is staged
                 for save in saves[-1:]:
                     await save.staged
                 first.apply_update()
-                saves.append(await run.save(first.state(), step=number))
+                saves.append(await run.async_save(first.state(), step=number))
             await saves[-1]
         second = Demo()
         second.step(100)

@@ -200,7 +200,7 @@ class Rank:
         try:
             writer = StorageWriter(self.directory / "alone")
             dcp.save(state_of(self.mesh), storage_writer=writer, use_collectives=False)
-        except sidestream.errors.InvalidOption as error:
+        except sidestream.errors.InvalidOptionError as error:
             return type(error).__name__
         return ""
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 import sidestream
 from sidestream import errors
 from sidestream.dcp import StorageReader, StorageWriter
-from sidestream.errors import Conflict, InvalidOption, NotShared, SidestreamError
+from sidestream.errors import CheckpointExistsError, InvalidOptionError, SidestreamError, StorageNotSharedError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable.*:UserWarning"),
@@ -188,14 +188,14 @@ def test_ranks_that_do_not_share_a_directory(tmp_path: Path) -> None:
     (attempt,) = tmp_path.iterdir()
     (shard,) = attempt.iterdir()
     shard.unlink()
-    with pytest.raises(NotShared, match=shard.name):
+    with pytest.raises(StorageNotSharedError, match=shard.name):
         writer.finish(metadata, [results])
     assert list(tmp_path.iterdir()) == []
 
     planner, (plan,), metadata = begun(writer, {"w": torch.ones(4)})
     (attempt,) = tmp_path.iterdir()
     attempt.rmdir()
-    with pytest.raises(NotShared):
+    with pytest.raises(StorageNotSharedError):
         writer.write_data(plan, planner)
     assert list(tmp_path.iterdir()) == []
 
@@ -205,7 +205,7 @@ def test_a_result_that_is_missing_is_never_committed(lost: str, tmp_path: Path) 
     writer = StorageWriter(tmp_path / "c")
     planner, (plan,), metadata = begun(writer, {"w": torch.ones(4), "n": 1})
     results = [result for result in writer.write_data(plan, planner).value() if result.index.fqn != lost]
-    with pytest.raises(InvalidOption, match="no rank wrote"):
+    with pytest.raises(InvalidOptionError, match="no rank wrote"):
         writer.finish(metadata, [results])
     assert list(tmp_path.iterdir()) == []
 
@@ -215,7 +215,7 @@ def test_somebody_else_was_faster(tmp_path: Path) -> None:
     planner, (plan,), metadata = begun(writer, {"w": torch.ones(4)})
     results = writer.write_data(plan, planner).value()
     OURS.save({"w": torch.zeros(4)}, tmp_path / "c")
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         writer.finish(metadata, [results])
     assert_same({"w": torch.zeros(4)}, OURS.load({"w": torch.ones(4)}, tmp_path / "c"))
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
@@ -223,9 +223,9 @@ def test_somebody_else_was_faster(tmp_path: Path) -> None:
 
 def test_steps_out_of_order(tmp_path: Path) -> None:
     writer, reader = StorageWriter(tmp_path / "c"), StorageReader(tmp_path / "c")
-    with pytest.raises(InvalidOption, match="comes first"):
+    with pytest.raises(InvalidOptionError, match="comes first"):
         writer.prepare_global_plan([])
-    with pytest.raises(InvalidOption, match="comes first"):
+    with pytest.raises(InvalidOptionError, match="comes first"):
         reader.read_data(dcp.LoadPlan([]), dcp.DefaultLoadPlanner())
 
 
@@ -238,8 +238,10 @@ def test_writer_and_reader_travel_to_another_process(tmp_path: Path) -> None:
 
 
 def error_of(kind: type[SidestreamError]) -> SidestreamError:
-    if issubclass(kind, errors.RankFailures):
-        told = errors.RankFailure(1, "writing", "NoSpace", "what was said", errors.NoSpace(28, "what was said", "/a/b"))
+    if issubclass(kind, errors.RankFailuresError):
+        told = errors.RankFailure(
+            1, "writing", "NoSpaceError", "what was said", errors.NoSpaceError(28, "what was said", "/a/b")
+        )
         return kind([told, errors.RankFailure(0, "planning", "RankDied", "its connection was closed")])
     return kind(2, "what was said", "/a/b") if issubclass(kind, OSError) else kind("what was said")
 

@@ -32,6 +32,7 @@ from _dcp_kinds import (
     RenamingLoadPlanner,
     SilentHalfPlanner,
 )
+from keywords import for_save
 from states import SAVED_DTYPES, assert_same, filled
 from stock import blank, nested_state
 from torch.distributed.checkpoint.api import CheckpointException
@@ -41,7 +42,14 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 import sidestream
 from sidestream.dcp import StorageReader, StorageWriter
-from sidestream.errors import Conflict, Corrupt, DtypeMismatch, InvalidOption, UnsafeObject, UnsupportedTensor
+from sidestream.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    DtypeMismatchError,
+    InvalidOptionError,
+    UnsafeObjectError,
+    UnsupportedTensorError,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable.*:UserWarning"),
@@ -201,8 +209,8 @@ async def test_bytes_of_a_planner_are_handed_to_nobody_who_did_not_ask(tmp_path:
         OURS.save({"w": torch.randn(8), "config": [1]}, tmp_path / "c", JsonPlanner())
     with pytest.raises(CheckpointException) as failure:
         OURS.load({"config": [2]}, tmp_path / "c")
-    assert isinstance(only(failure), UnsafeObject)
-    with pytest.raises(UnsafeObject, match="planner wrote it"):
+    assert isinstance(only(failure), UnsafeObjectError)
+    with pytest.raises(UnsafeObjectError, match="planner wrote it"):
         await sidestream.load({"config": [2]}, tmp_path / "c")
     await sidestream.load({"w": torch.zeros(8)}, tmp_path / "c")
 
@@ -263,7 +271,7 @@ def test_a_failure_in_a_thread_of_the_writers(kind: Kind, tmp_path: Path) -> Non
             return super().resolve_data(write_item)
 
     state = {f"t{number}": torch.ones(8) for number in range(8)}
-    kind.save(state, tmp_path / "c", Planner(), **({} if kind.ours else {"thread_count": 2}))
+    kind.save(state, tmp_path / "c", Planner(), **for_save(**{} if kind.ours else {"thread_count": 2}))
     if kind.ours:
         assert_same(state, kind.load(blank(state), tmp_path / "c"))
     else:
@@ -280,7 +288,7 @@ def test_plans_that_do_not_hold_are_refused(kind: Kind, tmp_path: Path) -> None:
     if kind.ours:
         with pytest.raises(CheckpointException) as failure:
             kind.save({"w": torch.ones(8)}, tmp_path / "c", planner=Lying())
-        assert isinstance(only(failure), InvalidOption)
+        assert isinstance(only(failure), InvalidOptionError)
         assert list(tmp_path.iterdir()) == []
     else:
         kind.save({"w": torch.ones(8)}, tmp_path / "c", planner=Lying())  # and nobody can load it
@@ -317,7 +325,7 @@ def test_a_target_that_is_not_empty(kind: Kind, tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
     with pytest.raises(CheckpointException) as failure:
         kind.save({"n": 3}, tmp_path / "c", overwrite=False)
-    assert isinstance(only(failure), Conflict if kind.ours else RuntimeError)
+    assert isinstance(only(failure), CheckpointExistsError if kind.ours else RuntimeError)
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
     assert hidden(tmp_path) == []
 
@@ -367,7 +375,7 @@ def test_overwriting_where_directories_cannot_be_exchanged(tmp_path: Path, monke
     monkeypatch.setattr(local, "exchanges", lambda directory: False)
     with pytest.raises(CheckpointException) as failure:
         OURS.save({"n": 2}, tmp_path / "c", overwrite=True)
-    assert isinstance(only(failure), Conflict)
+    assert isinstance(only(failure), CheckpointExistsError)
     assert OURS.load({"n": 0}, tmp_path / "c") == {"n": 1}
     assert hidden(tmp_path) == []
     OURS.save({"n": 2}, tmp_path / "d", overwrite=True)  # nothing is there to exchange
@@ -396,11 +404,11 @@ def test_what_dcp_asks_by_isinstance(tmp_path: Path) -> None:
 
 
 def test_bad_options_are_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption):
+    with pytest.raises(InvalidOptionError):
         StorageWriter(tmp_path / "c", durability="maybe")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption):
+    with pytest.raises(InvalidOptionError):
         StorageReader(tmp_path / "c", trust="yes")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption):
+    with pytest.raises(InvalidOptionError):
         StorageWriter("/")
 
 
@@ -428,7 +436,7 @@ def test_dtypes_that_differ(kind: Kind, tmp_path: Path) -> None:
     if kind.ours:
         with pytest.raises(CheckpointException) as failure:
             kind.load(target, tmp_path / "c")
-        assert isinstance(only(failure), DtypeMismatch)
+        assert isinstance(only(failure), DtypeMismatchError)
         assert_same({"w": torch.zeros(8, dtype=torch.int8)}, target)
     else:  # stock cuts the fractions off, in silence
         assert_same({"w": torch.ones(8, dtype=torch.int8)}, kind.load(target, tmp_path / "c"))
@@ -448,7 +456,7 @@ def test_an_altered_byte(writer: Kind, kind: Kind, tmp_path: Path) -> None:
         with pytest.raises(CheckpointException) as failure:
             kind.load(target, tmp_path / "c")
         error = only(failure)
-        assert isinstance(error, Corrupt)
+        assert isinstance(error, CorruptCheckpointError)
         assert (error.file, error.fqn) == (shard.name, "w")
     else:  # stock loads it
         assert not torch.equal(kind.load(target, tmp_path / "c")["w"], state["w"])
@@ -494,18 +502,18 @@ class Hostile:
 async def test_objects(kind: Kind, tmp_path: Path) -> None:
     """Stock unpickles whatever is there. Ours saves it all the same, and reads what the caller allows."""
     state = {"config": Config(), "w": torch.ones(3)}
-    kind.save(state, tmp_path / "c", **({"allow": [Config]} if kind.ours else {}))
+    kind.save(state, tmp_path / "c", **for_save(**{"safe_globals": [Config]} if kind.ours else {}))
     if not kind.ours:
         assert_same(state, kind.load(blank(state), tmp_path / "c"))
     with pytest.raises(CheckpointException) as failure:
         OURS.load(blank(state), tmp_path / "c")
-    assert isinstance(only(failure), UnsafeObject)
-    assert_same(state, OURS.load(blank(state), tmp_path / "c", allow=[Config]))
+    assert isinstance(only(failure), UnsafeObjectError)
+    assert_same(state, OURS.load(blank(state), tmp_path / "c", safe_globals=[Config]))
     assert_same(state, OURS.load(blank(state), tmp_path / "c", trust="pickle"))
     target = blank(state)
-    await sidestream.load(target, tmp_path / "c", allow=[Config])
+    await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(safe_globals=[Config]))
     assert_same(state, target)
-    with pytest.raises(UnsafeObject, match="Config"):
+    with pytest.raises(UnsafeObjectError, match="Config"):
         await sidestream.load(blank(state), tmp_path / "c")
 
 
@@ -516,7 +524,7 @@ def test_code_in_a_checkpoint(kind: Kind, tmp_path: Path) -> None:
     if kind.ours:
         with pytest.raises(CheckpointException) as failure:
             kind.load({"n": 0}, tmp_path / "c")
-        assert isinstance(only(failure), UnsafeObject)
+        assert isinstance(only(failure), UnsafeObjectError)
         assert ran == []
     else:
         kind.load({"n": 0}, tmp_path / "c")
@@ -541,7 +549,7 @@ def test_tensors_that_have_no_bytes_are_refused_by_name(layout: str, tmp_path: P
     tensor = torch.eye(3).to_sparse() if layout == "sparse" else torch.empty(3, device="meta")
     with pytest.raises(CheckpointException) as failure:
         OURS.save({"deep": {"odd": tensor}}, tmp_path / "c")
-    assert isinstance(only(failure), UnsupportedTensor)
+    assert isinstance(only(failure), UnsupportedTensorError)
     assert "deep.odd" in str(only(failure))
     assert list(tmp_path.iterdir()) == []
 
@@ -555,7 +563,7 @@ async def test_zstd(kind: Kind, tmp_path: Path) -> None:
 
     state = {"w": torch.zeros(1 << 18), "v": torch.randn(300)[::3], "n": {"a": 1}, "s": torch.tensor(3)}
     option = "extensions" if kind.ours else "_extensions"
-    written = kind.save(state, tmp_path / "c", **{option: [ZStandard()]})
+    written = kind.save(state, tmp_path / "c", **for_save(**{option: [ZStandard()]}))
     places = written.storage_data if kind.ours else written.storage_data or {}  # stock of torch 2.11 returns none
     assert all(place.transform_descriptors == ["stream.zstd/1"] for place in places.values())
     assert sum(path.stat().st_size for path in (tmp_path / "c").iterdir()) < 1 << 18
@@ -627,7 +635,10 @@ async def test_object_storage(bucket: str) -> None:
     assert_same(state, target)
     files = {Path(name).name for name in fsspec.filesystem("memory").ls(f"{bucket}/c", detail=False)}
     assert {place.relative_path for place in written.storage_data.values()} <= files
-    for overwrite, error in ((False, Conflict), (True, InvalidOption)):  # memory:// has no puts on a condition
+    for overwrite, error in (
+        (False, CheckpointExistsError),
+        (True, InvalidOptionError),
+    ):  # memory:// has no puts on a condition
         with pytest.raises(CheckpointException) as failure:
             dcp.save(state, storage_writer=StorageWriter(f"{bucket}/c", overwrite=overwrite))
         assert isinstance(only(failure), error)
@@ -657,10 +668,10 @@ def test_credentials_stay_when_the_checkpoint_id_changes(tmp_path: Path) -> None
     for face in ours:
         face.reset("s3://box/b")
         assert face.checkpoint_id.endswith("box/b")
-        assert face._address._options[0] == options
+        assert face._address._storage["options"] == options
         assert "hidden" not in repr(face) + str(vars(face._address.located("s3://box/b").store))
         again = pickle.loads(pickle.dumps(face))  # to the process that DCP starts
-        assert again._address._options[0] == options
+        assert again._address._storage["options"] == options
     stock = FSSPEC.writer("memory://box/a", auto_mkdir=False)
     assert stock.fs.fs.storage_options == {"auto_mkdir": False}
     stock.reset("memory://box/b")

@@ -113,10 +113,10 @@ def test_a_rank_that_fails_fails_all_and_nothing_is_visible(told: Told) -> None:
 
 def test_what_stands_in_the_way_is_told_to_all(told: Told) -> None:
     for rank in told.ranks:
-        assert rank["conflict"] == {"0": "Conflict"}
-        assert rank["not_shared"] == {"1": "NotShared"}
-        assert rank["other_names"] == {"1": "InvalidOption"}
-        assert rank["no_collectives"] == "InvalidOption"
+        assert rank["conflict"] == {"0": "CheckpointExistsError"}
+        assert rank["not_shared"] == {"1": "StorageNotSharedError"}
+        assert rank["other_names"] == {"1": "InvalidOptionError"}
+        assert rank["no_collectives"] == "InvalidOptionError"
 
 
 def test_object_storage_with_credentials_of_its_own(told: Told) -> None:

@@ -33,7 +33,7 @@ from sidestream._format.values import pickle_node
 from sidestream._layout.values import decode_value, encode_value
 from sidestream._runtime.threads import run_sliced
 from sidestream.dcp import StorageReader, StorageWriter
-from sidestream.errors import Corrupt, InvalidOption, UnsafeObject
+from sidestream.errors import CorruptCheckpointError, InvalidOptionError, UnsafeObjectError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable.*:UserWarning"),
@@ -58,13 +58,17 @@ def check_stream(found: Any, content: bytes = CONTENT, position: int = 7) -> Non
 
 SAVERS = {
     "sidestream": lambda state, path: sidestream.save(state, path),
-    "planner": lambda state, path: sidestream.save(state, path, planner=DefaultSavePlanner()),
+    "planner": lambda state, path: sidestream.save(
+        state, path, options=sidestream.SaveOptions(planner=DefaultSavePlanner())
+    ),
     "StorageWriter": lambda state, path: asyncio.to_thread(OURS.save, state, path),
     "stock": lambda state, path: asyncio.to_thread(FILE.save, state, path),
 }
 LOADERS = {
     "sidestream": lambda state, path: sidestream.load(state, path),
-    "planner": lambda state, path: sidestream.load(state, path, planner=DefaultLoadPlanner()),
+    "planner": lambda state, path: sidestream.load(
+        state, path, options=sidestream.LoadOptions(planner=DefaultLoadPlanner())
+    ),
     "StorageReader": lambda state, path: asyncio.to_thread(OURS.load, state, path),
     "stock": lambda state, path: asyncio.to_thread(FILE.load, state, path),
 }
@@ -117,12 +121,12 @@ async def test_a_bytes_io_that_is_more_than_data_is_refused(what: str, tmp_path:
         value.name = "losses.bin"  # type: ignore[attr-defined]
     if what == "closed":
         value.close()
-    with pytest.raises(UnsafeObject, match="losses"):
+    with pytest.raises(UnsafeObjectError, match="losses"):
         await sidestream.save({"losses": value}, tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
     if what != "closed":
         FILE.save({"losses": value}, tmp_path / "stock")
-        with pytest.raises(UnsafeObject, match="losses"):
+        with pytest.raises(UnsafeObjectError, match="losses"):
             await sidestream.load({"losses": None}, tmp_path / "stock")
 
 
@@ -130,9 +134,9 @@ async def test_a_bytes_io_that_is_more_than_data_is_refused(what: str, tmp_path:
     "content", [["YWI=", 3], ["YWI=", -1], ["YWI=", True], ["YWI=", 1.0], ["YWI="], "YWI=", ["?", 0]]
 )
 def test_a_bytes_io_that_no_writer_of_ours_makes(content: Any) -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptCheckpointError):
         run_sliced(decode_value({"bytesio": content}, "losses"))
-    with pytest.raises((Corrupt, ValueError)):
+    with pytest.raises((CorruptCheckpointError, ValueError)):
         pickle_node({"bytesio": content})
 
 
@@ -172,11 +176,11 @@ def test_the_writer_says_by_name_what_its_reader_refuses(kind: str, tmp_path: Pa
     with pytest.warns(UserWarning, match=r"refuses to load 1 of the values.*deep\.odd \(.*StorageWriter") as told:
         OURS.save(state, tmp_path / "c")
     assert sum("refuses to load" in str(one.message) for one in told) == 1
-    with pytest.raises(CheckpointException, match="UnsafeObject"):
+    with pytest.raises(CheckpointException, match="UnsafeObjectError"):
         OURS.load({"deep": {"odd": None}}, tmp_path / "c")
     target: dict[str, Any] = {"deep": {"odd": None}}
-    assert OURS.load(target, tmp_path / "c", allow=types)["deep"]["odd"] == (value,)
-    OURS.save(state, tmp_path / "allowed", allow=types)  # nothing to say: a warning would be an error
+    assert OURS.load(target, tmp_path / "c", safe_globals=types)["deep"]["odd"] == (value,)
+    OURS.save(state, tmp_path / "allowed", safe_globals=types)  # nothing to say: a warning would be an error
     OURS.save(state, tmp_path / "trusted", trust="pickle")
 
 
@@ -195,10 +199,14 @@ def test_values_that_went_through_an_extension_are_named_too(tmp_path: Path) -> 
 
 
 async def test_a_save_with_a_planner_says_it_too(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"p \(.*PosixPath.*allow=\[\.\.\.\] with the types to sidestream\.load"):
-        await sidestream.save({"p": Path("x"), "w": torch.ones(2)}, tmp_path / "c", planner=DefaultSavePlanner())
+    with pytest.warns(UserWarning, match=r"p \(.*PosixPath.*safe_globals=\[\.\.\.\] with the types"):
+        await sidestream.save(
+            {"p": Path("x"), "w": torch.ones(2)},
+            tmp_path / "c",
+            options=sidestream.SaveOptions(planner=DefaultSavePlanner()),
+        )
     # Only this planner knows the format of its bytes, so there is no warning.
-    await sidestream.save({"n": 1}, tmp_path / "own", planner=JsonPlanner())
+    await sidestream.save({"n": 1}, tmp_path / "own", options=sidestream.SaveOptions(planner=JsonPlanner()))
 
 
 async def test_a_value_too_large_to_be_read(tmp_path: Path) -> None:
@@ -215,9 +223,9 @@ def test_path_is_url(tmp_path: Path) -> None:
     dcp.load(target, storage_reader=StorageReader(path=str(tmp_path / "c")), no_dist=True)
     assert target == {"n": 1}
     for face in (StorageWriter, StorageReader):
-        with pytest.raises(InvalidOption, match="the same option"):
+        with pytest.raises(InvalidOptionError, match="the same option"):
             face(tmp_path / "c", path=tmp_path / "c")
-        with pytest.raises(InvalidOption, match="pass url="):
+        with pytest.raises(InvalidOptionError, match="pass url="):
             face()
 
 
@@ -254,13 +262,13 @@ def test_keywords_without_a_meaning_are_taken_with_a_warning(options: Any, word:
     ],
 )
 def test_keywords_that_ask_for_something_else_are_refused(options: Any, instead: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match=instead):
+    with pytest.raises(InvalidOptionError, match=instead):
         StorageWriter(tmp_path / "c", **options)
 
 
 def test_keywords_of_the_reader_that_are_refused(tmp_path: Path) -> None:
     for options, instead in (({"target_dtype": torch.float32}, "quantized"), ({"token": "t"}, "storage_options=")):
-        with pytest.raises(InvalidOption, match=instead):
+        with pytest.raises(InvalidOptionError, match=instead):
             StorageReader(tmp_path / "c", **options)  # type: ignore[arg-type]
 
 
@@ -304,7 +312,7 @@ class Rot13(StreamTransformExtension):
 @pytest.mark.parametrize("extensions", [[Rot13()], [ZStandard(), Rot13()], [ZStandard(), ZStandard()]])
 def test_an_extension_that_no_reader_of_ours_undoes_is_refused_by_name(extensions: Any, tmp_path: Path) -> None:
     for name in ("extensions", "_extensions"):
-        with pytest.raises(InvalidOption, match=extensions[-1].get_descriptor()):
+        with pytest.raises(InvalidOptionError, match=extensions[-1].get_descriptor()):
             StorageWriter(tmp_path / "c", **{name: extensions})
     registry = ExtensionRegistry()
     registry.register(Rot13)
@@ -372,7 +380,9 @@ STATE = {"w": torch.arange(4.0), "n": 3, "none": None, "deep": {"t": torch.ones(
 async def test_a_planner_that_loads_without_a_template(saver: str, tmp_path: Path) -> None:
     await SAVERS[saver](STATE, tmp_path / "c")
     everything: dict[str, Any] = {}
-    report = await sidestream.load(everything, tmp_path / "c", planner=_EmptyStateDictLoadPlanner())
+    report = await sidestream.load(
+        everything, tmp_path / "c", options=sidestream.LoadOptions(planner=_EmptyStateDictLoadPlanner())
+    )
     expected: dict[str, Any] = {}
     dcp.state_dict_loader._load_state_dict(
         expected, FILE.reader(str(tmp_path / "c")), no_dist=True, planner=_EmptyStateDictLoadPlanner()
@@ -382,29 +392,35 @@ async def test_a_planner_that_loads_without_a_template(saver: str, tmp_path: Pat
         set(report.loaded) == {"w", "n", "none", "deep.t", "deep.list.0", "deep.list.1"} or "deep.list" in report.loaded
     )
     some: dict[str, Any] = {}
-    await sidestream.load(some, tmp_path / "c", planner=_EmptyStateDictLoadPlanner(keys={"deep"}))
+    await sidestream.load(
+        some, tmp_path / "c", options=sidestream.LoadOptions(planner=_EmptyStateDictLoadPlanner(keys={"deep"}))
+    )
     assert_same({"deep": expected["deep"]}, some)
 
 
 def test_a_planner_that_adds_keys_without_a_loop(tmp_path: Path) -> None:
     sidestream.blocking.save(STATE, tmp_path / "c")
     target: dict[str, Any] = {"w": torch.zeros(4)}
-    sidestream.blocking.load(target, tmp_path / "c", planner=Adds())
+    sidestream.blocking.load(target, tmp_path / "c", options=sidestream.LoadOptions(planner=Adds()))
     assert_same({"w": STATE["w"], "n": 3, "none": None}, target)
     everything: dict[str, Any] = {}
-    sidestream.blocking.load(everything, tmp_path / "c", planner=_EmptyStateDictLoadPlanner())
+    sidestream.blocking.load(
+        everything, tmp_path / "c", options=sidestream.LoadOptions(planner=_EmptyStateDictLoadPlanner())
+    )
     assert everything["n"] == 3
 
 
 async def test_a_planner_that_adds_keys_to_what_takes_none(tmp_path: Path) -> None:
     await sidestream.save(STATE, tmp_path / "c")
     weight = torch.zeros(4)
-    with pytest.raises(InvalidOption, match="Adds adds 'n', 'none' to the state, which is a mappingproxy"):
-        await sidestream.load(MappingProxyType({"w": weight}), tmp_path / "c", planner=Adds())
+    with pytest.raises(InvalidOptionError, match="Adds adds 'n', 'none' to the state, which is a mappingproxy"):
+        await sidestream.load(
+            MappingProxyType({"w": weight}), tmp_path / "c", options=sidestream.LoadOptions(planner=Adds())
+        )
     assert not weight.any()
     values = MappingProxyType({"n": 0})
-    with pytest.raises(InvalidOption, match="AddsLate adds 'late'"):
-        await sidestream.load(values, tmp_path / "c", planner=AddsLate())
+    with pytest.raises(InvalidOptionError, match="AddsLate adds 'late'"):
+        await sidestream.load(values, tmp_path / "c", options=sidestream.LoadOptions(planner=AddsLate()))
 
 
 # --- attributes of tensors -------------------------------------------------------------------------------------------
@@ -466,7 +482,7 @@ async def test_a_planner_sees_the_attributes_of_the_staged_copy(tmp_path: Path) 
     expected = {"trained", "n"}
     written = await asyncio.to_thread(FILE.save, state, tmp_path / "stock", Thawed())
     assert set(written.state_dict_metadata) == expected
-    await sidestream.save(state, tmp_path / "ours", planner=Thawed())
+    await sidestream.save(state, tmp_path / "ours", options=sidestream.SaveOptions(planner=Thawed()))
     assert set(await sidestream.open_checkpoint(tmp_path / "ours")) == expected
     async with sidestream.AsyncStager() as stager:
         answer = dcp.async_save(

@@ -28,7 +28,7 @@ from sidestream._format.dcp.metadata import read_dcp_metadata
 from sidestream._format.records import DTYPES, Chunk, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from sidestream._format.validate import validate
 from sidestream._runtime.threads import run_sliced
-from sidestream.errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint
+from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError, UnsupportedCheckpointError
 
 
 def save(state: dict[str, Any], folder: Path, **options: Any) -> Manifest:
@@ -162,7 +162,7 @@ def test_legacy_properties() -> None:
 def test_what_is_not_supported() -> None:
     metadata = small_metadata()
     metadata.storage_data[MetadataIndex("w", [0, 0])].transform_descriptors = ["stream.zstd"]
-    with pytest.raises(UnsupportedCheckpoint, match="'w'"):
+    with pytest.raises(UnsupportedCheckpointError, match="'w'"):
         run_sliced(read_dcp_metadata(pickled(metadata)))
 
 
@@ -223,7 +223,7 @@ def strange(name: str, value: Any) -> Any:
 def test_damage(damage: Any) -> None:
     metadata = small_metadata()
     damage(metadata)
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptCheckpointError):
         run_sliced(read_dcp_metadata(pickled(metadata)))
 
 
@@ -247,11 +247,11 @@ def test_damaged_entries() -> None:
     ):
         metadata = small_metadata()
         setattr(metadata.state_dict_metadata["w"], name, value)
-        with pytest.raises(Corrupt) as caught:
+        with pytest.raises(CorruptCheckpointError) as caught:
             run_sliced(read_dcp_metadata(pickled(metadata)))
         assert caught.value.fqn == "w"
     for data in (pickle.dumps(None), pickle.dumps({}), pickled(StorageMeta())):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptCheckpointError):
             run_sliced(read_dcp_metadata(data))
 
 
@@ -268,7 +268,7 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path) -> None:
     for name in ("sidestream", "storage_meta", "planner_data"):
         metadata = small_metadata()
         setattr(metadata, name, {"x": Exec(marker)})
-        with pytest.raises(UnsafeObject, match="system"):
+        with pytest.raises(UnsafeObjectError, match="system"):
             run_sliced(read_dcp_metadata(pickled(metadata)))
     assert not marker.exists()
 
@@ -288,14 +288,14 @@ def test_shared_parts_cannot_make_the_walk_long() -> None:
     bombs.append(Metadata(dict.fromkeys(tensors, huge_size), None, storage))
     for bomb in bombs:
         data = pickled(bomb)
-        with processor_budget(5), pytest.raises(Corrupt):
+        with processor_budget(5), pytest.raises(CorruptCheckpointError):
             run_sliced(read_dcp_metadata(data))
 
 
 def test_truncation_at_every_byte() -> None:
     data = pickled(small_metadata())
     for end in range(len(data)):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptCheckpointError):
             run_sliced(read_dcp_metadata(data[:end]))
 
 

@@ -26,7 +26,7 @@ from sidestream._format.dcp.metadata import read_dcp_metadata
 from sidestream._format.records import DTYPES, Node, TensorEntry, ValueEntry
 from sidestream._format.torch_zip.item import TensorPayload, open_tensor_item, open_value_item
 from sidestream._runtime.threads import run_sliced
-from sidestream.errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint
+from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError, UnsupportedCheckpointError
 
 
 class Source(io.BytesIO):
@@ -92,7 +92,7 @@ def rebuilt(data: bytes, payload: TensorPayload) -> torch.Tensor:
 def test_the_format_before_zips_is_refused_by_name(opened: Any) -> None:
     buffer = io.BytesIO()
     torch.save(torch.ones(3), buffer, _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedCheckpoint, match="before zips"):
+    with pytest.raises(UnsupportedCheckpointError, match="before zips"):
         opened(buffer.getvalue())
 
 
@@ -135,7 +135,7 @@ def test_views(tensor: torch.Tensor) -> None:
 
 
 def test_lazy_conjugation_is_refused() -> None:
-    with pytest.raises(UnsupportedCheckpoint, match="conj"):
+    with pytest.raises(UnsupportedCheckpointError, match="conj"):
         tensor_of(saved(torch.ones(2, dtype=torch.complex64).conj()))
 
 
@@ -203,9 +203,9 @@ def test_a_tensor_stays_within_its_storage() -> None:
         (0, (2, 3), (3, 1), 6, "../data.pkl"),
     ):
         item = crafted(rebuild_v2(*arguments), _0=payload)
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptCheckpointError):
             tensor_of(item)
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptCheckpointError):
             value_of(item)
 
 
@@ -213,7 +213,7 @@ def test_a_tensor_stays_within_its_storage() -> None:
     "value", [None, 1, [torch.ones(2)], {"a": torch.ones(2)}, torch.Size([1]), b"x", torch.float32]
 )
 def test_no_tensor(value: object) -> None:
-    with pytest.raises((Corrupt, UnsafeObject)):
+    with pytest.raises((CorruptCheckpointError, UnsafeObjectError)):
         tensor_of(saved(value))
 
 
@@ -222,12 +222,12 @@ def test_foreign_tensor_types_are_refused_by_name() -> None:
         warnings.simplefilter("ignore")
         quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     for tensor in (quantized, torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
-        with pytest.raises(UnsafeObject, match=r"torch\._utils\._rebuild_"):
+        with pytest.raises(UnsafeObjectError, match=r"torch\._utils\._rebuild_"):
             value_of(saved(tensor))
-    with pytest.raises(UnsafeObject, match=r"torch\._utils\._rebuild_"):
+    with pytest.raises(UnsafeObjectError, match=r"torch\._utils\._rebuild_"):
         tensor_of(saved(torch.ones(2, device="meta")))
     for tensor, kind in ((quantized, "a quantized tensor"), (torch.eye(2).to_sparse(), "a sparse tensor")):
-        with pytest.raises(UnsupportedCheckpoint, match=kind):
+        with pytest.raises(UnsupportedCheckpointError, match=kind):
             tensor_of(saved(tensor))
 
 
@@ -347,7 +347,7 @@ def test_what_is_not_data_is_refused_by_name() -> None:
         (torch.float32.to_complex, "getattr"),
         (attributed, "OrderedDict"),
     ):
-        with pytest.raises(UnsafeObject, match=name):
+        with pytest.raises(UnsafeObjectError, match=name):
             value_of(saved(value))
 
 
@@ -359,7 +359,7 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path) -> None:
         (exec, f"open({str(marker)!r}, 'w')", r"builtins\.exec"),
     ):
         for opened in (tensor_of, value_of):
-            with pytest.raises(UnsafeObject, match=name):
+            with pytest.raises(UnsafeObjectError, match=name):
                 opened(saved({"x": Exec(function, argument)}))
     assert not marker.exists()
 
@@ -385,7 +385,7 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path) -> None:
     ],
 )
 def test_calls_that_make_no_sense(pickled: bytes) -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptCheckpointError):
         value_of(crafted(pickled))
 
 
@@ -409,7 +409,7 @@ def test_bombs_end_soon_and_small() -> None:
         crafted(rebuild_v2(0, (1 << 20, 1 << 20), (0, 0), 1), _0=bytes(4)),
     ]
     for bomb in bombs:
-        with processor_budget(3), pytest.raises(Corrupt):
+        with processor_budget(3), pytest.raises(CorruptCheckpointError):
             value_of(bomb)
         assert peak_of(value_of, bomb) < 200 << 20
 
@@ -444,9 +444,9 @@ def test_zips_that_torch_does_not_write() -> None:
         zipped({"a/data.pkl": pickled, "a/byteorder": b"middle"}),
         zipped({}),
     ):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptCheckpointError):
             value_of(item)
-    with pytest.raises(UnsupportedCheckpoint, match="endian"):
+    with pytest.raises(UnsupportedCheckpointError, match="endian"):
         value_of(zipped({"a/data.pkl": pickled, "a/byteorder": b"big"}))
     assert value_of(zipped({"a/data.pkl": pickled, "a/byteorder": b"little"})) == 1
     buffer = io.BytesIO()
@@ -454,18 +454,18 @@ def test_zips_that_torch_does_not_write() -> None:
         warnings.simplefilter("ignore", UserWarning)
         for value in (1, 2):
             archive.writestr("a/data.pkl", pickle.dumps(value, 2))
-    with pytest.raises(Corrupt, match="two records"):
+    with pytest.raises(CorruptCheckpointError, match="two records"):
         value_of(buffer.getvalue())
     encrypted = bytearray(zipped({"a/data.pkl": pickled}))
     encrypted[encrypted.index(b"PK\x01\x02") + 8] |= 1
-    with pytest.raises(Corrupt, match="encrypted"):
+    with pytest.raises(CorruptCheckpointError, match="encrypted"):
         value_of(bytes(encrypted))
 
 
 def test_an_altered_pickle_is_found_by_its_checksum() -> None:
     item = bytearray(saved("some text"))
     item[item.index(b"some text")] ^= 1
-    with pytest.raises(Corrupt, match="CRC"):
+    with pytest.raises(CorruptCheckpointError, match="CRC"):
         value_of(bytes(item))
 
 
@@ -480,14 +480,14 @@ def test_claims_of_gigabytes_are_not_believed() -> None:
             for opened in (tensor_of, value_of):
                 assert peak_of(opened, bytes(claimed)) < 1 << 20
                 if field != 42:  # where a record lies matters only when it is opened
-                    with pytest.raises(Corrupt):
+                    with pytest.raises(CorruptCheckpointError):
                         opened(bytes(claimed))
             position = item.find(b"PK\x01\x02", position + 4)
 
 
 def test_a_huge_directory_is_not_read() -> None:
     item = zipped({"a/data.pkl": pickle.dumps(1, 2)} | {f"a/{index:0100}": b"" for index in range(40_000)})
-    with pytest.raises(Corrupt, match="directory"):
+    with pytest.raises(CorruptCheckpointError, match="directory"):
         value_of(item)
 
 

@@ -13,9 +13,9 @@ from hangs import processor_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidestream._format.pickles.unpickle import Call, Global, Limits, Pairs, Persistent, decode
+from sidestream._format.pickles.unpickle import Global, Limits, Pairs, Persistent, PickledCall, decode
 from sidestream._runtime.threads import run_sliced
-from sidestream.errors import Corrupt, SidestreamError, UnsafeObject
+from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError
 
 ALLOWED = frozenset(f"builtins.{name}" for name in ("set", "frozenset", "complex", "bytes", "bytearray")) | {
     "_codecs.encode",
@@ -29,7 +29,7 @@ def rebuilt(part: object) -> Any:
         return type(part)(rebuilt(item) for item in part)
     if isinstance(part, Pairs):
         return {rebuilt(key): rebuilt(value) for key, value in part}
-    if isinstance(part, Call):
+    if isinstance(part, PickledCall):
         kinds = {"set": set, "frozenset": frozenset, "complex": complex, "bytes": bytes, "bytearray": bytearray}
         args = [rebuilt(arg) for arg in part.args]
         if part.function == "_codecs.encode":
@@ -90,7 +90,7 @@ def test_records() -> None:
     assert isinstance(persistent, Persistent)
     assert persistent.id == 1
     call = run_sliced(decode(b"\x80\x02cbuiltins\nset\n)R}b.", ALLOWED))
-    assert isinstance(call, Call)
+    assert isinstance(call, PickledCall)
     assert (call.function, call.args, call.items) == ("builtins.set", (), None)
     assert isinstance(call.state, Pairs)
 
@@ -117,7 +117,7 @@ def test_code_is_refused_by_name_and_not_run(protocol: int, tmp_path: Any) -> No
             data = pickle.dumps({"a": [Exec(function, *args)]}, protocol)
         except TypeError:  # a module as an argument cannot be pickled; the name comes first all the same
             data = b"\x80\x02cbuiltins\ngetattr\ncos\nsystem\n\x85R."
-        with pytest.raises(UnsafeObject) as refused:
+        with pytest.raises(UnsafeObjectError) as refused:
             run_sliced(decode(data, ALLOWED))
         assert name in str(refused.value)
     assert not marker.exists()
@@ -125,7 +125,7 @@ def test_code_is_refused_by_name_and_not_run(protocol: int, tmp_path: Any) -> No
 
 def test_dotted_name_does_not_reach_through_an_allowed_module() -> None:
     data = b"\x80\x04\x8c\x08builtins\x8c\x0aset.__init\x93."
-    with pytest.raises(UnsafeObject, match=r"builtins\.set\.__init"):
+    with pytest.raises(UnsafeObjectError, match=r"builtins\.set\.__init"):
         run_sliced(decode(data, ALLOWED))
 
 
@@ -188,18 +188,18 @@ def test_dotted_name_does_not_reach_through_an_allowed_module() -> None:
     ],
 )
 def test_malformed(data: bytes) -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptCheckpointError):
         run_sliced(decode(data, ALLOWED))
 
 
 def test_limits() -> None:
     data = pickle.dumps([1, 2, 3], 2)
     for limits in (Limits(total_bytes=len(data) - 1), Limits(opcodes=5), Limits(depth=0)):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptCheckpointError):
             run_sliced(decode(data, ALLOWED, limits))
     run_sliced(decode(data, ALLOWED, Limits(total_bytes=len(data), opcodes=20, depth=1)))
     for bits in (71, 1 << 13):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptCheckpointError):
             run_sliced(decode(pickle.dumps(1 << bits, 2), ALLOWED, Limits(integer_bytes=9 if bits == 71 else 1024)))
     assert run_sliced(decode(pickle.dumps((1 << 63) + 1, 2), ALLOWED, Limits(integer_bytes=9))) == (1 << 63) + 1
 
@@ -209,8 +209,8 @@ def test_memo_bombs_cost_nothing() -> None:
     with processor_budget(1):
         assert isinstance(run_sliced(decode(b"\x80\x02" + bomb + b".", ALLOWED)), tuple)
         assert isinstance(run_sliced(decode(b"\x80\x02}" + bomb + b"Ns.", ALLOWED)), Pairs)
-        assert isinstance(run_sliced(decode(b"\x80\x04\x8f(" + bomb + b"\x90.", ALLOWED)), Call)
-        with pytest.raises(Corrupt, match="memo index 4294967295, but the next one is 0"):
+        assert isinstance(run_sliced(decode(b"\x80\x04\x8f(" + bomb + b"\x90.", ALLOWED)), PickledCall)
+        with pytest.raises(CorruptCheckpointError, match="memo index 4294967295, but the next one is 0"):
             run_sliced(decode(b"\x80\x02Nr\xff\xff\xff\xff.", ALLOWED))
 
 
@@ -225,7 +225,7 @@ def test_deep_and_circular_values_are_refused() -> None:
         b"cbuiltins\nset\n)Rq\x00h\x00b.",
         b")" + b"Q" * 200 + b".",
     ):
-        with pytest.raises(Corrupt, match=r"deep|itself"):
+        with pytest.raises(CorruptCheckpointError, match=r"deep|itself"):
             run_sliced(decode(data, ALLOWED))
         run_sliced(decode(data, ALLOWED, Limits(depth=None)))
 
@@ -242,7 +242,7 @@ def test_truncation_at_every_byte() -> None:
     for protocol in (2, 4, 5):
         data = pickle.dumps(rebuilt(run_sliced(decode(_sample(), ALLOWED))), protocol)
         for end in range(len(data)):
-            with pytest.raises(Corrupt):
+            with pytest.raises(CorruptCheckpointError):
                 run_sliced(decode(data[:end], ALLOWED))
 
 

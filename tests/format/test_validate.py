@@ -12,7 +12,7 @@ from sidestream._format.cover import find_overlap
 from sidestream._format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
 from sidestream._format.validate import validate
 from sidestream._runtime.threads import run_sliced
-from sidestream.errors import Corrupt, NotCovered, UnsupportedCheckpoint
+from sidestream.errors import CorruptCheckpointError, IncompleteTensorError, UnsupportedCheckpointError
 
 FILE = "__0_0.distcp"
 
@@ -52,21 +52,23 @@ def test_sound_manifests() -> None:
 def test_tied_tensors_share_a_range_if_they_are_the_same() -> None:
     first = tensor((2,), chunk((0,), (2,)))
     run_sliced(validate(replace(manifest(first, tensor((2,), chunk((0,), (2,)))), save_id="0" * 32)))
-    with pytest.raises(Corrupt, match="overlap in"):  # 500 views of one item are a bomb, not tied weights
+    with pytest.raises(
+        CorruptCheckpointError, match="overlap in"
+    ):  # 500 views of one item are a bomb, not tied weights
         run_sliced(validate(replace(manifest(first, tensor((1,), chunk((0,), (1,)))), save_id="0" * 32)))
-    with pytest.raises(Corrupt, match="overlap in"):  # stock DCP shares nothing
+    with pytest.raises(CorruptCheckpointError, match="overlap in"):  # stock DCP shares nothing
         run_sliced(validate(manifest(first, tensor((2,), chunk((0,), (2,))))))
 
 
 def test_shapes_that_no_memory_has() -> None:
-    with pytest.raises(Corrupt, match="impossible shape"):
+    with pytest.raises(CorruptCheckpointError, match="impossible shape"):
         run_sliced(validate(manifest(tensor((0, 1 << 62, 1 << 40)))))
 
 
 @pytest.mark.parametrize(("second_at", "second_length"), [(999, 1000), (0, 999), (1, 1000), (100, 10), (0, 1001)])
 def test_overlapping_items(second_at: int, second_length: int) -> None:
     first = tensor((2,), chunk((0,), (2,)))
-    with pytest.raises(Corrupt, match="overlap in") as caught:
+    with pytest.raises(CorruptCheckpointError, match="overlap in") as caught:
         run_sliced(validate(manifest(first, tensor((2,), chunk((0,), (2,), second_at, second_length)))))
     assert caught.value.file == FILE
     assert caught.value.fqn in ("e0", "e1")
@@ -80,19 +82,19 @@ def test_overlapping_items(second_at: int, second_length: int) -> None:
 def test_file_names(name: str) -> None:
     entry = ValueEntry(("v",), name, 0, 10)
     for files in ({name: 100}, {}):
-        with pytest.raises(Corrupt, match="no plain file name") as caught:
+        with pytest.raises(CorruptCheckpointError, match="no plain file name") as caught:
             run_sliced(validate(Manifest("", {"v": entry}, files)))
         assert caught.value.file == name
 
 
 def test_items_lie_within_files() -> None:
     for at, length in ((-1, 10), (0, -1), (95, 10), (0, 1 << 62), (1 << 62, 1)):
-        with pytest.raises(Corrupt, match="lies at") as caught:
+        with pytest.raises(CorruptCheckpointError, match="lies at") as caught:
             run_sliced(validate(manifest(ValueEntry(("v",), FILE, at, length), size=100)))
         assert (caught.value.file, caught.value.fqn) == (FILE, "e0")
-    with pytest.raises(Corrupt, match="missing"):
+    with pytest.raises(CorruptCheckpointError, match="missing"):
         run_sliced(validate(Manifest("", {"v": ValueEntry(("v",), FILE, 0, 1)}, {})))
-    with pytest.raises(Corrupt, match="impossible size"):
+    with pytest.raises(CorruptCheckpointError, match="impossible size"):
         run_sliced(validate(manifest(size=-1)))
 
 
@@ -101,9 +103,9 @@ def test_payload_lies_within_item() -> None:
     for offset in (None, 100, 200):
         run_sliced(validate(manifest(tensor((200,), replace(whole, payload_offset=offset)))))
     for offset in (99, 201, 0, -5, 1 << 70):
-        with pytest.raises(Corrupt, match="do not fit"):
+        with pytest.raises(CorruptCheckpointError, match="do not fit"):
             run_sliced(validate(manifest(tensor((200,), replace(whole, payload_offset=offset)))))
-    with pytest.raises(Corrupt, match="do not fit"):
+    with pytest.raises(CorruptCheckpointError, match="do not fit"):
         run_sliced(validate(manifest(tensor((226,), replace(whole, sizes=(226,))))))
 
 
@@ -113,7 +115,7 @@ def test_checksums_match_payload() -> None:
     run_sliced(validate(manifest(tensor((size,), two))))
     run_sliced(validate(manifest(tensor((0,), Chunk((0,), (0,), FILE, 0, 1 << 30, 64, b"")))))
     for crcs in (b"", bytes(4), bytes(12), bytes(7)):
-        with pytest.raises(Corrupt, match="checksums"):
+        with pytest.raises(CorruptCheckpointError, match="checksums"):
             run_sliced(validate(manifest(tensor((size,), replace(two, crcs=crcs)))))
 
 
@@ -129,14 +131,14 @@ def test_checksums_match_payload() -> None:
     ],
 )
 def test_overlapping_chunks(shape: tuple[int, ...], parts: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    with pytest.raises(Corrupt, match="overlap") as caught:
+    with pytest.raises(CorruptCheckpointError, match="overlap") as caught:
         run_sliced(validate(boxes(shape, *parts)))
     assert caught.value.fqn == "e0"
 
 
 def test_holes_are_listed_together() -> None:
     holed = tensor((4,), chunk((0,), (3,)))
-    with pytest.raises(NotCovered) as caught:
+    with pytest.raises(IncompleteTensorError) as caught:
         run_sliced(validate(manifest(holed, tensor((2,), chunk((0,), (2,), 5000)), tensor((4, 4)), tensor(()))))
     assert [line.split(":")[0] for line in caught.value.offenders] == ["e0", "e2", "e3"]
     assert "16 of 16" in caught.value.offenders[1]
@@ -144,33 +146,33 @@ def test_holes_are_listed_together() -> None:
 
 def test_chunks_lie_within_the_shape() -> None:
     for offsets, sizes in (((0,), (5,)), ((4,), (1,)), ((-1,), (2,)), ((2,), (-1,)), ((0, 0), (4, 1)), ((0,), (4, 1))):
-        with pytest.raises(Corrupt, match=r"reaches|rank"):
+        with pytest.raises(CorruptCheckpointError, match=r"reaches|rank"):
             run_sliced(validate(manifest(tensor((4,), chunk(offsets, sizes)))))
     for shape in ((-1,), (1 << 61, 4), (1 << 70,), (1,) * 65):
-        with pytest.raises(Corrupt, match="impossible shape"):
+        with pytest.raises(CorruptCheckpointError, match="impossible shape"):
             run_sliced(validate(manifest(tensor(shape))))
 
 
 def test_claims_are_bounded_by_the_files() -> None:
     many = tensor((1000,), *(chunk((index,), (1,), 0, 100) for index in range(1000)), dtype="complex128")
-    with pytest.raises(Corrupt, match="claims more bytes"):
+    with pytest.raises(CorruptCheckpointError, match="claims more bytes"):
         run_sliced(validate(manifest(many, size=100)))
 
 
 def test_dtypes_names_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedCheckpoint, match="qint8"):
+    with pytest.raises(UnsupportedCheckpointError, match="qint8"):
         run_sliced(validate(manifest(tensor((1,), dtype="qint8"))))
     for path in ((), ("a",) * 65, (-1,), (True,), ("a" * 5000,)):
-        with pytest.raises(Corrupt, match="path"):
+        with pytest.raises(CorruptCheckpointError, match="path"):
             run_sliced(validate(manifest(EmptyEntry(path))))
-    with pytest.raises(Corrupt, match="unknown kind"):
+    with pytest.raises(CorruptCheckpointError, match="unknown kind"):
         run_sliced(validate(manifest(EmptyEntry(("a",), "list"))))
-    with pytest.raises(Corrupt, match="characters"):
+    with pytest.raises(CorruptCheckpointError, match="characters"):
         run_sliced(validate(Manifest("", {"x" * 5000: EmptyEntry(("x",))}, {})))
     for what in ("ENTRIES", "CHUNKS", "FILES"):
         with monkeypatch.context() as patch:
             patch.setattr(limits, f"MAX_{what}", 0)
-            with pytest.raises(Corrupt, match=f"1 {what.lower()}"):
+            with pytest.raises(CorruptCheckpointError, match=f"1 {what.lower()}"):
                 run_sliced(validate(boxes((4,), ((0,), (4,)))))
 
 
@@ -205,14 +207,14 @@ def test_what_cannot_be_told_apart_ends_soon() -> None:
     stairs = [((row, row + 1), (count - row, 1)) for row in range(count)]  # only columns separate these
     crossing = [((0, row), (count, 1)) if row % 2 else ((row, 0), (1, count)) for row in range(count)]
     with processor_budget(10):
-        with pytest.raises(NotCovered):
+        with pytest.raises(IncompleteTensorError):
             run_sliced(validate(boxes((count, count + 1), *stairs)))
-        with pytest.raises((Corrupt, UnsupportedCheckpoint)):
+        with pytest.raises((CorruptCheckpointError, UnsupportedCheckpointError)):
             run_sliced(validate(boxes((count, count), *crossing)))
         rings = []
         for depth in range(count):  # a spiral of pinwheels: no straight cut separates any two
             low, high = depth, 4 * count - depth - 1
             rings += [((low, low), (1, high - low)), ((low, high), (high - low, 1))]
             rings += [((high, low + 1), (1, high - low)), ((low + 1, low), (high - low, 1))]
-        with pytest.raises(UnsupportedCheckpoint, match="intricate"):
+        with pytest.raises(UnsupportedCheckpointError, match="intricate"):
             run_sliced(validate(boxes((4 * count, 4 * count), *rings)))

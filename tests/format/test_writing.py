@@ -40,7 +40,7 @@ from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, la
 from sidestream._format.values import pickle_node
 from sidestream._layout.values import decode_value, encode_value
 from sidestream._runtime.threads import Deadline, Stop, run_sliced, time_limit, wait_for_change
-from sidestream.errors import Closed, Corrupt, DeadlineExceeded, UnsupportedCheckpoint
+from sidestream.errors import ClosedError, CorruptCheckpointError, DeadlineExceededError, UnsupportedCheckpointError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental.*:UserWarning"),
@@ -98,7 +98,7 @@ def test_values_are_what_torch_load_expects(value: object) -> None:
     "node", [{"complex": [1]}, {"size": ["x"]}, {"dtype": "nope"}, {"device": "!"}, {"bytes": "*"}, {"who": 1}, [1], {}]
 )
 def test_damaged_values(node: object) -> None:
-    with pytest.raises(Corrupt, match=r"^v: "):
+    with pytest.raises(CorruptCheckpointError, match=r"^v: "):
         run_sliced(decode_value(node, "v"))  # type: ignore[arg-type]
 
 
@@ -134,6 +134,7 @@ def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> Non
                 content = bytes([number + 1]) * placed.frame.payload_bytes
                 blocks = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
                 assert sealer.crcs[number] == checksum.pack_crcs([zlib.crc32(block) for block in blocks])
+            assert sealer.sums.whole(shard) == zlib.crc32(image)
             images.append(image)
         assert images[0] == images[1]
         for placed in shard.items:
@@ -156,6 +157,7 @@ def test_a_window_is_shown_as_it_is_sealed(sizes: list[int], window_blocks: int)
                     pass
         assert shown == images[0] == images[1]
         assert sealers[0].crcs == sealers[1].crcs
+        assert [sealer.sums.whole(shard) for sealer in sealers] == [zlib.crc32(image) for image in images]
 
 
 def waiting(stop: Stop | None = None, timeout_s: float = 60.0) -> Callable[[threading.Condition], None]:
@@ -199,11 +201,11 @@ def test_a_trailer_does_not_wait_for_ever() -> None:
     (shard,) = run_sliced(lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20))
     last = shard.windows[-1]
     view = memoryview(bytearray(last.end - last.start))
-    with pytest.raises(DeadlineExceeded, match="checksums of the windows before"):
+    with pytest.raises(DeadlineExceededError, match="checksums of the windows before"):
         list(Sealer(shard).seal(view, last, wait=waiting(timeout_s=0.01)))
     stop = Stop()
     stop.set()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         list(Sealer(shard).seal(view, last, wait=waiting(stop)))
 
 
@@ -221,7 +223,7 @@ def test_a_trailer_that_waits_is_stopped() -> None:
         sealed = pool.submit(list, Sealer(shard).seal(view, last, wait=wait))
         assert waits.wait(60)
         stop.set()
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             sealed.result(60)
 
 
@@ -259,9 +261,9 @@ def test_manifest_round_trip_and_damage() -> None:
     raw = b"".join(write_manifest(example(), "2.13.0"))
     assert run_sliced(parse_manifest(raw)) == example()
     for at in range(len(raw)):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptCheckpointError):
             run_sliced(parse_manifest(raw[:at]))
-    with pytest.raises(UnsupportedCheckpoint, match="upgrade"):
+    with pytest.raises(UnsupportedCheckpointError, match="upgrade"):
         run_sliced(parse_manifest(raw.replace(b'"sidestream":1', b'"sidestream":4')))
 
 
@@ -269,7 +271,7 @@ def test_manifest_round_trip_and_damage() -> None:
 def test_an_altered_manifest_parses_or_is_corrupt(at: int, byte: int) -> None:
     raw = bytearray(b"".join(write_manifest(example(), "2.13.0")))
     raw[at % len(raw)] = byte
-    with suppress(Corrupt, UnsupportedCheckpoint):
+    with suppress(CorruptCheckpointError, UnsupportedCheckpointError):
         run_sliced(parse_manifest(bytes(raw)))
 
 
@@ -298,6 +300,6 @@ def test_a_damaged_marker_is_never_another_one(back: int, byte: int) -> None:
     raw[-min(back, len(raw))] = byte
     try:
         found = find_marker(bytes(raw[-TAIL_BYTES:]))
-    except Corrupt:
+    except CorruptCheckpointError:
         return
     assert found is None or found == marker

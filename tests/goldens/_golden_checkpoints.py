@@ -115,7 +115,7 @@ GOLDENS = {
     "metadata": Golden("metadata", small, metadata=METADATA),
     "digest": Golden("digest", small),
     "signed": Golden("signed", small),
-    "saver process": Golden("saver-process", small),
+    "writer process": Golden("writer-process", small),
     "empty": Golden("empty", dict, stock=False),
     "planner": Golden("planner", small),
     "storage writer": Golden("storage-writer", foreign),

@@ -62,8 +62,8 @@ async def blocking(table: Table) -> None:
 
 def _blocking_run(run: Path) -> Any:
     with sidestream.blocking.Checkpointer(run) as checkpoints:
-        saved = checkpoints.save(small(), step=1, metadata={"loss": 1.0}).result()
-        told = [checkpoints.steps(), checkpoints.latest(), checkpoints.metadata(), checkpoints.verify().ok]
+        saved = checkpoints.save(small(), step=1, metadata={"loss": 1.0})
+        told = [checkpoints.steps(), checkpoints.latest(), checkpoints.read_metadata(), checkpoints.verify().ok]
         return [saved, *told, checkpoints.restore(blank(small())), checkpoints.prune(dry_run=True)]
 
 
@@ -78,12 +78,12 @@ def _staged_of_refused(path: Path) -> None:
 
 def _failed_unheard(run: Path) -> None:
     with sidestream.blocking.Checkpointer(run) as checkpoints:
-        checkpoints.save({"a": object()}, step=1)
+        checkpoints.async_save({"a": object()}, step=1)
 
 
 def _body_raises(run: Path) -> None:
     with sidestream.blocking.Checkpointer(run) as checkpoints:
-        checkpoints.save(small(), step=1).result()
+        checkpoints.save(small(), step=1)
         raise KeyError("the body")
 
 
@@ -119,7 +119,9 @@ async def storages(table: Table) -> None:
         "save, the target is there": lambda: save(small(), StorageWriter(folder / "c")),
         "save, overwrite": lambda: save(small(1.0), StorageWriter(folder / "c", overwrite=True)),
         "save, overwrite a strange directory": lambda: save(small(), StorageWriter(folder / "full", overwrite=True)),
-        "save, a planner that raises": lambda: save(small(), StorageWriter(folder / "f"), planner=_Failing()),
+        "save, a planner that raises": lambda: save(
+            small(), StorageWriter(folder / "f"), options=sidestream.SaveOptions(planner=_Failing())
+        ),
         "save, an object": lambda: save({"a": {1: object()}}, StorageWriter(folder / "o")),
         "load": lambda: load(blank(small()), StorageReader(folder / "c")),
         "load, stock": lambda: load({"bf16": torch.zeros(20, 3).bfloat16()}, StorageReader(CHECKPOINTS / "stock")),
@@ -130,7 +132,7 @@ async def storages(table: Table) -> None:
         "load, an object": lambda: load({"a": {1: None}}, StorageReader(folder / "o")),
         "writer, durability": lambda: StorageWriter(folder / "x", durability="sync"),  # type: ignore[arg-type]
         "writer, timeout_s": lambda: StorageWriter(folder / "x", timeout_s=0),
-        "writer, saver": lambda: StorageWriter(folder / "x", saver="fork"),  # type: ignore[arg-type]
+        "writer, saver": lambda: StorageWriter(folder / "x", writer="fork"),  # type: ignore[arg-type]
         "writer, url": lambda: save(small(), StorageWriter("s3://bucket")),
         "reader, verify": lambda: StorageReader(folder / "x", verify="no"),  # type: ignore[arg-type]
         "reader, url": lambda: load({}, StorageReader("")),
@@ -147,7 +149,7 @@ async def command_line(table: Table) -> None:
     async with sidestream.Checkpointer(run) as checkpoints:
         for step in (1, 2):
             state = {"model": {"w": counted(20, 30) * step, "b": torch.ones(3)}, "step": step}
-            await (await checkpoints.save(state, step=step, metadata={"loss": 1.0 / step}))
+            await checkpoints.save(state, step=step, metadata={"loss": 1.0 / step})
     await sidestream.save({"odd [name]": torch.ones(2), "v": (1, 2)}, folder / "odd")
     shutil.copytree(run / "step-2", folder / "broken")
     DAMAGE["shard altered"](folder / "broken")

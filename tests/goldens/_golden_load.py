@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from _golden_checkpoints import CHECKPOINTS
 from _golden_states import blank, counted
 from _golden_table import Table
+from keywords import for_load
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import sidestream
@@ -92,11 +93,11 @@ async def load(table: Table) -> None:
         "verify": {"verify": "sometimes"},
         "trust": {"trust": True},
         "timeout_s": {"timeout_s": 0},
-        "allow": {"allow": [3]},
+        "allow": {"safe_globals": [3]},
         "planner": {"planner": 3},
         "a planner that raises": {"planner": FailingPlanner()},
     }.items():
-        await table.tries(f"option: {name}", lambda o=options: sidestream.load(template(), saved, **o))
+        await table.tries(f"option: {name}", lambda o=options: sidestream.load(template(), saved, **for_load(**o)))
     for url in ("s3://bucket", "nowhere://bucket/run", "", "/", "a\0b", "abc://abc.abc"):
         await table.tries(f"url: {url!r}", lambda url=url: sidestream.load({}, url))
     (folder / "empty").mkdir()
@@ -108,14 +109,16 @@ async def load(table: Table) -> None:
         shutil.copytree(saved, copy)
         damage(copy)
         await table.tries(f"damage: {name}", sidestream.load(template(), copy))
-        await table.tries(f"damage, atomic: {name}", sidestream.load(template(), copy, atomic=True))
+        await table.tries(
+            f"damage, atomic: {name}", sidestream.load(template(), copy, options=sidestream.LoadOptions(atomic=True))
+        )
     for name, options in {
         "good": {},
         "good, atomic": {"atomic": True},
         "good, unverified": {"verify": "manifest"},
         "good, planner": {"planner": DefaultLoadPlanner()},
     }.items():
-        await table.tries(name, lambda o=options: sidestream.load(template(), saved, **o))
+        await table.tries(name, lambda o=options: sidestream.load(template(), saved, **for_load(**o)))
     for name in ("parts", "stock", "stock-zstd", "stock-safetensors", "hf", "torch-save.pt", "run/step-2.g2"):
         content = await (await sidestream.open_checkpoint(CHECKPOINTS / name)).state_dict()
         await table.tries(f"good, {name}", sidestream.load(blank(content), CHECKPOINTS / name))
@@ -153,8 +156,11 @@ async def _targets(table: Table, saved: Path) -> None:
         "cast": lambda: template(model={"w": torch.zeros(3, 4).double(), "b": torch.zeros(3)}),
         "ignore_unexpected": lambda: template(model={"w": torch.zeros(3, 4)}),
     }
+    keywords = {"partial": "allow_missing", "cast": "allow_cast", "ignore_unexpected": "allow_unexpected"}
     for name, make in loose.items():
-        await table.tries(f"strict: {name}", lambda n=name, make=make: sidestream.load(make(), saved, strict={n}))
+        await table.tries(
+            f"strict: {name}", lambda n=name, make=make: sidestream.load(make(), saved, **{keywords[n]: True})
+        )
 
 
 def _tied() -> dict[str, Any]:
@@ -163,12 +169,14 @@ def _tied() -> dict[str, Any]:
 
 
 async def _foreign(table: Table) -> None:
-    """Files of other programs that are refused, or read with ``trust=`` or ``allow=`` only."""
+    """Files of other programs that are refused, or read with ``trust=`` or ``safe_globals=`` only."""
     folder = table.folder / "foreign"
     folder.mkdir()
     dcp.save({"v": timedelta(hours=1)}, storage_writer=dcp.FileSystemWriter(folder / "object"), no_dist=True)
-    for name, options in {"data": {}, "pickle": {"trust": "pickle"}, "allowed": {"allow": [timedelta]}}.items():
-        await table.tries(f"an object, {name}", lambda o=options: sidestream.load({"v": None}, folder / "object", **o))
+    for name, options in {"data": {}, "pickle": {"trust": "pickle"}, "allowed": {"safe_globals": [timedelta]}}.items():
+        await table.tries(
+            f"an object, {name}", lambda o=options: sidestream.load({"v": None}, folder / "object", **for_load(**o))
+        )
     state = {"w": counted(3, 4)}
     torch.save(state, folder / "old.pth", _use_new_zipfile_serialization=False)
     torch.save([1, 2], folder / "list.pt")

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from _golden_states import counted
 from _golden_table import Table
+from keywords import for_load
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import sidestream
 import sidestream.blocking
-from sidestream.errors import RankFailures
+from sidestream.errors import RankFailuresError
 
 _STEP = re.compile(r"(rank \d+ )\([a-z ]+\)")
 _FAILURE = re.compile(r"\n  (?=rank \d+ \([a-z ]+\): )")
@@ -38,7 +39,7 @@ _SHORT_BYTES = 200
 
 
 class _RankTable(Table):
-    """Records also of ``RankFailures`` which errors could be made again, and the cause on a rank that failed."""
+    """Records also of ``RankFailuresError`` which errors could be made again, and the cause on a rank that failed."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder)
@@ -49,7 +50,7 @@ class _RankTable(Table):
 
     def error(self, error: BaseException) -> dict[str, Any]:
         entry = super().error(error)
-        if isinstance(error, RankFailures):
+        if isinstance(error, RankFailuresError):
             entry["rebuilt"] = [None if one.error is None else type(one.error).__name__ for one in error.failures]
             if error.__cause__ is not None and any(one.rank == self._rank for one in error.failures):
                 entry["cause"] = super().error(error.__cause__)
@@ -304,7 +305,7 @@ def one_of(rank: Rank, number: int, here: Any, elsewhere: Any) -> Any:
 async def loaded(rank: Rank, url: Any, expected: dict[str, Any], **options: Any) -> Any:
     """The report, and whether the content is the expected one."""
     target = rank.blank()
-    report = await sidestream.load(target, url, **options)
+    report = await sidestream.load(target, url, **for_load(**options))
     return [report, same(local(target), local(expected))]
 
 

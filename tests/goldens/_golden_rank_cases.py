@@ -23,7 +23,7 @@ CASES: dict[str, Case] = {
     "save, planner": Case(saves.save_planned),
     "save, cancelled": Case(saves.cancelled),
     "save, not awaited": Case(saves.not_awaited),
-    "save, saver process": Case(saves.saver_process),
+    "save, writer process": Case(saves.worker_for),
     "objects": Case(saves.objects),
     "save, rank 1 dies": Case(losses.dies(1, losses.save_dying), dies={1: DIED}),
     "save, rank 0 dies": Case(losses.dies(0, losses.save_dying), dies={0: DIED}),

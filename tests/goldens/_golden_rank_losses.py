@@ -8,6 +8,7 @@ from typing import Any
 
 from _golden_rank import Gate, Rank, tree
 from _golden_users import Holder, Lethal, LethalPlanner
+from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sidestream
@@ -29,7 +30,7 @@ def absent(verb: str, number: int, rank_wait_s: float, *, before: bool = False) 
         if rank.number == 0:
             await sidestream.save({"n": 1}, folder / "saved", process_group="alone")
             async with sidestream.Checkpointer(folder / "run", process_group="alone") as checkpoints:
-                await (await checkpoints.save({"n": 1}, step=1))
+                await checkpoints.save({"n": 1}, step=1)
         await rank.together()
         if before:
             await sidestream.save(rank.state(), folder / "before")
@@ -37,13 +38,13 @@ def absent(verb: str, number: int, rank_wait_s: float, *, before: bool = False) 
 
         async def call() -> Any:
             if verb == "save":
-                return await sidestream.save(rank.state(), folder / "bad", **limit)
+                return await sidestream.save(rank.state(), folder / "bad", **for_save(**limit))
             if verb == "load":
-                return await sidestream.load({"n": 0}, folder / "saved", **limit)
-            async with sidestream.Checkpointer(folder / "run", **limit) as checkpoints:
+                return await sidestream.load({"n": 0}, folder / "saved", **for_load(**limit))
+            async with sidestream.Checkpointer(folder / "run", **for_run(**limit)) as checkpoints:
                 if verb == "restore":
                     return await checkpoints.restore({"n": 0})
-                return await (await checkpoints.save(rank.state(), step=2))
+                return await checkpoints.save(rank.state(), step=2)
 
         if rank.number != number:
             await rank.tries_alone("call", call)
@@ -68,14 +69,20 @@ def dies(number: int, make: Callable[[Rank, bool], Any]) -> Callable[[Rank], Awa
 
 
 def save_dying(rank: Rank, here: bool) -> Any:
-    return sidestream.save({"o": Lethal("state_dict") if here else Holder()}, rank.folder / "bad", timeout_s=60.0)
+    return sidestream.save(
+        {"o": Lethal("state_dict") if here else Holder()},
+        rank.folder / "bad",
+        options=sidestream.SaveOptions(timeout_s=60.0),
+    )
 
 
 def write_dying(rank: Rank, here: bool) -> Any:
     planner = LethalPlanner() if here else DefaultSavePlanner()
-    return sidestream.save(rank.state(), rank.folder / "bad", planner=planner, timeout_s=60.0)
+    return sidestream.save(
+        rank.state(), rank.folder / "bad", options=sidestream.SaveOptions(planner=planner, timeout_s=60.0)
+    )
 
 
 def load_dying(rank: Rank, here: bool) -> Any:
     target = rank.blank() | {"o": Lethal("load_state_dict") if here else Holder()}
-    return sidestream.load(target, rank.folder / "before", timeout_s=60.0)
+    return sidestream.load(target, rank.folder / "before", options=sidestream.LoadOptions(timeout_s=60.0))

@@ -14,19 +14,20 @@ from _golden_rank import Rank, altered, damaged, local, one_of, short_files
 from _golden_save import _described
 from _golden_states import counted
 from _golden_users import Custom, Holder, failing
+from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import Shard
 
 import sidestream
 import sidestream.blocking
-from sidestream.dcp import Apart, StorageReader, StorageWriter, async_save_part
+from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
 
 
 async def apart(rank: Rank) -> None:
     folder = rank.folder
 
     def saved(name: str, save_id: str, **options: Any) -> Any:
-        one = Apart(rank=rank.number, world_size=2, save_id=save_id)
+        one = IndependentPart(rank=rank.number, world_size=2, save_id=save_id)
         return async_save_part({f"layer{rank.number}": counted(2, 3), "n": 1}, folder / name, one, **options)
 
     await rank.tries("save", lambda: saved("c", "step 5"))
@@ -47,7 +48,7 @@ async def apart(rank: Rank) -> None:
     await rank.tries("planner", lambda: saved("planner", "step 8", planner=DefaultSavePlanner()))
     bad = failing(DefaultSavePlanner, "resolve_data")
     await rank.tries("a planner that raises", lambda: saved("bad", "step 9", planner=bad))
-    await rank.tries("saver process", lambda: saved("bad", "step 10", saver="process"))
+    await rank.tries("writer process", lambda: saved("bad", "step 10", saver="process"))
     if rank.number == 0:
         for path in sorted((folder / "c").iterdir()):
             rank.table.entries[f"c, {path.name}"] = _described(path, planned=True)
@@ -60,7 +61,7 @@ async def blocking(rank: Rank) -> None:
 
     def in_run() -> Any:
         with sidestream.blocking.Checkpointer(folder / "run") as checkpoints:
-            saved = checkpoints.save(rank.state(), step=1).result()
+            saved = checkpoints.save(rank.state(), step=1)
             target = rank.blank()
             return [saved, checkpoints.restore(target), local(target), checkpoints.steps()]
 
@@ -130,8 +131,10 @@ async def storages(rank: Rank) -> None:
         "save, short files on rank 1": short,
         "save, not closed": unclosed,
         "save, closed": lambda: kept[0].close(),
-        "save, saver process": lambda: save("process", saver="process"),
-        "load, a key is missing on rank 1": lambda: load("c", **one_of(rank, 1, {"more": torch.zeros(1)}, {})),
+        "save, writer process": lambda: save("process", options=sidestream.SaveOptions(writer="process")),
+        "load, a key is missing on rank 1": lambda: load(
+            "c", **for_load(**one_of(rank, 1, {"more": torch.zeros(1)}, {}))
+        ),
         "load, nothing there": lambda: load("none"),
         "load, nothing there on rank 1": lambda: load(one_of(rank, 1, "none", "c")),
     }
@@ -155,23 +158,29 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
     async def work(rank: Rank) -> None:
         url = rank.options["url"]
         policy = sidestream.StorePolicy(engine="obstore", retries=1)
-        keywords: dict[str, Any] = {"storage_options": rank.options["storage_options"], "store_policy": policy}
+        keywords: dict[str, Any] = {"storage": sidestream.Storage(rank.options["storage_options"], policy=policy)}
         bad = rank.state() | one_of(rank, 1, {"a": Custom()}, {})
         raising = one_of(rank, 1, failing(DefaultSavePlanner, "resolve_data"), DefaultSavePlanner())
         if kind == "save":
-            await rank.tries("call", lambda: sidestream.save(rank.state(), f"{url}/c", **keywords))
+            await rank.tries("call", lambda: sidestream.save(rank.state(), f"{url}/c", **for_save(**keywords)))
         elif kind == "load":
-            await sidestream.save(rank.state(), f"{url}/c", **keywords)
-            await rank.tries("call", lambda: sidestream.load(rank.blank(), f"{url}/c", **keywords))
+            await sidestream.save(rank.state(), f"{url}/c", **for_save(**keywords))
+            await rank.tries("call", lambda: sidestream.load(rank.blank(), f"{url}/c", **for_load(**keywords)))
         elif kind == "a value":
-            await rank.tries("call", lambda: sidestream.save(bad, f"{url}/c", **keywords))
+            await rank.tries("call", lambda: sidestream.save(bad, f"{url}/c", **for_save(**keywords)))
         elif kind == "planner":
             planner = DefaultSavePlanner()
-            await rank.tries("call", lambda: sidestream.save(rank.state(), f"{url}/c", planner=planner, **keywords))
+            await rank.tries(
+                "call",
+                lambda: sidestream.save(rank.state(), f"{url}/c", **for_save(planner=planner, **keywords)),
+            )
         elif kind == "a planner that raises":
-            await rank.tries("call", lambda: sidestream.save(rank.state(), f"{url}/c", planner=raising, **keywords))
+            await rank.tries(
+                "call",
+                lambda: sidestream.save(rank.state(), f"{url}/c", **for_save(planner=raising, **keywords)),
+            )
         elif kind == "a run":
-            async with sidestream.Checkpointer(f"{url}/run", **keywords) as checkpoints:
+            async with sidestream.Checkpointer(f"{url}/run", **for_run(**keywords)) as checkpoints:
                 for step in (1, 2):
                     await rank.tries(f"step {step}", partial(_saved_in, checkpoints, rank, step))
 
@@ -179,4 +188,4 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
 
 
 async def _saved_in(checkpoints: sidestream.Checkpointer, rank: Rank, step: int) -> Any:
-    return await (await checkpoints.save(rank.state(), step=step))
+    return await checkpoints.save(rank.state(), step=step)

@@ -29,6 +29,7 @@ from _golden_users import (
     TracedSave,
     failing,
 )
+from keywords import for_save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import Shard
@@ -45,7 +46,7 @@ async def save(rank: Rank) -> None:
         "second": {},  # with the plan of the first one
         "metadata and digest": {"metadata": {"loss": 0.5}, "digest": "blake3"},
         "flush": {"durability": "flush"},
-        "streaming": {"snapshot": False},
+        "streaming": {"streaming": True},
         "planner": {"planner": DefaultSavePlanner()},
         "stager of torch": {"stager": BlockingAsyncStager()},
         "other timeouts": {"timeout_s": 60.0 + rank.number, "rank_wait_s": 60.0 - rank.number},
@@ -53,7 +54,7 @@ async def save(rank: Rank) -> None:
     }
     for number, (name, options) in enumerate(ways.items()):
         state = rank.state(float(number))
-        await rank.tries(name, lambda n=name, s=state, o=options: sidestream.save(s, folder / n, **o))
+        await rank.tries(name, lambda n=name, s=state, o=options: sidestream.save(s, folder / n, **for_save(**o)))
         await rank.tries(f"{name}, loaded", lambda n=name, s=state: loaded(rank, folder / n, s))
     async with sidestream.AsyncStager(budget_bytes=1 << 22) as stager:
         pending = sidestream.async_save(rank.state(), folder / "async", stager=stager)
@@ -121,19 +122,13 @@ async def save_refused(rank: Rank) -> None:
         "digest": {"digest": other("blake3", None)},
         "planner": {"planner": other(DefaultSavePlanner(), None)},
         "planner on rank 0": {"planner": other(DefaultSavePlanner(), None, 0)},
-        "a bad durability": {"durability": other("sync", "fsync")},
-        "a bad timeout_s": {"timeout_s": other(0, 60.0)},
-        "a bad timeout_s on rank 0": {"timeout_s": other(0, 60.0, 0)},
-        "a bad rank_wait_s": {"rank_wait_s": other(-1, 60.0)},
         "bad metadata": {"metadata": other({"loss": torch.tensor(1.0)}, None)},
-        "a bad digest": {"digest": other("md5", None)},
-        "a bad saver": {"saver": other("fork", "thread")},
         "a bad stager": {"stager": other(3, None)},
         "a stager that raises": {"stager": other(RefusingStager(), BlockingAsyncStager())},
-        "a stager with snapshot=False": other({"snapshot": False, "stager": BlockingAsyncStager()}, {}),
+        "a stager with streaming=True": other({"streaming": True, "stager": BlockingAsyncStager()}, {}),
     }
     for name, option in options.items():
-        await rank.tries(f"option: {name}", lambda o=option: sidestream.save(good, folder / "bad", **o))
+        await rank.tries(f"option: {name}", lambda o=option: sidestream.save(good, folder / "bad", **for_save(**o)))
         await asyncio.to_thread(shutil.rmtree, folder / "bad", ignore_errors=True)
     urls: dict[str, Any] = {
         "other directories": folder / other("one", "another"),
@@ -156,7 +151,10 @@ async def save_refused(rank: Rank) -> None:
     await rank.tries("after all", lambda: sidestream.save(good, folder / "after"))
     group: Any = other("all", None)  # rank 1 does not even reach the group, so the ranks do not count alike any more
     await rank.tries(
-        "no group on rank 1", lambda: sidestream.save(good, folder / "bad", process_group=group, rank_wait_s=0.5)
+        "no group on rank 1",
+        lambda: sidestream.save(
+            good, folder / "bad", process_group=group, options=sidestream.SaveOptions(rank_wait_s=0.5)
+        ),
     )
 
 
@@ -170,22 +168,35 @@ async def save_planned(rank: Rank) -> None:
     """``planner=``, and in which threads its methods are called."""
     folder = rank.folder
     planner = TracedSave()
-    await rank.tries("good", lambda: sidestream.save(rank.state(), folder / "good", planner=planner))
+    await rank.tries(
+        "good", lambda: sidestream.save(rank.state(), folder / "good", options=sidestream.SaveOptions(planner=planner))
+    )
     rank.note("save, threads", sorted(planner.threads))
     loader = TracedLoad()
     await rank.tries("load", lambda: loaded(rank, folder / "good", rank.state(), planner=loader))
     rank.note("load, threads", sorted(loader.threads))
     for step in ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"):
         bad = one_of(rank, int(step != "create_global_plan"), failing(DefaultSavePlanner, step), DefaultSavePlanner())
-        await rank.tries(f"save: {step} raises", lambda p=bad: sidestream.save(rank.state(), folder / "bad", planner=p))
+        await rank.tries(
+            f"save: {step} raises",
+            lambda p=bad: sidestream.save(rank.state(), folder / "bad", options=sidestream.SaveOptions(planner=p)),
+        )
     for step in ("create_local_plan", "create_global_plan", "finish_plan", "load_bytes", "resolve_tensor"):
         bad = one_of(rank, int(step != "create_global_plan"), failing(DefaultLoadPlanner, step), DefaultLoadPlanner())
-        await rank.tries(f"load: {step} raises", lambda p=bad: sidestream.load(rank.own(), folder / "good", planner=p))
+        await rank.tries(
+            f"load: {step} raises",
+            lambda p=bad: sidestream.load(rank.own(), folder / "good", options=sidestream.LoadOptions(planner=p)),
+        )
     value = rank.state() | one_of(rank, 1, {"a": Custom()}, {})
-    await rank.tries("save: a value", lambda: sidestream.save(value, folder / "bad", planner=DefaultSavePlanner()))
+    await rank.tries(
+        "save: a value",
+        lambda: sidestream.save(value, folder / "bad", options=sidestream.SaveOptions(planner=DefaultSavePlanner())),
+    )
     await rank.tries(
         "save: the target is there",
-        lambda: sidestream.save(rank.state(), folder / "good", planner=DefaultSavePlanner()),
+        lambda: sidestream.save(
+            rank.state(), folder / "good", options=sidestream.SaveOptions(planner=DefaultSavePlanner())
+        ),
     )
 
 
@@ -210,7 +221,9 @@ async def cancelled(rank: Rank) -> None:
         planner = one_of(rank, 1 - number, GatedPlanner(gate, began), DefaultSavePlanner())
 
         async def call(number: int = number, planner: Any = planner, began: Gate = began, gate: Gate = gate) -> Any:
-            task = asyncio.ensure_future(sidestream.save(rank.state(), folder / "bad", planner=planner))
+            task = asyncio.ensure_future(
+                sidestream.save(rank.state(), folder / "bad", options=sidestream.SaveOptions(planner=planner))
+            )
             if rank.number == number:
                 await asyncio.to_thread(began.wait)
                 task.cancel()
@@ -235,7 +248,10 @@ async def objects(rank: Rank) -> None:
         state = {"o": one_of(rank, number, Refusing("load_state_dict"), Holder()), "deep": [Holder()]}
         for atomic in (False, True):
             name = f"load, an object that raises on rank {number}{', atomic' if atomic else ''}"
-            await rank.tries(name, lambda s=state, a=atomic: sidestream.load(s, folder / "c", atomic=a))
+            await rank.tries(
+                name,
+                lambda s=state, a=atomic: sidestream.load(s, folder / "c", options=sidestream.LoadOptions(atomic=a)),
+            )
         state = {"o": one_of(rank, number, Refusing("state_dict"), Holder()), "deep": [Holder()]}
         name = f"load, an object whose state_dict raises on rank {number}"
         await rank.tries(name, lambda s=state: sidestream.load(s, folder / "c"))
@@ -256,26 +272,39 @@ async def not_awaited(rank: Rank) -> None:
     await rank.tries("async_save", dropped)
     checkpoints = sidestream.Checkpointer(rank.folder / "run")
     async with checkpoints:
-        pending = await checkpoints.save(bad, step=1)
+        pending = await checkpoints.async_save(bad, step=1)
         await pending.ended()
-        await rank.tries("Checkpointer, the next save", lambda: checkpoints.save(rank.state(), step=2), free="ranks")
-        pending = await checkpoints.save(rank.state(), step=3)
+        await rank.tries(
+            "Checkpointer, the next save", lambda: checkpoints.async_save(rank.state(), step=2), free="ranks"
+        )
+        pending = await checkpoints.async_save(rank.state(), step=3)
         await rank.tries("Checkpointer, the one after that", lambda: awaited(pending))
-        pending = await checkpoints.save(bad, step=4)
+        pending = await checkpoints.async_save(bad, step=4)
         await pending.ended()
         await rank.tries("Checkpointer, closed", checkpoints.aclose)
 
 
-async def saver_process(rank: Rank) -> None:
+async def worker_for(rank: Rank) -> None:
     folder = rank.folder
-    await rank.tries("save", lambda: sidestream.save(rank.state(), folder / "c", saver="process"))
+    await rank.tries(
+        "save", lambda: sidestream.save(rank.state(), folder / "c", options=sidestream.SaveOptions(writer="process"))
+    )
     await rank.tries("load", lambda: loaded(rank, folder / "c", rank.state()))
     other = one_of(rank, 1, "process", "thread")
-    await rank.tries("on rank 1 only", lambda: sidestream.save(rank.state(), folder / "d", saver=other))
+    await rank.tries(
+        "on rank 1 only",
+        lambda: sidestream.save(rank.state(), folder / "d", options=sidestream.SaveOptions(writer=other)),
+    )
     value = rank.state() | one_of(rank, 1, {"a": Custom()}, {})
-    await rank.tries("a value on rank 1", lambda: sidestream.save(value, folder / "bad", saver="process"))
+    await rank.tries(
+        "a value on rank 1",
+        lambda: sidestream.save(value, folder / "bad", options=sidestream.SaveOptions(writer="process")),
+    )
     large = rank.state() | {"large": rank.placed(torch.zeros(1000, 4), Shard(0))}
-    await rank.tries("the target is there", lambda: sidestream.save(large, folder / "c", saver="process"))
+    await rank.tries(
+        "the target is there",
+        lambda: sidestream.save(large, folder / "c", options=sidestream.SaveOptions(writer="process")),
+    )
     if rank.number == 0:
         first, second = ([path.read_bytes() for path in sorted((folder / one).glob("__*"))] for one in "cd")
         rank.note("the same bytes as a thread writes", [a == b for a, b in zip(first, second, strict=True)])

@@ -62,7 +62,7 @@ def _without_chance(entry: Any, rank: int) -> Any:
         return [_without_chance(one, rank) for one in entry]
     if not isinstance(entry, dict):
         return entry
-    stopped = entry.get("type") == "RankFailures" and f"rank {rank} (" not in entry["message"]
+    stopped = entry.get("type") == "RankFailuresError" and f"rank {rank} (" not in entry["message"]
     return {key: _without_chance(one, rank) for key, one in entry.items() if not (stopped and key == "written")}
 
 

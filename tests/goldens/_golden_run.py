@@ -12,6 +12,7 @@ import torch
 from _golden_checkpoints import CHECKPOINTS
 from _golden_states import counted
 from _golden_table import Table
+from keywords import for_run, for_save
 
 import sidestream
 from sidestream import Checkpointer, KeepBest, KeepEvery, KeepLast
@@ -24,9 +25,9 @@ def blank() -> dict[str, Any]:
 
 
 async def _saved(run: Path, *steps: int, **options: Any) -> None:
-    async with Checkpointer(run, **options) as checkpoints:
+    async with Checkpointer(run, **for_run(**options)) as checkpoints:
         for step in steps:
-            await (await checkpoints.save(STATE, step=step, metadata={"loss": 1.0 / (step + 1)}))
+            await checkpoints.save(STATE, step=step, metadata={"loss": 1.0 / (step + 1)})
 
 
 def _alter(step: Path) -> None:
@@ -39,16 +40,16 @@ async def checkpointer(table: Table) -> None:
     for name, options in {
         "keep": {"keep": 3},
         "keep, a class": {"keep": KeepLast},
-        "in_flight": {"in_flight": 0},
-        "overlap": {"overlap": "drop"},
+        "in_flight": {"slots": 0},
+        "overlap": {"when_full": "drop"},
         "durability": {"durability": "sync"},
         "verify": {"verify": "yes"},
         "timeout_s": {"timeout_s": 0},
         "lease_s": {"lease_s": -1},
         "digest": {"digest": "md5"},
-        "saver": {"saver": "fork"},
+        "saver": {"writer": "fork"},
     }.items():
-        await table.tries(f"option: {name}", lambda o=options: Checkpointer(folder / "run", **o))
+        await table.tries(f"option: {name}", lambda o=options: Checkpointer(folder / "run", **for_run(**o)))
     for name, make in {
         "KeepLast(0)": lambda: KeepLast(0),
         "KeepEvery()": lambda: KeepEvery(),
@@ -75,7 +76,7 @@ async def _empty(table: Table, run: Path) -> None:
             "restore, a step": lambda: checkpoints.restore(blank(), 3),
             "steps": lambda: checkpoints.steps(),
             "latest": lambda: checkpoints.latest(),
-            "metadata": lambda: checkpoints.metadata(),
+            "metadata": lambda: checkpoints.read_metadata(),
             "verify": lambda: checkpoints.verify(),
             "prune": lambda: checkpoints.prune(),
             "health": lambda: checkpoints.health(),
@@ -89,11 +90,13 @@ async def _full(table: Table, run: Path) -> None:
         await table.tries("save, the same step again", _saved_by(checkpoints, 1))
         await table.tries("save, metadata", _saved_by(checkpoints, 2, metadata={"loss": 0.5}))
         calls: dict[str, Callable[[], Any]] = {
-            "save, step -1": lambda: checkpoints.save(STATE, step=-1),
-            "save, step True": lambda: checkpoints.save(STATE, step=True),
-            "save, step '1'": lambda: checkpoints.save(STATE, step="1"),  # type: ignore[arg-type]
+            "save, step -1": lambda: checkpoints.async_save(STATE, step=-1),
+            "save, step True": lambda: checkpoints.async_save(STATE, step=True),
+            "save, step '1'": lambda: checkpoints.async_save(STATE, step="1"),  # type: ignore[arg-type]
             "save, an object": lambda: _saved_by(checkpoints, 3, {"a": object()}),
-            "save, metadata with a tensor": lambda: checkpoints.save(STATE, step=3, metadata={"a": torch.ones(1)}),
+            "save, metadata with a tensor": lambda: checkpoints.async_save(
+                STATE, step=3, metadata={"a": torch.ones(1)}
+            ),
             "restore": lambda: checkpoints.restore(blank()),
             "restore, a step": lambda: checkpoints.restore(blank(), 1),
             "restore, another step": lambda: checkpoints.restore(blank(), 7),
@@ -102,8 +105,8 @@ async def _full(table: Table, run: Path) -> None:
             "restore, mismatch": lambda: checkpoints.restore({"v": torch.zeros(1)}),
             "steps": lambda: checkpoints.steps(),
             "latest": lambda: checkpoints.latest(),
-            "metadata": lambda: checkpoints.metadata(),
-            "metadata, another step": lambda: checkpoints.metadata(7),
+            "metadata": lambda: checkpoints.read_metadata(),
+            "metadata, another step": lambda: checkpoints.read_metadata(7),
             "verify": lambda: checkpoints.verify(),
             "prune": lambda: checkpoints.prune(),
             "watch, poll_s": lambda: checkpoints.watch(poll_s=0),
@@ -119,7 +122,7 @@ async def _full(table: Table, run: Path) -> None:
 
 
 async def _saved_by(checkpoints: Checkpointer, step: int, state: Any = STATE, **options: Any) -> Any:
-    return await (await checkpoints.save(state, step=step, **options))
+    return await checkpoints.save(state, step=step, **for_save(**options))
 
 
 async def _overlapping(table: Table, run: Path) -> None:
@@ -127,9 +130,9 @@ async def _overlapping(table: Table, run: Path) -> None:
         for policy in ("skip", "fail"):
             held = await stager.stage({"t": torch.zeros(200_000)})
             run_of = run / policy
-            async with Checkpointer(run_of, overlap=policy, in_flight=1, stager=stager) as checkpoints:
-                first = await checkpoints.save({"t": torch.zeros(200_000)}, step=1)
-                second = await table.tries(f"overlap={policy}: save", lambda c=checkpoints: c.save(STATE, step=2))
+            async with Checkpointer(run_of, when_full=policy, slots=1, stager=stager) as checkpoints:
+                first = await checkpoints.async_save({"t": torch.zeros(200_000)}, step=1)
+                second = await table.tries(f"overlap={policy}: save", lambda c=checkpoints: c.async_save(STATE, step=2))
                 if second is not None:
                     await table.tries(f"overlap={policy}: saved", _awaited(second))
                     table.note(f"overlap={policy}: outcome", second.outcome)
@@ -153,7 +156,7 @@ async def _damaged(table: Table, run: Path) -> None:
             "steps": lambda: checkpoints.steps(),
             "verify": lambda: checkpoints.verify(),
             "verify, the marker": lambda: checkpoints.verify(2),
-            "metadata, the marker": lambda: checkpoints.metadata(2),
+            "metadata, the marker": lambda: checkpoints.read_metadata(2),
             "health": lambda: checkpoints.health(),
         }.items():
             await table.tries(f"damaged: {name}", call)
@@ -171,7 +174,7 @@ async def _retention(table: Table, run: Path) -> None:
     async with Checkpointer(run, keep=KeepBest("accuracy")) as checkpoints:
         await table.tries("retention, no such metric", checkpoints.prune(dry_run=True))
     async with Checkpointer(run, keep=KeepLast(1)) as checkpoints:
-        async with checkpoints.open(3):
+        async with checkpoints.reading(3):
             await table.tries("retention, one is leased", checkpoints.prune())
         table.note("retention, health", checkpoints.health())
     _alter(run / "step-4")
@@ -186,7 +189,7 @@ async def _opened_on_a_step(table: Table, folder: Path) -> None:
     before = asyncio.all_tasks()
     unheard = Checkpointer(folder)
     async with unheard:
-        pending = await unheard.save({"a": object()}, step=9)
+        pending = await unheard.async_save({"a": object()}, step=9)
         await pending.ended()
         await table.tries("a failed save that nobody awaited", unheard.aclose)
     assert asyncio.all_tasks() <= before
@@ -200,9 +203,9 @@ async def _restored_from(path: Path) -> Any:
 async def _ends(table: Table, run: Path) -> None:
     """Failed saves, cancelled calls and bodies that raise."""
     async with Checkpointer(run) as checkpoints:
-        pending = await checkpoints.save({"a": object()}, step=1)
+        pending = await checkpoints.async_save({"a": object()}, step=1)
         await pending.ended()
-        await table.tries("after a failed save: the next one", checkpoints.save(STATE, step=2))
+        await table.tries("after a failed save: the next one", checkpoints.async_save(STATE, step=2))
         await table.tries("after a failed save: the one after that", _saved_by(checkpoints, 3))
         await table.tries("after a failed save: health", lambda: checkpoints.health())
         await table.tries("after a failed save: awaited", _awaited(pending))
@@ -210,9 +213,9 @@ async def _ends(table: Table, run: Path) -> None:
     table.note("the body raises: the run", sorted(path.name for path in run.iterdir() if path.name != ".leases"))
     async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
         held = await stager.stage({"t": torch.zeros(200_000)})
-        async with Checkpointer(run, in_flight=1, stager=stager) as checkpoints:
-            first = await checkpoints.save({"t": torch.zeros(200_000)}, step=5)
-            task = asyncio.ensure_future(checkpoints.save(STATE, step=6))  # waits for the slot
+        async with Checkpointer(run, slots=1, stager=stager) as checkpoints:
+            first = await checkpoints.async_save({"t": torch.zeros(200_000)}, step=5)
+            task = asyncio.ensure_future(checkpoints.async_save(STATE, step=6))  # waits for the slot
             await asyncio.sleep(0)
             task.cancel()
             await table.tries("cancelled while it waits for a slot", task)
@@ -225,5 +228,5 @@ async def _ends(table: Table, run: Path) -> None:
 
 async def _body_raises(run: Path) -> None:
     async with Checkpointer(run) as checkpoints:
-        await (await checkpoints.save(STATE, step=4))
+        await checkpoints.save(STATE, step=4)
         raise KeyError("the body")

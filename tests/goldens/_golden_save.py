@@ -22,12 +22,13 @@ import torch
 from _golden_states import blocks, counted, small, tensors, training
 from _golden_table import Table, fixed
 from _golden_users import EmptyStager, Holder, RefusingStager, TracedSave, TracedStager, failing
+from keywords import for_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 import sidestream
 import sidestream.blocking
-from sidestream.dcp import Apart, async_save_part
+from sidestream.dcp import IndependentPart, async_save_part
 
 SMALL = small()
 
@@ -110,12 +111,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "timeout_s without end": {"timeout_s": float("inf")},
     "stager": {"stager": 3},
     "digest": {"digest": "md5"},
-    "saver": {"saver": "fork"},
+    "saver": {"writer": "fork"},
     "metadata with a tensor": {"metadata": {"loss": torch.tensor(1.0)}},
     "metadata that is a list": {"metadata": [1]},
     "planner": {"planner": 3},
     "process_group": {"process_group": "all"},
-    "store_policy": {"store_policy": {"retries": 1}},
+    "storage": {"storage": {"retries": 1}},
+    "storage and storage_options": {"storage": sidestream.Storage(), "storage_options": {"key": "a"}},
     "storage_options": {"storage_options": {"key": "a"}},
     "a planner that raises": {"planner": FailingPlanner()},
 }
@@ -128,33 +130,33 @@ async def save(table: Table) -> None:
         await table.tries(f"state: {name}", lambda make=make: sidestream.save(make(), folder / "deep" / "c"))
         await asyncio.to_thread(shutil.rmtree, folder / "deep" / "c", ignore_errors=True)  # the next state is saved too
     for name, options in OPTIONS.items():
-        await table.tries(f"option: {name}", lambda o=options: sidestream.save(SMALL, folder / "c", **o))
+        await table.tries(f"option: {name}", lambda o=options: sidestream.save(SMALL, folder / "c", **for_save(**o)))
     await table.tries("option: apart", lambda: async_save_part(SMALL, folder / "c", 3))  # type: ignore[arg-type]
     for url in URLS:
         await table.tries(f"url: {url!r}", lambda url=url: sidestream.save(SMALL, url))
     table.note("left behind by all of these", sorted(path.name for path in folder.iterdir()))
     await _targets(table)
     await table.tries("without a loop", asyncio.to_thread(sidestream.async_save, SMALL, folder / "c"))
-    await table.tries("snapshot=False with a stager", _streaming_with_stager(folder / "c"))
+    await table.tries("streaming=True with a stager", _streaming_with_stager(folder / "c"))
     for name, options in {
         "good": {},
         "good, flushed": {"durability": "flush"},
-        "good, streaming": {"snapshot": False},
+        "good, streaming": {"streaming": True},
         "good, metadata": {"metadata": {"loss": 0.5}},
         "good, digest": {"digest": "blake3"},
         "good, planner": {"planner": DefaultSavePlanner()},
-        "good, saver process": {"saver": "process"},
+        "good, writer process": {"writer": "process"},
     }.items():
-        await table.tries(name, lambda n=name, o=options: sidestream.save(SMALL, folder / n, **o))
+        await table.tries(name, lambda n=name, o=options: sidestream.save(SMALL, folder / n, **for_save(**o)))
     for name in ("good, part", "same part again"):
-        part = Apart(rank=0, world_size=1, save_id="a")
+        part = IndependentPart(rank=0, world_size=1, save_id="a")
         await table.tries(name, lambda p=part: async_save_part(SMALL, folder / "good, part", p))
     for name, make in {
-        "rank": lambda: Apart(rank=2, world_size=2, save_id="a"),
-        "world_size": lambda: Apart(rank=0, world_size=0, save_id="a"),
-        "save_id": lambda: Apart(rank=0, world_size=1, save_id=""),
+        "rank": lambda: IndependentPart(rank=2, world_size=2, save_id="a"),
+        "world_size": lambda: IndependentPart(rank=0, world_size=0, save_id="a"),
+        "save_id": lambda: IndependentPart(rank=0, world_size=1, save_id=""),
     }.items():
-        await table.tries(f"Apart: {name}", make)
+        await table.tries(f"IndependentPart: {name}", make)
     for name, options in {
         "nice": {"nice": -1},
         "io_priority": {"io_priority": "high"},
@@ -162,12 +164,12 @@ async def save(table: Table) -> None:
         "affinity": {"affinity": {-1}},
         "retries": {"retries": -1},
     }.items():
-        await table.tries(f"SaverProcess: {name}", lambda o=options: sidestream.SaverProcess(**o))
+        await table.tries(f"WriterProcess: {name}", lambda o=options: sidestream.WriterProcess(**o))
     for name, options in {
         "engine": {"engine": "boto"},
         "retries": {"retries": -1},
         "part_bytes": {"part_bytes": 1},
-        "in_flight": {"in_flight": 0},
+        "in_flight": {"concurrency": 0},
     }.items():
         await table.tries(f"StorePolicy: {name}", lambda o=options: sidestream.StorePolicy(**o))
     await _pending(table)
@@ -177,7 +179,7 @@ async def save(table: Table) -> None:
 
 async def _streaming_with_stager(path: Path) -> None:
     async with sidestream.AsyncStager() as stager:
-        await sidestream.save(SMALL, path, snapshot=False, stager=stager)
+        await sidestream.save(SMALL, path, stager=stager, options=sidestream.SaveOptions(streaming=True))
 
 
 async def _targets(table: Table) -> None:
@@ -213,7 +215,7 @@ async def _users_code(table: Table) -> None:
     """What a save calls of its user's code, and in which thread."""
     holder, planner, stager = Holder(1.0), TracedSave(), TracedStager()
     await sidestream.save({"o": holder, "deep": [{"o": holder}]}, table.folder / "users")
-    await sidestream.save(SMALL, table.folder / "users, planner", planner=planner)
+    await sidestream.save(SMALL, table.folder / "users, planner", options=sidestream.SaveOptions(planner=planner))
     await sidestream.save(SMALL, table.folder / "users, stager", stager=stager)
     held = Holder(1.0)
     await asyncio.to_thread(sidestream.blocking.save, {"o": held}, table.folder / "users, blocking")
@@ -224,7 +226,8 @@ async def _users_code(table: Table) -> None:
     for step in ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"):
         bad = failing(DefaultSavePlanner, step)
         await table.tries(
-            f"planner: {step} raises", lambda b=bad: sidestream.save(SMALL, table.folder / "bad", planner=b)
+            f"planner: {step} raises",
+            lambda b=bad: sidestream.save(SMALL, table.folder / "bad", options=sidestream.SaveOptions(planner=b)),
         )
     table.note("left behind by user code that raises", (table.folder / "bad").exists())
 
@@ -308,18 +311,20 @@ async def staging(table: Table) -> None:
 async def files(table: Table) -> None:
     """The bytes that a save writes: names, sizes and contents of all files, the manifest in clear."""
     folder = table.folder
-    part = Apart(rank=1, world_size=2, save_id="step 5")
+    part = IndependentPart(rank=1, world_size=2, save_id="step 5")
     calls: tuple[Callable[[], Awaitable[Any]], ...] = (
         lambda: sidestream.save(SMALL, folder / "small"),
         lambda: sidestream.save(SMALL, folder / "metadata", metadata={"loss": 0.25, "tags": ["a"]}),
-        lambda: sidestream.save(SMALL, folder / "digest", digest="blake3"),
-        lambda: sidestream.save(SMALL, folder / "saver process", saver="process"),
-        lambda: sidestream.save(SMALL, folder / "streamed", snapshot=False),
+        lambda: sidestream.save(SMALL, folder / "digest", options=sidestream.SaveOptions(digest="blake3")),
+        lambda: sidestream.save(SMALL, folder / "writer process", options=sidestream.SaveOptions(writer="process")),
+        lambda: sidestream.save(SMALL, folder / "streamed", options=sidestream.SaveOptions(streaming=True)),
         lambda: sidestream.save(blocks(), folder / "blocks"),
         lambda: sidestream.save(tensors(), folder / "tensors"),
         lambda: sidestream.save(training(), folder / "training"),
         lambda: sidestream.save({"a": counted(5), "values": {"n": 1}}, folder / "values"),
-        lambda: sidestream.save(SMALL, folder / "planner", planner=DefaultSavePlanner()),
+        lambda: sidestream.save(
+            SMALL, folder / "planner", options=sidestream.SaveOptions(planner=DefaultSavePlanner())
+        ),
         lambda: async_save_part(SMALL, folder / "part", part),
         lambda: _step(folder / "run", {"loss": 1.5}),
         lambda: _step(folder / "run", None),
@@ -340,7 +345,7 @@ async def files(table: Table) -> None:
 
 async def _step(run: Path, metadata: dict[str, Any] | None) -> None:
     async with sidestream.Checkpointer(run) as checkpoints:
-        await (await checkpoints.save(SMALL, step=3, metadata=metadata))
+        await checkpoints.save(SMALL, step=3, metadata=metadata)
 
 
 def _described(path: Path, *, planned: bool) -> dict[str, Any]:

@@ -16,12 +16,13 @@ import torch.distributed.checkpoint as dcp
 from _golden_calls import Fault
 from _golden_checkpoints import CHECKPOINTS, COLUMNS, ROWS
 from _golden_states import blank, plain, small, tensors
+from keywords import for_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 from sidestream import KeepLast
-from sidestream.dcp import Apart, StorageReader, StorageWriter, async_save_part
+from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
 
 
 async def nothing(root: Path) -> None: ...
@@ -33,11 +34,11 @@ async def saved(root: Path) -> None:
 
 async def run_saved(root: Path) -> None:
     async with sidestream.Checkpointer(root / "run") as checkpoints:
-        await (await checkpoints.save(small(), step=1))
+        await checkpoints.save(small(), step=1)
 
 
 async def save(root: Path, **options: Any) -> Any:
-    return await sidestream.save(small(), root / "c", **options)
+    return await sidestream.save(small(), root / "c", **for_save(**options))
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,14 @@ class Case:
 async def _checkpointer(root: Path) -> Any:
     async with sidestream.Checkpointer(root / "run", keep=KeepLast(1)) as checkpoints:
         for step in (2, 3):
-            await (await checkpoints.save(small(), step=step))
+            await checkpoints.save(small(), step=step)
             await checkpoints.prune()
         return await checkpoints.steps()
 
 
 async def _generation(root: Path) -> Any:
     async with sidestream.Checkpointer(root / "run") as checkpoints:
-        return await (await checkpoints.save(small(), step=1))
+        return await checkpoints.save(small(), step=1)
 
 
 async def _restore(root: Path) -> Any:
@@ -69,7 +70,7 @@ async def _restore(root: Path) -> Any:
 
 async def _parts(root: Path) -> None:
     for rank in (1, 0):
-        one = Apart(rank=rank, world_size=2, save_id="step 5")
+        one = IndependentPart(rank=rank, world_size=2, save_id="step 5")
         await async_save_part({f"layer{rank}": ROWS, "n": 1}, root / "c", one)
 
 
@@ -87,7 +88,7 @@ async def _load_everything(root: Path) -> None:
 
 async def _cancelled(root: Path, **options: Any) -> Any:
     """The supervisor sends ``SIGUSR1`` at some call, and waits until the save has been told."""
-    pending = sidestream.async_save(small(), root / "c", **options)
+    pending = sidestream.async_save(small(), root / "c", **for_save(**options))
 
     loop = asyncio.get_running_loop()
 
@@ -174,15 +175,18 @@ class _Raising(DefaultSavePlanner):
 
 async def _second_step(root: Path) -> Any:
     async with sidestream.Checkpointer(root / "run") as checkpoints:
-        return await (await checkpoints.save(small(), step=2))
+        return await checkpoints.save(small(), step=2)
 
 
 def _other_writers() -> dict[str, Case]:
     """What else writes, and fails in the middle: what does it leave behind?"""
     works: dict[str, tuple[Callable[[Path], Awaitable[Any]], Callable[[Path], Awaitable[None]]]] = {
-        "save, planner": (lambda root: save(root, planner=DefaultSavePlanner()), nothing),
-        "save, saver process": (lambda root: save(root, saver="process"), nothing),
-        "save, streaming": (lambda root: save(root, snapshot=False), nothing),
+        "save, planner": (
+            lambda root: save(root, options=sidestream.SaveOptions(planner=DefaultSavePlanner())),
+            nothing,
+        ),
+        "save, writer process": (lambda root: save(root, options=sidestream.SaveOptions(writer="process")), nothing),
+        "save, streaming": (lambda root: save(root, options=sidestream.SaveOptions(streaming=True)), nothing),
         "save, stager of torch": (lambda root: save(root, stager=BlockingAsyncStager()), nothing),
         "save, parts": (_parts, nothing),
         "StorageWriter": (lambda root: _in_thread(_stock_save, root), nothing),
@@ -207,7 +211,7 @@ def _other_writers() -> dict[str, Case]:
         )
         for name, options in {
             "save, planner": {"planner": DefaultSavePlanner()},
-            "save, streaming": {"snapshot": False},
+            "save, streaming": {"streaming": True},
         }.items()
     }
     killed = Fault("pwrite64", "__0_1", action="kill")
@@ -215,10 +219,12 @@ def _other_writers() -> dict[str, Case]:
         **faults,
         **renamed,
         **cancelled,
-        "save, saver process, it is killed: writing a shard": Case(
-            lambda root: save(root, saver="process"), fault=killed
+        "save, writer process, it is killed: writing a shard": Case(
+            lambda root: save(root, options=sidestream.SaveOptions(writer="process")), fault=killed
         ),
-        "save, a planner that raises": Case(lambda root: save(root, planner=_Raising())),
+        "save, a planner that raises": Case(
+            lambda root: save(root, options=sidestream.SaveOptions(planner=_Raising()))
+        ),
         "save, an object": Case(lambda root: sidestream.save(small() | {"a": object()}, root / "c")),
     }
 
@@ -246,12 +252,12 @@ async def _mapped(root: Path) -> Any:
 CASES: dict[str, Case] = {
     "save": Case(save),
     "save, a new run": Case(lambda root: sidestream.save(small(), root / "new" / "run" / "c")),
-    "save, flush": Case(lambda root: save(root, durability="flush")),
-    "save, streaming": Case(lambda root: save(root, snapshot=False)),
-    "save, digest": Case(lambda root: save(root, digest="blake3")),
+    "save, flush": Case(lambda root: save(root, options=sidestream.SaveOptions(durability="flush"))),
+    "save, streaming": Case(lambda root: save(root, options=sidestream.SaveOptions(streaming=True))),
+    "save, digest": Case(lambda root: save(root, options=sidestream.SaveOptions(digest="blake3"))),
     "save, every kind of tensor": Case(lambda root: sidestream.save(tensors(), root / "c")),
-    "save, saver process": Case(lambda root: save(root, saver="process")),
-    "save, planner": Case(lambda root: save(root, planner=DefaultSavePlanner())),
+    "save, writer process": Case(lambda root: save(root, options=sidestream.SaveOptions(writer="process"))),
+    "save, planner": Case(lambda root: save(root, options=sidestream.SaveOptions(planner=DefaultSavePlanner()))),
     "save, parts": Case(_parts),
     "save, the target is there": Case(save, saved),
     "save, ranks": Case(_ranks),
@@ -262,8 +268,13 @@ CASES: dict[str, Case] = {
     "Checkpointer, a generation": Case(_generation, run_saved),
     "Checkpointer, restore": Case(_restore, run_saved),
     "load": Case(_load, saved),
-    "load, atomic": Case(lambda root: sidestream.load(blank(small()), root / "c", atomic=True), saved),
-    "load, unverified": Case(lambda root: sidestream.load(blank(small()), root / "c", verify="manifest"), saved),
+    "load, atomic": Case(
+        lambda root: sidestream.load(blank(small()), root / "c", options=sidestream.LoadOptions(atomic=True)), saved
+    ),
+    "load, unverified": Case(
+        lambda root: sidestream.load(blank(small()), root / "c", options=sidestream.LoadOptions(verify="manifest")),
+        saved,
+    ),
     "load, nothing there": Case(_load),
     "state_dict, mapped": Case(_mapped, saved),
     "verify": Case(lambda root: sidestream.verify(root / "c"), saved),

@@ -16,12 +16,13 @@ from _golden_states import counted
 from _golden_table import Table
 from _places import Place, s3_place
 from _s3_server import Fault, Request, S3Server, serving
+from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 from sidestream import KeepLast
-from sidestream.dcp import Apart, StorageWriter, async_save_part
+from sidestream.dcp import IndependentPart, StorageWriter, async_save_part
 
 LARGE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
 SMALL = {"w": counted(3, 4), "step": 7}
@@ -94,20 +95,24 @@ async def _good(stores: Stores) -> None:
     place = stores.fresh()
     options = place.keywords
     url = place.url()
-    await stores.tries("save", lambda: sidestream.save(SMALL, url, **options))
-    await stores.tries("save, the target is there", lambda: sidestream.save(SMALL, url, **options))
-    await stores.tries("save, an object", lambda: sidestream.save({"a": object()}, place.url("other"), **options))
-    await stores.tries("load", lambda: sidestream.load(_blank(SMALL), url, **options))
-    await stores.tries("load, nothing there", lambda: sidestream.load({}, place.url("none"), **options))
-    await stores.tries("load, a mismatch", lambda: sidestream.load({"w": torch.zeros(1)}, url, **options))
+    await stores.tries("save", lambda: sidestream.save(SMALL, url, **for_save(**options)))
+    await stores.tries("save, the target is there", lambda: sidestream.save(SMALL, url, **for_save(**options)))
+    await stores.tries(
+        "save, an object", lambda: sidestream.save({"a": object()}, place.url("other"), **for_save(**options))
+    )
+    await stores.tries("load", lambda: sidestream.load(_blank(SMALL), url, **for_load(**options)))
+    await stores.tries("load, nothing there", lambda: sidestream.load({}, place.url("none"), **for_load(**options)))
+    await stores.tries("load, a mismatch", lambda: sidestream.load({"w": torch.zeros(1)}, url, **for_load(**options)))
     await stores.tries("open_checkpoint", lambda: _names(url, options))
     await stores.tries("verify", lambda: sidestream.verify(url, **options))
-    copied = {"target_options": options["storage_options"], **options}
+    copied = {"target_storage": options["storage"], **options}
     await stores.tries("copy", lambda: sidestream.copy(url, place.url("copy"), **copied))
     await stores.tries("convert", lambda: sidestream.convert(url, place.url("m.pt"), **copied))
     place = stores.fresh()
-    await stores.tries("save, several parts", lambda: sidestream.save(LARGE, place.url(), **place.keywords))
-    await stores.tries("load, several parts", lambda: sidestream.load(_blank(LARGE), place.url(), **place.keywords))
+    await stores.tries("save, several parts", lambda: sidestream.save(LARGE, place.url(), **for_save(**place.keywords)))
+    await stores.tries(
+        "load, several parts", lambda: sidestream.load(_blank(LARGE), place.url(), **for_load(**place.keywords))
+    )
     place = stores.fresh()
     await stores.tries("Checkpointer, save", lambda: _run_save(place, 1))
     await stores.tries("Checkpointer, restore", lambda: _run_restore(place))
@@ -119,12 +124,12 @@ async def _names(url: str, options: dict[str, Any]) -> list[str]:
 
 
 async def _run_save(place: Place, step: int, state: dict[str, Any] = SMALL) -> Any:
-    async with sidestream.Checkpointer(place.base, keep=KeepLast(1), **place.keywords) as checkpoints:
-        return await (await checkpoints.save(state, step=step))
+    async with sidestream.Checkpointer(place.base, keep=KeepLast(1), **for_run(**place.keywords)) as checkpoints:
+        return await checkpoints.save(state, step=step)
 
 
 async def _run_restore(place: Place) -> Any:
-    async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
+    async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
         return [await checkpoints.restore(_blank(SMALL)), await checkpoints.steps()]
 
 
@@ -136,13 +141,13 @@ async def _faults(stores: Stores) -> None:
         place = stores.fresh()
         stores.server.once(kind, fault, key="run/ckpt")
         name = f"save, {fault} once at {kind}"
-        await stores.tries(name, lambda p=place: sidestream.save(SMALL, p.url(), **p.keywords))
+        await stores.tries(name, lambda p=place: sidestream.save(SMALL, p.url(), **for_save(**p.keywords)))
     large: tuple[tuple[str, Fault], ...] = (("begin", "lose"), ("part", 503), ("complete", "lose"))
     for kind, fault in large:
         place = stores.fresh(in_flight=1)
         stores.server.once(kind, fault, key="run/ckpt")
         name = f"save, several parts, {fault} once at {kind}"
-        await stores.tries(name, lambda p=place: sidestream.save(LARGE, p.url(), **p.keywords))
+        await stores.tries(name, lambda p=place: sidestream.save(LARGE, p.url(), **for_save(**p.keywords)))
     for kind in ("put", "create"):
         for fault in (403, 500, "reset"):
             if fault == "reset" and stores.engine == "fsspec":
@@ -150,18 +155,18 @@ async def _faults(stores: Stores) -> None:
             place = stores.fresh(retries=1)
             stores.server.always(kind, fault)
             name = f"save, {fault} at every {kind}"
-            await stores.tries(name, lambda p=place: sidestream.save(SMALL, p.url(), **p.keywords))
+            await stores.tries(name, lambda p=place: sidestream.save(SMALL, p.url(), **for_save(**p.keywords)))
     for kind in ("part", "complete"):
         place = stores.fresh(retries=1, in_flight=1)
         stores.server.always(kind, 500)
         name = f"save, several parts, 500 at every {kind}"
-        await stores.tries(name, lambda p=place: sidestream.save(LARGE, p.url(), **p.keywords))
+        await stores.tries(name, lambda p=place: sidestream.save(LARGE, p.url(), **for_save(**p.keywords)))
     for fault in (500, "truncate", 403):
         place = stores.fresh(retries=1)
-        await sidestream.save(SMALL, place.url(), **place.keywords)
+        await sidestream.save(SMALL, place.url(), **for_save(**place.keywords))
         stores.server.once("get", fault, key=".distcp")
         name = f"load, {fault} once at get"
-        await stores.tries(name, lambda p=place: sidestream.load(_blank(SMALL), p.url(), **p.keywords))
+        await stores.tries(name, lambda p=place: sidestream.load(_blank(SMALL), p.url(), **for_load(**p.keywords)))
     place = stores.fresh()
     await stores.tries("save, cancelled at a put", lambda: _cancelled(stores.server, place))
 
@@ -177,12 +182,12 @@ async def _other_writers(stores: Stores) -> None:
         "planner": {"planner": DefaultSavePlanner()},
         "a planner that raises": {"planner": _Raising()},
         "part": {"part": _PART},
-        "streaming": {"snapshot": False},
+        "streaming": {"streaming": True},
         "stager of torch": {"stager": BlockingAsyncStager()},
         "metadata and digest": {"metadata": {"loss": 0.5}, "digest": "blake3"},
     }
     if stores.engine == "obstore":
-        ways["saver process"] = {"saver": "process"}
+        ways["writer process"] = {"writer": "process"}
     for name, options in ways.items():
         place = stores.fresh()
         await stores.tries(f"save, {name}", lambda p=place, o=options: _save(p.url(), **p.keywords, **o))
@@ -199,12 +204,12 @@ async def _other_writers(stores: Stores) -> None:
     await stores.tries("Checkpointer, a save that fails", lambda: _run_save(place, 1, {"a": object()}))
 
 
-_PART = Apart(rank=0, world_size=1, save_id="step 5")
+_PART = IndependentPart(rank=0, world_size=1, save_id="step 5")
 
 
-async def _save(url: str, *, part: Apart | None = None, **options: Any) -> sidestream.SaveInfo:
+async def _save(url: str, *, part: IndependentPart | None = None, **options: Any) -> sidestream.SaveInfo:
     if part is None:
-        return await sidestream.save(SMALL, url, **options)
+        return await sidestream.save(SMALL, url, **for_save(**options))
     return await async_save_part(SMALL, url, part, **options)
 
 
@@ -223,7 +228,7 @@ async def _in_dcp(place: Place, name: str = "ckpt", planner: Any = None, **optio
 
 async def _cancelled(server: S3Server, place: Place) -> Any:
     server.once("put", "stall", key="run/ckpt")
-    pending = sidestream.async_save(SMALL, place.url(), **place.keywords)
+    pending = sidestream.async_save(SMALL, place.url(), **for_save(**place.keywords))
     await asyncio.to_thread(server.wait_for, "put")
     pending.cancel()
     await asyncio.wait_for(pending.ended(), 60)

@@ -104,7 +104,7 @@ async def _without_a_part(folder: Path) -> Any:
 async def signing(table: Table) -> None:
     folder = table.folder
     key = _key(folder)
-    await sidestream.save(small(), folder / "saved", digest="blake3")
+    await sidestream.save(small(), folder / "saved", options=sidestream.SaveOptions(digest="blake3"))
     await sidestream.save(small(), folder / "plain")
     public = CHECKPOINTS / "signed.pub"
     other = folder / "other.pub"

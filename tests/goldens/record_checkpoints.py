@@ -33,7 +33,7 @@ from _golden_states import blocks, small, tensors, training, values
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sidestream
-from sidestream.dcp import Apart, StorageWriter, async_save_part
+from sidestream.dcp import IndependentPart, StorageWriter, async_save_part
 
 HERE = Path(__file__).parent
 NOW = 1_790_000_000.0
@@ -75,22 +75,22 @@ async def native(target: Path) -> None:
     await sidestream.save(training(), target / "training")
     await sidestream.save(blocks(), target / "blocks")
     await sidestream.save(small(), target / "metadata", metadata=METADATA)
-    await sidestream.save(small(), target / "digest", digest="blake3")
-    await sidestream.save(small(), target / "signed", digest="blake3")
+    await sidestream.save(small(), target / "digest", options=sidestream.SaveOptions(digest="blake3"))
+    await sidestream.save(small(), target / "signed", options=sidestream.SaveOptions(digest="blake3"))
     private, public = keys(target)
     await sidestream.signing.sign(target / "signed", private)
     await sidestream.signing.verify(target / "signed", public)
     private.unlink()
-    await sidestream.save(small(), target / "saver-process", saver="process")
+    await sidestream.save(small(), target / "writer-process", options=sidestream.SaveOptions(writer="process"))
     await sidestream.save({}, target / "empty")
-    await sidestream.save(small(), target / "planner", planner=DefaultSavePlanner())
+    await sidestream.save(small(), target / "planner", options=sidestream.SaveOptions(planner=DefaultSavePlanner()))
     await asyncio.to_thread(dcp.save, foreign(), storage_writer=StorageWriter(target / "storage-writer"), no_dist=True)
     async with sidestream.Checkpointer(target / "run") as checkpoints:
-        await (await checkpoints.save(small(), step=1, metadata={"loss": 1.5}))
-        await (await checkpoints.save(small(1.0), step=2))
-        await (await checkpoints.save(small(), step=2))
+        await checkpoints.save(small(), step=1, metadata={"loss": 1.5})
+        await checkpoints.save(small(1.0), step=2)
+        await checkpoints.save(small(), step=2)
     for rank in range(3):
-        await async_save_part(part(rank), target / "parts", Apart(rank=rank, world_size=3, save_id="step 5"))
+        await async_save_part(part(rank), target / "parts", IndependentPart(rank=rank, world_size=3, save_id="step 5"))
     await sidestream.copy(target / "metadata", target / "copied")
     converted = target / "converted"
     taken: dict[str, Any] = {"select": "model.*", "names": sidestream.strip_prefix("model.")}
@@ -175,7 +175,9 @@ def rank_main(case: str, target: Path, store: Path, rank: int) -> None:
         if case == "ranks":
             asyncio.run(sidestream.save(together, target / case))
         elif case == "ranks-planner":
-            asyncio.run(sidestream.save(together, target / case, planner=DefaultSavePlanner()))
+            asyncio.run(
+                sidestream.save(together, target / case, options=sidestream.SaveOptions(planner=DefaultSavePlanner()))
+            )
         elif case == "ranks-storage-writer":
             dcp.save(stock, storage_writer=StorageWriter(target / case))
         else:

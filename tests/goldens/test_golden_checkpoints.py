@@ -93,7 +93,7 @@ async def test_a_run_goes_on_from_its_steps(tmp_path: Path) -> None:
         target = blank(contents(GOLDENS["run, step 2"]))
         assert await checkpoints.restore(target) == 2
         assert differences(contents(GOLDENS["run, step 2, generation 2"]), target) == [], "the newest generation"
-        assert await checkpoints.metadata(1) == {"loss": 1.5}
+        assert await checkpoints.read_metadata(1) == {"loss": 1.5}
     async with sidestream.Checkpointer(tmp_path / "run", keep=sidestream.KeepLast(1)) as checkpoints:
         assert (await checkpoints.prune(dry_run=True)).deleted == ("step-1", "step-2")
 
@@ -102,7 +102,7 @@ async def test_a_run_goes_on_from_its_steps(tmp_path: Path) -> None:
 async def test_tensors_that_consist_of_others() -> None:
     url = COMPOSITES / "threads"
     assert (await sidestream.verify(url)).ok
-    anew = await (await sidestream.open_checkpoint(url, allow=[TwoTensor])).state_dict()
+    anew = await (await sidestream.open_checkpoint(url, safe_globals=[TwoTensor])).state_dict()
     assert differences(unfolded(composites()), unfolded(anew)) == []
     target = composites(plus=3)
     assert differences(unfolded(composites()), unfolded(target)) != []

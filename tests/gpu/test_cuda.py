@@ -25,7 +25,7 @@ import sidestream.blocking
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, StageMode
 from sidestream._staging.registration import settle
-from sidestream.errors import CapturingGraph
+from sidestream.errors import GraphCaptureError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental.*:UserWarning"),
@@ -36,7 +36,7 @@ pytestmark = [
 CUDA = "cuda"
 BUDGET_BYTES = 8 << 30
 LARGE = 1 << 22  # elements: beyond what is coalesced, 16 MiB of float32
-MODES: tuple[StageMode, ...] = ("lazy", "snapshot", "hybrid")
+MODES: tuple[StageMode, ...] = ("lazy", "eager", "hybrid")
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,9 +139,9 @@ def test_planners_have_the_device_of_the_caller(verb: str, device: int, tmp_path
     planner, target = Planning(), {"t": torch.zeros(3)}
     with torch.cuda.device(device):
         if verb == "blocking":
-            sidestream.blocking.load(target, tmp_path / "a", planner=planner)
+            sidestream.blocking.load(target, tmp_path / "a", options=sidestream.LoadOptions(planner=planner))
         else:
-            asyncio.run(sidestream.load(target, tmp_path / "a", planner=planner))  # type: ignore[arg-type]
+            asyncio.run(sidestream.load(target, tmp_path / "a", options=sidestream.LoadOptions(planner=planner)))  # type: ignore[arg-type]
     assert planner.devices == {device}
 
 
@@ -289,7 +289,7 @@ def test_the_fence_is_what_keeps_the_writer_out() -> None:
 
 
 def test_a_snapshot_needs_no_fence() -> None:
-    assert bool((overwritten(fenced=False, mode="snapshot") == 1).all())
+    assert bool((overwritten(fenced=False, mode="eager") == 1).all())
 
 
 def test_a_guarded_optimizer() -> None:
@@ -458,7 +458,7 @@ def test_nothing_is_staged_within_a_capture() -> None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 result = source * 2
-                with pytest.raises(CapturingGraph, match="before or after the capture"):
+                with pytest.raises(GraphCaptureError, match="before or after the capture"):
                     stager.stage({"t": source})
             graph.replay()
             torch.cuda.synchronize()
@@ -509,7 +509,7 @@ def test_a_stream_that_records_a_graph_is_not_waited_for() -> None:
             with torch.cuda.stream(recording):
                 graph.capture_begin(capture_error_mode="thread_local")
                 result = ones * 2
-                with torch.cuda.stream(user), pytest.raises(CapturingGraph, match="before or after the capture"):
+                with torch.cuda.stream(user), pytest.raises(GraphCaptureError, match="before or after the capture"):
                     stager.stage({"t": source}, wait_streams=[recording])
                 graph.capture_end()
             graph.replay()
@@ -533,7 +533,7 @@ def test_a_graph_that_is_recorded_on_a_device_that_is_not_the_current_one() -> N
             with torch.cuda.device(1), torch.cuda.stream(recording):
                 graph.capture_begin(capture_error_mode="thread_local")
                 result = source * 2
-                with torch.cuda.device(0), pytest.raises(CapturingGraph, match="before or after the capture"):
+                with torch.cuda.device(0), pytest.raises(GraphCaptureError, match="before or after the capture"):
                     stager.stage({"t": source})
                 graph.capture_end()
                 graph.replay()

@@ -21,7 +21,7 @@ import sidestream
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager
 from sidestream._staging.registration import settle
-from sidestream.errors import ArenaExhausted, Closed, DeadlineExceeded, DeviceFailed
+from sidestream.errors import ArenaExhaustedError, ClosedError, DeadlineExceededError, DeviceError
 
 if "CUDASIM_BUILD" not in os.environ:
     pytest.skip("needs the simulated CUDA runtime: nox -s cuda_sim", allow_module_level=True)
@@ -77,7 +77,7 @@ def check(what):
 
 
 async def main():
-    for mode in ("lazy", "snapshot", "hybrid"):
+    for mode in ("lazy", "eager", "hybrid"):
         stager = AsyncStager(mode=mode, **budget)
         await stager.prewarm(state)
         future = stager.stage(host)
@@ -100,18 +100,18 @@ async def main():
         check("the last tensor, in a collection of another thread")
     await sidestream.save(host, folder / "a")
     check("save()")
-    await sidestream.save(host, folder / "b", saver="process")
-    check("save(saver='process')")
+    await sidestream.save(host, folder / "b", options=sidestream.SaveOptions(writer="process"))
+    check("save(writer='process')")
     await sidestream.load(host, folder / "a")
     check("load()")
-    await sidestream.load(host, folder / "a", atomic=True)
+    await sidestream.load(host, folder / "a", options=sidestream.LoadOptions(atomic=True))
     check("load(atomic=True)")
     checkpoint = await sidestream.open_checkpoint(folder / "a")
     await checkpoint.tensor("t", device="cuda:1")
     await checkpoint.state_dict(memory=torch.device("cuda:1"))
     check("open_checkpoint()")
     async with sidestream.Checkpointer(folder / "run") as run:
-        await (await run.save(state, step=1))
+        await run.save(state, step=1)
         await run.restore(state)
     check("Checkpointer")
 
@@ -241,7 +241,7 @@ def test_a_registration_that_fails(code: int, capfd: pytest.CaptureFixture[str])
     async def run() -> None:
         async with AsyncStager(budget_bytes=BUDGET_BYTES) as stager:
             cudasim.fail_call("cudaHostRegister", code=code)
-            expected = ArenaExhausted if code == 2 else DeviceFailed
+            expected = ArenaExhaustedError if code == 2 else DeviceError
             with pytest.raises(
                 expected, match=rf"cudaHostRegister of \d+ bytes: CUDA error: .*cudaError {code}"
             ) as seen:
@@ -314,7 +314,7 @@ def test_every_call_on_a_broken_device_says_so(tmp_path: Path) -> None:
     assert lines.pop() == "aclose ok"  # all errors have been retrieved
     assert len(lines) == 9, ended.stdout
     for line in lines:
-        assert "DeviceFailed" in line, line
+        assert "DeviceError" in line, line
         assert "an illegal memory access was encountered" in line, line
         assert ("while loading to cuda" if line.split()[0] in ("load", "tensor") else "model.w: ") in line, line
     assert "Traceback" not in ended.stderr
@@ -402,7 +402,12 @@ def test_a_cancelled_save_leaves_a_device_that_stands_still(own: bool, tmp_path:
         torch.cuda.synchronize()
         with cudasim.held(torch.cuda.current_stream()):
             saving = asyncio.create_task(
-                sidestream.save({"t": source}, tmp_path / "c", stager=None if own else stager, timeout_s=600)
+                sidestream.save(
+                    {"t": source},
+                    tmp_path / "c",
+                    stager=None if own else stager,
+                    options=sidestream.SaveOptions(timeout_s=600),
+                )
             )
             await asyncio.sleep(0.5)
             saving.cancel()
@@ -427,9 +432,9 @@ def test_closing_beside_a_device_that_stands_still(close: Callable[..., Any]) ->
         torch.cuda.synchronize()
         with cudasim.held(torch.cuda.current_stream()):
             future = stager.stage({"t": source})
-            with pytest.raises(DeadlineExceeded, match="did not end"):
+            with pytest.raises(DeadlineExceededError, match="did not end"):
                 await close(stager)
-            with pytest.raises(Closed):
+            with pytest.raises(ClosedError):
                 await future
             assert cudasim.state()["registrations"] == "1"
         torch.cuda.synchronize()

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _cases import TIMEOUT_S, run
+from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 import sidestream.blocking
 from sidestream import events
-from sidestream._group import hub as group
+from sidestream._group import rank_group as group
 from sidestream.dcp import StorageReader
 
 NAMES = ["10", "2", "b", "a", "c"]
@@ -77,22 +78,22 @@ def ordered(rank: int, world: int, directory: Path, way: str) -> list[list[str]]
     limit: dict[str, Any] = {"timeout_s": TIMEOUT_S}
 
     async def saved_and_loaded(save_options: dict[str, Any], load_options: dict[str, Any]) -> None:
-        await sidestream.save(state, url, **limit, **save_options)
+        await sidestream.save(state, url, **for_save(**limit, **save_options))
         dist.barrier()
         saving.append("|")
-        await sidestream.load(target, url, **limit, **load_options)
+        await sidestream.load(target, url, **for_load(**limit, **load_options))
 
     async def restored() -> None:
-        async with sidestream.Checkpointer(url, **limit) as checkpoints:
-            await (await checkpoints.save(state, step=3))
+        async with sidestream.Checkpointer(url, **for_run(**limit)) as checkpoints:
+            await checkpoints.save(state, step=3)
             assert await checkpoints.restore(target) == 3
 
     def blocking() -> None:
-        sidestream.blocking.async_save(state, url, **limit).result()
-        sidestream.blocking.load(target, url, **limit)
+        sidestream.blocking.async_save(state, url, **for_save(**limit)).result()
+        sidestream.blocking.load(target, url, **for_load(**limit))
 
     def in_dcp() -> None:
-        run(sidestream.save(state, url, **limit))
+        run(sidestream.save(state, url, **for_save(**limit)))
         # DCP asks objects in the order of a dict on each rank when it saves, so only its load is called here.
         for one in made:
             one.inner = None
@@ -101,7 +102,7 @@ def ordered(rank: int, world: int, directory: Path, way: str) -> list[list[str]]
 
     ways: dict[str, Callable[[], object]] = {
         "native": lambda: run(saved_and_loaded({}, {})),
-        "atomic": lambda: run(saved_and_loaded({"snapshot": False}, {"atomic": True})),
+        "atomic": lambda: run(saved_and_loaded({"streaming": True}, {"atomic": True})),
         "planner": lambda: run(top_level(DefaultSavePlanner(), DefaultLoadPlanner())),
         "stager": lambda: run(top_level(None, None, stager=BlockingAsyncStager())),
         "restore": lambda: run(restored()),
@@ -114,9 +115,9 @@ def ordered(rank: int, world: int, directory: Path, way: str) -> list[list[str]]
         for one in made:
             one.inner = None
         flat = {key: Collective(key, saving) for key, item in state.items() if isinstance(item, Collective)}
-        await sidestream.save(flat, url, planner=save_planner, **limit, **options)
+        await sidestream.save(flat, url, **for_save(planner=save_planner, **limit, **options))
         into = {key: item for key, item in target.items() if isinstance(item, Collective)}
-        await sidestream.load(into, url, planner=load_planner, **limit)
+        await sidestream.load(into, url, **for_load(planner=load_planner, **limit))
 
     ways[way]()
     assert [one.loaded for one in made if one.name in ("10", "2", "b")] == ["10", "2", "b"]
@@ -135,9 +136,9 @@ def by_parts(rank: int, world: int, directory: Path) -> list[list[str]]:
     state = {name: Alone(name, log) for name in (names if rank else reversed(names))}
 
     async def work() -> None:
-        await sidestream.save(state, directory / "saved", timeout_s=TIMEOUT_S)
+        await sidestream.save(state, directory / "saved", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
         log.append("|")
-        await sidestream.load(state, directory / "saved", timeout_s=TIMEOUT_S)
+        await sidestream.load(state, directory / "saved", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
 
     run(work())
     return [log]
@@ -189,8 +190,8 @@ def stuck(rank: int, world: int, directory: Path, method: str, who: int) -> dict
     async def load() -> list[Any]:
         target = {"m": {"thing": Stuck()}}
         try:
-            await sidestream.load(target, directory / "saved", timeout_s=7.0)
-        except sidestream.errors.RankFailures as failures:
+            await sidestream.load(target, directory / "saved", options=sidestream.LoadOptions(timeout_s=7.0))
+        except sidestream.errors.RankFailuresError as failures:
             return [[one.rank, one.step, one.kind] for one in failures.failures]
         finally:
             (desk / str(rank)).touch() if rank != who else None
@@ -219,24 +220,24 @@ def never_comes(
 
     async def call() -> None:
         if verb == "save":
-            await sidestream.save(state, directory / "failing", **limit)
+            await sidestream.save(state, directory / "failing", **for_save(**limit))
         elif verb == "load":
-            await sidestream.load(state, directory / "saved", **limit)
+            await sidestream.load(state, directory / "saved", **for_load(**limit))
         else:
-            async with sidestream.Checkpointer(directory / "run", **limit) as checkpoints:
+            async with sidestream.Checkpointer(directory / "run", **for_run(**limit)) as checkpoints:
                 if verb == "restore":
                     await checkpoints.restore(state)
                 else:
-                    await (await checkpoints.save(state, step=2))
+                    await checkpoints.save(state, step=2)
 
     async def work() -> None:
         if before:
-            await sidestream.save(state, directory / "before", timeout_s=TIMEOUT_S)
+            await sidestream.save(state, directory / "before", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
         if rank in who:
             return
         try:
             await call()
-        except sidestream.errors.RankFailures as failures:
+        except sidestream.errors.RankFailuresError as failures:
             told["failures"] = [[one.rank, one.step, one.kind, one.text] for one in failures.failures]
 
     with events.observe(lambda event: seen.append(event) if isinstance(event, events.RanksMissing) else None):
@@ -251,7 +252,7 @@ def never_comes(
 
 async def _one_step(state: dict[str, Any], run_at: Path) -> None:
     async with sidestream.Checkpointer(run_at, process_group="alone") as checkpoints:
-        await (await checkpoints.save(state, step=1))
+        await checkpoints.save(state, step=1)
 
 
 def comes_late(rank: int, world: int, directory: Path) -> dict[str, Any]:
@@ -262,7 +263,9 @@ def comes_late(rank: int, world: int, directory: Path) -> dict[str, Any]:
         if rank == 1:
             while not (directory / "warned").exists():
                 await asyncio.sleep(0.02)
-        saving = asyncio.ensure_future(sidestream.save({"t": torch.ones(3)}, directory / "a", timeout_s=TIMEOUT_S))
+        saving = asyncio.ensure_future(
+            sidestream.save({"t": torch.ones(3)}, directory / "a", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
+        )
         if rank == 0:
             assert await asyncio.to_thread(handler.come.wait, TIMEOUT_S)
             (directory / "warned").touch()
@@ -276,13 +279,20 @@ def load_events(rank: int, world: int, directory: Path) -> list[Any]:
     seen: list[events.LoadEvent] = []
 
     async def work() -> None:
-        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
-            await (await checkpoints.save({f"t{rank}": torch.ones(3)}, step=4))
+        async with sidestream.Checkpointer(
+            directory / "run",
+            timeout_s=TIMEOUT_S,
+            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
+        ) as checkpoints:
+            await checkpoints.save({f"t{rank}": torch.ones(3)}, step=4)
             await checkpoints.restore({f"t{rank}": torch.zeros(3)})
         other = {f"t{rank}": torch.zeros(3 + rank)}
         try:
-            await sidestream.load(other, directory / "run" / "step-4", timeout_s=TIMEOUT_S)
-        except sidestream.errors.RankFailures:
+            await sidestream.load(
+                other, directory / "run" / "step-4", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)
+            )
+        except sidestream.errors.RankFailuresError:
             return
         raise AssertionError("the load of another shape")
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sidestream
-from sidestream._group import hub as group
+from sidestream._group import rank_group as group
 from sidestream._runtime import threads as _threads
 from sidestream._save import group_planning as planning
 from sidestream._save import writer
@@ -123,7 +124,9 @@ def save_matrix(rank: int, world: int, directory: Path) -> list[Any]:
         told = []
         for number in range(2):
             path = directory / f"ours-{world}-{number}"
-            info = await sidestream.save(state_of(mesh, number), path, timeout_s=TIMEOUT_S)
+            info = await sidestream.save(
+                state_of(mesh, number), path, options=sidestream.SaveOptions(timeout_s=TIMEOUT_S)
+            )
             told.append([info.save_id, info.nbytes, info.url, dict(info.seconds)])
         return told
 
@@ -138,13 +141,20 @@ def load_matrix(rank: int, world: int, directory: Path, saved: list[int]) -> lis
 
     async def load(path: Path, plus: int, turn: int, **options: Any) -> int:
         target = state_of(mesh, 100, turn)
-        report = await sidestream.load(target, path, timeout_s=TIMEOUT_S, **options)
+        report = await sidestream.load(target, path, **for_load(timeout_s=TIMEOUT_S, **options))
         same(target, state_of(mesh, plus, turn))
         return report.nbytes
 
     for writers in saved:
         for turn in range(3):
-            run(load(directory / f"ours-{writers}-{turn % 2}", turn % 2, turn, atomic=turn == 1))
+            run(
+                load(
+                    directory / f"ours-{writers}-{turn % 2}",
+                    turn % 2,
+                    turn,
+                    options=sidestream.LoadOptions(atomic=turn == 1),
+                )
+            )
             run(load(directory / f"stock-{writers}", 5, turn))
         target = without_odd_keys(state_of(mesh, 100, 1))
         dcp.load(target, checkpoint_id=directory / f"ours-{writers}-1")
@@ -246,7 +256,7 @@ def arm(phase: str, how: str) -> Fault:
     elif phase == "written":
         fault.after(local_write._Parts, "write")
     elif phase == "receipt":
-        fault.before(local, "_put")
+        fault.before(local.LocalTransaction, "put")
     elif phase == "publish":
         fault.before(local, "_publish")
     elif phase == "published":
@@ -263,7 +273,7 @@ def failing_save(
         group._STOP_S = writer._GRACE_S = _threads._GRACE_S = 1.0
 
     async def save() -> None:
-        await sidestream.save(large(mesh), directory / "before", timeout_s=TIMEOUT_S)
+        await sidestream.save(large(mesh), directory / "before", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
         state: dict[str, Any] = large(mesh, 1)
         fault = arm(phase, how) if rank == who and phase != "call" else Fault(how)
         if phase == "assign":  # a plan that is not known yet
@@ -272,10 +282,12 @@ def failing_save(
             state["lethal"] = Lethal() if how == "die" else object()
         started = time.monotonic()
         try:
-            pending = sidestream.async_save(state, directory / "failing", timeout_s=timeout_s)
+            pending = sidestream.async_save(
+                state, directory / "failing", options=sidestream.SaveOptions(timeout_s=timeout_s)
+            )
             info = await pending
             told["info"] = [info.save_id, info.nbytes]
-        except sidestream.errors.RankFailures as failures:
+        except sidestream.errors.RankFailuresError as failures:
             told["failures"] = [[one.rank, one.step, one.kind] for one in failures.failures]
             told["text"] = str(failures)
             told["outcome"] = pending.outcome
@@ -283,7 +295,9 @@ def failing_save(
         fault.armed = False
         told["visible"] = (directory / "failing").exists()
         if how != "die":
-            info = await sidestream.save(large(mesh, 2), directory / "after", timeout_s=TIMEOUT_S)
+            info = await sidestream.save(
+                large(mesh, 2), directory / "after", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S)
+            )
             told["after"] = info.save_id
 
     run(save())
@@ -352,7 +366,13 @@ def full(state: dict[str, Any]) -> dict[str, Any]:
 
 def save_model(rank: int, world: int, directory: Path, kind: str) -> float:
     model, optimizer = trained(kind, world, 3)
-    run(sidestream.save(state_dicts(model, optimizer), directory / f"{kind}-{world}", timeout_s=TIMEOUT_S))
+    run(
+        sidestream.save(
+            state_dicts(model, optimizer),
+            directory / f"{kind}-{world}",
+            options=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+        )
+    )
     dcp.save(state_dicts(model, optimizer), checkpoint_id=directory / f"stock-{kind}-{world}")
     files = {path.name.split("_")[2] for path in (directory / f"{kind}-{world}").glob("__*.distcp")}
     assert files == {str(one) for one in range(world)}, files
@@ -365,7 +385,7 @@ def load_model(rank: int, world: int, directory: Path, kind: str, names: list[st
     model, optimizer = trained(kind, world, 1)
     for name in names:
         state = state_dicts(model, optimizer)
-        run(sidestream.load(state, directory / name, timeout_s=TIMEOUT_S))
+        run(sidestream.load(state, directory / name, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         losses.append(train(model, optimizer, 3, 2))
     return losses
@@ -387,15 +407,17 @@ def sharded_tensors(rank: int, world: int, directory: Path) -> None:
         return init_from_local_shards(shards, 10, 7)
 
     async def both() -> None:
-        await sidestream.save({"t": make(0.0)}, directory / "sharded", timeout_s=TIMEOUT_S)
+        await sidestream.save(
+            {"t": make(0.0)}, directory / "sharded", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S)
+        )
         target = make(50.0)
-        await sidestream.load({"t": target}, directory / "sharded", timeout_s=TIMEOUT_S)
+        await sidestream.load({"t": target}, directory / "sharded", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
         for shard in target.local_shards():
             start = shard.metadata.shard_offsets[0]
             assert torch.equal(shard.tensor, ROWS[start : start + shard.metadata.shard_sizes[0]])
         mesh = init_device_mesh("cpu", (world,))
         other = placed(ROWS + 1, mesh, Shard(1))
-        await sidestream.load({"t": other}, directory / "sharded", timeout_s=TIMEOUT_S)
+        await sidestream.load({"t": other}, directory / "sharded", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
         same(other, placed(ROWS, mesh, Shard(1)))
 
     run(both())
@@ -424,7 +446,7 @@ def failures_of(work: Coroutine[Any, Any, Any]) -> list[Any]:
     async def caught() -> list[Any]:
         try:
             await work
-        except sidestream.errors.RankFailures as failures:
+        except sidestream.errors.RankFailuresError as failures:
             return [[one.rank, one.kind, one.text] for one in failures.failures]
         return []
 
@@ -437,7 +459,7 @@ def disagreements(rank: int, world: int, directory: Path) -> dict[str, Any]:
     good = large(mesh)
 
     def save(state: dict[str, Any], name: str, **options: Any) -> list[Any]:
-        return failures_of(sidestream.save(state, directory / name, timeout_s=TIMEOUT_S, **options))
+        return failures_of(sidestream.save(state, directory / name, **for_save(timeout_s=TIMEOUT_S, **options)))
 
     told = {
         "good": save(good, "good"),
@@ -447,15 +469,21 @@ def disagreements(rank: int, world: int, directory: Path) -> dict[str, Any]:
         "shapes": save({"w": torch.ones(2 + rank)}, "shapes"),
         "partial": save({"p": partial}, "partial"),
         "one_rank": save({"w": good["rows"], **({"x": object()} if rank else {})}, "one_rank"),
-        "option": save(good, "option", durability="fsync" if rank else "perhaps"),
+        "option": save(good, "option", files={} if rank else {"a/b": b"no plain name"}),
         "not_shared": save(good, f"disk{rank}/x"),
-        "missing": failures_of(sidestream.load(large(mesh), directory / "nothing", timeout_s=TIMEOUT_S)),
+        "missing": failures_of(
+            sidestream.load(large(mesh), directory / "nothing", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
+        ),
         "keys": failures_of(
-            sidestream.load({**large(mesh), **({"more": 1} if rank else {})}, directory / "good", timeout_s=TIMEOUT_S)
+            sidestream.load(
+                {**large(mesh), **({"more": 1} if rank else {})},
+                directory / "good",
+                options=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
+            )
         ),
     }
     target = large(mesh, 9)
-    run(sidestream.load(target, directory / "good", timeout_s=TIMEOUT_S))
+    run(sidestream.load(target, directory / "good", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)))
     same(target, good)
     return told
 
@@ -465,11 +493,13 @@ def stages(rank: int, world: int, directory: Path) -> list[Any]:
     state = {"model": {f"stage{rank}": ROWS + rank}, "step": 3, "rng": {f"rank{rank}": rank}} if rank < 2 else {}
 
     async def both() -> list[Any]:
-        info = await sidestream.save({**state, "common": COLUMNS}, directory / "stages", timeout_s=TIMEOUT_S)
+        info = await sidestream.save(
+            {**state, "common": COLUMNS}, directory / "stages", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S)
+        )
         target = {**state, "common": torch.zeros_like(COLUMNS)}
         if rank < 2:
             target["model"] = {f"stage{rank}": torch.zeros_like(ROWS)}
-        await sidestream.load(target, directory / "stages", timeout_s=TIMEOUT_S)
+        await sidestream.load(target, directory / "stages", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
         same(target, {**state, "common": COLUMNS})
         return [info.save_id, len(list((directory / "stages").glob("__*")))]
 
@@ -487,9 +517,9 @@ def shared_names(rank: int, world: int, directory: Path) -> list[Any]:
 
     async def both() -> list[Any]:
         path = directory / "shared"
-        await sidestream.save(state(1), path, timeout_s=TIMEOUT_S)
+        await sidestream.save(state(1), path, options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
         target = {**state(5), "raw": {f"rank{rank}": state(5)["w"].to_local()}}
-        await sidestream.load(target, path, timeout_s=TIMEOUT_S)
+        await sidestream.load(target, path, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
         same(target, state(1))
         found = await (await sidestream.open_checkpoint(path)).state_dict()
         same(found["w"], ROWS + 1)
@@ -499,7 +529,9 @@ def shared_names(rank: int, world: int, directory: Path) -> list[Any]:
 
     told = run(both())
     other = {"x": 1} if rank else 1
-    failures = failures_of(sidestream.save({"opt": other}, directory / "bad", timeout_s=TIMEOUT_S))
+    failures = failures_of(
+        sidestream.save({"opt": other}, directory / "bad", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
+    )
     return [told, [[one, kind] for one, kind, _ in failures]]
 
 
@@ -511,16 +543,22 @@ def composites(rank: int, world: int, directory: Path) -> list[Any]:
         return (torch.arange(8, dtype=torch.uint8) + plus).view(torch.int4)
 
     refused = [
-        failures_of(sidestream.save({"m": {"x": one}, "w": ROWS}, directory / f"refused{number}", timeout_s=TIMEOUT_S))
+        failures_of(
+            sidestream.save(
+                {"m": {"x": one}, "w": ROWS},
+                directory / f"refused{number}",
+                options=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            )
+        )
         for number, one in enumerate([torch.eye(3).to_sparse(), TwoTensor(ROWS, ROWS + 1)])
     ]
     mesh = init_device_mesh("cpu", (world,))
 
     async def both() -> None:
         saved = {"rows": placed(ROWS, mesh, Shard(0)), "low": low(0)}
-        await sidestream.save(saved, directory / "plain", timeout_s=TIMEOUT_S)
+        await sidestream.save(saved, directory / "plain", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
         target = {"rows": placed(ROWS + 9, mesh, Shard(0)), "low": low(5)}
-        await sidestream.load(target, directory / "plain", timeout_s=TIMEOUT_S)
+        await sidestream.load(target, directory / "plain", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
         same(target["rows"], saved["rows"])
         assert torch.equal(target["low"].view(torch.uint8), low(0).view(torch.uint8))
 
@@ -530,7 +568,7 @@ def composites(rank: int, world: int, directory: Path) -> list[Any]:
 
     async def loaded() -> None:
         target = {"sparse": torch.ones(3, 3).to_sparse(), "two": TwoTensor(ROWS + 7, ROWS + 8)}
-        await sidestream.load(target, directory / "single", timeout_s=TIMEOUT_S)
+        await sidestream.load(target, directory / "single", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
         assert torch.equal(target["sparse"].to_dense(), torch.eye(3))
         assert torch.equal(target["two"].a, ROWS)
         assert torch.equal(target["two"].b, ROWS + 1)
@@ -550,13 +588,20 @@ def subgroups(rank: int, world: int, directory: Path) -> None:
 
     async def both() -> None:
         saves = [
-            sidestream.save({"w": ROWS + rank % 2}, directory / f"{name}{n}", process_group=mine, timeout_s=TIMEOUT_S)
+            sidestream.save(
+                {"w": ROWS + rank % 2},
+                directory / f"{name}{n}",
+                process_group=mine,
+                options=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            )
             for n in range(3)
         ]
         alone = sidestream.save({"w": ROWS + rank}, directory / f"alone{rank}", process_group="alone")
         await asyncio.gather(*saves, alone)
         target = {"w": torch.zeros_like(ROWS)}
-        await sidestream.load(target, directory / f"{name}2", process_group=mine, timeout_s=TIMEOUT_S)
+        await sidestream.load(
+            target, directory / f"{name}2", process_group=mine, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)
+        )
         same(target, {"w": ROWS + rank % 2})
 
     run(both())
@@ -568,9 +613,9 @@ def replicas(rank: int, world: int, directory: Path) -> list[int]:
     state["huge"] = torch.arange(float(world) * (4 << 20)).reshape(-1, 64)
 
     async def both() -> list[int]:
-        await sidestream.save(state, directory / "replicas", timeout_s=TIMEOUT_S)
+        await sidestream.save(state, directory / "replicas", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
         target = {name: torch.zeros_like(one) for name, one in state.items()}
-        await sidestream.load(target, directory / "replicas", timeout_s=TIMEOUT_S)
+        await sidestream.load(target, directory / "replicas", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
         same(target, state)
         return [
             sum(path.stat().st_size for path in (directory / "replicas").glob(f"__{one}_*.distcp"))
@@ -587,32 +632,20 @@ def read_bytes(rank: int, world: int, directory: Path) -> float:
 
     async def load() -> float:
         target = {"w": placed(torch.zeros_like(tensor), mesh, Shard(0))}
-        report = await sidestream.load(target, directory / "rows", timeout_s=TIMEOUT_S)
+        report = await sidestream.load(target, directory / "rows", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
         same(target, {"w": placed(tensor, mesh, Shard(0))})
         return report.nbytes / target["w"].to_local().nbytes
 
     if world == 3:
-        run(sidestream.save({"w": placed(tensor, mesh, Shard(0))}, directory / "rows", timeout_s=TIMEOUT_S))
+        run(
+            sidestream.save(
+                {"w": placed(tensor, mesh, Shard(0))},
+                directory / "rows",
+                options=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            )
+        )
         return 0.0
     return float(run(load()))
-
-
-def exports(rank: int, world: int, directory: Path) -> list[Any]:
-    """Sharded tensors, exported whole by rank 0 from the committed checkpoint, beside a save and in a run."""
-    mesh = init_device_mesh("cpu", (world,))
-
-    async def save() -> list[Any]:
-        export = sidestream.HF(directory / "hf", max_shard_bytes=1 << 20)
-        info = await sidestream.save(large(mesh, 5), directory / "step", export=export, timeout_s=TIMEOUT_S)
-        export = sidestream.HF(directory / "exports" / "{step}")
-        async with sidestream.Checkpointer(directory / "run", export=export, timeout_s=TIMEOUT_S) as checkpoints:
-            pending = await checkpoints.save(large(mesh, 6), step=6)
-            await pending
-            for one in pending.exports:
-                await one
-        return [len(info.exports), len(pending.exports)]
-
-    return run(save())
 
 
 def a_run(rank: int, world: int, directory: Path) -> list[Any]:
@@ -621,14 +654,25 @@ def a_run(rank: int, world: int, directory: Path) -> list[Any]:
 
     async def steps() -> list[Any]:
         keep = sidestream.KeepLast(2)
-        async with sidestream.Checkpointer(directory / "run", keep=keep, timeout_s=TIMEOUT_S) as checkpoints:
+        async with sidestream.Checkpointer(
+            directory / "run",
+            keep=keep,
+            timeout_s=TIMEOUT_S,
+            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
+        ) as checkpoints:
             first = await checkpoints.restore(large(mesh))
             for step in range(4):
-                pending = await checkpoints.save(large(mesh, step), step=step, metadata={"step": step})
+                pending = await checkpoints.async_save(large(mesh, step), step=step, metadata={"step": step})
                 await pending.staged
                 info = await pending
-            again = await (await checkpoints.save(large(mesh, 30), step=3))
-        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
+            again = await checkpoints.save(large(mesh, 30), step=3)
+        async with sidestream.Checkpointer(
+            directory / "run",
+            timeout_s=TIMEOUT_S,
+            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
+        ) as checkpoints:
             target = large(mesh, 99)
             restored = await checkpoints.restore(target)
             same(target, large(mesh, 30))
@@ -649,18 +693,29 @@ def own_disks(rank: int, world: int, directory: Path) -> list[Any]:
     mine = directory / f"disk{rank}"
 
     async def restore(path: Path) -> list[Any]:
-        async with sidestream.Checkpointer(path, timeout_s=TIMEOUT_S) as checkpoints:
+        async with sidestream.Checkpointer(
+            path,
+            timeout_s=TIMEOUT_S,
+            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
+        ) as checkpoints:
             target = {"w": torch.zeros_like(ROWS)}
             try:
                 step = await checkpoints.restore(target, fallback="older")
-            except sidestream.errors.RankFailures as failures:
+            except sidestream.errors.RankFailuresError as failures:
                 return [[one.rank, one.kind] for one in failures.failures]
             same(target, {"w": ROWS})
             return [step]
 
     async def save() -> None:
-        async with sidestream.Checkpointer(mine, process_group="alone", timeout_s=TIMEOUT_S) as checkpoints:
-            await (await checkpoints.save({"w": ROWS}, step=1))
+        async with sidestream.Checkpointer(
+            mine,
+            process_group="alone",
+            timeout_s=TIMEOUT_S,
+            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
+        ) as checkpoints:
+            await checkpoints.save({"w": ROWS}, step=1)
 
     if rank == 0:
         run(save())
@@ -680,7 +735,9 @@ def cancelled(rank: int, world: int, directory: Path) -> list[Any]:
 
     async def save() -> list[Any]:
         fault = arm("write", "hang") if rank == 1 else None
-        pending = sidestream.async_save(large(mesh), directory / "cancelled", timeout_s=TIMEOUT_S)
+        pending = sidestream.async_save(
+            large(mesh), directory / "cancelled", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S)
+        )
         told: list[Any] = []
         if rank == 0:
             await pending.staged
@@ -692,10 +749,10 @@ def cancelled(rank: int, world: int, directory: Path) -> list[Any]:
             await pending
         except asyncio.CancelledError:
             told.append("cancelled")
-        except sidestream.errors.RankFailures as failures:
+        except sidestream.errors.RankFailuresError as failures:
             told.append([[one.rank, one.kind] for one in failures.failures])
         told.append(pending.outcome)
-        await sidestream.save(large(mesh), directory / "next", timeout_s=TIMEOUT_S)
+        await sidestream.save(large(mesh), directory / "next", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
         return told
 
     return run(save())
@@ -707,7 +764,7 @@ def storage_then_disk(rank: int, world: int, directory: Path) -> None:
 
     async def save() -> None:
         for url in ("memory://then/disk", str(directory / "one"), str(directory / "two")):
-            await sidestream.save(large(mesh), url, timeout_s=TIMEOUT_S)
+            await sidestream.save(large(mesh), url, options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
 
     run(save())
     for name in ("one", "two"):
@@ -720,14 +777,14 @@ def overwritten_on_storage(rank: int, world: int, directory: Path, url: str, opt
     """All ranks replace one checkpoint several times; the last time another save is faster."""
     mesh = init_device_mesh("cpu", (world,))
     policy = sidestream.StorePolicy(engine="obstore", part_bytes=5 << 20)
-    keywords: dict[str, Any] = {"storage_options": options, "store_policy": policy, "timeout_s": TIMEOUT_S}
+    keywords: dict[str, Any] = {"storage": sidestream.Storage(options, policy=policy), "timeout_s": TIMEOUT_S}
 
     def overtake(event: sidestream.events.Event) -> None:
         """On rank 0, when it has written and not committed."""
         if isinstance(event, sidestream.events.SaveWritten) and event.save.world == world and not rank:
             small = {"other": torch.ones(3)}
             save = sidestream.blocking.save
-            alone = {"overwrite": True, "process_group": "alone", **keywords}
+            alone = for_save(overwrite=True, process_group="alone", **keywords)
             thread = threading.Thread(target=save, args=(small, url), kwargs=alone)
             thread.start()
             thread.join()
@@ -735,14 +792,14 @@ def overwritten_on_storage(rank: int, world: int, directory: Path, url: str, opt
     async def several() -> list[Any]:
         ids = []
         for seed in range(3):
-            ids.append((await sidestream.save(large(mesh, seed), url, overwrite=True, **keywords)).save_id)
+            ids.append((await sidestream.save(large(mesh, seed), url, overwrite=True, **for_save(**keywords))).save_id)
             target = large(mesh, 9)
-            await sidestream.load(target, url, **keywords)
+            await sidestream.load(target, url, **for_load(**keywords))
             same(target, large(mesh, seed))
         with sidestream.events.observe(overtake):
             try:
-                await sidestream.save(large(mesh, 3), url, overwrite=True, **keywords)
-            except sidestream.errors.RankFailures as failures:
+                await sidestream.save(large(mesh, 3), url, overwrite=True, **for_save(**keywords))
+            except sidestream.errors.RankFailuresError as failures:
                 return [ids, [[one.rank, one.kind] for one in failures.failures]]
         return []
 
@@ -750,27 +807,76 @@ def overwritten_on_storage(rank: int, world: int, directory: Path, url: str, opt
 
 
 def object_storage(rank: int, world: int, directory: Path, url: str, options: dict[str, Any]) -> list[Any]:
-    """To a bucket: twice in one run, then a save that fails, and what is left of it."""
-    mesh = init_device_mesh("cpu", (world,))
     policy = sidestream.StorePolicy(engine="fsspec", part_bytes=5 << 20)
-    keywords: dict[str, Any] = {"storage_options": options, "store_policy": policy, "timeout_s": TIMEOUT_S}
+    return saved_by_markers(world, url, sidestream.Storage(options, policy=policy))
+
+
+def marked(rank: int, world: int, directory: Path) -> list[Any]:
+    return saved_by_markers(world, str(directory), sidestream.Storage(commit="marker"))
+
+
+def saved_by_markers(world: int, url: str, storage: sidestream.Storage) -> list[Any]:
+    """Where nothing is renamed: twice in one run, then a save that fails, and what is left of it."""
+    mesh = init_device_mesh("cpu", (world,))
+    keywords: dict[str, Any] = {"storage": storage, "timeout_s": TIMEOUT_S}
 
     async def both() -> list[Any]:
         ids = []
-        async with sidestream.Checkpointer(f"{url}/run", **keywords) as checkpoints:
+        async with sidestream.Checkpointer(f"{url}/run", **for_run(**keywords)) as checkpoints:
             for step in range(2):
-                ids.append((await (await checkpoints.save(large(mesh, step), step=step))).save_id)
+                ids.append((await checkpoints.save(large(mesh, step), step=step)).save_id)
             target = large(mesh, 9)
             restored = await checkpoints.restore(target)
             same(target, large(mesh, 1))
-        bad = {**large(mesh), **({"x": object()} if rank else {})}
+        bad = {**large(mesh), **({"x": object()} if mesh.get_rank() else {})}
         try:
-            await sidestream.save(bad, f"{url}/bad", **keywords)
-        except sidestream.errors.RankFailures as failures:
+            await sidestream.save(bad, f"{url}/bad", **for_save(**keywords))
+        except sidestream.errors.RankFailuresError as failures:
             return [ids, restored, [[one.rank, one.kind] for one in failures.failures]]
         return []
 
     return run(both())
+
+
+def saved_as(rank: int, world: int, directory: Path) -> list[Any]:
+    """Saves under other names and with other dtypes, twice, so that the second plan is a known one; and names that are
+    refused on one rank alone."""
+    mesh = init_device_mesh("cpu", (world,))
+    keywords: dict[str, Any] = {"timeout_s": TIMEOUT_S}
+    torch.manual_seed(3)
+    whole, replica = torch.randn(world * 300 + 1, 1001), torch.randn(200, 300)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    columns = distribute_tensor(whole, mesh, [Shard(1)])
+    state = {"model": {"a": sharded, "b": sharded, "columns": columns, "replica": replica}, f"own{rank}": whole[rank]}
+    names = {"model.a": "weights.a", "model.b": "weights.b", "own0": "rank.0", "own1": "rank.1"}
+    dtype = {"weights.*": torch.bfloat16, "model.columns": torch.float16, "rank.1": torch.float64}
+
+    async def all_of_it() -> list[Any]:
+        async with sidestream.AsyncStager() as stager:
+            for number in range(2):
+                url = directory / f"step{number}"
+                await sidestream.save(
+                    state, url, stager=stager, **for_save(names=names, dtype=dtype, digest="blake3", **keywords)
+                )
+                target = {
+                    "weights": {
+                        "a": distribute_tensor(torch.zeros_like(whole, dtype=torch.bfloat16), mesh, [Shard(0)])
+                    },
+                    "model": {"columns": torch.zeros_like(whole, dtype=torch.float16)},
+                }
+                await sidestream.load(target, url, allow_unexpected=True, **for_load(**keywords))
+                same(target["weights"], {"a": distribute_tensor(whole.bfloat16(), mesh, [Shard(0)])})
+                assert torch.equal(target["model"]["columns"], whole.half())
+        try:
+            mine = {"model.a": "model.b"} if rank else {"model.a": "model.c"}
+            await sidestream.save(
+                {"model": {"a": sharded, "b": columns}}, directory / "none", **for_save(names=mine, **keywords)
+            )
+        except sidestream.errors.RankFailuresError as failures:
+            return [[one.rank, one.kind] for one in failures.failures]
+        return []
+
+    return run(all_of_it())
 
 
 def with_files(rank: int, world: int, directory: Path) -> list[Any]:
@@ -779,14 +885,18 @@ def with_files(rank: int, world: int, directory: Path) -> list[Any]:
     keywords: dict[str, Any] = {"timeout_s": TIMEOUT_S}
 
     async def all_of_it() -> list[Any]:
-        await sidestream.save(large(mesh, 1), directory / "step", files={"rank": str(rank).encode()}, **keywords)
+        await sidestream.save(
+            large(mesh, 1), directory / "step", files={"rank": str(rank).encode()}, **for_save(**keywords)
+        )
         target = {"module": large(mesh, 9)}
         prefix = sidestream.strip_prefix("module.")
-        await sidestream.load(target, directory / "step", names=prefix, **keywords)
+        await sidestream.load(target, directory / "step", **for_load(names=prefix, **keywords))
         same(target["module"], large(mesh, 1))
         try:
-            await sidestream.save(large(mesh, 1), directory / "none", files={"a": directory / "missing"}, **keywords)
-        except sidestream.errors.RankFailures as failures:
+            await sidestream.save(
+                large(mesh, 1), directory / "none", files={"a": directory / "missing"}, **for_save(**keywords)
+            )
+        except sidestream.errors.RankFailuresError as failures:
             return [[one.rank, one.kind] for one in failures.failures]
         return []
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from _cases import TIMEOUT_S, large, run, same
+from keywords import for_save
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,20 +25,22 @@ def full_disk(rank: int, world: int, directory: Path, who: int, limit_bytes: int
     told: dict[str, Any] = {}
 
     async def save() -> None:
-        await sidestream.save(large(mesh), directory / "before", timeout_s=TIMEOUT_S)
+        await sidestream.save(large(mesh), directory / "before", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
         if rank == who:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
-        pending = sidestream.async_save(large(mesh, 1), directory / "failing", timeout_s=TIMEOUT_S)
+        pending = sidestream.async_save(
+            large(mesh, 1), directory / "failing", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S)
+        )
         try:
             await pending
-        except sidestream.errors.RankFailures as failures:
+        except sidestream.errors.RankFailuresError as failures:
             told["failures"] = [[one.rank, one.text] for one in failures.failures]
         told["outcome"] = pending.outcome
         told["visible"] = (directory / "failing").exists()
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        await sidestream.save(large(mesh, 2), directory / "after", timeout_s=TIMEOUT_S)
+        await sidestream.save(large(mesh, 2), directory / "after", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
         target = large(mesh, 9)
-        await sidestream.load(target, directory / "after", timeout_s=TIMEOUT_S)
+        await sidestream.load(target, directory / "after", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
         same(target, large(mesh, 2))
 
     run(save())
@@ -49,15 +52,25 @@ def preempted(rank: int, world: int, directory: Path) -> list[Any]:
     mesh = init_device_mesh("cpu", (world,))
 
     async def train() -> list[Any]:
-        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
+        async with sidestream.Checkpointer(
+            directory / "run",
+            timeout_s=TIMEOUT_S,
+            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
+        ) as checkpoints:
             checkpoints.on_preemption(save=lambda: (large(mesh, 7), 7), then="stay", grace_s=TIMEOUT_S)
-            pending = await checkpoints.save(large(mesh, 1), step=1)
+            pending = await checkpoints.async_save(large(mesh, 1), step=1)
             await asyncio.sleep(0.05 * rank)  # as a scheduler does, not all at once
             os.kill(os.getpid(), signal.SIGTERM)
             while checkpoints.preempted is None:
                 await asyncio.sleep(0.01)
             await pending
-        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
+        async with sidestream.Checkpointer(
+            directory / "run",
+            timeout_s=TIMEOUT_S,
+            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
+        ) as checkpoints:
             target = large(mesh, 9)
             step = await checkpoints.restore(target)
             same(target, large(mesh, 7))
@@ -71,19 +84,19 @@ def other_stagers(rank: int, world: int, directory: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (world,))
     plain = StagingOptions(False, False, False, False)
     ways: dict[str, Any] = {
-        "windows": lambda: {"snapshot": False},
+        "windows": lambda: {"streaming": True},
         "torch blocking": lambda: {"stager": BlockingAsyncStager()},
         "torch default": lambda: {"stager": DefaultStager(plain)},
-        "snapshot": lambda: {"stager": sidestream.AsyncStager(mode="snapshot")},
-        "process": lambda: {"saver": "process"},
+        "snapshot": lambda: {"stager": sidestream.AsyncStager(mode="eager")},
+        "process": lambda: {"writer": "process"},
     }
 
     async def save(name: str, options: dict[str, Any]) -> None:
         for number in range(2):
             path = directory / f"{name}-{number}"
-            await sidestream.save(large(mesh, number), path, timeout_s=TIMEOUT_S, **options)
+            await sidestream.save(large(mesh, number), path, **for_save(timeout_s=TIMEOUT_S, **options))
             target = large(mesh, 9)
-            await sidestream.load(target, path, timeout_s=TIMEOUT_S)
+            await sidestream.load(target, path, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
             same(target, large(mesh, number))
 
     for name, options in ways.items():
@@ -98,7 +111,9 @@ def closed_loop(rank: int, world: int, directory: Path, who: int, turns: int) ->
     told: dict[str, Any] = {}
 
     async def begin() -> sidestream.PendingSave:
-        pending = sidestream.async_save(large(mesh, 1), directory / "failing", timeout_s=TIMEOUT_S)
+        pending = sidestream.async_save(
+            large(mesh, 1), directory / "failing", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S)
+        )
         for _ in range(turns):
             await asyncio.sleep(0.001)
         return pending
@@ -106,7 +121,7 @@ def closed_loop(rank: int, world: int, directory: Path, who: int, turns: int) ->
     async def wait(pending: sidestream.PendingSave) -> None:
         try:
             await pending
-        except sidestream.errors.RankFailures as failures:
+        except sidestream.errors.RankFailuresError as failures:
             told["failures"] = [[one.rank, one.kind] for one in failures.failures]
         (directory / f"noticed-{rank}").touch()
 

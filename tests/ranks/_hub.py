@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-from sidestream._group.hub import Hub, Spoke
-from sidestream._group.owner import Link, owner
+from sidestream._group.connections import Connection, connection_thread
+from sidestream._group.rank_group import OtherRank, Rank0
 
 LONG_S = 60.0
 
@@ -18,14 +18,14 @@ class Ranks:
     """A hub and its spokes in one process; ``ends``: of each spoke, the hub's end of the connection."""
 
     def __init__(self, world: int) -> None:
-        self.hub = Hub(world, "token")
-        self.spokes = [Spoke(rank, world) for rank in range(1, world)]
+        self.hub = Rank0(world, "token")
+        self.spokes = [OtherRank(rank, world) for rank in range(1, world)]
         self.ends: list[socket.socket] = []
         for rank, spoke in enumerate(self.spokes, 1):
             one, other = socket.socketpair()
             self.ends.append(one)
-            in_owner(lambda rank=rank, one=one: self.hub.connected(rank, Link(owner(), one)))  # type: ignore[misc]
-            in_owner(lambda spoke=spoke, other=other: spoke.connected(Link(owner(), other), "token"))  # type: ignore[misc]
+            in_owner(lambda rank=rank, one=one: self.hub.connected(rank, Connection(connection_thread(), one)))  # type: ignore[misc]
+            in_owner(lambda spoke=spoke, other=other: spoke.connected(Connection(connection_thread(), other), "token"))  # type: ignore[misc]
 
     def close(self) -> None:
         for group in (self.hub, *self.spokes):
@@ -43,7 +43,7 @@ def in_owner(work: Callable[[], None]) -> None:
             done.set_exception(error)
             raise
 
-    owner().post(run)
+    connection_thread().post(run)
     done.result(LONG_S)
 
 
@@ -55,7 +55,7 @@ def owner_held() -> Iterator[None]:
     def hold() -> None:
         gate.wait(LONG_S)
 
-    owner().post(hold)
+    connection_thread().post(hold)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Saves over ranks that overlap, with ``overlap="latest"``."""
+"""Saves over ranks that overlap, with ``when_full="latest"``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from _cases import ROWS, die, placed, run, same
+from keywords import for_run, for_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import sidestream
-from sidestream.errors import RankFailures, Skipped
+from sidestream.errors import RankFailuresError, SkippedError
 
 PATIENCE_S = 60.0
 
@@ -70,11 +71,11 @@ class Rank:
     def run_in(self, directory: Path, **options: Any) -> sidestream.Checkpointer:
         self._desk, self.held = directory, Held()
         directory.mkdir(exist_ok=True)
-        options = {"overlap": "latest", "in_flight": 1, "timeout_s": PATIENCE_S, "stager": self.held, **options}
-        return sidestream.Checkpointer(directory / "run", **options)
+        options = {"when_full": "latest", "slots": 1, "timeout_s": PATIENCE_S, "stager": self.held, **options}
+        return sidestream.Checkpointer(directory / "run", **for_run(**options))
 
     async def save(self, checkpoints: sidestream.Checkpointer, step: int, **options: Any) -> sidestream.PendingSave:
-        return await checkpoints.save(self.state(step), step=step, **options)
+        return await checkpoints.async_save(self.state(step), step=step, **for_save(**options))
 
     def tell(self, word: str) -> None:
         (self._desk / f"{word}-{self.rank}").touch()
@@ -111,13 +112,13 @@ async def outcome(pending: sidestream.PendingSave) -> Any:
     told: Any
     try:
         told = (await pending).step
-    except RankFailures as failures:
+    except RankFailuresError as failures:
         told = [[one.rank, one.kind] for one in failures.failures]
-    except (Skipped, asyncio.CancelledError) as error:
+    except (SkippedError, asyncio.CancelledError) as error:
         told = type(error).__name__
     try:
         await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(pending.staged)), PATIENCE_S)  # type: ignore[arg-type]
-    except RankFailures:
+    except RankFailuresError:
         assert isinstance(told, list)
     assert (pending.outcome == "committed") == isinstance(told, int)
     return told
@@ -140,7 +141,7 @@ def overtaken(rank: int, world: int, directory: Path) -> list[Any]:
             async def call(*steps: int) -> None:
                 for step in steps:
                     state = {**one.state(step), **({"counted": counted} if step == 3 else {})}
-                    pendings.append(await checkpoints.save(state, step=step, metadata={"n": step}))
+                    pendings.append(await checkpoints.async_save(state, step=step, metadata={"n": step}))
 
             await call(1)
             await one.begun(1)
@@ -166,7 +167,7 @@ def overtaken(rank: int, world: int, directory: Path) -> list[Any]:
             target = one.state(9)
             await checkpoints.restore(target)
             same(target, one.state(4))
-            return [*told, await checkpoints.steps(), await checkpoints.metadata()]
+            return [*told, await checkpoints.steps(), await checkpoints.read_metadata()]
 
     return [run(save(slow)) for slow in range(world)]
 
@@ -178,7 +179,7 @@ def two_at_once(rank: int, world: int, directory: Path) -> list[Any]:
     async def save() -> list[Any]:
         async with (
             sidestream.AsyncStager(budget_bytes=1 << 20) as stager,
-            one.run_in(directory / "run", in_flight=2, stager=stager) as checkpoints,
+            one.run_in(directory / "run", slots=2, stager=stager) as checkpoints,
         ):
             pendings = []
             for step in range(12):
@@ -189,7 +190,7 @@ def two_at_once(rank: int, world: int, directory: Path) -> list[Any]:
             target = one.state(99)
             restored = await checkpoints.restore(target)
             same(target, one.state(11))
-            assert await checkpoints.steps() == [step for step in told if step != "Skipped"]
+            assert await checkpoints.steps() == [step for step in told if step != "SkippedError"]
             return [told, restored]
 
     return list(run(save()))
@@ -200,7 +201,7 @@ def one_step(rank: int, world: int, directory: Path) -> list[int]:
     one = Rank(rank, world, directory)
 
     async def save() -> list[int]:
-        async with one.run_in(directory / "run", in_flight=2) as checkpoints:
+        async with one.run_in(directory / "run", slots=2) as checkpoints:
             pendings = [await one.save(checkpoints, 1), await one.save(checkpoints, 1)]
             await one.begun(1, 1)
             one.held.let_go(1)
@@ -259,7 +260,7 @@ def in_the_queue(rank: int, world: int, directory: Path, who: int) -> dict[str, 
         bad: dict[str, Any] = {"metadata": {"n": object()}} if rank == who else {}
         try:
             told = await outcome(await one.save(checkpoints, 5, **bad))
-        except RankFailures as failures:
+        except RankFailuresError as failures:
             assert rank == who
             told = [[one.rank, one.kind] for one in failures.failures]
         one.held.let_go(1)
@@ -284,9 +285,9 @@ def cannot_begin(rank: int, world: int, directory: Path) -> list[Any]:
 
     async def save() -> list[Any]:
         async with one.run_in(directory / "run", stager=None) as checkpoints:
-            await (await one.save(checkpoints, 1))
+            await one.save(checkpoints, 1)
             bad = {**one.state(2), **({"x": object()} if rank == 1 else {})}
-            failed = await outcome(await checkpoints.save(bad, step=2))
+            failed = await outcome(await checkpoints.async_save(bad, step=2))
             last = await one.save(checkpoints, 3)
         return [failed, await outcome(last)]
 
@@ -302,14 +303,14 @@ def dropped(rank: int, world: int, directory: Path) -> dict[str, Any]:
     one = Rank(rank, world, directory)
 
     async def save(overlap: str) -> list[Any]:
-        async with one.run_in(directory / overlap, overlap=overlap, stager=None) as checkpoints:
+        async with one.run_in(directory / overlap, when_full=overlap, stager=None) as checkpoints:
             bad = {**one.state(1), **({"x": object()} if rank == 1 else {})}
-            await (await checkpoints.save(bad, step=1)).ended()
+            await (await checkpoints.async_save(bad, step=1)).ended()
             told: list[Any] = []
             try:
                 await one.save(checkpoints, 2)
-            except RankFailures as failures:
-                told.extend({(one.step, one.kind, "UnsafeObject" in one.text) for one in failures.failures})
+            except RankFailuresError as failures:
+                told.extend({(one.step, one.kind, "UnsafeObjectError" in one.text) for one in failures.failures})
             return [*told, await outcome(await one.save(checkpoints, 3))]
 
     return {overlap: run(save(overlap)) for overlap in ("wait", "skip", "fail", "latest")}
@@ -326,7 +327,7 @@ def told_by_turns(rank: int, world: int, directory: Path) -> list[Any]:
                 bad: dict[str, Any] = {"metadata": {"n": object()}} if rank == 1 and step in (1, 4) else {}
                 try:
                     pending = await one.save(checkpoints, step, **bad)
-                except RankFailures:
+                except RankFailuresError:
                     told.append("raised")
                 else:
                     await pending.ended()
@@ -337,7 +338,7 @@ def told_by_turns(rank: int, world: int, directory: Path) -> list[Any]:
 
     try:
         run(save())
-    except RankFailures as failures:
+    except RankFailuresError as failures:
         told.append(sorted({failure.step for failure in failures.failures}))
     return told
 
@@ -360,7 +361,7 @@ def loop_closes(rank: int, world: int, directory: Path) -> list[Any]:
         return told
 
     told = run(save())
-    return list(told) or [type(pending.unheard).__name__ for pending in reversed(pendings)]
+    return list(told) or [type(pending.unretrieved).__name__ for pending in reversed(pendings)]
 
 
 def never_called(rank: int, world: int, directory: Path) -> list[Any]:
@@ -369,7 +370,7 @@ def never_called(rank: int, world: int, directory: Path) -> list[Any]:
 
     async def save() -> list[Any]:
         async with one.run_in(directory / "before", stager=None) as checkpoints:
-            await (await one.save(checkpoints, 1))
+            await one.save(checkpoints, 1)
         async with one.run_in(directory / "run", timeout_s=1.0, stager=None) as checkpoints:
             if rank == 1:
                 await one.heard("know", [0, 2])

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _cases import COLUMNS, ROWS, TIMEOUT_S, failures_of, placed, run, same
+from keywords import for_load, for_save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import sidestream
-from sidestream.dcp import Apart, StorageReader, StorageWriter, async_save_part
+from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
 
 SAVE_STEPS = ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"]
 LOAD_STEPS = [
@@ -106,7 +107,9 @@ def planned(rank: int, world: int, directory: Path) -> list[Any]:
     told = []
 
     async def save(name: str, planner: Any, **options: Any) -> None:
-        info = await sidestream.save(want, directory / name, planner=planner, timeout_s=TIMEOUT_S, **options)
+        info = await sidestream.save(
+            want, directory / name, **for_save(planner=planner, timeout_s=TIMEOUT_S, **options)
+        )
         told.append([info.save_id, info.nbytes])
 
     def load_all(name: str, expected: dict[str, Any], blank: Any) -> None:
@@ -119,10 +122,14 @@ def planned(rank: int, world: int, directory: Path) -> list[Any]:
         dcp.load(target, checkpoint_id=path)
 
     def ours(target: Any, path: Path) -> None:
-        run(sidestream.load(target, path, timeout_s=TIMEOUT_S))
+        run(sidestream.load(target, path, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)))
 
     def with_planner(target: Any, path: Path) -> None:
-        report = run(sidestream.load(target, path, planner=DefaultLoadPlanner(), timeout_s=TIMEOUT_S))
+        report = run(
+            sidestream.load(
+                target, path, options=sidestream.LoadOptions(planner=DefaultLoadPlanner(), timeout_s=TIMEOUT_S)
+            )
+        )
         assert report.loaded
         assert not report.unverified
 
@@ -142,14 +149,22 @@ def planned(rank: int, world: int, directory: Path) -> list[Any]:
         load_all(name, want, lambda: state_of(mesh, 100))
     load_all("renamed", {"renamed": want}, lambda: {"renamed": state_of(mesh, 100)})
     target = state_of(mesh, 100)
-    run(sidestream.load(target, directory / "renamed", planner=RenamingBack(), timeout_s=TIMEOUT_S))
+    run(
+        sidestream.load(
+            target, directory / "renamed", options=sidestream.LoadOptions(planner=RenamingBack(), timeout_s=TIMEOUT_S)
+        )
+    )
     same(target, want)
     few = {**want, "deep": {"plain": want["deep"]["plain"]}}
     load_all("dropped", few, lambda: {**state_of(mesh, 100), "deep": {"plain": torch.zeros(5, dtype=torch.int64)}})
     half = {"rows": placed(ROWS.half(), mesh, Shard(0)), "same": placed((ROWS * 2).half(), mesh, Replicate())}
     load_all("halved", half, lambda: {name: one * 0 for name, one in half.items()})
     target = state_of(mesh, 100)
-    run(sidestream.load(target, directory / "default", planner=Doubling(), timeout_s=TIMEOUT_S))
+    run(
+        sidestream.load(
+            target, directory / "default", options=sidestream.LoadOptions(planner=Doubling(), timeout_s=TIMEOUT_S)
+        )
+    )
     same(target["rows"], placed(ROWS * 2, mesh, Shard(0)))
     return told
 
@@ -158,30 +173,40 @@ def planners_fail(rank: int, world: int, directory: Path) -> dict[str, Any]:
     """On rank 1, step by step; what is done on rank 0 alone fails there."""
     mesh = init_device_mesh("cpu", (world,))
     want = state_of(mesh)
-    run(sidestream.save(want, directory / "good", timeout_s=TIMEOUT_S))
+    run(sidestream.save(want, directory / "good", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S)))
     told = {}
     for step in SAVE_STEPS:
         here = rank == (0 if step == "create_global_plan" else 1)
         planner = failing(DefaultSavePlanner, step, here)
         told[f"save {step}"] = failures_of(
-            sidestream.save(want, directory / "bad", planner=planner, timeout_s=TIMEOUT_S)
+            sidestream.save(
+                want, directory / "bad", options=sidestream.SaveOptions(planner=planner, timeout_s=TIMEOUT_S)
+            )
         )
         assert not (directory / "bad").exists()
     for step in LOAD_STEPS:
         here = rank == (0 if step == "create_global_plan" else 1)
         planner = failing(DefaultLoadPlanner, step, here)
-        work = sidestream.load(state_of(mesh, 9), directory / "good", planner=planner, timeout_s=TIMEOUT_S)
+        work = sidestream.load(
+            state_of(mesh, 9), directory / "good", options=sidestream.LoadOptions(planner=planner, timeout_s=TIMEOUT_S)
+        )
         told[f"load {step}"] = failures_of(work)
     one = {"planner": DefaultSavePlanner()} if rank else {}
-    told["save one"] = failures_of(sidestream.save(want, directory / "bad", timeout_s=TIMEOUT_S, **one))
+    told["save one"] = failures_of(sidestream.save(want, directory / "bad", **for_save(timeout_s=TIMEOUT_S, **one)))
     other = {} if rank else {"planner": DefaultSavePlanner()}
-    told["save other"] = failures_of(sidestream.save(want, directory / "bad", timeout_s=TIMEOUT_S, **other))
+    told["save other"] = failures_of(sidestream.save(want, directory / "bad", **for_save(timeout_s=TIMEOUT_S, **other)))
     for name, here in (("load one", rank == 1), ("load other", rank == 0)):
         mine = {"planner": DefaultLoadPlanner()} if here else {}
-        told[name] = failures_of(sidestream.load(state_of(mesh), directory / "good", timeout_s=TIMEOUT_S, **mine))
-    run(sidestream.save(want, directory / "after", planner=DefaultSavePlanner(), timeout_s=TIMEOUT_S))
+        told[name] = failures_of(
+            sidestream.load(state_of(mesh), directory / "good", **for_load(timeout_s=TIMEOUT_S, **mine))
+        )
+    run(
+        sidestream.save(
+            want, directory / "after", options=sidestream.SaveOptions(planner=DefaultSavePlanner(), timeout_s=TIMEOUT_S)
+        )
+    )
     target = state_of(mesh, 9)
-    run(sidestream.load(target, directory / "after", timeout_s=TIMEOUT_S))
+    run(sidestream.load(target, directory / "after", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)))
     same(target, want)
     return told
 
@@ -191,16 +216,24 @@ def a_planned_run(rank: int, world: int, directory: Path) -> list[Any]:
     mesh = init_device_mesh("cpu", (world,))
 
     async def go() -> list[Any]:
-        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpointer:
+        async with sidestream.Checkpointer(
+            directory / "run",
+            timeout_s=TIMEOUT_S,
+            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
+        ) as checkpointer:
             for step in range(2):
-                pending = await checkpointer.save(
-                    state_of(mesh, step), step=step, metadata={"loss": step}, planner=Renaming()
+                pending = await checkpointer.async_save(
+                    state_of(mesh, step),
+                    step=step,
+                    metadata={"loss": step},
+                    options=sidestream.SaveOptions(planner=Renaming()),
                 )
                 await pending
             target = state_of(mesh, 9)
-            step = await checkpointer.restore(target, planner=RenamingBack())
+            step = await checkpointer.restore(target, options=sidestream.LoadOptions(planner=RenamingBack()))
             same(target, state_of(mesh, 1))
-            return [step, await checkpointer.metadata(), await checkpointer.steps()]
+            return [step, await checkpointer.read_metadata(), await checkpointer.steps()]
 
     told: list[Any] = run(go())
     return told
@@ -214,17 +247,17 @@ def shards_of(mesh: DeviceMesh, plus: float = 0.0) -> dict[str, Any]:
 def parts(rank: int, world: int, directory: Path) -> None:
     """Sharded tensors, by our call, by DCP's without collectives, and read by stock on as many ranks."""
     mesh = init_device_mesh("cpu", (world,))
-    apart = Apart(rank=rank, world_size=world, save_id="parts 1")
+    apart = IndependentPart(rank=rank, world_size=world, save_id="parts 1")
 
     async def save() -> None:
         await async_save_part(shards_of(mesh), directory / "ours", apart, timeout_s=TIMEOUT_S)
 
     run(save())
-    dcp.save(shards_of(mesh), storage_writer=StorageWriter(directory / "inside", apart=apart), use_collectives=False)
+    dcp.save(shards_of(mesh), storage_writer=StorageWriter(directory / "inside", part=apart), use_collectives=False)
     refused = StorageWriter(directory / "refused")
     try:
         dcp.save(shards_of(mesh), storage_writer=refused, use_collectives=False)
-    except sidestream.errors.InvalidOption:
+    except sidestream.errors.InvalidOptionError:
         pass
     else:
         raise AssertionError("it was not refused")
@@ -235,7 +268,7 @@ def parts(rank: int, world: int, directory: Path) -> None:
             if load == "stock":
                 dcp.load(target, checkpoint_id=directory / name)
             elif load == "ours":
-                run(sidestream.load(target, directory / name, timeout_s=TIMEOUT_S))
+                run(sidestream.load(target, directory / name, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)))
             else:
                 dcp.load(target, storage_reader=StorageReader(directory / name))
             same(target, shards_of(mesh))
@@ -247,7 +280,7 @@ def parts_read_by_others(rank: int, world: int, directory: Path) -> None:
     mesh = init_device_mesh("cpu", (world,))
     for name in ("ours", "inside"):
         target = shards_of(mesh, 100)
-        run(sidestream.load(target, directory / name, timeout_s=TIMEOUT_S))
+        run(sidestream.load(target, directory / name, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)))
         same(target, shards_of(mesh))
 
 
@@ -290,11 +323,11 @@ def holders(rank: int, world: int, directory: Path) -> None:
     mine = holder(ROWS, boxes_of(rank, world))
     for number in range(2):  # planned, and remembered
         state = {"held": mine, "rows": placed(ROWS, mesh, Shard(0))}
-        run(sidestream.save(state, directory / f"holders{number}", timeout_s=TIMEOUT_S))
+        run(sidestream.save(state, directory / f"holders{number}", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S)))
     path = directory / "holders1"
     assert run(sidestream.verify(path)).ok
     for target in (placed(ROWS * 0, mesh, Shard(1)), placed(ROWS * 0, mesh, Replicate()), torch.zeros_like(ROWS)):
-        run(sidestream.load({"held": target}, path, timeout_s=TIMEOUT_S))
+        run(sidestream.load({"held": target}, path, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)))
         whole = target.full_tensor() if hasattr(target, "full_tensor") else target
         assert torch.equal(whole, ROWS)
         target.zero_()
@@ -302,16 +335,20 @@ def holders(rank: int, world: int, directory: Path) -> None:
         whole = target.full_tensor() if hasattr(target, "full_tensor") else target
         assert torch.equal(whole, ROWS)
     other = holder(ROWS, boxes_of((rank + 1) % world, world), fill=False)
-    run(sidestream.load({"held": other}, path, timeout_s=TIMEOUT_S))
+    run(sidestream.load({"held": other}, path, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)))
     assert torch.equal(other, holder(ROWS, boxes_of((rank + 1) % world, world)))
     if world > 1:
         wrong = holder(ROWS, boxes_of(rank, world))
         wrong.local_sizes = wrong.local_sizes[1:]
-        failures = failures_of(sidestream.save({"w": wrong}, directory / "x", timeout_s=TIMEOUT_S))
-        assert {kind for _, kind, _ in failures} == {"UnsupportedTensor"}, failures
+        failures = failures_of(
+            sidestream.save({"w": wrong}, directory / "x", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
+        )
+        assert {kind for _, kind, _ in failures} == {"UnsupportedTensorError"}, failures
         few = holder(ROWS, boxes_of(rank, world)[1:])
-        failures = failures_of(sidestream.save({"w": few}, directory / "x", timeout_s=TIMEOUT_S))
-        assert [kind for _, kind, _ in failures] == ["InvalidOption"], failures
+        failures = failures_of(
+            sidestream.save({"w": few}, directory / "x", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
+        )
+        assert [kind for _, kind, _ in failures] == ["InvalidOptionError"], failures
         assert not (directory / "x").exists()
     staged = run(stage(mine))
     assert torch.equal(staged, mine)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _cases import TIMEOUT_S, damage, die, large, run, same
+from keywords import for_load
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -40,8 +41,12 @@ class Race:
         """Save both, and return their ids."""
         self._desk.mkdir(exist_ok=True)
         infos = [
-            await sidestream.save(large(self.mesh, OLD), self.path, timeout_s=TIMEOUT_S),
-            await sidestream.save(new or large(self.mesh, NEW), self.other, timeout_s=TIMEOUT_S),
+            await sidestream.save(
+                large(self.mesh, OLD), self.path, options=sidestream.SaveOptions(timeout_s=TIMEOUT_S)
+            ),
+            await sidestream.save(
+                new or large(self.mesh, NEW), self.other, options=sidestream.SaveOptions(timeout_s=TIMEOUT_S)
+            ),
         ]
         return [one.save_id for one in infos]
 
@@ -73,8 +78,8 @@ class Race:
         told: dict[str, Any] = {}
         with events.observe(self.observe):
             try:
-                report = await sidestream.load(target, path or self.path, timeout_s=TIMEOUT_S, **options)
-            except sidestream.errors.RankFailures as failures:
+                report = await sidestream.load(target, path or self.path, **for_load(timeout_s=TIMEOUT_S, **options))
+            except sidestream.errors.RankFailuresError as failures:
                 told["failures"] = [[one.rank, one.kind, one.text] for one in failures.failures]
                 told["written"] = list(failures.written)
             except asyncio.CancelledError:
@@ -169,7 +174,7 @@ def seen_by_some(rank: int, world: int, directory: Path, who: int, planner: bool
     async def work() -> dict[str, Any]:
         saved = await race.save()
         race.on_event = seen
-        return {"saved": saved, **await race.load(**({"planner": DefaultLoadPlanner()} if planner else {}))}
+        return {"saved": saved, **await race.load(**for_load(**{"planner": DefaultLoadPlanner()} if planner else {}))}
 
     return dict(run(work()))
 
@@ -227,16 +232,26 @@ def restored(rank: int, world: int, directory: Path) -> dict[str, Any]:
 
     async def work() -> dict[str, Any]:
         for name, plus in (("run", OLD), ("other", NEW)):
-            async with sidestream.Checkpointer(directory / name, timeout_s=TIMEOUT_S) as checkpoints:
-                await (await checkpoints.save(large(race.mesh, plus), step=1))
+            async with sidestream.Checkpointer(
+                directory / name,
+                timeout_s=TIMEOUT_S,
+                save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+                load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
+            ) as checkpoints:
+                await checkpoints.save(large(race.mesh, plus), step=1)
         race._desk.mkdir(exist_ok=True)
         race.on_event = seen
         target = large(race.mesh, 9)
-        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
+        async with sidestream.Checkpointer(
+            directory / "run",
+            timeout_s=TIMEOUT_S,
+            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
+        ) as checkpoints:
             with events.observe(race.observe):
                 step = await checkpoints.restore(target)
             same(target, large(race.mesh, NEW))
-            again = await (await checkpoints.save(large(race.mesh, 3), step=2))
+            again = await checkpoints.save(large(race.mesh, 3), step=2)
         return {"step": step, "opened": race.opened, "again": again.save_id}
 
     return dict(run(work()))

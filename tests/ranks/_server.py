@@ -23,6 +23,7 @@ from typing import Any
 import _calls
 import _cases
 import _ends
+import _exports
 import _latest
 import _planned
 import _replaced
@@ -97,7 +98,7 @@ class Group:
 def find(case: str) -> Any:
     return next(
         getattr(module, case)
-        for module in (_cases, _ends, _planned, _latest, _calls, _replaced)
+        for module in (_cases, _ends, _exports, _planned, _latest, _calls, _replaced)
         if hasattr(module, case)
     )
 

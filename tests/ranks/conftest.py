@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -101,7 +102,11 @@ class Begun:
 @pytest.fixture(scope="session")
 def groups() -> Iterator[Groups]:
     script = str(Path(__file__).with_name("_server.py"))
-    process = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(script).parents[1])},
+    )  # fmt: skip
     started = Groups(process)
     yield started
     started.close()

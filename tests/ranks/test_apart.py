@@ -19,15 +19,15 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 import sidestream
 from sidestream._run import restore as restoring
 from sidestream._storage import Transaction
-from sidestream.dcp import Apart, async_save_part
+from sidestream.dcp import IndependentPart, async_save_part
 from sidestream.errors import (
-    AccessDenied,
-    CheckpointNotFound,
-    Conflict,
-    Corrupt,
-    Incomplete,
-    InvalidOption,
-    PlannerFailed,
+    AccessDeniedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    InvalidOptionError,
+    PlannerError,
     StorageError,
 )
 
@@ -65,7 +65,9 @@ def same(one: Any, other: Any) -> None:
 
 
 async def save_part(rank: int, path: Any, save_id: str = "step 5", **options: Any) -> sidestream.SaveInfo:
-    return await async_save_part(part_of(rank), path, Apart(rank=rank, world_size=WORLD, save_id=save_id), **options)
+    return await async_save_part(
+        part_of(rank), path, IndependentPart(rank=rank, world_size=WORLD, save_id=save_id), **options
+    )
 
 
 async def save_all(path: Any, **options: Any) -> None:
@@ -93,7 +95,7 @@ async def test_parts_make_a_whole(where: str, tmp_path: Path) -> None:
         missing = tuple(range(rank + 1, WORLD))
         if missing:
             for read in (sidestream.load(whole_of(9), path), sidestream.verify(path), sidestream.open_checkpoint(path)):
-                with pytest.raises(Incomplete, match="step 5") as raised:
+                with pytest.raises(IncompleteCheckpointError, match="step 5") as raised:
                     await read
                 assert (raised.value.missing, raised.value.others) == (missing, {})
     target = whole_of(9)
@@ -105,7 +107,7 @@ async def test_parts_make_a_whole(where: str, tmp_path: Path) -> None:
     assert verified.ok, verified.damaged
     assert not verified.unverified
     target = whole_of(9)
-    await sidestream.load(target, path, planner=DefaultLoadPlanner())
+    await sidestream.load(target, path, options=sidestream.LoadOptions(planner=DefaultLoadPlanner()))
     same(target, whole_of())
     found = await sidestream.open_checkpoint(path)
     assert found.metadata == {"loss": 0.5}
@@ -127,37 +129,37 @@ async def test_parts_of_two_saves(tmp_path: Path) -> None:
     await save_all(tmp_path / "b", save_id="second try")
     shutil.copytree(tmp_path / "a", tmp_path / "mixed")
     (tmp_path / "mixed" / "__1.metadata").unlink()
-    with pytest.raises(Incomplete, match=r"'first try' of 3 ranks.*the parts of rank 1 are missing"):
+    with pytest.raises(IncompleteCheckpointError, match=r"'first try' of 3 ranks.*the parts of rank 1 are missing"):
         await sidestream.load(whole_of(), tmp_path / "mixed")
     for path in (tmp_path / "b").glob("__1*"):
         shutil.copy(path, tmp_path / "mixed" / path.name)
-    with pytest.raises(Incomplete, match=r"rank 1: a part of the save 'second try'") as raised:
+    with pytest.raises(IncompleteCheckpointError, match=r"rank 1: a part of the save 'second try'") as raised:
         await sidestream.load(whole_of(), tmp_path / "mixed")
     assert raised.value.save_id == "first try"
     assert raised.value.others == {1: "second try"}
-    with pytest.raises(Incomplete):
+    with pytest.raises(IncompleteCheckpointError):
         await sidestream.verify(tmp_path / "mixed")
     (tmp_path / "mixed" / "__1.metadata").unlink()
     await asyncio.to_thread(dcp.save, part_of(1), checkpoint_id=tmp_path / "stock", no_dist=True)
     shutil.copy(tmp_path / "stock" / ".metadata", tmp_path / "mixed" / "__1.metadata")
-    with pytest.raises(Incomplete, match="another writer"):
+    with pytest.raises(IncompleteCheckpointError, match="another writer"):
         await sidestream.load(whole_of(), tmp_path / "mixed")
 
 
 async def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     await save_part(0, tmp_path / "a")
     before = sorted(path.name for path in (tmp_path / "a").iterdir())
-    with pytest.raises(Conflict, match=r"__0\.metadata"):
+    with pytest.raises(CheckpointExistsError, match=r"__0\.metadata"):
         await save_part(0, tmp_path / "a")
-    with pytest.raises(Conflict, match="part of another save: rank 0 of 'step 5'"):
+    with pytest.raises(CheckpointExistsError, match="part of another save: rank 0 of 'step 5'"):
         await save_part(1, tmp_path / "a", save_id="step 6")
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         await sidestream.save(part_of(0), tmp_path / "a")
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == before
     await sidestream.save(part_of(0), tmp_path / "b")
-    with pytest.raises(Conflict, match="already"):
+    with pytest.raises(CheckpointExistsError, match="already"):
         await save_part(0, tmp_path / "b")
-    with pytest.raises(CheckpointNotFound):
+    with pytest.raises(CheckpointNotFoundError):
         await sidestream.load(part_of(0), tmp_path / "c")
 
 
@@ -165,12 +167,12 @@ async def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
 async def test_another_save_that_commits_meanwhile(where: str, tmp_path: Path) -> None:
     path = tmp_path / "a" if where == "local" else f"memory://{uuid.uuid4().hex}/meanwhile"
     planner = Gated()
-    part = Apart(rank=0, world_size=WORLD, save_id="step 5")
+    part = IndependentPart(rank=0, world_size=WORLD, save_id="step 5")
     pending = async_save_part(part_of(0), path, part, planner=planner)
     await asyncio.to_thread(planner.began.wait, 60)
     await sidestream.save(whole_of(), path)
     planner.go_on.set()
-    with pytest.raises(Conflict, match="already"):
+    with pytest.raises(CheckpointExistsError, match="already"):
         await pending
     await pending.ended()
     assert pending.outcome == "absent"
@@ -191,8 +193,8 @@ async def test_a_part_of_another_save_that_comes_with_the_commit(
             shutil.copy(path, tmp_path / "a" / path.name)
 
     monkeypatch.setattr(Transaction, "commit", with_another)
-    pending = async_save_part(part_of(0), tmp_path / "a", Apart(rank=0, world_size=WORLD, save_id="step 5"))
-    with pytest.raises(Conflict, match="rank 1 of 'step 6'"):
+    pending = async_save_part(part_of(0), tmp_path / "a", IndependentPart(rank=0, world_size=WORLD, save_id="step 5"))
+    with pytest.raises(CheckpointExistsError, match="rank 1 of 'step 6'"):
         await pending
     assert pending.outcome == "committed"
     assert (tmp_path / "a" / "__0.metadata").exists()
@@ -211,7 +213,7 @@ class Noting(DefaultSavePlanner):
 async def test_nothing_is_written_before_the_target_was_looked_at(tmp_path: Path) -> None:
     await sidestream.save(part_of(0), tmp_path / "a")
     planner = Noting()
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         await save_part(0, tmp_path / "a", planner=planner)
     assert not planner.asked
 
@@ -229,7 +231,7 @@ async def test_a_link_that_worked_and_was_told_of_twice(tmp_path: Path, monkeypa
     same(await (await sidestream.open_checkpoint(tmp_path / "a")).state_dict(), whole_of())
     await sidestream.convert(tmp_path / "a", tmp_path / "a.safetensors", select="layer*")
     before = sorted(path.name for path in (tmp_path / "a").iterdir())
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         await save_part(0, tmp_path / "a")
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == before
 
@@ -241,7 +243,7 @@ async def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("os.link", refuse)
     with pytest.raises(StorageError, match="makes no hard links") as raised:
         await save_part(0, tmp_path / "a")
-    assert not isinstance(raised.value, AccessDenied)
+    assert not isinstance(raised.value, AccessDeniedError)
     assert list((tmp_path / "a").iterdir()) == []
 
 
@@ -255,7 +257,7 @@ async def test_two_that_save_one_part_at_once(where: str, tmp_path: Path) -> Non
     for planner in planners:
         planner.go_on.set()
     ended = await asyncio.gather(*saves, return_exceptions=True)
-    assert sorted(type(one).__name__ for one in ended) == ["Conflict", "SaveInfo"], ended
+    assert sorted(type(one).__name__ for one in ended) == ["CheckpointExistsError", "SaveInfo"], ended
     for rank in range(1, WORLD):
         await save_part(rank, path)
     assert (await sidestream.verify(path)).ok
@@ -264,10 +266,10 @@ async def test_two_that_save_one_part_at_once(where: str, tmp_path: Path) -> Non
 async def test_a_part_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
     await save_part(1, tmp_path / "a")
     before = sorted(path.name for path in (tmp_path / "a").iterdir())
-    with pytest.raises(PlannerFailed):
+    with pytest.raises(PlannerError):
         await save_part(0, tmp_path / "a", planner=failing(DefaultSavePlanner, "resolve_data"))
     planner = Gated()
-    part = Apart(rank=0, world_size=WORLD, save_id="step 5")
+    part = IndependentPart(rank=0, world_size=WORLD, save_id="step 5")
     pending = async_save_part(part_of(0), tmp_path / "a", part, planner=planner)
     await asyncio.to_thread(planner.began.wait, 60)
     pending.cancel()
@@ -286,9 +288,9 @@ async def test_a_part_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path:
 async def test_replicas_have_to_be_equal(tmp_path: Path) -> None:
     for name, tensor in (("tensor", torch.ones(3)), ("value", 4.0)):
         for rank in range(2):
-            part = Apart(rank=rank, world_size=2, save_id="x")
+            part = IndependentPart(rank=rank, world_size=2, save_id="x")
             await async_save_part({"mine": tensor + rank, f"own{rank}": 1}, tmp_path / name, part)
-        with pytest.raises(Corrupt, match="mine: the ranks saved different values"):
+        with pytest.raises(CorruptCheckpointError, match="mine: the ranks saved different values"):
             await sidestream.load({"own0": 0}, tmp_path / name)
 
 
@@ -303,19 +305,19 @@ async def test_damage(tmp_path: Path) -> None:
         report = await sidestream.verify(tmp_path / "bad")
         assert not report.ok, pattern
         if not pattern.startswith("__1.m"):  # that is what stock DCP reads, and nobody else
-            with pytest.raises(Corrupt):
+            with pytest.raises(CorruptCheckpointError):
                 await sidestream.load(whole_of(), tmp_path / "bad")
         shutil.rmtree(tmp_path / "bad")
     for pattern in ("__1-*.manifest", "__1_*.distcp"):
         shutil.copytree(tmp_path / "good", tmp_path / "bad")
         for path in (tmp_path / "bad").glob(pattern):
             path.unlink()
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptCheckpointError):
             await sidestream.load(whole_of(), tmp_path / "bad")
         shutil.rmtree(tmp_path / "bad")
     shutil.copytree(tmp_path / "good", tmp_path / "bad")
     shutil.copy(tmp_path / "good" / "__1.metadata", tmp_path / "bad" / "__2.metadata")
-    with pytest.raises(Corrupt, match="was it renamed"):
+    with pytest.raises(CorruptCheckpointError, match="was it renamed"):
         await sidestream.load(whole_of(), tmp_path / "bad")
 
 
@@ -326,12 +328,12 @@ async def test_steps_that_were_saved_apart_are_listed_when_they_are_whole(tmp_pa
             await save_part(rank, tmp_path / "step-5", metadata={"loss": 0.5})
         assert await checkpointer.steps() == [5]
         assert await checkpointer.latest() == 5
-        assert await checkpointer.metadata() == {"loss": 0.5}
+        assert await checkpointer.read_metadata() == {"loss": 0.5}
         target = whole_of(9)
         assert await checkpointer.restore(target) == 5
         same(target, whole_of())
         assert (await checkpointer.verify()).ok
-        await (await checkpointer.save({"x": 1}, step=6))
+        await checkpointer.save({"x": 1}, step=6)
         (tmp_path / "step-5" / "__2.metadata").unlink()
         assert await checkpointer.steps() == [6]
 
@@ -347,7 +349,7 @@ async def test_a_step_that_loses_a_part_while_it_is_restored(tmp_path: Path, mon
 
     monkeypatch.setattr(restoring, "load_from", late)
     async with sidestream.Checkpointer(tmp_path) as checkpointer:
-        await (await checkpointer.save({"common": part_of(0)["common"]}, step=1))
+        await checkpointer.save({"common": part_of(0)["common"]}, step=1)
         await save_all(tmp_path / "step-5")
         assert await checkpointer.restore({"common": part_of(0, 9)["common"]}) == 1
 
@@ -388,15 +390,15 @@ async def test_planners_and_stagers(tmp_path: Path) -> None:
     ids=["rank", "negative", "world", "empty", "lines", "long", "number"],
 )
 def test_what_is_no_part(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidOption):
-        Apart(**wrong)
+    with pytest.raises(InvalidOptionError):
+        IndependentPart(**wrong)
 
 
 async def test_options_that_are_wrong(tmp_path: Path) -> None:
     for options in ({"durability": "none"}, {"timeout_s": -1}, {"planner": 3}, {"metadata": {"f": open}}):
-        with pytest.raises(InvalidOption):
+        with pytest.raises(InvalidOptionError):
             await save_part(0, tmp_path / "a", **options)
-    with pytest.raises(InvalidOption, match=r"part=3 has to be a sidestream\.dcp\.Apart"):
+    with pytest.raises(InvalidOptionError, match=r"part=3 has to be a sidestream\.dcp\.IndependentPart"):
         async_save_part({}, tmp_path / "a", 3)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 

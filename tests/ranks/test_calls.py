@@ -84,7 +84,7 @@ def test_a_method_that_does_not_return(
 ) -> None:
     ended = waiting["stuck", method, who].wait()
     for rank, told in enumerate(ended.results):
-        assert told["failures"] == [[who, step, "DeadlineExceeded"]], (rank, told)
+        assert told["failures"] == [[who, step, "DeadlineExceededError"]], (rank, told)
         about = [said for said in told["said"] if "has not returned" in said]
         assert len(about) == (rank == who), told
     (said,) = [one for one in ended.results[who]["said"] if "has not returned" in one]
@@ -113,7 +113,7 @@ def test_ranks_that_never_come(
         assert said.startswith(f"rank {rank} has waited ")
         assert said.endswith("It waits for at most rank_wait_s=9")
         assert told["events"] == [[kind, rank, known]]
-        assert [one[:3] for one in told["failures"]] == [[one, "start", "DeadlineExceeded"] for one in known]
+        assert [one[:3] for one in told["failures"]] == [[one, "start", "DeadlineExceededError"] for one in known]
         first = told["failures"][0][3]
         assert remedy in first
         assert "within rank_wait_s=9" in first
@@ -139,4 +139,4 @@ def test_events_of_loads(groups: Groups, tmp_path: Path) -> None:
         assert started == ["load", None, "LoadStarted"]
         assert opened in ([], [["load", 4, "LoadOpened"]])
         assert last == "LoadFailed"
-        assert failed == ["RankFailures", 0]
+        assert failed == ["RankFailuresError", 0]

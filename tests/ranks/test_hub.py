@@ -15,14 +15,14 @@ from concurrent.futures import Future
 import pytest
 from _hub import LONG_S, Ranks, in_owner, owner_held
 
-from sidestream._group import has_ended, hub, this_process
+from sidestream._group import has_ended, rank_group, this_process
 from sidestream._group.failure import Stopped
-from sidestream._group.frames import Frame, Kind
-from sidestream._group.hub import Hub, Spoke
+from sidestream._group.messages import GroupMessage, GroupMessageKind
 from sidestream._group.operation import Exchange, Operation
+from sidestream._group.rank_group import OtherRank, Rank0
 from sidestream._group.rendezvous import deadline_of
 from sidestream._runtime.threads import Deadline
-from sidestream.errors import RankFailures
+from sidestream.errors import RankFailuresError
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ async def test_an_answer_reaches_those_who_live(three: Ranks) -> None:
         three.hub._answer(operations[0].number, "commit", [b"done"] * 3)
 
     async def decide(_: Sequence[bytes]) -> bytes:
-        assert await operations[0].seal()
+        assert await operations[0].make_irrevocable()
         in_owner(answer)
         return b"done"
 
@@ -66,12 +66,12 @@ async def test_a_cancel_before_the_publish_ends_the_save_for_all(three: Ranks, w
     async def decide(_: Sequence[bytes]) -> bytes:
         if where == "in_the_seal":
             asyncio.get_running_loop().call_soon(inside.set)
-        assert await operations[0].seal()
+        assert await operations[0].make_irrevocable()
         inside.set()
         await asyncio.sleep(LONG_S)
         return b""
 
-    async def rank(operation: Operation) -> RankFailures:
+    async def rank(operation: Operation) -> RankFailuresError:
         try:
             await operation.aexchange("commit", b"", decide)
         except (Stopped, asyncio.CancelledError) as error:
@@ -92,7 +92,7 @@ async def test_a_cancel_of_a_step_that_goes_on_leaves_the_seal(three: Ranks) -> 
     others = [asyncio.ensure_future(one.aexchange("commit", b"", nothing)) for one in operations[1:]]
 
     async def decide(_: Sequence[bytes]) -> bytes:
-        assert await operations[0].seal()
+        assert await operations[0].make_irrevocable()
         asyncio.get_running_loop().call_soon(task.cancel)
         return b"done"
 
@@ -101,7 +101,7 @@ async def test_a_cancel_of_a_step_that_goes_on_leaves_the_seal(three: Ranks) -> 
         assert await asyncio.gather(*others) == [b"done", b"done"]
         await asyncio.wait([task])
     assert task.cancelled()
-    assert operations[0].went_on
+    assert operations[0].step_completed
 
 
 async def test_what_was_sent_is_forgotten_with_the_verdict(three: Ranks) -> None:
@@ -118,7 +118,7 @@ async def test_what_was_sent_is_forgotten_with_the_verdict(three: Ranks) -> None
         await stopped.wait()
         return b"late"
 
-    async def rank(operation: Operation) -> RankFailures:
+    async def rank(operation: Operation) -> RankFailuresError:
         try:
             await operation.aexchange("share", b"x" * 100, decide)
         except Stopped as error:
@@ -132,7 +132,7 @@ async def test_what_was_sent_is_forgotten_with_the_verdict(three: Ranks) -> None
     in_owner(lambda: None)
     assert (state.parts, state.gathered, state.answered) == ({}, {}, {})
     operations[0].answer("share", b"later")
-    in_owner(lambda: three.spokes[1]._send(Frame(Kind.DATA, number, "share", b"x" * 100)))
+    in_owner(lambda: three.spokes[1]._send(GroupMessage(GroupMessageKind.DATA, number, "share", b"x" * 100)))
     again = Operation(three.hub, number, "load", Deadline.after(LONG_S), LONG_S)
     three.hub.step(again, Exchange("share", b"x" * 100, Future(), late := Future()))
     with pytest.raises(Stopped):
@@ -152,7 +152,7 @@ def test_a_timeout_that_will_be_refused_makes_a_deadline(timeout_s: object) -> N
 
 
 def test_a_deadline_in_many_days_leaves_the_thread_alive() -> None:
-    hub = Hub(2, "token")
+    hub = Rank0(2, "token")
     operation = hub.begin("save", deadline_of(10_000_000))
     for _ in range(3):  # it has slept in between
         in_owner(lambda: None)
@@ -162,7 +162,7 @@ def test_a_deadline_in_many_days_leaves_the_thread_alive() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_timer_keeps_an_operation_that_has_ended(rank: int) -> None:
     """Its failures refer to the frames of the call, and those to tensors and to shared memory."""
-    group = Spoke(rank, 2) if rank else Hub(2, "token")
+    group = OtherRank(rank, 2) if rank else Rank0(2, "token")
     operation = group.begin("load", Deadline.after(LONG_S))
     in_owner(lambda: None)
     group.close(operation)
@@ -278,7 +278,7 @@ async def test_a_failure_beside_a_rank_that_wants_to_start_over(loads: list[Oper
 
 async def test_a_rank_that_does_not_stop(loads: list[Operation], monkeypatch: pytest.MonkeyPatch) -> None:
     """The others cannot start over without it, and fail for the reason that one of them had."""
-    monkeypatch.setattr(hub, "_STOP_S", 0.1)
+    monkeypatch.setattr(rank_group, "_STOP_S", 0.1)
     first, second, third = loads
     goes_on = asyncio.Event()
     late = asyncio.ensure_future(read(third, goes_on))

@@ -1,4 +1,4 @@
-"""``overlap="latest"`` over ranks of different speeds: which saves go and which are skipped is the same on all."""
+"""``when_full="latest"`` over ranks of different speeds: which saves go and which are skipped is the same on all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORLD = 3
 
 
 def test_a_slow_rank_has_a_say(groups: Groups, tmp_path: Path) -> None:
-    expected = [1, "Skipped", 2, 4, [1, 2, 4], {"n": 4}]
+    expected = [1, "SkippedError", 2, 4, [1, 2, 4], {"n": 4}]
     for told in groups.run("overtaken", WORLD, tmp_path).results:
         assert told == [expected] * WORLD
 
@@ -47,17 +47,17 @@ def test_what_one_rank_does_while_a_save_waits(who: int, groups: Groups, tmp_pat
     for rank, told in enumerate(groups.run("in_the_queue", WORLD, tmp_path, who=who).results):
         cancelled = "CancelledError" if rank == who else [[who, "CancelledError"]]
         assert told["cancels"] == [cancelled, 1, 3, [1, 3]]
-        assert told["calls_badly"] == [[[[who, "InvalidOption"]], 2], 1, 3, [1, 2, 3]]
-        assert told["means_another"] == [[[[0, "InvalidOption"]], 2], 1, 3, [1, 2, 3]]
+        assert told["calls_badly"] == [[[[who, "InvalidOptionError"]], 2], 1, 3, [1, 2, 3]]
+        assert told["means_another"] == [[[[0, "InvalidOptionError"]], 2], 1, 3, [1, 2, 3]]
 
 
 def test_a_save_that_cannot_begin(groups: Groups, tmp_path: Path) -> None:
-    assert groups.run("cannot_begin", WORLD, tmp_path).results == [[[[1, "UnsafeObject"]], 3]] * WORLD
+    assert groups.run("cannot_begin", WORLD, tmp_path).results == [[[[1, "UnsafeObjectError"]], 3]] * WORLD
 
 
 def test_nobody_awaits_a_save_that_fails(groups: Groups, tmp_path: Path) -> None:
     for told in groups.run("dropped", 2, tmp_path).results:
-        raised = ["an earlier save", "RankFailures", True]
+        raised = ["an earlier save", "RankFailuresError", True]
         assert told == {overlap: [raised, 3] for overlap in ("wait", "skip", "fail", "latest")}
 
 
@@ -70,15 +70,15 @@ def test_a_failure_of_which_nobody_has_heard_ends_one_save_and_not_all(groups: G
 
 def test_the_loop_of_one_rank_is_closed(groups: Groups, tmp_path: Path) -> None:
     first, second, third = groups.run("loop_closes", WORLD, tmp_path).results
-    assert second == ["Aborted", "Aborted"]
+    assert second == ["SaveAbortedError", "SaveAbortedError"]
     assert first == third == [[[1, "CancelledError"]]] * 2
 
 
 def test_a_rank_that_never_calls(groups: Groups, tmp_path: Path) -> None:
     first, *others = groups.run("never_called", WORLD, tmp_path).results
     assert others == [first] * (WORLD - 1)
-    assert [1, "DeadlineExceeded"] in first
+    assert [1, "DeadlineExceededError"] in first
 
 
 def test_ranks_that_are_told_to_end_while_a_save_waits(groups: Groups, tmp_path: Path) -> None:
-    assert groups.run("told_to_end", WORLD, tmp_path).results == [["Skipped", 1, 3, [1, 7, 3], [1, 3, 7]]] * WORLD
+    assert groups.run("told_to_end", WORLD, tmp_path).results == [["SkippedError", 1, 3, [1, 7, 3], [1, 3, 7]]] * WORLD

@@ -37,7 +37,7 @@ def test_tensors_that_consist_of_others(groups: Groups, tmp_path: Path) -> None:
     ended = groups.run("composites", 2, tmp_path)
     for refused, there in ended.results:
         for failures in refused:
-            assert [kind for _, kind, _ in failures] == ["UnsupportedTensor"]
+            assert [kind for _, kind, _ in failures] == ["UnsupportedTensorError"]
             assert "m.x: ranks that save together cannot save" in failures[0][2]
             assert "save the tensors that it is made of" in failures[0][2]
         assert there == [], "before anything is written"

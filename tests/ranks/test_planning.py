@@ -12,7 +12,7 @@ from sidestream._layout.sharded.rank_layout import encode_values, lay_out_rank
 from sidestream._layout.sharded.rank_table import LocalTable, local_table, parse_rows
 from sidestream._runtime.threads import run_sliced
 from sidestream._staging import Captured, Composite, PlanCache, Sharding
-from sidestream.errors import InvalidOption
+from sidestream.errors import InvalidOptionError
 
 
 def assigned(*states: dict[str, Any]) -> tuple[list[str], list[LocalTable], list[Assignment]]:
@@ -68,5 +68,5 @@ def test_an_empty_dict_with_something_in_it_elsewhere_is_no_row() -> None:
 )
 def test_what_is_a_container_to_some_ranks_only(one: dict[str, Any], other: dict[str, Any]) -> None:
     for states in ((one, other), (other, one)):
-        with pytest.raises(InvalidOption, match="opt"):
+        with pytest.raises(InvalidOptionError, match="opt"):
             assigned(*states)

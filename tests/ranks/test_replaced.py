@@ -45,7 +45,7 @@ def test_a_checkpoint_that_takes_the_place_and_does_not_fit(who: int, groups: Gr
     results = groups.run("replaced_while_read", 3, tmp_path, who=who, others="read", fits=False).results
     for rank, told in enumerate(results):
         assert told["failures"] == results[0]["failures"]
-        assert {kind for _, kind, _ in told["failures"]} == {"MissingKeys"}
+        assert {kind for _, kind, _ in told["failures"]} == {"MissingKeysError"}
         assert "rows" in told["written"] or rank == who
     assert any(len(told["opened"]) == 2 for told in results)
 
@@ -66,13 +66,13 @@ def test_a_rank_that_is_cancelled_after_all_have_started_over(groups: Groups, tm
 
 def test_a_file_that_was_altered(groups: Groups, tmp_path: Path) -> None:
     for told in groups.run("altered", 3, tmp_path).results:
-        assert {kind for _, kind, _ in told["failures"]} == {"Corrupt"}
+        assert {kind for _, kind, _ in told["failures"]} == {"CorruptCheckpointError"}
         assert len(told["opened"]) == 1
 
 
 def test_a_directory_that_is_not_shared(groups: Groups, tmp_path: Path) -> None:
     for told in groups.run("own_directories", 3, tmp_path, changing=False).results:
-        assert [[rank, kind] for rank, kind, _ in told["failures"]] == [[0, "NotShared"]]
+        assert [[rank, kind] for rank, kind, _ in told["failures"]] == [[0, "StorageNotSharedError"]]
         assert "rank 1 reads another checkpoint at this URL than rank 0" in told["failures"][0][2]
         assert len(told["opened"]) == 1
 
@@ -80,7 +80,7 @@ def test_a_directory_that_is_not_shared(groups: Groups, tmp_path: Path) -> None:
 def test_a_directory_that_is_not_shared_and_changes(groups: Groups, tmp_path: Path) -> None:
     """Ranks that start over each time never open the same checkpoint, so the number of times is bounded."""
     for told in groups.run("own_directories", 2, tmp_path, changing=True).results:
-        assert [[rank, kind] for rank, kind, _ in told["failures"]] == [[1, "NotShared"]]
+        assert [[rank, kind] for rank, kind, _ in told["failures"]] == [[1, "StorageNotSharedError"]]
         assert len(told["opened"]) == 1 + operation._MOST_RESTARTS
 
 

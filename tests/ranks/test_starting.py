@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from _hub import LONG_S, Ranks, in_owner, owner_held
 
-from sidestream._group import Operation, Stopped, call_together
-from sidestream._group.frames import Frame, Kind
-from sidestream._group.hub import Group
-from sidestream._group.owner import owner
-from sidestream._run.slots import QueuedSave, Slots
-from sidestream._run.starting import JointTurn, Starts
+from sidestream._group import Operation, Stopped, prepare_together
+from sidestream._group.connections import connection_thread
+from sidestream._group.messages import GroupMessage, GroupMessageKind
+from sidestream._group.rank_group import RankGroup
+from sidestream._run.queue import JointTurn, QueuedSave, SaveQueue, Turn
 from sidestream._runtime.threads import Deadline
 from sidestream._save.pending import PendingSave, SaveInfo, SaveProgress
 from sidestream._storage.transaction import Outcome
-from sidestream.errors import RankFailures, Skipped
+from sidestream.errors import RankFailuresError, SkippedError
 
 WORLD = 3
 SAVES = 8
@@ -49,7 +48,7 @@ class Work:
         rank.begun.append(step)
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
-        await call_together(self._operation, self._all)
+        await prepare_together(self._operation, self._all)
         self._operation.close()
         return SaveInfo(self.url, "", int(self.url), 1, 0, "fsync", {})
 
@@ -64,10 +63,10 @@ class Work:
 
 
 class Rank:
-    def __init__(self, group: Group, in_flight: int, seed: str) -> None:
+    def __init__(self, group: RankGroup, in_flight: int, seed: str) -> None:
         self.group = group
-        self.slots = Slots(in_flight)
-        self.starts = Starts(self.slots, LONG_S, self._claim)
+        self.queue = SaveQueue(in_flight)
+        self.timeout_s = LONG_S
         self.stager = asyncio.Lock()
         self.begun: list[int] = []
         self.pendings: list[PendingSave] = []
@@ -83,20 +82,31 @@ class Rank:
 
     def save(self, step: int, *, promised: bool) -> PendingSave:
         operation = self.group.begin("save", Deadline.after(LONG_S))
-        turn = JointTurn(self.starts, operation, step, "latest", promised=promised)
+        turn = self.turn(operation, step, promised=promised)
 
-        async def start() -> Work:
-            work = Work(self, operation, step)
-            turn.begun()
-            return work
+        async def start() -> tuple[Work, None]:
+            return Work(self, operation, step), None
 
         self.pendings.append(PendingSave(QueuedSave("run", step, turn, start)))
         return self.pendings[-1]
 
+    def turn(self, operation: Operation, step: int, *, promised: bool = False) -> JointTurn:
+        return JointTurn(self.queue, "latest", operation, step, self._deadline, self._claim, promised=promised)
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self.timeout_s)
+
+    def busy(self) -> Turn:
+        """One save on its way, which has its slot."""
+        turn = Turn(self.queue, "wait")
+        assert turn.ask()
+        turn.begun()
+        return turn
+
     async def outcome(self, step: int) -> str:
         try:
             await self.pendings[step]
-        except (Skipped, RankFailures, asyncio.CancelledError) as error:
+        except (SkippedError, RankFailuresError, asyncio.CancelledError) as error:
             return f"{type(error).__name__} {error}"
         return "committed"
 
@@ -122,12 +132,12 @@ async def test_ranks_agree_at_any_speed(seed: int, three: Ranks) -> None:
     for step, on_ranks in enumerate(outcomes):
         told = [one for number, one in enumerate(on_ranks) if cancelled.get(step) != number]
         assert len(set(told)) == 1, (step, told)
-        assert told[0] == "committed" or step in cancelled or told[0].startswith("Skipped"), told
-        assert step not in promised or not told[0].startswith("Skipped"), told
+        assert told[0] == "committed" or step in cancelled or told[0].startswith("SkippedError"), told
+        assert step not in promised or not told[0].startswith("SkippedError"), told
     assert outcomes[-1] == ["committed"] * WORLD
     for rank in ranks:
         assert rank.begun == sorted(rank.begun)
-        assert rank.slots.taken == 0
+        assert rank.queue.taken == 0
 
 
 # --- its time -------------------------------------------------------------------------------------------------------
@@ -136,7 +146,7 @@ async def test_ranks_agree_at_any_speed(seed: int, three: Ranks) -> None:
 def later(seconds: float) -> None:
     """What was due in so many seconds, the owner has done when this returns."""
     done: Future[None] = Future()
-    owner().post_at(time.monotonic() + seconds, lambda: done.set_result(None))
+    connection_thread().post_at(time.monotonic() + seconds, lambda: done.set_result(None))
     done.result(LONG_S)
 
 
@@ -151,16 +161,16 @@ async def test_the_time_of_one_that_is_suspended_does_not_run_out(three: Ranks) 
         operation.on_stop(lambda operation=operation: operation.report(Stopped()))  # type: ignore[misc]
     operations[0].resume(Deadline.after(0.05))
     verdict = await asyncio.wait_for(asyncio.wrap_future(operations[0].verdict), LONG_S)
-    assert {one.kind for one in verdict.failures} == {"DeadlineExceeded"}
+    assert {one.kind for one in verdict.failures} == {"DeadlineExceededError"}
 
 
 async def test_the_time_in_the_queue_does_not_count(three: Ranks) -> None:
     ranks = [Rank(group, 1, "") for group in (three.hub, *three.spokes)]
+    busy = [rank.busy() for rank in ranks]
     for rank in ranks:
-        await rank.slots.acquire()
         rank.save(0, promised=False)
     in_owner(lambda: None)
-    operation = three.hub._states[1].own
+    operation = three.hub._states[1].operation
     assert operation is not None
     async with asyncio.timeout(LONG_S):
         while not operation._suspended:  # all have called
@@ -168,8 +178,8 @@ async def test_the_time_in_the_queue_does_not_count(three: Ranks) -> None:
     operation.deadline = Deadline(time.monotonic() - 1.0, LONG_S)  # as if it had waited for that long
     in_owner(lambda: three.hub._expire(three.hub._states[1]))
     assert not operation.stopping
-    for rank in ranks:
-        rank.slots.release()
+    for turn in busy:
+        turn.leave()
     assert [await rank.outcome(0) for rank in ranks] == ["committed"] * WORLD
 
 
@@ -177,37 +187,37 @@ async def test_the_others_wait_for_as_long_as_something_is_on_its_way(
     three: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is silent: a rank above it gives up when it has waited, with nothing on its way, for as long as it may."""
-    monkeypatch.setattr("sidestream._group.hub._LATER_S", 0.0)
+    monkeypatch.setattr("sidestream._group.rank_group._LATER_S", 0.0)
     rank = Rank(three.spokes[0], 1, "")
-    await rank.slots.acquire()
+    busy = rank.busy()
     operation, coming = await waiting_for_rank_0(rank)
     await asyncio.to_thread(later, 0.2)
     assert not operation.stopping
-    rank.slots.release()
+    busy.leave()
     await gives_up(rank, coming)
-    assert rank.slots.taken == 0
+    assert rank.queue.taken == 0
 
 
 async def test_one_that_was_stopped_in_the_queue_waits_for_the_verdict_no_longer_than_it_may(
     three: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has told all to stop and is silent then, while another save of this rank is still on its way."""
-    monkeypatch.setattr("sidestream._group.hub._LATER_S", 0.0)
-    monkeypatch.setattr("sidestream._group.hub._STOP_S", 0.2)
+    monkeypatch.setattr("sidestream._group.rank_group._LATER_S", 0.0)
+    monkeypatch.setattr("sidestream._group.rank_group._STOP_S", 0.2)
     rank = Rank(three.spokes[0], 1, "")
-    await rank.slots.acquire()
+    rank.busy()
     operation, coming = await waiting_for_rank_0(rank)
-    in_owner(lambda: three.spokes[0]._on_frame(Frame(Kind.STOP, operation.number, "", b"")))
+    in_owner(lambda: three.spokes[0]._on_message(GroupMessage(GroupMessageKind.STOP, operation.number, "", b"")))
     await gives_up(rank, coming)
-    assert rank.slots.taken == 1
+    assert rank.queue.taken == 1
 
 
 async def waiting_for_rank_0(rank: Rank) -> tuple[Operation, asyncio.Task[Any]]:
     """A save that was called while another one was on its way; each has a twentieth of a second."""
-    rank.starts.timeout_s = 0.05
+    rank.timeout_s = 0.05
     with owner_held():
         operation = rank.group.begin("save", Deadline.after(0.05))
-        coming: asyncio.Task[Any] = asyncio.ensure_future(JointTurn(rank.starts, operation, 1, "latest").come())
+        coming: asyncio.Task[Any] = asyncio.ensure_future(rank.turn(operation, 1).come())
         while not operation._suspended:
             assert not coming.done()
             await asyncio.sleep(0)
@@ -217,5 +227,5 @@ async def waiting_for_rank_0(rank: Rank) -> tuple[Operation, asyncio.Task[Any]]:
 async def gives_up(rank: Rank, coming: asyncio.Task[Any]) -> None:
     await asyncio.wait([coming], timeout=LONG_S)
     in_owner(rank.group.shut)  # a cancel would not end what has not ended by now
-    with pytest.raises(RankFailures, match=r"rank 0 .*did not answer within timeout_s"):
+    with pytest.raises(RankFailuresError, match=r"rank 0 .*did not answer within timeout_s"):
         await coming

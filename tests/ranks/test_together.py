@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-
-import sidestream
 
 if TYPE_CHECKING:
     from conftest import Groups
@@ -20,16 +17,16 @@ def test_disagreements(groups: Groups, tmp_path: Path) -> None:
     for told in results[1:]:
         assert told == results[0]
     assert kinds["good"] == []
-    assert kinds["conflict"] == [[0, "Conflict"]]
+    assert kinds["conflict"] == [[0, "CheckpointExistsError"]]
     for case in ("names", "values", "shapes"):
-        assert kinds[case] == [[0, "InvalidOption"]], results[0][case]
+        assert kinds[case] == [[0, "InvalidOptionError"]], results[0][case]
     assert "loss" in results[0]["values"][0][2]
-    assert {kind for _, kind in kinds["partial"]} == {"UnsupportedTensor"}
-    assert kinds["one_rank"] == [[1, "UnsafeObject"]]
-    assert kinds["option"] == [[0, "InvalidOption"]]
-    assert kinds["not_shared"] == [[1, "NotShared"]]
-    assert {kind for _, kind in kinds["missing"]} == {"CheckpointNotFound"}
-    assert kinds["keys"] == [[1, "MissingKeys"]]
+    assert {kind for _, kind in kinds["partial"]} == {"UnsupportedTensorError"}
+    assert kinds["one_rank"] == [[1, "UnsafeObjectError"]]
+    assert kinds["option"] == [[0, "InvalidOptionError"]]
+    assert kinds["not_shared"] == [[1, "StorageNotSharedError"]]
+    assert {kind for _, kind in kinds["missing"]} == {"CheckpointNotFoundError"}
+    assert kinds["keys"] == [[1, "MissingKeysError"]]
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".group")}
     assert left <= {"good", "disk0"}
 
@@ -41,7 +38,7 @@ def test_stages_in_one_checkpoint(groups: Groups, tmp_path: Path) -> None:
 
 def test_names_that_ranks_share_in_part(groups: Groups, tmp_path: Path) -> None:
     for told in groups.run("shared_names", 3, tmp_path).results:
-        assert told == [["opt", "raw", "w"], [[0, "InvalidOption"]]]
+        assert told == [["opt", "raw", "w"], [[0, "InvalidOptionError"]]]
 
 
 def test_groups_save_at_once(groups: Groups, tmp_path: Path) -> None:
@@ -62,19 +59,6 @@ def test_ranks_read_what_they_need(groups: Groups, tmp_path: Path) -> None:
         assert max(groups.run("read_bytes", world, tmp_path).results) <= 1.05
 
 
-async def test_exports(groups: Groups, tmp_path: Path) -> None:
-    """Rank 0 exports sharded tensors whole; the other ranks export nothing."""
-    told = groups.run("exports", 2, tmp_path).results
-    assert told == [[1, 1], [0, 0]]
-    for checkpoint, export in (("step", "hf"), ("run/step-6", "exports/6")):
-        saved = await sidestream.open_checkpoint(tmp_path / checkpoint)
-        exported = await sidestream.open_checkpoint(tmp_path / export)
-        tensors = [name for name, info in saved.items() if info is not None]
-        assert list(exported) == tensors
-        for name in tensors:
-            assert torch.equal(await saved.tensor(name), await exported.tensor(name)), name
-
-
 def test_a_run(groups: Groups, tmp_path: Path) -> None:
     for told in groups.run("a_run", 2, tmp_path).results:
         assert told == [None, 3, 2, 3, True, 2, [2, 3]]
@@ -82,7 +66,7 @@ def test_a_run(groups: Groups, tmp_path: Path) -> None:
 
 def test_a_run_that_is_not_shared(groups: Groups, tmp_path: Path) -> None:
     for told in groups.run("own_disks", 3, tmp_path).results:
-        assert told == [[[0, "NotShared"]], [1]]
+        assert told == [[[0, "StorageNotSharedError"]], [1]]
 
 
 def test_a_cancelled_save(groups: Groups, tmp_path: Path) -> None:

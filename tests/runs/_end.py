@@ -40,7 +40,7 @@ async def main(run: str, way: str) -> None:
     async with sidestream.Checkpointer(run, stager=held, lease_s=2) as checkpoints:
         if way.startswith("preempt"):
             prepare(checkpoints, way)
-        pending = await checkpoints.save(state_of(2), step=2)
+        pending = await checkpoints.async_save(state_of(2), step=2)
         while not held.held:
             await asyncio.sleep(0.01)
         listen(held)
@@ -64,7 +64,7 @@ def prepare(checkpoints: sidestream.Checkpointer, way: str) -> None:
         last()
         return {"t": print}, 3
 
-    held: Any = checkpoints._stager
+    held: Any = checkpoints._saves._stager
     match way:
         case "preempt exit":
             checkpoints.on_preemption()

@@ -35,7 +35,7 @@ def is_state_of(state: dict[str, Any], step: int) -> bool:
 
 async def save_steps(checkpoints: sidestream.Checkpointer, *steps: int, **metadata: Any) -> None:
     for step in steps:
-        await (await checkpoints.save(state_of(step), step=step, metadata=metadata or None))
+        await checkpoints.save(state_of(step), step=step, metadata=metadata or None)
 
 
 def flip(directory: Path, file: str = "__0_1.distcp") -> None:

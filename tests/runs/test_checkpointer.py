@@ -16,14 +16,14 @@ from states import assert_same, model_and_optimizer
 
 import sidestream
 from sidestream.errors import (
-    CheckpointNotFound,
-    Closed,
-    Conflict,
-    Corrupt,
-    ForkedProcess,
-    InvalidOption,
-    UnsafeObject,
-    WrongLoop,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ClosedError,
+    CorruptCheckpointError,
+    ForkedProcessError,
+    InvalidOptionError,
+    UnsafeObjectError,
+    WrongLoopError,
 )
 
 
@@ -36,7 +36,7 @@ async def test_save_and_restore_the_newest(tmp_path: Path) -> None:
         assert await checkpoints.latest() is None
         for step in (5, 100, 20):
             state["step"] = step
-            pending = await checkpoints.save(state, step=step)
+            pending = await checkpoints.async_save(state, step=step)
             await pending.staged
             info = await pending
             assert (info.step, info.generation) == (step, 1)
@@ -49,17 +49,17 @@ async def test_save_and_restore_the_newest(tmp_path: Path) -> None:
         assert fresh["step"] == 100
         assert_same(model.state_dict(), fresh["model"].state_dict())
         assert await checkpoints.restore(fresh, step=5) == 5
-        with pytest.raises(CheckpointNotFound, match="no committed step 6"):
+        with pytest.raises(CheckpointNotFoundError, match="no committed step 6"):
             await checkpoints.restore(fresh, step=6)
 
 
 async def test_generations_of_a_step(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        first = await checkpoints.save({"n": 1}, step=7)
-        second = await checkpoints.save({"n": 2}, step=7)
+        first = await checkpoints.async_save({"n": 1}, step=7)
+        second = await checkpoints.async_save({"n": 2}, step=7)
         assert [(await first).generation, (await second).generation] == [1, 2]
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        assert (await (await checkpoints.save({"n": 3}, step=7))).url.endswith("step-7.g3")
+        assert (await checkpoints.save({"n": 3}, step=7)).url.endswith("step-7.g3")
         assert await checkpoints.steps() == [7]
         state = {"n": 0}
         assert await checkpoints.restore(state) == 7
@@ -69,7 +69,7 @@ async def test_generations_of_a_step(tmp_path: Path) -> None:
 
 async def test_only_what_is_committed_counts(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await (await checkpoints.save({"n": 1}, step=1))
+        await checkpoints.save({"n": 1}, step=1)
         (tmp_path / "step-9").mkdir()
         (tmp_path / ".step-8.0123.partial").mkdir()
         (tmp_path / "step-1").rename(tmp_path / "step-5")  # the marker says that it is another step
@@ -81,7 +81,7 @@ async def test_only_what_is_committed_counts(tmp_path: Path) -> None:
 async def test_a_damaged_newest_step_is_told_not_skipped(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         for step in (1, 2):
-            await (await checkpoints.save({"t": torch.ones(10)}, step=step))
+            await checkpoints.save({"t": torch.ones(10)}, step=step)
         newest = tmp_path / "step-2"
         raw = (newest / ".metadata").read_bytes()
         shard = (newest / "__0_1.distcp").read_bytes()
@@ -92,43 +92,43 @@ async def test_a_damaged_newest_step_is_told_not_skipped(tmp_path: Path) -> None
             raw.replace(b"sidestream", b"sidestraem"),
         ):
             (newest / ".metadata").write_bytes(damaged)
-            with pytest.raises(Corrupt, match="step-2"):
+            with pytest.raises(CorruptCheckpointError, match="step-2"):
                 await checkpoints.restore({"t": torch.zeros(10)})
         (newest / ".metadata").unlink()
-        with pytest.raises(Corrupt, match="step-2"):
+        with pytest.raises(CorruptCheckpointError, match="step-2"):
             await checkpoints.restore({"t": torch.zeros(10)})
         (newest / ".metadata").write_bytes(raw)
         (newest / "__0_1.distcp").write_bytes(b"")
-        with pytest.raises(Corrupt, match="step-2"):
+        with pytest.raises(CorruptCheckpointError, match="step-2"):
             await checkpoints.restore({"t": torch.zeros(10)})
         (newest / "__0_1.distcp").write_bytes(shard)
         assert await checkpoints.restore({"t": torch.zeros(10)}) == 2
         (newest / ".metadata").write_bytes(b"")
         assert await checkpoints.steps() == [1]
-        assert (await (await checkpoints.save({"t": torch.ones(10)}, step=2))).generation == 2
+        assert (await checkpoints.save({"t": torch.ones(10)}, step=2)).generation == 2
         assert await checkpoints.steps() == [1, 2]
         assert await checkpoints.restore({"t": torch.zeros(10)}, step=1) == 1
 
 
 async def test_a_step_that_stock_dcp_wrote(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await (await checkpoints.save({"t": torch.ones(10)}, step=1))
+        await checkpoints.save({"t": torch.ones(10)}, step=1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save({"t": torch.full((10,), 2.0)}, checkpoint_id=tmp_path / "step-2", no_dist=True)
         target = {"t": torch.zeros(10)}
         assert await checkpoints.restore(target) == 2
         assert target["t"].tolist() == [2.0] * 10
-        assert (await (await checkpoints.save({"t": torch.ones(10)}, step=2))).generation == 2
+        assert (await checkpoints.save({"t": torch.ones(10)}, step=2)).generation == 2
 
 
 async def test_values_are_those_at_the_call_while_saves_overlap(tmp_path: Path) -> None:
     tensor = torch.zeros(1 << 18)
-    async with sidestream.Checkpointer(tmp_path, in_flight=3) as checkpoints:
+    async with sidestream.Checkpointer(tmp_path, slots=3) as checkpoints:
         saves = []
         for step in range(12):
             tensor.fill_(step)
-            pending = await checkpoints.save({"t": tensor, "step": step}, step=step)
+            pending = await checkpoints.async_save({"t": tensor, "step": step}, step=step)
             saves.append(pending)
             await pending.staged
         tensor.fill_(-1)
@@ -141,32 +141,32 @@ async def test_values_are_those_at_the_call_while_saves_overlap(tmp_path: Path) 
 
 
 async def test_a_slot_is_waited_for(tmp_path: Path) -> None:
-    async with sidestream.Checkpointer(tmp_path, in_flight=1) as checkpoints:
-        first = await checkpoints.save({"t": torch.ones(1 << 20)}, step=1)
-        second = await checkpoints.save({"t": torch.ones(1 << 20)}, step=2)
+    async with sidestream.Checkpointer(tmp_path, slots=1) as checkpoints:
+        first = await checkpoints.async_save({"t": torch.ones(1 << 20)}, step=1)
+        second = await checkpoints.async_save({"t": torch.ones(1 << 20)}, step=2)
         assert first.done()
         await second
 
 
 async def test_a_failure_nobody_awaited_is_raised_by_the_next_save(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        pending = await checkpoints.save({"n": 1}, step=1)
+        pending = await checkpoints.async_save({"n": 1}, step=1)
         (tmp_path / "step-1").write_text("in the way")
         await pending.ended()
-        with pytest.raises(Conflict):
-            await checkpoints.save({"n": 2}, step=2)
+        with pytest.raises(CheckpointExistsError):
+            await checkpoints.async_save({"n": 2}, step=2)
         (tmp_path / "step-1").unlink()
-        assert (await (await checkpoints.save({"n": 2}, step=2))).step == 2, "it is told once"
+        assert (await checkpoints.save({"n": 2}, step=2)).step == 2, "it is told once"
 
 
 async def test_a_failure_nobody_awaited_is_raised_by_aclose(tmp_path: Path) -> None:
     (tmp_path / "step-1").write_text("in the way")
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
-            await checkpoints.save({"n": 1}, step=1)
+            await checkpoints.async_save({"n": 1}, step=1)
     with pytest.raises(ValueError, match="the body's own") as raised:
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
-            await checkpoints.save({"n": 1}, step=1)
+            await checkpoints.async_save({"n": 1}, step=1)
             raise ValueError("the body's own")
     assert "step-1" in raised.value.__notes__[0]
 
@@ -180,27 +180,27 @@ async def test_a_failure_of_a_bare_save_is_logged_once(tmp_path: Path, caplog: p
         del pending
         gc.collect()
     assert len(caplog.records) == 1
-    assert "the error was not retrieved: Conflict" in caplog.text
-    with pytest.raises(Conflict):
+    assert "the error was not retrieved: CheckpointExistsError" in caplog.text
+    with pytest.raises(CheckpointExistsError):
         await sidestream.async_save({"n": 1}, tmp_path / "c")
     assert len(caplog.records) == 1
 
 
 async def test_use_outside_its_life_and_loop(tmp_path: Path) -> None:
     checkpoints = sidestream.Checkpointer(tmp_path)
-    with pytest.raises(Closed, match="enter the Checkpointer first"):
+    with pytest.raises(ClosedError, match="enter the Checkpointer first"):
         await checkpoints.steps()
     async with checkpoints:
-        with pytest.raises(WrongLoop):
+        with pytest.raises(WrongLoopError):
             await asyncio.to_thread(lambda: asyncio.run(_steps(checkpoints)))
         for step in (-1, 1.5, True, "1"):
-            with pytest.raises(InvalidOption, match="step="):
-                await checkpoints.save({}, step=step)  # type: ignore[arg-type]
-    with pytest.raises(Closed):
-        await checkpoints.save({}, step=1)
-    with pytest.raises(InvalidOption):
-        sidestream.Checkpointer(tmp_path, in_flight=0)
-    with pytest.raises(InvalidOption):
+            with pytest.raises(InvalidOptionError, match="step="):
+                await checkpoints.async_save({}, step=step)  # type: ignore[arg-type]
+    with pytest.raises(ClosedError):
+        await checkpoints.async_save({}, step=1)
+    with pytest.raises(InvalidOptionError):
+        sidestream.Checkpointer(tmp_path, slots=0)
+    with pytest.raises(InvalidOptionError):
         sidestream.Checkpointer("nowhere://bucket/run")
 
 
@@ -215,10 +215,10 @@ async def test_after_a_fork(tmp_path: Path) -> None:
         if child == 0:
             code = 1
             try:
-                for use in (checkpoints._check_usable, lambda: stager.stage({})):
+                for use in (checkpoints._opened.check, lambda: stager.stage({})):
                     try:
                         use()
-                    except ForkedProcess:
+                    except ForkedProcessError:
                         code = 0
                     else:
                         code = 2
@@ -239,12 +239,13 @@ async def test_prewarm_plans(tmp_path: Path) -> None:
     state = {"w": torch.ones(300, 7), "rows": [torch.ones(5), torch.zeros(3)], "lr": 0.1}
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await checkpoints.prewarm(state)
-        assert isinstance(checkpoints._stager, sidestream.AsyncStager)
-        assert checkpoints._stager.plans.made == 1
-        await (await checkpoints.save(state, step=1))
-        assert checkpoints._stager.plans.made == 1
+        stager = checkpoints._saves._stager
+        assert isinstance(stager, sidestream.AsyncStager)
+        assert stager.plans.made == 1
+        await checkpoints.save(state, step=1)
+        assert stager.plans.made == 1
         await checkpoints.prewarm({"w": object()})
-        pending = await checkpoints.save({"w": object()}, step=2)
-        with pytest.raises(UnsafeObject):
+        pending = await checkpoints.async_save({"w": object()}, step=2)
+        with pytest.raises(UnsafeObjectError):
             await pending
         assert await checkpoints.steps() == [1]

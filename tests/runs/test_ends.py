@@ -21,7 +21,7 @@ import torch
 from _run import PATIENCE_S, Held, blank, is_state_of, line_of, process, save_steps, until
 
 import sidestream
-from sidestream.errors import InvalidOption, UnsafeObject
+from sidestream.errors import InvalidOptionError, UnsafeObjectError
 
 SERVER = (Path(__file__).parent / "_end.py").read_text()
 
@@ -181,7 +181,7 @@ async def test_a_failure_before_the_end_is_told(run: Path, trainer: Any) -> None
         one.let_go()
         code, said = await one.end()
         assert code == 128 + signal.SIGTERM
-        assert "the save on preemption failed: UnsafeObject" in said
+        assert "the save on preemption failed: UnsafeObjectError" in said
 
 
 async def test_ctrl_c(run: Path, trainer: Any) -> None:
@@ -241,9 +241,9 @@ async def test_a_closing_loop(run: Path, trainer: Any) -> None:
 async def test_signals_need_the_main_thread(run: Path) -> None:
     async with sidestream.Checkpointer(run) as checkpoints:
         for options in ({"grace_s": 0}, {"then": "die"}):
-            with pytest.raises(InvalidOption):
+            with pytest.raises(InvalidOptionError):
                 checkpoints.on_preemption(**options)  # type: ignore[arg-type]
-        with pytest.raises(InvalidOption, match="cannot be caught"):
+        with pytest.raises(InvalidOptionError, match="cannot be caught"):
             checkpoints.on_preemption(signal.SIGKILL)
         before = signal.getsignal(signal.SIGTERM)
         checkpoints.on_preemption()
@@ -254,9 +254,9 @@ async def test_signals_need_the_main_thread(run: Path) -> None:
 
 async def test_the_last_save_is_made_whatever_failed_before(tmp_path: Path) -> None:
     checkpoints = sidestream.Checkpointer(tmp_path)
-    with pytest.raises(UnsafeObject):  # nobody has awaited it, so closing tells it
+    with pytest.raises(UnsafeObjectError):  # nobody has awaited it, so closing tells it
         async with checkpoints:
-            failing = await checkpoints.save({"bad": object()}, step=1)
+            failing = await checkpoints.async_save({"bad": object()}, step=1)
             await failing.ended()
             checkpoints.on_preemption(signal.SIGUSR1, save=lambda: ({"w": torch.ones(3)}, 2), then="stay")
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -275,7 +275,7 @@ async def test_a_second_ctrl_c_within_the_block_waits_for_no_save(tmp_path: Path
     held = Held()
     with pytest.raises(KeyboardInterrupt):
         async with sidestream.Checkpointer(tmp_path, stager=held) as checkpoints:
-            pending = await checkpoints.save({"w": torch.ones(3)}, step=1)
+            pending = await checkpoints.async_save({"w": torch.ones(3)}, step=1)
             await until(lambda: bool(held.held), "the stage")
             raise KeyboardInterrupt
     assert pending.outcome == "absent"

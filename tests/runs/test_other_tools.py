@@ -41,7 +41,7 @@ async def main():
     if way == "run":
         async with sidestream.Checkpointer(root, keep=sidestream.KeepLast(1)) as checkpoints:
             for step in (100, 100, 200):
-                await (await checkpoints.save(state, step=step))
+                await checkpoints.save(state, step=step)
     else:
         for _ in range(2):  # the second one replaces the first
             dcp.save(state, storage_writer=StorageWriter(f"{root}/{name}", overwrite=True))

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 from _run import Held, leases_in, state_of, until
+from keywords import for_run
 
 import sidestream
-from sidestream._run.slots import OwnTurn, Slots
-from sidestream.errors import Busy, Conflict, InvalidOption, Skipped
+from sidestream._run.queue import Place, SaveQueue, Turn, decide
+from sidestream.errors import CheckpointExistsError, InvalidOptionError, SkippedError, TooManySavesError
+from sidestream.options import WhenFull
 
 
 async def test_wait(tmp_path: Path) -> None:
     held = Held()
-    async with sidestream.Checkpointer(tmp_path, in_flight=1, stager=held) as checkpoints:
-        first = await checkpoints.save(state_of(1), step=1)
-        second = asyncio.create_task(checkpoints.save(state_of(2), step=2))
+    async with sidestream.Checkpointer(tmp_path, slots=1, stager=held) as checkpoints:
+        first = await checkpoints.async_save(state_of(1), step=1)
+        second = asyncio.create_task(checkpoints.async_save(state_of(2), step=2))
         await until(lambda: bool(held.held), "the first stage")
         assert not second.done()
         held.let_go()
@@ -31,14 +33,14 @@ async def test_wait(tmp_path: Path) -> None:
 
 async def test_skip(tmp_path: Path) -> None:
     held = Held()
-    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="skip", stager=held) as checkpoints:
-        first = await checkpoints.save(state_of(1), step=1)
-        second = await checkpoints.save(state_of(2), step=2)
+    async with sidestream.Checkpointer(tmp_path, slots=1, when_full="skip", stager=held) as checkpoints:
+        first = await checkpoints.async_save(state_of(1), step=1)
+        second = await checkpoints.async_save(state_of(2), step=2)
         await second.staged
-        with pytest.raises(Skipped, match="1 saves are in flight"):
+        with pytest.raises(SkippedError, match="1 saves are in flight"):
             await second
         assert second.outcome == "absent"
-        third = await checkpoints.save(state_of(3), step=3)
+        third = await checkpoints.async_save(state_of(3), step=3)
         held.let_go()
         await first
         await third.ended()
@@ -48,10 +50,10 @@ async def test_skip(tmp_path: Path) -> None:
 
 async def test_fail(tmp_path: Path) -> None:
     held = Held()
-    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="fail", stager=held) as checkpoints:
-        first = await checkpoints.save(state_of(1), step=1)
-        with pytest.raises(Busy, match="step-2 was not saved"):
-            await checkpoints.save(state_of(2), step=2)
+    async with sidestream.Checkpointer(tmp_path, slots=1, when_full="fail", stager=held) as checkpoints:
+        first = await checkpoints.async_save(state_of(1), step=1)
+        with pytest.raises(TooManySavesError, match="step-2 was not saved"):
+            await checkpoints.async_save(state_of(2), step=2)
         held.let_go()
         await first
         assert (await _saved(checkpoints, held, 3)).step == 3
@@ -59,16 +61,16 @@ async def test_fail(tmp_path: Path) -> None:
 
 async def test_latest(tmp_path: Path) -> None:
     held = Held()
-    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="latest", stager=held) as checkpoints:
-        first = await checkpoints.save(state_of(1), step=1)
+    async with sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held) as checkpoints:
+        first = await checkpoints.async_save(state_of(1), step=1)
         await until(lambda: bool(held.held), "the first stage")
-        waiting = [await checkpoints.save(state_of(step), step=step, metadata={"n": step}) for step in (2, 3, 4)]
+        waiting = [await checkpoints.async_save(state_of(step), step=step, metadata={"n": step}) for step in (2, 3, 4)]
         for superseded in waiting[:2]:
             await superseded.staged
-            with pytest.raises(Skipped, match="a newer save came"):
+            with pytest.raises(SkippedError, match="a newer save came"):
                 await superseded
         assert not waiting[2].done()
-        assert checkpoints.health().in_flight == 2
+        assert checkpoints.health().pending == 2
         held.let_go()
         await first
         await until(lambda: len(held.held) == 2, "the stage of the latest")
@@ -76,48 +78,91 @@ async def test_latest(tmp_path: Path) -> None:
         assert (await waiting[2]).step == 4
         assert waiting[2].url.endswith("step-4")
         assert await checkpoints.steps() == [1, 4]
-        assert await checkpoints.metadata() == {"n": 4}
+        assert await checkpoints.read_metadata() == {"n": 4}
+
+
+def place(text: str) -> Place:
+    """``W``, ``S``, ``F`` or ``L``: the policy; ``.``: it does not ask yet; ``+``: it has a slot; ``!``: has begun."""
+    when_full: WhenFull = {"W": "wait", "S": "skip", "F": "fail", "L": "latest"}[text[0]]  # type: ignore[assignment]
+    return Place(when_full, asks="." not in text, holds="+" in text or "!" in text, begun="!" in text)
+
+
+@pytest.mark.parametrize(
+    ("slots", "places", "verdicts"),
+    [
+        (1, "", ""),
+        (1, "W", "begin"),
+        (2, "W W W", "begin slot wait"),
+        (2, "W! W W", "begin begin wait"),
+        (2, "W! W+ W", "begin begin wait"),
+        (2, "W+ W+ W", "begin slot wait"),
+        (1, "W! S", "begin full"),
+        (1, "W! F", "begin full"),
+        (2, "W! S F", "begin begin full"),
+        (1, "W! S W", "begin full wait"),
+        (1, "W! L", "begin wait"),
+        (1, "W! L L", "begin overtaken wait"),
+        (1, "L L", "begin wait"),
+        (2, "L! L+ L L", "begin begin overtaken wait"),
+        (1, "W! L W L", "begin overtaken wait wait"),
+        (1, "W! W L", "begin wait wait"),
+        (1, "W! L L.", "begin wait wait"),
+        (1, "W! L L. L", "begin wait wait wait"),
+        (1, "W. W", "wait wait"),
+        (1, "W. S", "wait wait"),
+        (2, "W+ W. W", "begin wait wait"),
+        (3, "W! W+ W", "begin begin slot"),
+    ],
+)
+def test_what_the_queue_decides(slots: int, places: str, verdicts: str) -> None:
+    assert decide(slots, [place(each) for each in places.split()]) == verdicts.split()
 
 
 @pytest.mark.parametrize("newer_first", [True, False], ids=["newer-first", "slot-first"])
 async def test_a_newer_save_and_a_slot_come_before_the_queued_one_can_look(newer_first: bool) -> None:
     """What came first decides, so that only one of the two saves has the slot."""
-    slots = Slots(1)
-    await slots.acquire()
-    turn = OwnTurn(slots)
+    queue = SaveQueue(1)
+    first, turn, newer = (Turn(queue, "latest") for _ in range(3))
+    assert first.ask()
+    assert not turn.ask()
+    first.begun()
     coming = asyncio.create_task(turn.come())
     await asyncio.sleep(0)
-    for happens in (turn.give_way, slots.release) if newer_first else (slots.release, turn.give_way):
+    for happens in (newer.ask, first.leave) if newer_first else (first.leave, newer.ask):
         happens()
-    assert slots.full is not newer_first
+    assert newer.ask() is newer_first
     assert await coming is not newer_first
     turn.leave()
-    assert slots.taken == 0
+    assert queue.taken == 1
+    newer.leave()
+    assert queue.taken == 0
 
 
 async def test_a_queued_save_has_its_place_from_its_call_on() -> None:
-    slots = Slots(1)
-    await slots.acquire()
-    unseen, seen, late = OwnTurn(slots), OwnTurn(slots), OwnTurn(slots)
-    late.give_way()
-    slots.release()
-    assert slots.full, "whoever looks now has called later"
+    queue = SaveQueue(1)
+    first, unseen, seen, late = (Turn(queue, "wait") for _ in range(4))
+    assert first.ask()
+    assert not any(turn.ask() for turn in (unseen, seen, late))
+    first.begun()
+    late.leave()
+    first.leave()
+    assert queue.taken == 1, "the slot goes to the one that called first, which does not look yet"
     coming = asyncio.create_task(seen.come())
     await asyncio.sleep(0)
     unseen.abandon()
-    assert slots.full
+    assert queue.taken == 1
     coming.cancel()
     with pytest.raises(asyncio.CancelledError):
         await coming
-    late.abandon()
-    assert slots.taken == 0
+    seen.leave()
+    assert queue.taken == 0
 
 
 async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: Path) -> None:
     held = Held()
-    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="latest", stager=held) as checkpoints:
-        first = await checkpoints.save(state_of(1), step=1)
-        second = await checkpoints.save(state_of(2), step=2)
+    async with sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held) as checkpoints:
+        first = await checkpoints.async_save(state_of(1), step=1)
+        second = await checkpoints.async_save(state_of(2), step=2)
         await asyncio.sleep(0)
         assert second.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -131,11 +176,11 @@ async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: P
 
 async def test_a_queued_save_keeps_no_state_once_it_has_been_copied(tmp_path: Path) -> None:
     held = Held()
-    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="latest", stager=held) as checkpoints:
-        first = await checkpoints.save(state_of(1), step=1)
+    async with sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held) as checkpoints:
+        first = await checkpoints.async_save(state_of(1), step=1)
         state = state_of(2)
         tensor = weakref.ref(state["t"])
-        second = await checkpoints.save(state, step=2)
+        second = await checkpoints.async_save(state, step=2)
         del state
         held.let_go()
         await first
@@ -149,10 +194,10 @@ async def test_a_queued_save_keeps_no_state_once_it_has_been_copied(tmp_path: Pa
 
 async def test_closing_waits_for_a_queued_save(tmp_path: Path) -> None:
     held = Held()
-    checkpoints = sidestream.Checkpointer(tmp_path, in_flight=1, overlap="latest", stager=held)
+    checkpoints = sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held)
     async with checkpoints:
-        await checkpoints.save(state_of(1), step=1)
-        second = await checkpoints.save(state_of(2), step=2)
+        await checkpoints.async_save(state_of(1), step=1)
+        second = await checkpoints.async_save(state_of(2), step=2)
         await until(lambda: bool(held.held), "the first stage")
         closing = asyncio.create_task(checkpoints.aclose())
         await asyncio.sleep(0)
@@ -167,12 +212,12 @@ async def test_closing_waits_for_a_queued_save(tmp_path: Path) -> None:
 
 async def test_options_are_checked(tmp_path: Path) -> None:
     for overlap in ("block", None, True):
-        with pytest.raises(InvalidOption, match="overlap"):
-            sidestream.Checkpointer(tmp_path, overlap=overlap)  # type: ignore[arg-type]
+        with pytest.raises(InvalidOptionError, match="when_full"):
+            sidestream.Checkpointer(tmp_path, when_full=overlap)  # type: ignore[arg-type]
     for seconds in (0, -1, "1"):
         for name in ("lease_s", "abandoned_after_s"):
-            with pytest.raises(InvalidOption):
-                sidestream.Checkpointer(tmp_path, **{name: seconds})  # type: ignore[arg-type]
+            with pytest.raises(InvalidOptionError):
+                sidestream.Checkpointer(tmp_path, **for_run(**{name: seconds}))  # type: ignore[arg-type]
 
 
 async def test_two_writers_of_one_step(tmp_path: Path) -> None:
@@ -182,7 +227,7 @@ async def test_two_writers_of_one_step(tmp_path: Path) -> None:
         sidestream.Checkpointer(tmp_path, stager=ours) as one,
         sidestream.Checkpointer(tmp_path, stager=theirs) as other,
     ):
-        pendings = [await one.save(state_of(1), step=5), await other.save(state_of(2), step=5)]
+        pendings = [await one.async_save(state_of(1), step=5), await other.async_save(state_of(2), step=5)]
         await until(lambda: bool(ours.held) and bool(theirs.held), "both stages")
         ours.let_go()
         theirs.let_go()
@@ -191,7 +236,7 @@ async def test_two_writers_of_one_step(tmp_path: Path) -> None:
         outcomes = sorted(str(pending.outcome) for pending in pendings)
         assert outcomes == ["absent", "committed"]
         loser, winner = sorted(pendings, key=lambda pending: str(pending.outcome))
-        with pytest.raises(Conflict):
+        with pytest.raises(CheckpointExistsError):
             await loser
         assert (await winner).generation == 1
         state = state_of(0)
@@ -204,7 +249,7 @@ async def test_two_writers_of_one_step(tmp_path: Path) -> None:
 
 async def _saved(checkpoints: sidestream.Checkpointer, held: Held, step: int) -> sidestream.SaveInfo:
     before = len(held.held)
-    pending = await checkpoints.save(state_of(step), step=step)
+    pending = await checkpoints.async_save(state_of(step), step=step)
     await until(lambda: len(held.held) > before, "the stage")
     held.let_go()
     return await pending

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,9 +23,9 @@ from sidestream._run.pruning import Pruner
 from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
-from sidestream._storage.local.read import LocalSource
+from sidestream._storage.local.read import LocalFiles, LocalSource
 from sidestream._storage.names import attempt_name
-from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
+from sidestream.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 
 
 def entries(run: Path) -> list[str]:
@@ -56,7 +57,7 @@ async def test_nothing_goes_without_a_policy(tmp_path: Path) -> None:
             await save_steps(checkpoints, 1, 2, 2)
     assert len(entries(tmp_path)) == 9
     for keep in (3, KeepLast, "last"):
-        with pytest.raises(InvalidOption, match="KeepLast"):
+        with pytest.raises(InvalidOptionError, match="KeepLast"):
             sidestream.Checkpointer(tmp_path, keep=keep)  # type: ignore[arg-type]
 
 
@@ -96,15 +97,15 @@ async def test_damage_that_retention_finds_is_told_once(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await save_steps(checkpoints, 1, 2, 9)
     flip(tmp_path / "step-9")
-    with pytest.raises(Corrupt, match="step-9 does not verify"):
+    with pytest.raises(CorruptCheckpointError, match="step-9 does not verify"):
         async with sidestream.Checkpointer(tmp_path, keep=KeepLast(2)) as checkpoints:
             await save_steps(checkpoints, 3)
             await until(lambda: bool(checkpoints.health().damaged), "retention to find it")
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(2)) as checkpoints:
         await save_steps(checkpoints, 4)
         await until(lambda: checkpoints.health().retention is not None, "retention to find it")
-        with pytest.raises(Corrupt, match="step-9"):
-            await checkpoints.save(state_of(5), step=5)
+        with pytest.raises(CorruptCheckpointError, match="step-9"):
+            await checkpoints.async_save(state_of(5), step=5)
         await save_steps(checkpoints, 5, 6)
     assert entries(tmp_path) == ["step-5", "step-6", "step-9"]
 
@@ -190,15 +191,15 @@ async def test_a_leased_step_stays_until_its_reader_is_done(tmp_path: Path) -> N
         sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as writer,
     ):
         await save_steps(reader, 1)
-        async with reader.open(1) as checkpoint:
+        async with reader.reading(1) as checkpoint:
             await save_steps(writer, 2)
             assert (await writer.prune()).leased == ("step-1",)
             assert (await checkpoint.tensor("t"))[0].item() == 1.0
         assert leases_in(tmp_path) == []
         await writer.prune()  # or the pass that follows the save does it first
         assert await writer.steps() == [2]
-        with pytest.raises(CheckpointNotFound, match="no committed step 1; it has"):
-            async with reader.open(1):
+        with pytest.raises(CheckpointNotFoundError, match="no committed step 1; it has"):
+            async with reader.reading(1):
                 pass
     assert entries(tmp_path) == ["step-2"]
 
@@ -228,7 +229,7 @@ async def test_a_clock_that_was_set_forward_ends_no_lease_of_the_living(tmp_path
         sidestream.Checkpointer(tmp_path, keep=KeepLast(1), lease_s=4) as writer,
     ):
         await save_steps(reader, 1, 2)
-        async with reader.open(1):
+        async with reader.reading(1):
             (name,) = leases_in(tmp_path)
             os.utime(tmp_path / ".leases" / name, (1, 1))
             assert (await writer.prune()).leased == ("step-1",)
@@ -239,7 +240,9 @@ async def test_a_clock_that_was_set_forward_ends_no_lease_of_the_living(tmp_path
 
 async def test_a_reader_gives_way_to_a_deletion_that_has_begun(tmp_path: Path) -> None:
     """Its lease comes second, so it does not read what is about to go."""
-    async with sidestream.Checkpointer(tmp_path, timeout_s=60) as reader:
+    async with sidestream.Checkpointer(
+        tmp_path, timeout_s=60, save=sidestream.SaveOptions(timeout_s=60), load=sidestream.LoadOptions(timeout_s=60)
+    ) as reader:
         await save_steps(reader, 1, 2)
         (tmp_path / ".leases").mkdir()
         deleter = tmp_path / ".leases" / f"step-1.delete300.{'0' * 32}"
@@ -251,7 +254,7 @@ async def test_a_reader_gives_way_to_a_deletion_that_has_begun(tmp_path: Path) -
         with time_limit(Deadline.after(60)):
             await LocalStore(tmp_path).retire("step-1", durability="flush")
         deleter.unlink()
-        with pytest.raises(CheckpointNotFound):
+        with pytest.raises(CheckpointNotFoundError):
             await reading
         assert await reader.restore(blank()) == 2
 
@@ -268,7 +271,7 @@ async def main():
         if os.geteuid() == 0:
             os.seteuid(65534)
         step = await reader.restore(blank())
-        print(step, reader.restored.leased, (await reader.verify()).ok, await reader.metadata())
+        print(step, reader.restored.leased, (await reader.verify()).ok, await reader.read_metadata())
 
 asyncio.run(main())
 """
@@ -305,7 +308,7 @@ async def test_an_attempt_of_the_dead_is_collected_and_one_of_the_living_is_not(
         sidestream.Checkpointer(tmp_path, lease_s=1, stager=held) as slow,
         sidestream.Checkpointer(tmp_path, lease_s=1, abandoned_after_s=3600) as other,
     ):
-        pending = await slow.save(state_of(5), step=5)
+        pending = await slow.async_save(state_of(5), step=5)
         await until(lambda: any("save" in name for name in leases_in(tmp_path)), "its lease")
         living = tmp_path / called("step-5", "d" * 32)  # a second attempt at the leased step, as old as the dead one
         for path in (dead, living, unleased, foreign):
@@ -388,7 +391,7 @@ async def test_a_policy_that_fails_is_heard_of(tmp_path: Path) -> None:
 async def test_after_going_back_what_was_saved_last_stays(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
         await save_steps(checkpoints, 100, 51)
-        last = [await checkpoints.save(state_of(step), step=step) for step in (52, 53)]
+        last = [await checkpoints.async_save(state_of(step), step=step) for step in (52, 53)]
         await asyncio.gather(*last)
     assert set(entries(tmp_path)) >= {"step-100", "step-53"}
 
@@ -410,7 +413,7 @@ async def test_a_preview_says_what_would_go_and_changes_nothing(tmp_path: Path) 
     async with sidestream.Checkpointer(tmp_path) as everything:
         assert await everything.prune(dry_run=True) == sidestream.Pruned()
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
-        async with sidestream.Checkpointer(tmp_path) as reader, reader.open(1):
+        async with sidestream.Checkpointer(tmp_path) as reader, reader.reading(1):
             before = entries(tmp_path)
             assert await checkpoints.prune(dry_run=True) == sidestream.Pruned(("step-2",), ("step-1",))
             assert entries(tmp_path) == before
@@ -425,7 +428,7 @@ async def test_of_two_saves_that_overlap_the_one_begun_later_is_the_last(tmp_pat
         await save_steps(checkpoints, 100)
     held = Held()
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1), stager=held) as checkpoints:
-        begun = [await checkpoints.save(state_of(step), step=step) for step in (52, 53)]
+        begun = [await checkpoints.async_save(state_of(step), step=step) for step in (52, 53)]
         await until(lambda: len(held.held) == 2, "both stages")
         for at in (1, 0):
             held.let_go(at)
@@ -443,20 +446,28 @@ class DeletedMeanwhile(LocalStore):
     def __init__(self, root: Path, how: str) -> None:
         super().__init__(root)
         self._how = how
+        self._lock = threading.Lock()
 
     def source(self, directory: str) -> LocalSource:
         source = super().source(directory)
-        read = source.read
+        files_of = source.files
 
-        async def delete_and_read(file: str, ranges: Sequence[ReadRange]) -> None:
-            if directory == "step-3" and file.startswith("__") and (self.root / directory).exists():
-                if self._how == "deleted":
-                    await self.retire(directory, durability="flush")
-                else:
-                    (self.root / directory).rename(self.root / ".retired-step-3")
-            await read(file, ranges)
+        def files(waiting: Callable[[], None]) -> LocalFiles:
+            found = files_of(waiting)
+            read = found.read
 
-        source.read = delete_and_read  # type: ignore[method-assign]
+            def delete_and_read(name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
+                with self._lock:
+                    if directory == "step-3" and (self.root / directory).exists():
+                        (self.root / directory).rename(self.root / ".retired-step-3")
+                        if self._how == "deleted":
+                            shutil.rmtree(self.root / ".retired-step-3")
+                read(name, ranges, stop)
+
+            found.read = delete_and_read  # type: ignore[method-assign]
+            return found
+
+        source.files = files  # type: ignore[method-assign]
         return source
 
 

@@ -20,7 +20,7 @@ from sidestream._run.restore import Wish, choose
 from sidestream._run.steps import list_steps
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import LocalStore
-from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, MissingKeys
+from sidestream.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, MissingKeysError
 
 
 async def test_a_fallback_is_asked_for_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -30,9 +30,9 @@ async def test_a_fallback_is_asked_for_and_reported(tmp_path: Path, caplog: pyte
         (tmp_path / "step-3" / ".metadata").write_bytes(b"")
         for _ in range(2):
             state = blank()
-            with pytest.raises(Corrupt, match="checksum"):
+            with pytest.raises(CorruptCheckpointError, match="checksum"):
                 await checkpoints.restore(state)
-            with pytest.raises(Corrupt, match="checksum"):
+            with pytest.raises(CorruptCheckpointError, match="checksum"):
                 await checkpoints.restore(state, fallback="never")
         assert not caplog.records
         state = blank()
@@ -43,7 +43,7 @@ async def test_a_fallback_is_asked_for_and_reported(tmp_path: Path, caplog: pyte
         assert report is not None
         assert (report.step, report.leased) == (2, True)
         assert [(one.step, one.generation) for one in report.passed_over] == [(4, 1), (3, 1)]
-        assert all(isinstance(one.error, Corrupt) for one in report.passed_over)
+        assert all(isinstance(one.error, CorruptCheckpointError) for one in report.passed_over)
         assert ["step-4" in record.message for record in caplog.records] == [True, False]
         health = checkpoints.health()
         assert list(health.passed_over) == ["step-4", "step-3"]
@@ -58,14 +58,14 @@ async def test_a_fallback_is_asked_for_and_reported(tmp_path: Path, caplog: pyte
 async def test_an_older_generation_comes_before_an_older_step(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await save_steps(checkpoints, 1, 2)
-        await (await checkpoints.save(state_of(2) | {"step": "again"}, step=2))
+        await checkpoints.save(state_of(2) | {"step": "again"}, step=2)
         flip(tmp_path / "step-2.g2")
         state = blank()
         assert await checkpoints.restore(state, 2, fallback="older") == 2
         assert is_state_of(state, 2)
         flip(tmp_path / "step-2")
         assert await checkpoints.restore(state, 2, fallback="older") == 1
-        with pytest.raises(Corrupt, match=r"step-2\.g2|checksum"):
+        with pytest.raises(CorruptCheckpointError, match=r"step-2\.g2|checksum"):
             await checkpoints.restore(state, 2)
 
 
@@ -74,27 +74,27 @@ async def test_when_none_is_good(tmp_path: Path) -> None:
         await save_steps(checkpoints, 1, 2)
         flip(tmp_path / "step-1")
         flip(tmp_path / "step-2")
-        with pytest.raises(Corrupt) as raised:
+        with pytest.raises(CorruptCheckpointError) as raised:
             await checkpoints.restore(blank(), fallback="older")
         assert any("step-1 is damaged too" in note for note in raised.value.__notes__)
         assert raised.value.written == ("t",)
-        with pytest.raises(CheckpointNotFound, match="no committed step 7"):
+        with pytest.raises(CheckpointNotFoundError, match="no committed step 7"):
             await checkpoints.restore(blank(), 7)
 
 
 async def test_a_fallback_never_mixes_two_steps(tmp_path: Path) -> None:
     """The older step lacks a tensor that was read of the damaged one before the damage was found."""
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await (await checkpoints.save({"b": torch.ones(4096)}, step=1))
-        await (await checkpoints.save({"a": torch.full((4096,), 2.0), "b": torch.full((1 << 20,), 2.0)}, step=2))
+        await checkpoints.save({"b": torch.ones(4096)}, step=1)
+        await checkpoints.save({"a": torch.full((4096,), 2.0), "b": torch.full((1 << 20,), 2.0)}, step=2)
         flip(tmp_path / "step-2")
         state = {"a": torch.zeros(4096), "b": torch.zeros(4096)}
-        with pytest.raises(sidestream.errors.Mismatch):
+        with pytest.raises(sidestream.errors.StateMismatchError):
             await checkpoints.restore(state, fallback="older")  # nothing that is not damage leads to an older step
-        await (await checkpoints.save({"a": torch.full((4096,), 3.0), "b": torch.full((4096,), 3.0)}, step=3))
+        await checkpoints.save({"a": torch.full((4096,), 3.0), "b": torch.full((4096,), 3.0)}, step=3)
         flip(tmp_path / "step-3")
         (tmp_path / "step-2" / ".metadata").write_bytes(b"")
-        assert await checkpoints.restore(state, fallback="older", strict={"partial"}) == 1
+        assert await checkpoints.restore(state, fallback="older", allow_missing=True) == 1
         assert checkpoints.restored is not None
         assert checkpoints.restored.missing == ("a",)
         assert (state["a"] == 0).all(), "nothing of the damaged step"
@@ -103,15 +103,15 @@ async def test_a_fallback_never_mixes_two_steps(tmp_path: Path) -> None:
 
 async def test_what_is_not_damage_is_raised(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await (await checkpoints.save({"a": 1, "b": 2}, step=1))
-        await (await checkpoints.save({"a": 1}, step=2))
-        with pytest.raises(MissingKeys):
+        await checkpoints.save({"a": 1, "b": 2}, step=1)
+        await checkpoints.save({"a": 1}, step=2)
+        with pytest.raises(MissingKeysError):
             await checkpoints.restore({"a": 0, "b": 0}, fallback="older")
         for fallback in (True, "any", None):
-            with pytest.raises(InvalidOption, match="fallback"):
+            with pytest.raises(InvalidOptionError, match="fallback"):
                 await checkpoints.restore({"a": 0}, fallback=fallback)  # type: ignore[arg-type]
         for step in ("newest", 1.0, -1):
-            with pytest.raises(InvalidOption, match="step="):
+            with pytest.raises(InvalidOptionError, match="step="):
                 await checkpoints.restore({"a": 0}, step)  # type: ignore[arg-type]
 
 
@@ -131,23 +131,23 @@ PLAIN: dict[str, Any] = {
 async def test_metadata_comes_back_without_the_state(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         given = {**PLAIN, "tuple": (1, 2)}
-        pending = await checkpoints.save(state_of(1), step=1, metadata=given)
+        pending = await checkpoints.async_save(state_of(1), step=1, metadata=given)
         given["loss"] = 7.0
         await pending
         await save_steps(checkpoints, 2)
-        assert await checkpoints.metadata(1) == {**PLAIN, "tuple": [1, 2]}
-        assert await checkpoints.metadata() == {}
+        assert await checkpoints.read_metadata(1) == {**PLAIN, "tuple": [1, 2]}
+        assert await checkpoints.read_metadata() == {}
         (tmp_path / "step-1" / "__0_1.distcp").unlink()
-        assert (await checkpoints.metadata(1))["loss"] == 0.25, "nothing else of the step is read"
-        with pytest.raises(CheckpointNotFound):
-            await checkpoints.metadata(3)
+        assert (await checkpoints.read_metadata(1))["loss"] == 0.25, "nothing else of the step is read"
+        with pytest.raises(CheckpointNotFoundError):
+            await checkpoints.read_metadata(3)
     await sidestream.save(state_of(3), tmp_path / "alone", metadata=PLAIN)
     assert (await sidestream.open_checkpoint(tmp_path / "alone")).metadata == PLAIN
 
 
 async def test_metadata_is_data_that_stock_dcp_ignores(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await (await checkpoints.save({"t": torch.ones(10)}, step=1, metadata=PLAIN))
+        await checkpoints.save({"t": torch.ones(10)}, step=1, metadata=PLAIN)
         assert (await checkpoints.verify(1)).ok
     target = {"t": torch.zeros(10)}
     with warnings.catch_warnings():
@@ -172,14 +172,14 @@ async def test_metadata_is_data_that_stock_dcp_ignores(tmp_path: Path) -> None:
 )
 async def test_metadata_is_checked_before_anything_is_written(tmp_path: Path, metadata: Any, what: str) -> None:
     async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
-        with pytest.raises(InvalidOption, match=what):
-            await checkpoints.save(state_of(1), step=1, metadata=metadata)
-        with pytest.raises(InvalidOption, match=what):
+        with pytest.raises(InvalidOptionError, match=what):
+            await checkpoints.async_save(state_of(1), step=1, metadata=metadata)
+        with pytest.raises(InvalidOptionError, match=what):
             await sidestream.save(state_of(1), tmp_path / "one", metadata=metadata)
     assert list(tmp_path.iterdir()) == []
     nested: dict[str, Any] = {}
     nested["self"] = nested
-    with pytest.raises(InvalidOption, match="deeper"):
+    with pytest.raises(InvalidOptionError, match="deeper"):
         await sidestream.save({}, tmp_path / "two", metadata=nested)
 
 
@@ -188,9 +188,9 @@ async def test_altered_metadata_is_noticed(tmp_path: Path) -> None:
         await save_steps(checkpoints, 1, loss=0.5)
         (manifest,) = (tmp_path / "step-1").glob("manifest-*")
         manifest.write_bytes(manifest.read_bytes().replace(b"0.5", b"0.1"))
-        with pytest.raises(Corrupt, match="metadata"):
-            await checkpoints.metadata()
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptCheckpointError, match="metadata"):
+            await checkpoints.read_metadata()
+        with pytest.raises(CorruptCheckpointError):
             await checkpoints.restore(blank())
         assert not (await checkpoints.verify()).ok
 

@@ -12,7 +12,7 @@ from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedS
 from sidestream._run.pruning import abandoned
 from sidestream._run.retention import doomed, needs_metadata
 from sidestream._storage import Leftover
-from sidestream.errors import InvalidOption
+from sidestream.errors import InvalidOptionError
 
 
 def saved(*steps: int, **losses: float) -> list[SavedStep]:
@@ -90,7 +90,7 @@ def test_what_was_saved_last_is_protected_after_going_back() -> None:
     ],
 )
 def test_policies_are_checked(make: object) -> None:
-    with pytest.raises(InvalidOption):
+    with pytest.raises(InvalidOptionError):
         make()  # type: ignore[operator]
 
 

@@ -12,7 +12,7 @@ import sidestream
 from sidestream import KeepLast
 from sidestream._load.open.steps import Step
 from sidestream._run import watch as watching
-from sidestream.errors import Corrupt, InvalidOption
+from sidestream.errors import CorruptCheckpointError, InvalidOptionError
 
 
 @pytest.fixture(params=["inotify", "polling"])
@@ -96,12 +96,17 @@ async def test_a_cancel_loses_no_step_and_leaves_nothing(tmp_path: Path, way: st
 
 
 async def test_damage_is_no_news(tmp_path: Path) -> None:
-    steps = [Step(1, 1, "step-1"), Step(2, 1, "step-2", Corrupt("x")), Step(3, 1, "step-3"), Step(3, 2, "step-3.g2")]
+    steps = [
+        Step(1, 1, "step-1"),
+        Step(2, 1, "step-2", CorruptCheckpointError("x")),
+        Step(3, 1, "step-3"),
+        Step(3, 2, "step-3.g2"),
+    ]
     assert [step.name for step in watching.news([], steps)] == ["step-1", "step-3.g2"]
     assert [step.name for step in watching.news(["step-1", "step-3"], steps)] == ["step-3.g2"]
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         for options in ({"poll_s": 0}, {"after": -1}, {"after": "1"}):
-            with pytest.raises(InvalidOption):
+            with pytest.raises(InvalidOptionError):
                 checkpoints.watch(**options)
 
 
@@ -111,9 +116,10 @@ import sidestream
 from _run import state_of
 
 async def main():
-    async with sidestream.Checkpointer(sys.argv[1], keep=sidestream.KeepLast(1), durability="flush") as checkpoints:
+    flush = sidestream.SaveOptions(durability="flush")
+    async with sidestream.Checkpointer(sys.argv[1], keep=sidestream.KeepLast(1), save=flush) as checkpoints:
         for step in range(1, int(sys.argv[2]) + 1):
-            await (await checkpoints.save(state_of(step), step=step))
+            await checkpoints.save(state_of(step), step=step)
             if step == 1:
                 print("begun", flush=True)
 

@@ -30,7 +30,7 @@ async def not_found(url: str) -> str:
         sidestream.verify(url),
         sidestream.convert(url, f"{url}-converted"),
     ):
-        with pytest.raises(errors.CheckpointNotFound) as refused:
+        with pytest.raises(errors.CheckpointNotFoundError) as refused:
             await refuses
         said.add(str(refused.value))
     (one,) = said
@@ -39,7 +39,9 @@ async def not_found(url: str) -> str:
 
 async def test_a_run_is_not_a_checkpoint(root: str) -> None:
     url = f"{root}/7"
-    async with sidestream.Checkpointer(url, saver="thread") as checkpoints:  # memory belongs to this process
+    async with sidestream.Checkpointer(
+        url, save=sidestream.SaveOptions(writer="thread")
+    ) as checkpoints:  # memory belongs to this process
         await save_steps(checkpoints, 10, 20, 30, 30)
     said = await not_found(url)
     assert "This is a run with 3 steps, from 10 to 30" in said
@@ -72,26 +74,26 @@ async def test_directories_of_checkpoints_and_of_files(tmp_path: Path) -> None:
 
 async def test_a_checkpoint_is_not_a_run(root: str) -> None:
     url = f"{root}/7"
-    async with sidestream.Checkpointer(url, saver="thread") as checkpoints:
+    async with sidestream.Checkpointer(url, save=sidestream.SaveOptions(writer="thread")) as checkpoints:
         await save_steps(checkpoints, 10)
     says = r"/7/step-10 is a checkpoint, not a run.*, here \S+/7:"
-    with pytest.raises(errors.InvalidOption, match=says):
-        async with sidestream.Checkpointer(f"{url}/step-10", saver="thread") as wrong:
+    with pytest.raises(errors.InvalidOptionError, match=says):
+        async with sidestream.Checkpointer(f"{url}/step-10", save=sidestream.SaveOptions(writer="thread")) as wrong:
             await wrong.restore(blank())
-    with pytest.raises(errors.InvalidOption, match=says):
-        async with sidestream.Checkpointer(f"{url}/step-10", saver="thread") as wrong:
-            await wrong.save(state_of(1), step=1)
-    with pytest.raises(errors.InvalidOption, match=says):
-        async with sidestream.Checkpointer(f"{url}/step-10", saver="thread") as wrong:
+    with pytest.raises(errors.InvalidOptionError, match=says):
+        async with sidestream.Checkpointer(f"{url}/step-10", save=sidestream.SaveOptions(writer="thread")) as wrong:
+            await wrong.async_save(state_of(1), step=1)
+    with pytest.raises(errors.InvalidOptionError, match=says):
+        async with sidestream.Checkpointer(f"{url}/step-10", save=sidestream.SaveOptions(writer="thread")) as wrong:
             await wrong.steps()
-    async with sidestream.Checkpointer(url, saver="thread") as checkpoints:
+    async with sidestream.Checkpointer(url, save=sidestream.SaveOptions(writer="thread")) as checkpoints:
         assert await checkpoints.steps() == [10]
         assert (await checkpoints.verify(10)).ok
 
 
 async def test_checkpoints_of_other_writers_are_no_runs(tmp_path: Path) -> None:
     stock_save({"w": torch.ones(3)}, tmp_path / "last")
-    with pytest.raises(errors.InvalidOption, match=f"contains its checkpoints, here {tmp_path}:"):
+    with pytest.raises(errors.InvalidOptionError, match=f"contains its checkpoints, here {tmp_path}:"):
         async with sidestream.Checkpointer(tmp_path / "last"):
             pass
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
@@ -101,5 +103,5 @@ async def test_checkpoints_of_other_writers_are_no_runs(tmp_path: Path) -> None:
 
 def test_a_blocking_one(tmp_path: Path) -> None:
     sidestream.blocking.save(state_of(1), tmp_path / "run" / "step-1")
-    with pytest.raises(errors.InvalidOption, match="is a checkpoint, not a run"):
+    with pytest.raises(errors.InvalidOptionError, match="is a checkpoint, not a run"):
         sidestream.blocking.Checkpointer(tmp_path / "run" / "step-1")

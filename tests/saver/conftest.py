@@ -12,6 +12,7 @@ import pytest
 import warm
 from fsspec.asyn import get_loop
 
+from sidestream._staging import cached
 from sidestream._worker import filling, job
 from sidestream._worker.client import close_all
 from sidestream.blocking import run_anywhere
@@ -27,6 +28,7 @@ async def _nothing() -> None: ...
 @pytest.fixture(autouse=True)
 def _no_saver_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test starts its own processes, and leaves no descriptor and no process behind."""
+    cached.close_all()  # idle memory is kept on purpose, and has descriptors
     close_all()
     run_anywhere(_nothing)  # the loops that this process keeps have descriptors of their own
     get_loop()
@@ -34,6 +36,7 @@ def _no_saver_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
     before = _descriptors()
     yield
+    cached.close_all()
     close_all()
     if getattr(request.module, "CONNECTS", False):  # clients of storage keep their connections
         return
@@ -74,7 +77,7 @@ def until() -> Until:
 
 @pytest.fixture
 def children() -> Callable[[], list[int]]:
-    """The saver processes of this one."""
+    """The writer processes of this one."""
 
     def find() -> list[int]:
         found = []

@@ -1,4 +1,4 @@
-"""Host memory that the saver process copies: what it reads, when it lets go, and who copies when it cannot."""
+"""Host memory that the writer process copies: what it reads, when it lets go, and who copies when it cannot."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from sidestream._runtime.threads import (
     run_sliced,
     time_limit,
 )
-from sidestream._staging import AsyncStager, Piece, Staging, capture
-from sidestream._worker.client import saver_process
+from sidestream._staging import AsyncStager, FillPiece, Staging, capture
+from sidestream._worker.client import worker_for
 from sidestream._worker.copying import Copier
 from sidestream._worker.filling import LinkFiller
-from sidestream._worker.wire import PIECE, Kind
-from sidestream.errors import Closed, UnsupportedTensor
-from sidestream.options import SaverProcess
+from sidestream._worker.wire import PIECE, WorkerMessageKind
+from sidestream.errors import ClosedError, UnsupportedTensorError
+from sidestream.options import WriterProcess
 
 Until = Callable[[Callable[[], bool]], None]
 Children = Callable[[], list[int]]
@@ -66,7 +66,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
     answers: list[bool | None] = []
     fill = LinkFiller.fill
 
-    def noted(self: LinkFiller, pieces: Sequence[Piece], *, deadline: Deadline, stop: Stop) -> bool:
+    def noted(self: LinkFiller, pieces: Sequence[FillPiece], *, deadline: Deadline, stop: Stop) -> bool:
         number = len(answers)
         answers.append(None)
         answers[number] = fill(self, pieces, deadline=deadline, stop=stop)
@@ -76,16 +76,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
     return answers
 
 
-async def up(options: SaverProcess | None = None) -> None:
+async def up(options: WriterProcess | None = None) -> None:
     with time_limit(Deadline.after(60)):
-        await saver_process(options or SaverProcess()).up()
+        await worker_for(options or WriterProcess()).up()
 
 
 async def test_it_copies_what_lies_in_rows(tmp_path: Path, asked: list[bool | None]) -> None:
     await up()
     state = state_of(1.0)
     async with AsyncStager(backing="shared") as stager:
-        await sidestream.save(state, tmp_path / "c", saver="process", stager=stager)
+        await sidestream.save(state, tmp_path / "c", stager=stager, options=sidestream.SaveOptions(writer="process"))
         assert stager.statistics().leased_bytes == 0
     assert asked
     assert set(asked) == {True}
@@ -98,7 +98,7 @@ async def test_within_any_budget(budget_mib: int, tmp_path: Path, asked: list[bo
     await up()
     state = state_of(2.0)
     async with AsyncStager(budget_bytes=budget_mib * MIB) as stager:
-        await sidestream.save(state, tmp_path / "c", saver="process", stager=stager)
+        await sidestream.save(state, tmp_path / "c", stager=stager, options=sidestream.SaveOptions(writer="process"))
         assert stager.statistics().peak_leased_bytes <= budget_mib * MIB
     assert set(asked) == {True}
     assert_same(state, await back(tmp_path / "c"))
@@ -107,7 +107,7 @@ async def test_within_any_budget(budget_mib: int, tmp_path: Path, asked: list[bo
 async def test_the_sources_may_change_once_it_has_copied(tmp_path: Path, asked: list[bool | None]) -> None:
     await up()
     state = {"w": torch.ones(8 * MIB), "v": torch.ones(MIB)}
-    pending = sidestream.async_save(state, tmp_path / "c", saver=SaverProcess())
+    pending = sidestream.async_save(state, tmp_path / "c", options=sidestream.SaveOptions(writer=WriterProcess()))
     await pending.staged
     for tensor in state.values():
         tensor.zero_()
@@ -117,26 +117,28 @@ async def test_the_sources_may_change_once_it_has_copied(tmp_path: Path, asked: 
 
 
 async def test_one_that_is_not_up_is_not_waited_for(tmp_path: Path, asked: list[bool | None]) -> None:
-    assert saver_process(SaverProcess()).filler() is None
-    await sidestream.save(state_of(1.0), tmp_path / "c", saver="process")
+    assert worker_for(WriterProcess()).filler() is None
+    await sidestream.save(state_of(1.0), tmp_path / "c", options=sidestream.SaveOptions(writer="process"))
     assert asked == []
 
 
 async def test_one_that_the_system_does_not_let_read(tmp_path: Path, asked: list[bool | None]) -> None:
-    saver = saver_process(SaverProcess())
+    saver = worker_for(WriterProcess())
     await up()
     assert saver._current().reads_memory
     saver._current().reads_memory = False
-    await sidestream.save(state_of(1.0), tmp_path / "c", saver="process")
+    await sidestream.save(state_of(1.0), tmp_path / "c", options=sidestream.SaveOptions(writer="process"))
     assert asked == []
     assert_same(state_of(1.0), await back(tmp_path / "c"))
 
 
 async def test_paced_and_snapshot_stages_are_copied_here(tmp_path: Path, asked: list[bool | None]) -> None:
     await up()
-    for name, options in {"paced": {"max_bytes_per_second": 1e9}, "snapshot": {"mode": "snapshot"}}.items():
+    for name, options in {"paced": {"max_bytes_per_second": 1e9}, "eager": {"mode": "eager"}}.items():
         async with AsyncStager(**options) as stager:  # type: ignore[arg-type]
-            await sidestream.save(state_of(1.0), tmp_path / name, saver="process", stager=stager)
+            await sidestream.save(
+                state_of(1.0), tmp_path / name, stager=stager, options=sidestream.SaveOptions(writer="process")
+            )
     assert asked == []
 
 
@@ -144,7 +146,7 @@ async def test_one_that_is_killed_while_it_copies(tmp_path: Path, asked: list[bo
     await up()
     (pid,) = children()
     os.kill(pid, signal.SIGSTOP)
-    pending = sidestream.async_save(state_of(3.0), tmp_path / "c", saver="process")
+    pending = sidestream.async_save(state_of(3.0), tmp_path / "c", options=sidestream.SaveOptions(writer="process"))
     async with asyncio.timeout(60):
         while not asked:
             await asyncio.sleep(0.01)
@@ -159,12 +161,14 @@ async def test_one_that_is_stopped_while_it_copies_and_a_cancel(
     tmp_path: Path, asked: list[bool | None], children: Children, until: Until
 ) -> None:
     """Memory comes back when the process cannot write into it any more: it is gone."""
-    saver = SaverProcess(silence_s=3600)
+    saver = WriterProcess(silence_s=3600)
     await up(saver)
     (pid,) = children()
     os.kill(pid, signal.SIGSTOP)
     async with AsyncStager(backing="shared") as stager:
-        pending = sidestream.async_save(state_of(3.0), tmp_path / "c", saver=saver, stager=stager)
+        pending = sidestream.async_save(
+            state_of(3.0), tmp_path / "c", stager=stager, options=sidestream.SaveOptions(writer=saver)
+        )
         async with asyncio.timeout(60):
             while not asked:
                 await asyncio.sleep(0.01)
@@ -175,14 +179,16 @@ async def test_one_that_is_stopped_while_it_copies_and_a_cancel(
         assert pid not in children()
         until(lambda: stager.statistics().leased_bytes == 0)
         assert list(tmp_path.iterdir()) == []
-        await sidestream.save(state_of(4.0), tmp_path / "c", saver=saver, stager=stager)
+        await sidestream.save(
+            state_of(4.0), tmp_path / "c", stager=stager, options=sidestream.SaveOptions(writer=saver)
+        )
     assert_same(state_of(4.0), await back(tmp_path / "c"))
 
 
 async def test_a_source_that_it_cannot_read(children: Children) -> None:
     """Whoever asked is told, nothing else happens, and the process goes on."""
     await up()
-    saver = saver_process(SaverProcess())
+    saver = worker_for(WriterProcess())
     filler, source = saver.filler(), torch.arange(5 * MIB, dtype=torch.float32)
     assert filler is not None
     async with AsyncStager(backing="shared") as stager:
@@ -190,10 +196,10 @@ async def test_a_source_that_it_cannot_read(children: Children) -> None:
         target = staged["t"]
         (memory,) = stager.shared_memory()
         start = target.data_ptr() - ctypes.addressof(ctypes.c_char.from_buffer(memory))  # type: ignore[call-overload]
-        good = Piece(memory, source.data_ptr(), start, source.nbytes)
-        bad = Piece(memory, 16, start + source.nbytes, 4096)
+        good = FillPiece(memory, source.data_ptr(), start, source.nbytes)
+        bad = FillPiece(memory, 16, start + source.nbytes, 4096)
 
-        def fill(*pieces: Piece) -> bool:
+        def fill(*pieces: FillPiece) -> bool:
             return filler.fill(pieces, deadline=Deadline.after(60), stop=Stop())
 
         assert await asyncio.to_thread(fill, good)
@@ -209,10 +215,10 @@ async def test_a_source_that_it_cannot_read(children: Children) -> None:
 
 def test_a_cancel_is_answered_while_others_are_copied(until: Until) -> None:
     """Its chunks wait behind those of others, and nobody will copy them."""
-    answers: dict[int, Kind] = {}
+    answers: dict[int, WorkerMessageKind] = {}
     held = threading.Event()
 
-    def answer(kind: Kind, number: int, _: bytes) -> None:
+    def answer(kind: WorkerMessageKind, number: int, _: bytes) -> None:
         answers[number] = kind
         if number:
             held.wait(60)  # the thread that has copied: it takes nothing else meanwhile
@@ -226,9 +232,9 @@ def test_a_cancel_is_answered_while_others_are_copied(until: Until) -> None:
     until(lambda: set(answers) == set(others))
     copier.fill(0, PIECE.pack(1, ctypes.addressof(source), 8192, 4096), {1: memory})
     assert copier.cancel(0)
-    assert answers.pop(0) == Kind.UNFILLED
+    assert answers.pop(0) == WorkerMessageKind.UNFILLED
     assert not copier.cancel(0)
-    assert set(answers.values()) == {Kind.FILLED}
+    assert set(answers.values()) == {WorkerMessageKind.FILLED}
     held.set()
     copier.fill(99, body, {1: memory})
     until(lambda: 99 in answers)
@@ -266,10 +272,10 @@ class Moving:
 
     def __init__(self, answer: Callable[[], bool]) -> None:
         self.answer = answer
-        self.pieces: list[Piece] = []
+        self.pieces: list[FillPiece] = []
         self.threads: set[str] = set()
 
-    def fill(self, pieces: Sequence[Piece], *, deadline: Deadline, stop: Stop) -> bool:
+    def fill(self, pieces: Sequence[FillPiece], *, deadline: Deadline, stop: Stop) -> bool:
         self.threads.add(threading.current_thread().name)
         self.pieces += pieces
         for piece in pieces:
@@ -307,7 +313,7 @@ async def test_a_source_that_moves_meanwhile_is_an_error() -> None:
 
     async with AsyncStager(backing="shared") as stager:
         staging = launched(stager, {"t": moved}, Moving(move))
-        with pytest.raises(UnsupportedTensor, match="resized"):
+        with pytest.raises(UnsupportedTensorError, match="resized"):
             await staging.copied
         staging.release()
         assert stager.statistics().leased_bytes == 0
@@ -315,11 +321,11 @@ async def test_a_source_that_moves_meanwhile_is_an_error() -> None:
 
 async def test_what_it_raises_ends_the_stage_and_gives_memory_back() -> None:
     def stop() -> bool:
-        raise Closed("stopped")
+        raise ClosedError("stopped")
 
     async with AsyncStager(backing="shared") as stager:
         staging = launched(stager, {"t": torch.ones(MIB)}, Moving(stop))
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             await staging.copied
         staging.release()
         assert stager.statistics().leased_bytes == 0
@@ -338,5 +344,7 @@ async def test_a_stage_that_skips_does_not_skip_once_it_has_begun(tmp_path: Path
     await up()
     for when in ("skip", "fail"):
         async with AsyncStager(budget_bytes=24 * MIB, when_full=when) as stager:  # type: ignore[arg-type]
-            await sidestream.save(state_of(2.0), tmp_path / when, saver="process", stager=stager)
+            await sidestream.save(
+                state_of(2.0), tmp_path / when, stager=stager, options=sidestream.SaveOptions(writer="process")
+            )
     assert set(asked) == {True}

@@ -19,10 +19,13 @@ def test_secrets_reach_no_argument_and_no_file(tmp_path: Path, children: Callabl
     policy = sidestream.StorePolicy(retries=0, request_timeout_s=5)
     with pytest.raises(sidestream.errors.SidestreamError) as raised:
         sidestream.blocking.save(
-            {"n": 1}, "s3://bucket/c", saver="process", storage_options=options, store_policy=policy, timeout_s=20
+            {"n": 1},
+            "s3://bucket/c",
+            storage=sidestream.Storage(options, policy=policy),
+            options=sidestream.SaveOptions(writer="process", timeout_s=20),
         )
     assert secret not in str(raised.value)
-    sidestream.blocking.save({"n": 1}, tmp_path / "c", saver="process")
+    sidestream.blocking.save({"n": 1}, tmp_path / "c", options=sidestream.SaveOptions(writer="process"))
     (pid,) = children()
     for name in ("cmdline", "environ"):
         assert secret.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()

@@ -68,7 +68,13 @@ async def everything(url: Path) -> dict[str, Any]:
 
 
 async def loaded(url: Path) -> sidestream.LoadReport:
-    return await sidestream.load({"w": torch.zeros(4), "v": None}, url, strict={"partial", "cast"}, timeout_s=120)
+    return await sidestream.load(
+        {"w": torch.zeros(4), "v": None},
+        url,
+        allow_missing=True,
+        allow_cast=True,
+        options=sidestream.LoadOptions(timeout_s=120),
+    )
 
 
 async def look(case: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ async def test_one_for_each_block(budget_bytes: int | None, tmp_path: Path) -> N
     """Also of tensors that are staged in several windows, which are sealed in any order."""
     state = {"large": LARGE, "many": [torch.full((n,), n) for n in range(50)], "none": torch.empty(0), "tied": LARGE}
     async with sidestream.AsyncStager(budget_bytes=budget_bytes or 1 << 30) as stager:
-        await sidestream.save(state, tmp_path / "c", digest="blake3", stager=stager)
+        await sidestream.save(state, tmp_path / "c", stager=stager, options=sidestream.SaveOptions(digest="blake3"))
     found = digests_of(tmp_path / "c")
     raw = LARGE.numpy().tobytes()
     expected = [blake3(raw[start : start + MIB]).digest() for start in range(0, len(raw), MIB)]
@@ -90,13 +90,13 @@ async def test_forged_checksums_are_found_by_digests_alone(tmp_path: Path) -> No
     assert torch.equal(target["w"], other)  # nothing tells this apart from a checkpoint of other weights
     assert (await sidestream.verify(tmp_path / "forged-plain")).ok
 
-    await sidestream.save({"w": LARGE}, tmp_path / "c", digest="blake3")
+    await sidestream.save({"w": LARGE}, tmp_path / "c", options=sidestream.SaveOptions(digest="blake3"))
     forge_checksums(tmp_path / "c", tmp_path / "forged")
-    with pytest.raises(errors.Corrupt, match=r"w: .*the digest differs"):
+    with pytest.raises(errors.CorruptCheckpointError, match=r"w: .*the digest differs"):
         await sidestream.load(target, tmp_path / "forged")
     checkpoint = await sidestream.open_checkpoint(tmp_path / "forged")
     assert torch.equal(await checkpoint.tensor("w", rows=slice(0, 3 * MIB)), LARGE[: 3 * MIB])
-    with pytest.raises(errors.Corrupt, match="the digest differs"):
+    with pytest.raises(errors.CorruptCheckpointError, match="the digest differs"):
         await checkpoint.tensor("w", rows=slice(3 * MIB - 1, 3 * MIB + 1))
     (damage,) = (await checkpoint.verify()).damaged
     assert damage.fqn == "w"
@@ -104,14 +104,14 @@ async def test_forged_checksums_are_found_by_digests_alone(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("without_blake3")
 async def test_without_the_extra_a_save_is_refused_and_a_load_tells(tmp_path: Path) -> None:
-    with pytest.raises(errors.MissingExtra) as raised:
-        await sidestream.save({"w": LARGE}, tmp_path / "c", digest="blake3")
+    with pytest.raises(errors.MissingExtraError) as raised:
+        await sidestream.save({"w": LARGE}, tmp_path / "c", options=sidestream.SaveOptions(digest="blake3"))
     assert raised.value.extra == "digest"
     assert list(tmp_path.iterdir()) == []
     installed_digest.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "blake3", sys.modules["blake3.blake3"])
-        await sidestream.save({"w": LARGE}, tmp_path / "c", digest="blake3")
+        await sidestream.save({"w": LARGE}, tmp_path / "c", options=sidestream.SaveOptions(digest="blake3"))
     installed_digest.cache_clear()
     report = await sidestream.load({"w": torch.zeros_like(LARGE)}, tmp_path / "c")
     assert report.digest == "not installed"
@@ -120,15 +120,19 @@ async def test_without_the_extra_a_save_is_refused_and_a_load_tells(tmp_path: Pa
 
 
 async def test_a_checkpointer_passes_it_on(tmp_path: Path) -> None:
-    async with sidestream.Checkpointer(tmp_path, digest="blake3") as checkpoints:
-        await (await checkpoints.save({"w": torch.ones(3)}, step=1))
+    async with sidestream.Checkpointer(tmp_path, save=sidestream.SaveOptions(digest="blake3")) as checkpoints:
+        await checkpoints.save({"w": torch.ones(3)}, step=1)
         await checkpoints.restore({"w": torch.zeros(3)})
         assert checkpoints.restored is not None
         assert checkpoints.restored.digest == "verified"
-    assert (await sidestream.load({"w": torch.zeros(3)}, tmp_path / "step-1", verify="manifest")).digest is None
+    assert (
+        await sidestream.load(
+            {"w": torch.zeros(3)}, tmp_path / "step-1", options=sidestream.LoadOptions(verify="manifest")
+        )
+    ).digest is None
     for call in (
-        lambda: sidestream.Checkpointer(tmp_path, digest="md5"),  # type: ignore[arg-type]
-        lambda: sidestream.async_save({}, tmp_path / "x", digest="md5"),  # type: ignore[arg-type]
+        lambda: sidestream.Checkpointer(tmp_path, save=sidestream.SaveOptions(digest="md5")),  # type: ignore[arg-type]
+        lambda: sidestream.async_save({}, tmp_path / "x", options=sidestream.SaveOptions(digest="md5")),  # type: ignore[arg-type]
     ):
-        with pytest.raises(errors.InvalidOption, match="digest="):
+        with pytest.raises(errors.InvalidOptionError, match="digest="):
             call()

@@ -27,7 +27,7 @@ async def test_published_with_the_umask(umask: int, directory: int, file: int, t
     try:
         await sidestream.save({"w": torch.ones(4), "s": 1}, tmp_path / "run" / "c")
         async with sidestream.Checkpointer(tmp_path / "steps") as checkpoints:
-            await (await checkpoints.save({"w": torch.ones(4), "s": 1}, step=1))
+            await checkpoints.save({"w": torch.ones(4), "s": 1}, step=1)
     finally:
         os.umask(old)
     for path in ("run", "run/c", "steps", "steps/step-1"):
@@ -76,7 +76,7 @@ async def test_a_name_that_is_taken_is_never_written_through(tmp_path: Path) -> 
     (tmp_path / "d" / "link").symlink_to(tmp_path / "precious")
     os.link(tmp_path / "precious", tmp_path / "d" / "hard")
     for name in ("link", "hard"):
-        with pytest.raises(errors.Conflict), time_limit(Deadline.after(60)):
+        with pytest.raises(errors.CheckpointExistsError), time_limit(Deadline.after(60)):
             await LocalStore(tmp_path).put(f"d/{name}", BytesBody(b"other"), durability="flush")
     assert (tmp_path / "precious").read_bytes() == b"precious"
 

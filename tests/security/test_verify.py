@@ -178,9 +178,9 @@ async def test_files_of_another_save(tmp_path: Path) -> None:
 
 
 async def test_what_cannot_be_verified_raises(tmp_path: Path) -> None:
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.verify(tmp_path / "nothing")
-    with pytest.raises(errors.InvalidOption):
+    with pytest.raises(errors.InvalidOptionError):
         await sidestream.verify(tmp_path, timeout_s=0)
 
 

@@ -12,6 +12,8 @@ from _own_stores import DirectoryStore, Wrapped
 from _places import Place, s3_place
 from _s3_server import S3Server, serving
 
+import sidestream
+
 
 @pytest.fixture(scope="session")
 def _serving() -> Iterator[S3Server]:
@@ -37,8 +39,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "memory":
         yield Place(f"memory://{uuid.uuid4().hex}/run")
     elif request.param == "handed in":
-        yield Place(f"{uuid.uuid4().hex}/run", {"filesystem": fsspec.filesystem("memory")})
+        yield Place(f"{uuid.uuid4().hex}/run", {"storage": sidestream.Storage(filesystem=fsspec.filesystem("memory"))})
     elif request.param == "a store of the user":
-        yield Place("run", {"filesystem": Wrapped(DirectoryStore(tmp_path))})
+        yield Place("run", {"storage": sidestream.Storage(filesystem=Wrapped(DirectoryStore(tmp_path)))})
     else:
         yield s3_place(request.getfixturevalue("s3"), request.param.rpartition(" ")[2])

@@ -24,6 +24,7 @@ from _places import s3_place
 from _s3_server import Request, S3Server
 from fsspec.implementations.cache_mapper import HashCacheMapper
 from fsspec.implementations.memory import MemoryFileSystem
+from keywords import for_load, for_save
 
 import sidestream
 from sidestream import errors
@@ -81,7 +82,8 @@ LOAD = """
     target = {f"tensor{number}": torch.zeros(1 << 18) for number in range(8)}
     print("ready", flush=True)
     sys.stdin.readline()
-    work = sidestream.load(target, URL, storage_options=OPTIONS, store_policy=policy, timeout_s=TIMEOUT_S)
+    storage, limits = sidestream.Storage(OPTIONS, policy=policy), sidestream.LoadOptions(timeout_s=TIMEOUT_S)
+    work = sidestream.load(target, URL, storage=storage, options=limits)
     asyncio.run(work)
     print(sum(int(one[0]) * 10 ** number for number, one in enumerate(target.values())), flush=True)
 """
@@ -103,7 +105,7 @@ def fetched(s3: S3Server) -> Counter[str]:
 
 async def save(s3: S3Server) -> None:
     place = s3_place(s3, "auto")
-    await sidestream.save(STATE, place.url(), **place.keywords)
+    await sidestream.save(STATE, place.url(), **for_save(**place.keywords))
     s3.log.clear()
 
 
@@ -175,8 +177,8 @@ async def test_who_waits_for_another_process_keeps_its_deadline(s3: S3Server, tm
         wait_until(stalling.is_half_there)
         place = s3_place(s3, "auto", cache_dir=str(cache))
         target = {name: torch.zeros_like(one) for name, one in STATE.items()}
-        with pytest.raises(errors.DeadlineExceeded):
-            await sidestream.load(target, place.url(), **place.keywords, timeout_s=1.0)
+        with pytest.raises(errors.DeadlineExceededError):
+            await sidestream.load(target, place.url(), **for_load(timeout_s=1.0, **place.keywords))
     finally:
         end(processes)
 
@@ -279,13 +281,13 @@ async def test_nobody_waits_for_a_fetch_that_hangs(tmp_path: Path, monkeypatch: 
     try:
         hangs = asyncio.ensure_future(within(2.0, cache.read("/file", 0, 3)))
         await begun(filesystem)
-        with pytest.raises(errors.DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceededError):
             await within(0.05, cache.read("/file", 0, 3))
         assert filesystem.fetches == 1
         content = await within(PATIENCE_S, cache.read("/file", 1, 4))  # when the time of the first one is over
         assert bytes(content) == b"ont"
         assert filesystem.fetches == 2
-        with pytest.raises(errors.DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceededError):
             await hangs
     finally:
         filesystem.go.set()

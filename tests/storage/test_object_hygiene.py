@@ -16,11 +16,12 @@ import torch
 import warm
 from _places import s3_place
 from _s3_server import S3Server
+from keywords import for_run, for_save
 
 import sidestream
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import Where, locate_run
+from sidestream._storage import locate_run
 from sidestream._storage.object_store.store import ObjectStore
 
 STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
@@ -28,8 +29,7 @@ STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
 
 def store_of(server: S3Server, engine: str = "obstore", **changes: Any) -> ObjectStore:
     place = s3_place(server, engine, **changes)
-    where = Where(place.keywords["storage_options"], policy=place.keywords["store_policy"])
-    store = locate_run(place.base, where)[0]
+    store = locate_run(place.base, place.keywords["storage"])[0]
     assert isinstance(store, ObjectStore)
     return store
 
@@ -48,8 +48,8 @@ def killed_while_uploading(server: S3Server, engine: str) -> None:
         import asyncio, torch, sidestream
         state = {{"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}}
         policy = sidestream.StorePolicy(engine={engine!r}, part_bytes=5 << 20)
-        asyncio.run(sidestream.save(state, "s3://{server.bucket}/run/step-1", storage_options={server.options!r},
-                                    store_policy=policy))
+        storage = sidestream.Storage({server.options!r}, policy=policy)
+        asyncio.run(sidestream.save(state, "s3://{server.bucket}/run/step-1", storage=storage))
     """)
     child = warm.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     try:
@@ -65,7 +65,7 @@ async def test_what_the_dead_leave_behind(s3: S3Server, engine: str) -> None:
     place = s3_place(s3, engine)
     await asyncio.to_thread(killed_while_uploading, s3, engine)
     assert len(s3.uploads) == 1
-    async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
+    async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
         assert await checkpoints.steps() == []
         assert await checkpoints.restore({"large": torch.zeros(3 << 20), "step": 0}) is None
     store = store_of(s3, engine)
@@ -82,8 +82,8 @@ async def test_what_the_dead_leave_behind(s3: S3Server, engine: str) -> None:
 
 async def test_the_marker_goes_first(s3: S3Server) -> None:
     place, store = s3_place(s3, "obstore"), store_of(s3)
-    await sidestream.save(STATE, place.url("step-1"), **place.keywords)
-    await sidestream.save(STATE, place.url("step-2"), **place.keywords)
+    await sidestream.save(STATE, place.url("step-1"), **for_save(**place.keywords))
+    await sidestream.save(STATE, place.url("step-2"), **for_save(**place.keywords))
     s3.log.clear()
     await store.retire("step-1", durability="fsync")
     deleted = [one for one in s3.log if one.kind.startswith("delete")]
@@ -95,7 +95,7 @@ async def test_the_marker_goes_first(s3: S3Server) -> None:
 async def test_a_deletion_that_was_interrupted(s3: S3Server) -> None:
     """No checkpoint is left, and what is left of it is found."""
     place, store = s3_place(s3, "obstore", retries=0), store_of(s3, retries=0)
-    await sidestream.save(STATE, place.url("step-1"), **place.keywords)
+    await sidestream.save(STATE, place.url("step-1"), **for_save(**place.keywords))
     deletions = 0
 
     def fail_the_second(request: Any) -> int | None:
@@ -107,7 +107,7 @@ async def test_a_deletion_that_was_interrupted(s3: S3Server) -> None:
     with pytest.raises(errors.StorageError):
         await store.retire("step-1", durability="fsync")
     s3.fault = lambda request: None
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.open_checkpoint(place.url("step-1"), **place.keywords)
     (found,) = await store.leftovers()
     assert (found.kind, found.name) == ("retired", "step-1/retired")
@@ -118,9 +118,11 @@ async def test_a_deletion_that_was_interrupted(s3: S3Server) -> None:
 async def test_a_run_keeps_what_its_policy_says(s3: S3Server) -> None:
     place = s3_place(s3, "auto")
     target = {"large": torch.zeros(3 << 20), "step": 0}
-    async with sidestream.Checkpointer(place.base, keep=sidestream.KeepLast(1), **place.keywords) as checkpoints:
+    async with sidestream.Checkpointer(
+        place.base, keep=sidestream.KeepLast(1), **for_run(**place.keywords)
+    ) as checkpoints:
         for step in (1, 2, 3):
-            await (await checkpoints.save(STATE, step=step))
+            await checkpoints.save(STATE, step=step)
         assert await checkpoints.restore(target) == 3
     # A lease whose removal failed expires by itself, and is no step.
     assert {name.split("/")[1] for name in s3.objects} - {".leases"} == {"step-3"}

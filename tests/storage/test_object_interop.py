@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _places import Place, policy, s3_place
 from _s3_server import S3Server
+from keywords import for_load, for_save
 from states import assert_same
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
@@ -53,11 +54,11 @@ def place(request: pytest.FixtureRequest, s3: S3Server) -> Place:
 
 
 def stock_options(place: Place) -> dict[str, Any]:
-    return dict(place.keywords.get("storage_options", {}))
+    return dict(place.keywords["storage"].options) if place.keywords else {}
 
 
 async def test_stock_dcp_reads_what_we_wrote(place: Place) -> None:
-    await sidestream.save(state(), place.url(), **place.keywords)
+    await sidestream.save(state(), place.url(), **for_save(**place.keywords))
     target = blank()
     dcp.load(target, storage_reader=FsspecReader(place.url(), **stock_options(place)), no_dist=True)
     assert_same(state(), target)
@@ -68,11 +69,11 @@ async def test_we_read_what_stock_dcp_wrote(place: Place) -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         dcp.save(state(), storage_writer=FsspecWriter(place.url(), **stock_options(place)), no_dist=True)
     target = blank()
-    report = await sidestream.load(target, place.url(), **place.keywords)
+    report = await sidestream.load(target, place.url(), **for_load(**place.keywords))
     assert_same(state(), target)
     assert report.unverified == ()
-    with pytest.raises(errors.Conflict):
-        await sidestream.save(state(), place.url(), **place.keywords)
+    with pytest.raises(errors.CheckpointExistsError):
+        await sidestream.save(state(), place.url(), **for_save(**place.keywords))
 
 
 # --- http -----------------------------------------------------------------------------------------------------------
@@ -131,15 +132,15 @@ async def test_web_servers_are_read_from(web: str, tmp_path: Path) -> None:
     assert_same(state(), target)
     opened = await sidestream.open_checkpoint(f"{web}/run/ckpt")
     assert torch.equal(await opened.tensor("bf16", slice(3, 9)), state()["bf16"][3:9])
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.load(blank(), f"{web}/run/other")
-    with pytest.raises(errors.InvalidOption, match="not written"):
+    with pytest.raises(errors.InvalidOptionError, match="not written"):
         await sidestream.save(state(), f"{web}/run/new")
 
 
 async def test_web_servers_name_no_files_of_others(web: str, tmp_path: Path) -> None:
     dcp.save(state(), checkpoint_id=tmp_path / "stock", no_dist=True)
-    with pytest.raises(errors.UnsupportedCheckpoint, match="listings"):
+    with pytest.raises(errors.UnsupportedCheckpointError, match="listings"):
         await sidestream.load(blank(), f"{web}/stock")
 
 
@@ -148,12 +149,15 @@ async def test_web_servers_name_no_files_of_others(web: str, tmp_path: Path) -> 
 
 async def test_readers_may_keep_files(s3: S3Server, tmp_path: Path) -> None:
     place = s3_place(s3, "auto")
-    await sidestream.save(state(), place.url(), **place.keywords)
-    cached = {**place.keywords, "store_policy": policy(cache_dir=str(tmp_path / "cache"))}
+    await sidestream.save(state(), place.url(), **for_save(**place.keywords))
+    cached = {
+        **place.keywords,
+        "storage": sidestream.Storage(stock_options(place), policy=policy(cache_dir=str(tmp_path / "cache"))),
+    }
     for expected in (True, False):
         s3.log.clear()
         target = blank()
-        await sidestream.load(target, place.url(), **cached)
+        await sidestream.load(target, place.url(), **for_load(**cached))
         assert_same(state(), target)
         fetched = [one.key for one in s3.log if one.kind == "get" and one.key.endswith(".distcp")]
         assert bool(fetched) is expected
@@ -170,8 +174,8 @@ async def test_a_file_system_that_only_looks_first(tmp_path: Path) -> None:
     filesystem = fsspec.filesystem("dir", path=str(tmp_path), fs=fsspec.filesystem("file"))
     with events.observe(seen.append):
         for name in ("one", "two"):
-            await sidestream.save(state(), f"run/{name}", filesystem=filesystem)
-    lost = [one for one in seen if isinstance(one, events.PromiseLost)]
+            await sidestream.save(state(), f"run/{name}", storage=sidestream.Storage(filesystem=filesystem))
+    lost = [one for one in seen if isinstance(one, events.GuaranteeLost)]
     assert len(lost) == 1
     assert "conditional" in lost[0].promise
     target = blank()

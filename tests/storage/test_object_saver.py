@@ -1,4 +1,4 @@
-"""Object storage, written by a saver process: through both clients, with what happens to it on the way."""
+"""Object storage, written by a writer process: through both clients, with what happens to it on the way."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 import torch
 from _places import Place
 from _s3_server import S3Server
+from keywords import for_save
 from states import assert_same
 
 import sidestream
-from sidestream._worker.client import close_all, saver_process
+from sidestream._worker.client import close_all, worker_for
 from sidestream.errors import SidestreamError
 
 
@@ -38,7 +39,8 @@ async def back(place: Place, name: str) -> object:
 async def test_round_trip_and_overlapping_saves(place_on_s3: Place) -> None:
     place = place_on_s3
     saves = [
-        sidestream.async_save(state(float(n)), place.url(f"c{n}"), saver="process", **place.keywords) for n in range(2)
+        sidestream.async_save(state(float(n)), place.url(f"c{n}"), **for_save(writer="process", **place.keywords))
+        for n in range(2)
     ]
     await asyncio.gather(*saves)
     for number in range(2):
@@ -49,12 +51,14 @@ async def test_round_trip_and_overlapping_saves(place_on_s3: Place) -> None:
 async def test_killed_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Server) -> None:
     """The upload that it had begun is not left open, and a new process does it once more."""
     place = place_on_s3
-    saver = sidestream.SaverProcess(rate_bytes_per_s=10e6)
+    saver = sidestream.WriterProcess(rate_bytes_per_s=10e6)
     async with sidestream.AsyncStager(backing="shared") as stager:
-        pending = sidestream.async_save(state(1.0), place.url("c"), saver=saver, stager=stager, **place.keywords)
+        pending = sidestream.async_save(
+            state(1.0), place.url("c"), stager=stager, **for_save(writer=saver, **place.keywords)
+        )
         while not s3.uploads and not pending.done():
             await asyncio.sleep(0.005)
-        pid = saver_process(saver).pid
+        pid = worker_for(saver).pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         await pending
@@ -64,9 +68,11 @@ async def test_killed_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Serve
 
 async def test_cancelled_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Server) -> None:
     place = place_on_s3
-    saver = sidestream.SaverProcess(rate_bytes_per_s=5e6)
+    saver = sidestream.WriterProcess(rate_bytes_per_s=5e6)
     async with sidestream.AsyncStager(backing="shared") as stager:
-        pending = sidestream.async_save(state(1.0), place.url("c"), saver=saver, stager=stager, **place.keywords)
+        pending = sidestream.async_save(
+            state(1.0), place.url("c"), stager=stager, **for_save(writer=saver, **place.keywords)
+        )
         while not s3.uploads and not pending.done():
             await asyncio.sleep(0.005)
         pending.cancel()
@@ -81,6 +87,11 @@ async def test_cancelled_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Se
 async def test_a_file_system_that_can_be_made_again(s3: S3Server) -> None:
     filesystem = fsspec.filesystem("s3", **s3.options)
     url = f"{s3.bucket}/handed/c"
-    await sidestream.save(state(2.0), url, saver="process", filesystem=filesystem)
-    checkpoint = await sidestream.open_checkpoint(url, filesystem=filesystem)
+    await sidestream.save(
+        state(2.0),
+        url,
+        storage=sidestream.Storage(filesystem=filesystem),
+        options=sidestream.SaveOptions(writer="process"),
+    )
+    checkpoint = await sidestream.open_checkpoint(url, storage=sidestream.Storage(filesystem=filesystem))
     assert_same(state(2.0), await checkpoint.state_dict())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from _places import Place, s3_place
 from _s3_server import S3Server
+from keywords import for_load, for_run, for_save
 from states import assert_same
 
 import sidestream
@@ -40,35 +41,35 @@ def blank() -> dict[str, Any]:
 
 async def test_round_trip(place: Place) -> None:
     source, target = state(3), blank()
-    info = await sidestream.save(source, place.url(), **place.keywords)
+    info = await sidestream.save(source, place.url(), **for_save(**place.keywords))
     assert info.url == place.url()
-    report = await sidestream.load(target, place.url(), **place.keywords)
+    report = await sidestream.load(target, place.url(), **for_load(**place.keywords))
     assert report.save_id == info.save_id
     assert_same(source, target)
     opened = await sidestream.open_checkpoint(place.url(), **place.keywords)
     assert_same(source, await opened.state_dict())
     assert torch.equal(await opened.tensor("rows", slice(100, 900)), source["rows"][100:900])
-    with pytest.raises(errors.InvalidOption, match="not on this machine"):
+    with pytest.raises(errors.InvalidOptionError, match="not on this machine"):
         await opened.state_dict(memory="mapped")
 
 
 async def test_what_stands_there_is_not_touched(place: Place) -> None:
-    await sidestream.save(state(1), place.url(), **place.keywords)
-    with pytest.raises(errors.Conflict):
-        await sidestream.save(state(2), place.url(), **place.keywords)
+    await sidestream.save(state(1), place.url(), **for_save(**place.keywords))
+    with pytest.raises(errors.CheckpointExistsError):
+        await sidestream.save(state(2), place.url(), **for_save(**place.keywords))
     target = blank()
-    await sidestream.load(target, place.url(), **place.keywords)
+    await sidestream.load(target, place.url(), **for_load(**place.keywords))
     assert_same(state(1), target)
-    with pytest.raises(errors.CheckpointNotFound):
-        await sidestream.load(blank(), place.url("other"), **place.keywords)
+    with pytest.raises(errors.CheckpointNotFoundError):
+        await sidestream.load(blank(), place.url("other"), **for_load(**place.keywords))
 
 
 async def test_a_run(place: Place) -> None:
     target = blank()
-    async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
+    async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
         assert await checkpoints.restore(target) is None
         for step in (1, 2, 2):
-            await (await checkpoints.save(state(step), step=step))
+            await checkpoints.save(state(step), step=step)
         assert await checkpoints.steps() == [1, 2]
         assert await checkpoints.restore(target) == 2
         assert_same(state(2), target)
@@ -80,8 +81,8 @@ def test_blocking(place: Place) -> None:
     from sidestream import blocking
 
     target = blank()
-    assert blocking.save(state(4), place.url(), **place.keywords).url == place.url()
-    blocking.load(target, place.url(), **place.keywords)
+    assert blocking.save(state(4), place.url(), **for_save(**place.keywords)).url == place.url()
+    blocking.load(target, place.url(), **for_load(**place.keywords))
     assert_same(state(4), target)
 
 
@@ -90,13 +91,13 @@ async def test_an_export_beside_a_save(place_on_s3: Place) -> None:
     place, server = place_on_s3, place_on_s3.server
     assert server is not None
     export = sidestream.HF(place.url("hf"), dtype=torch.bfloat16, max_shard_bytes=3 << 20, **place.keywords)
-    info = await sidestream.save(state(4), place.url(), **place.keywords, export=export)
+    info = await sidestream.save(state(4), place.url(), export=export, **for_save(**place.keywords))
     assert len(info.exports[0].files) > 2
     found = await (await sidestream.open_checkpoint(place.url("hf"), **place.keywords)).state_dict()
     assert torch.equal(found["large"], state(4)["large"].to(torch.bfloat16))
     assert torch.equal(found["rows"], state(4)["rows"].to(torch.bfloat16))
-    again = await sidestream.save(state(5), place.url("again"), **place.keywords, export=export)
-    assert isinstance(again.exports[0], errors.Conflict)
+    again = await sidestream.save(state(5), place.url("again"), export=export, **for_save(**place.keywords))
+    assert isinstance(again.exports[0], errors.CheckpointExistsError)
     assert server.uploads == {}
 
 
@@ -104,13 +105,13 @@ async def test_two_writers_one_winner(place_on_s3: Place) -> None:
     """Both find the target empty; the storage decides."""
     place, server = place_on_s3, place_on_s3.server
     assert server is not None
-    saves = [sidestream.save(state(seed), place.url(), **place.keywords) for seed in (1, 2, 3)]
+    saves = [sidestream.save(state(seed), place.url(), **for_save(**place.keywords)) for seed in (1, 2, 3)]
     results = await asyncio.gather(*saves, return_exceptions=True)
     won = [seed for seed, result in enumerate(results, 1) if isinstance(result, sidestream.SaveInfo)]
     assert len(won) == 1
-    assert all(isinstance(one, (errors.Conflict, sidestream.SaveInfo)) for one in results)
+    assert all(isinstance(one, (errors.CheckpointExistsError, sidestream.SaveInfo)) for one in results)
     target = blank()
-    await sidestream.load(target, place.url(), **place.keywords)
+    await sidestream.load(target, place.url(), **for_load(**place.keywords))
     assert_same(state(won[0]), target)
     assert len({name.rpartition("-")[2].partition(".")[0] for name in server.objects if "-" in name}) == 1
     assert server.uploads == {}
@@ -120,7 +121,7 @@ async def test_row_slices_cost_what_they_hold(place_on_s3: Place) -> None:
     place, server = place_on_s3, place_on_s3.server
     assert server is not None
     source = {"rows": torch.randn(8192, 1024), "other": torch.randn(1 << 18)}
-    await sidestream.save(source, place.url(), **place.keywords)
+    await sidestream.save(source, place.url(), **for_save(**place.keywords))
     opened = await sidestream.open_checkpoint(place.url(), **place.keywords)
     server.log.clear()
     rows = await opened.tensor("rows", slice(5000, 8000))
@@ -139,9 +140,9 @@ async def test_listings_are_never_stale(s3: S3Server) -> None:
 
     filesystem = s3fs.S3FileSystem(**s3.options)
     writer = s3_place(s3, "obstore")
-    async with sidestream.Checkpointer(f"{s3.bucket}/run", filesystem=filesystem) as reader:
+    async with sidestream.Checkpointer(f"{s3.bucket}/run", storage=sidestream.Storage(filesystem=filesystem)) as reader:
         assert await reader.steps() == []
         for step in (1, 2):
-            async with sidestream.Checkpointer(writer.base, **writer.keywords) as checkpoints:
-                await (await checkpoints.save({"t": torch.ones(4)}, step=step))
+            async with sidestream.Checkpointer(writer.base, **for_run(**writer.keywords)) as checkpoints:
+                await checkpoints.save({"t": torch.ones(4)}, step=step)
             assert await reader.latest() == step

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _own_stores import DirectoryStore, Fault, Wrapped, without
 from _places import policy
+from keywords import for_load, for_run, for_save
 
 import sidestream
 from sidestream import blocking, errors, events
@@ -33,7 +34,7 @@ def blank() -> dict[str, Any]:
 
 
 def keywords(store: BlobStore, **changes: Any) -> dict[str, Any]:
-    return {"filesystem": store, "store_policy": policy(**changes)}
+    return {"storage": sidestream.Storage(filesystem=store, policy=policy(**changes))}
 
 
 def files(root: Path) -> list[str]:
@@ -42,7 +43,7 @@ def files(root: Path) -> list[str]:
 
 async def assert_loads(store: BlobStore) -> None:
     target = blank()
-    await sidestream.load(target, URL, **keywords(store))
+    await sidestream.load(target, URL, **for_load(**keywords(store)))
     assert target["step"] == 7
     assert torch.equal(target["large"], state()["large"])
 
@@ -62,7 +63,7 @@ def test_the_store_is_short() -> None:
 
 async def test_a_large_file_is_sent_in_parts(store: DirectoryStore, tmp_path: Path) -> None:
     counting = Wrapped(store)
-    info = await sidestream.save(state(), f"/{URL}", **keywords(counting, in_flight=2))
+    info = await sidestream.save(state(), f"/{URL}", **for_save(**keywords(counting, concurrency=2)))
     assert info.url == f"/{URL}"
     assert (counting.counts["upload"], counting.counts["part"], counting.counts["complete"]) == (1, 3, 1)
     assert counting.counts["abort"] == 0
@@ -78,37 +79,43 @@ async def test_a_large_file_is_sent_in_parts(store: DirectoryStore, tmp_path: Pa
 async def test_windows_of_a_streamed_state_are_cut_into_parts(store: DirectoryStore) -> None:
     """Parts and windows have different sizes."""
     source = {str(number): torch.full((5 << 18,), float(number)) for number in range(7)}
-    await sidestream.save(source, URL, snapshot=False, **keywords(Wrapped(store)))
+    await sidestream.save(source, URL, **for_save(streaming=True, **keywords(Wrapped(store))))
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
-    await sidestream.load(target, URL, **keywords(store))
+    await sidestream.load(target, URL, **for_load(**keywords(store)))
     assert all(torch.equal(tensor, target[name]) for name, tensor in source.items())
 
 
 async def test_a_run(store: DirectoryStore) -> None:
     target = blank()
     wrapped = Wrapped(store)
-    async with sidestream.Checkpointer("run", keep=sidestream.KeepLast(2), **keywords(wrapped)) as checkpoints:
+    async with sidestream.Checkpointer(
+        "run", keep=sidestream.KeepLast(2), **for_run(**keywords(wrapped))
+    ) as checkpoints:
         assert await checkpoints.restore(target) is None
         for step in (1, 2, 3):
-            await (await checkpoints.save(state(), step=step))
+            await checkpoints.save(state(), step=step)
         assert await checkpoints.restore(target) == 3
     assert torch.equal(target["large"], state()["large"])
     assert {name.split("/")[1] for name in files(store.blobs)} - {".leases"} == {"step-2", "step-3"}
-    async with sidestream.Checkpointer("run", **keywords(store)) as checkpoints:
+    async with sidestream.Checkpointer("run", **for_run(**keywords(store))) as checkpoints:
         assert await checkpoints.steps() == [2, 3]
 
 
 def test_blocking(store: DirectoryStore) -> None:
-    blocking.save(state(), URL, **keywords(store))
+    blocking.save(state(), URL, **for_save(**keywords(store)))
     target = blank()
-    blocking.load(target, URL, **keywords(store))
+    blocking.load(target, URL, **for_load(**keywords(store)))
     assert torch.equal(target["large"], state()["large"])
 
 
 async def test_two_writers_one_winner(store: DirectoryStore) -> None:
-    saves = [sidestream.save(state(), URL, **keywords(Wrapped(store, seed=seed))) for seed in range(3)]
+    saves = [sidestream.save(state(), URL, **for_save(**keywords(Wrapped(store, seed=seed)))) for seed in range(3)]
     results = await asyncio.gather(*saves, return_exceptions=True)
-    assert sorted(type(one).__name__ for one in results) == ["Conflict", "Conflict", "SaveInfo"]
+    assert sorted(type(one).__name__ for one in results) == [
+        "CheckpointExistsError",
+        "CheckpointExistsError",
+        "SaveInfo",
+    ]
     await assert_loads(store)
     assert len(files(store.blobs)) == 4
     assert files(store.parts) == []
@@ -124,32 +131,32 @@ async def test_without_create_only_it_is_looked_first(store: DirectoryStore, mon
     plain = without(store, create_only=False)
     seen: list[events.Event] = []
     with events.observe(seen.append):
-        await sidestream.save(state(), URL, **keywords(plain))
-        await sidestream.save(state(), "run/other", **keywords(plain))
-    assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.PromiseLost]
+        await sidestream.save(state(), URL, **for_save(**keywords(plain)))
+        await sidestream.save(state(), "run/other", **for_save(**keywords(plain)))
+    assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.GuaranteeLost]
     assert any("Wrapped has no conditional put" in str(one) for one in seen)
     assert plain.counts["create"] == 0
     await assert_loads(store)
-    with pytest.raises(errors.Conflict):
-        await sidestream.save(state(), URL, **keywords(plain))
+    with pytest.raises(errors.CheckpointExistsError):
+        await sidestream.save(state(), URL, **for_save(**keywords(plain)))
 
 
 async def test_without_listing_it_is_only_read(store: DirectoryStore) -> None:
-    await sidestream.save(state(), URL, **keywords(store))
+    await sidestream.save(state(), URL, **for_save(**keywords(store)))
     plain = without(store, listing=False)
     await assert_loads(plain)
-    with pytest.raises(errors.InvalidOption, match="can be read and not written"):
-        await sidestream.save(state(), "run/new", **keywords(plain))
-    with pytest.raises(errors.CheckpointNotFound):
-        await sidestream.load(blank(), "run/none", **keywords(plain))
-    async with sidestream.Checkpointer("run", **keywords(plain)) as checkpoints:
+    with pytest.raises(errors.InvalidOptionError, match="can be read and not written"):
+        await sidestream.save(state(), "run/new", **for_save(**keywords(plain)))
+    with pytest.raises(errors.CheckpointNotFoundError):
+        await sidestream.load(blank(), "run/none", **for_load(**keywords(plain)))
+    async with sidestream.Checkpointer("run", **for_run(**keywords(plain))) as checkpoints:
         with pytest.raises(errors.StorageError, match="Wrapped has no listings: give the URL of a checkpoint"):
             await checkpoints.steps()
     assert plain.counts["listing"] == 0
 
 
 async def test_with_mapping_files_are_memory(store: DirectoryStore) -> None:
-    await sidestream.save(state(), URL, **keywords(store))
+    await sidestream.save(state(), URL, **for_save(**keywords(store)))
     opened = await sidestream.open_checkpoint(URL, **keywords(store))
     mapped = await opened.state_dict(memory="mapped")
     assert torch.equal(mapped["large"], state()["large"])
@@ -158,14 +165,14 @@ async def test_with_mapping_files_are_memory(store: DirectoryStore) -> None:
 
 
 async def test_without_mapping_it_is_refused(store: DirectoryStore) -> None:
-    await sidestream.save(state(), URL, **keywords(store))
+    await sidestream.save(state(), URL, **for_save(**keywords(store)))
     opened = await sidestream.open_checkpoint(URL, **keywords(without(store, mapping=False)))
-    with pytest.raises(errors.InvalidOption, match="not on this machine"):
+    with pytest.raises(errors.InvalidOptionError, match="not on this machine"):
         await opened.state_dict(memory="mapped")
 
 
 async def test_a_mapped_file_that_was_cut_short(store: DirectoryStore) -> None:
-    await sidestream.save(state(), URL, **keywords(store))
+    await sidestream.save(state(), URL, **for_save(**keywords(store)))
     opened = await sidestream.open_checkpoint(URL, **keywords(store))
 
     class Short(DirectoryStore):
@@ -173,7 +180,7 @@ async def test_a_mapped_file_that_was_cut_short(store: DirectoryStore) -> None:
             return await super().map(name, nbytes - 1)
 
     opened = await sidestream.open_checkpoint(URL, **keywords(Short(store.blobs.parent)))
-    with pytest.raises(errors.Corrupt, match="shorter"):
+    with pytest.raises(errors.CorruptCheckpointError, match="shorter"):
         await opened.state_dict(memory="mapped")
 
 
@@ -215,18 +222,18 @@ class _Mapping(_Reader):
     ],
 )
 async def test_what_is_no_store_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(errors.InvalidOption, match=message):
-        await sidestream.load(blank(), URL, filesystem=given)
+    with pytest.raises(errors.InvalidOptionError, match=message):
+        await sidestream.load(blank(), URL, storage=sidestream.Storage(filesystem=given))
 
 
 async def test_a_store_that_only_reads_needs_two_methods() -> None:
-    with pytest.raises(errors.CheckpointNotFound):
-        await sidestream.load(blank(), URL, filesystem=_Reader())
+    with pytest.raises(errors.CheckpointNotFoundError):
+        await sidestream.load(blank(), URL, storage=sidestream.Storage(filesystem=_Reader()))
 
 
 async def test_a_cache_is_refused(store: DirectoryStore, tmp_path: Path) -> None:
-    with pytest.raises(errors.InvalidOption, match="cache_dir= needs an fsspec file system"):
-        await sidestream.load(blank(), URL, **keywords(store, cache_dir=str(tmp_path / "cache")))
+    with pytest.raises(errors.InvalidOptionError, match="cache_dir= needs an fsspec file system"):
+        await sidestream.load(blank(), URL, **for_load(**keywords(store, cache_dir=str(tmp_path / "cache"))))
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
@@ -235,7 +242,7 @@ async def test_a_cache_is_refused(store: DirectoryStore, tmp_path: Path) -> None
 async def points_of_failure(root: Path) -> list[tuple[str, int]]:
     """Every operation of a save, by its kind and number."""
     counting = Wrapped(DirectoryStore(root / "counting"))
-    await sidestream.save(state(), URL, **keywords(counting))
+    await sidestream.save(state(), URL, **for_save(**keywords(counting)))
     return [(kind, nth) for kind, count in counting.counts.items() for nth in range(1, count + 1)]
 
 
@@ -251,13 +258,17 @@ async def test_every_operation_that_fails(
     for number, (kind, nth) in enumerate(points):
         store = DirectoryStore(tmp_path / str(number))
         fault = Fault(kind, nth, error, when)
-        pending = sidestream.async_save(state(), URL, **keywords(Wrapped(store, fault, seed=number), retries=0))
+        pending = sidestream.async_save(
+            state(), URL, **for_save(**keywords(Wrapped(store, fault, seed=number), retries=0))
+        )
         failure = (await asyncio.gather(pending, return_exceptions=True))[0]
         assert fault.reached.is_set()
-        assert isinstance(failure, (sidestream.SaveInfo, errors.StorageError, errors.OutcomeUnknown, errors.NotDurable))
+        assert isinstance(
+            failure, (sidestream.SaveInfo, errors.StorageError, errors.OutcomeUnknownError, errors.NotDurableError)
+        )
         outcomes.add(pending.outcome)
         assert files(store.parts) == [] or (kind, when) == ("upload", "after"), fault
-        if isinstance(failure, errors.OutcomeUnknown):  # the request may still be on its way
+        if isinstance(failure, errors.OutcomeUnknownError):  # the request may still be on its way
             assert (kind, when, error, pending.outcome) == ("create", "before", ConnectionError, "unknown")
             assert not any(name.endswith(".metadata") for name in files(store.blobs))
         elif isinstance(failure, errors.StorageError):
@@ -278,7 +289,7 @@ async def test_every_operation_is_repeated(when: Literal["before", "after"], tmp
         fault = Fault(kind, nth, TimeoutError, when)
         seen: list[events.Event] = []
         with events.observe(seen.append):
-            await sidestream.save(state(), URL, **keywords(Wrapped(store, fault, seed=number), retries=1))
+            await sidestream.save(state(), URL, **for_save(**keywords(Wrapped(store, fault, seed=number), retries=1)))
         assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.Retried]
         await assert_loads(store)
 
@@ -287,7 +298,7 @@ async def test_an_upload_that_cannot_be_aborted(store: DirectoryStore) -> None:
     """It is the store's to remove; no blob comes of it."""
     faults = Fault("part", 2, OSError), Fault("abort", 1, OSError)
     with pytest.raises(errors.StorageError, match=r"part 2 fails .*run/ckpt/__0_1"):
-        await sidestream.save(state(), URL, **keywords(Wrapped(store, *faults)))
+        await sidestream.save(state(), URL, **for_save(**keywords(Wrapped(store, *faults))))
     assert faults[1].reached.is_set()
     assert files(store.blobs) == []
     assert len(files(store.parts)) == 1
@@ -296,7 +307,9 @@ async def test_an_upload_that_cannot_be_aborted(store: DirectoryStore) -> None:
 @pytest.mark.parametrize("kind", ["listing", "upload", "part", "complete", "put", "create"])
 async def test_cancelling_in_the_middle(kind: str, store: DirectoryStore) -> None:
     fault = Fault(kind)
-    pending = sidestream.async_save(state(), URL, **keywords(Wrapped(store, fault), request_timeout_s=1.0, retries=0))
+    pending = sidestream.async_save(
+        state(), URL, **for_save(**keywords(Wrapped(store, fault), request_timeout_s=1.0, retries=0))
+    )
     assert await asyncio.to_thread(fault.reached.wait, 60)
     pending.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -324,7 +337,7 @@ async def test_an_upload_is_aborted_when_its_parts_have_ended(store: DirectorySt
                 ended.append(kind)
 
     faults = [Fault("part", nth) for nth in (1, 2, 3)]
-    pending = sidestream.async_save(state(), URL, **keywords(Slow(store, *faults)))
+    pending = sidestream.async_save(state(), URL, **for_save(**keywords(Slow(store, *faults))))
     for fault in faults:
         assert await asyncio.to_thread(fault.reached.wait, 60)
     pending.cancel()
@@ -334,21 +347,21 @@ async def test_an_upload_is_aborted_when_its_parts_have_ended(store: DirectorySt
 
 
 async def test_what_hangs_ends_with_the_deadline(store: DirectoryStore) -> None:
-    with pytest.raises(errors.DeadlineExceeded):
-        await sidestream.save(state(), URL, timeout_s=1.0, **keywords(Wrapped(store, Fault("part", 3))))
+    with pytest.raises(errors.DeadlineExceededError):
+        await sidestream.save(state(), URL, **for_save(timeout_s=1.0, **keywords(Wrapped(store, Fault("part", 3)))))
     assert files(store.blobs) == []
     assert files(store.parts) == []
 
 
 @pytest.mark.parametrize("kind", ["size", "read"])
 async def test_a_load_that_fails(kind: str, store: DirectoryStore) -> None:
-    await sidestream.save(state(), URL, **keywords(store))
+    await sidestream.save(state(), URL, **for_save(**keywords(store)))
     await assert_loads(Wrapped(store, flaky=True))
     with pytest.raises(errors.StorageError, match=f"{kind} 1 fails"):
-        await sidestream.load(blank(), URL, **keywords(Wrapped(store, Fault(kind, 1, OSError))))
+        await sidestream.load(blank(), URL, **for_load(**keywords(Wrapped(store, Fault(kind, 1, OSError)))))
 
 
 async def test_a_refusal_is_access_denied(store: DirectoryStore) -> None:
-    with pytest.raises(errors.AccessDenied):
-        await sidestream.save(state(), URL, **keywords(Wrapped(store, Fault("put", 1, PermissionError))))
+    with pytest.raises(errors.AccessDeniedError):
+        await sidestream.save(state(), URL, **for_save(**keywords(Wrapped(store, Fault("put", 1, PermissionError)))))
     assert files(store.blobs) == []

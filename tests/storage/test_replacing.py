@@ -15,10 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _places import Place, s3_place
 from _s3_server import Fault, Request, S3Server
+from keywords import for_load, for_save
 
 import sidestream
 from sidestream import load, remove, save
-from sidestream.errors import CheckpointNotFound, Conflict, InvalidOption, SidestreamError
+from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidOptionError, SidestreamError
 from sidestream.options import BlobInfo, Capabilities, Listing
 
 
@@ -84,7 +85,7 @@ class Target:
         return {name.removeprefix("manifest-") for name in self.names() if name.startswith("manifest-")}
 
     async def save(self, seed: int, **more: Any) -> sidestream.SaveInfo:
-        return await save(state_of(seed), self.url, overwrite=True, **self.how, **more)
+        return await save(state_of(seed), self.url, overwrite=True, **for_save(**self.how, **more))
 
     def save_here(self, seed: int) -> sidestream.SaveInfo:
         """In a thread of the server."""
@@ -93,7 +94,7 @@ class Target:
     async def loaded(self) -> int:
         """The seed of the checkpoint, all parts of which have to say the same."""
         state = state_of(-1)
-        await load(state, self.url, **self.how)
+        await load(state, self.url, **for_load(**self.how))
         seeds = {int(value) for tensor in (state["a"], state["b"]) for value in tensor.unique()} | {state["step"]}
         (seed,) = seeds
         return int(seed)
@@ -128,7 +129,7 @@ def target(request: pytest.FixtureRequest, s3: S3Server) -> Target:
     if request.param == "s3":
         return on_s3(s3)
     store = DictStore()
-    return Target("run/last", {"filesystem": store}, lambda: list(store.blobs))
+    return Target("run/last", {"storage": sidestream.Storage(filesystem=store)}, lambda: list(store.blobs))
 
 
 async def test_a_checkpoint_is_replaced(target: Target) -> None:
@@ -142,19 +143,19 @@ async def test_a_checkpoint_is_replaced(target: Target) -> None:
 async def test_the_saver_process_replaces(s3: S3Server) -> None:
     target = on_s3(s3)
     for seed in range(2):
-        info = await target.save(seed, saver="process")
+        info = await target.save(seed, writer="process")
     assert await target.loaded() == 1
     assert target.ids() == {info.save_id}
 
 
 async def test_one_of_several_wins(target: Target) -> None:
-    """The others raise ``Conflict``, and leave nothing behind."""
+    """The others raise ``CheckpointExistsError``, and leave nothing behind."""
     await target.save(0)
     for _ in range(4):
         ends = await asyncio.gather(*(target.save(seed) for seed in range(1, 6)), return_exceptions=True)
         won = [one for one in ends if isinstance(one, sidestream.SaveInfo)]
         assert won, ends
-        assert all(isinstance(one, (sidestream.SaveInfo, Conflict)) for one in ends), ends
+        assert all(isinstance(one, (sidestream.SaveInfo, CheckpointExistsError)) for one in ends), ends
         found = await target.loaded()
         assert ends[found - 1] in won
         await target.save(6)  # also what began its first file when the winner had listed
@@ -167,7 +168,7 @@ async def test_a_save_that_was_overtaken(s3: S3Server) -> None:
     await target.save(0)
     overtaken: list[sidestream.SaveInfo] = []
     other = OnceAt(s3, "put", "manifest-", lambda: overtaken.append(target.save_here(2)))
-    with pytest.raises(Conflict, match="replaced"):
+    with pytest.raises(CheckpointExistsError, match="replaced"):
         await target.save(1)
     assert not other.left
     assert await target.loaded() == 2
@@ -190,7 +191,7 @@ async def test_a_removal_meanwhile(s3: S3Server) -> None:
     first = await target.save(0)
     marker = next(key for key in s3.objects if key.endswith(".metadata"))
     OnceAt(s3, "put", "manifest-", lambda: s3.objects.pop(marker))
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         await target.save(1)
     assert [name for name in target.names() if "distcp" not in name] == [f"manifest-{first.save_id}"]
 
@@ -272,7 +273,7 @@ async def test_a_verification_is_overtaken_at_each_request(kind: str, s3: S3Serv
     target = on_s3(s3)
 
     def replace() -> None:
-        asyncio.run(save({"step": 5}, target.url, overwrite=True, **target.how))
+        asyncio.run(save({"step": 5}, target.url, overwrite=True, **for_save(**target.how)))
 
     for number in range(1, 30):
         await target.save(0)
@@ -287,8 +288,8 @@ async def test_a_verification_is_overtaken_at_each_request(kind: str, s3: S3Serv
 
 async def test_not_without_being_asked(target: Target) -> None:
     await target.save(1)
-    with pytest.raises(Conflict):
-        await save(state_of(2), target.url, **target.how)
+    with pytest.raises(CheckpointExistsError):
+        await save(state_of(2), target.url, **for_save(**target.how))
     assert await target.loaded() == 1
 
 
@@ -296,7 +297,7 @@ async def test_what_is_no_checkpoint_is_not_replaced(s3: S3Server) -> None:
     target = on_s3(s3)
     key = target.url.partition("://")[2].partition("/")[2]
     s3.objects[f"{key}/thesis.tex"], s3.modified[f"{key}/thesis.tex"] = b"years of work", datetime.now(UTC)
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         await target.save(1)
     assert target.names() == ["thesis.tex"]
 
@@ -304,9 +305,9 @@ async def test_what_is_no_checkpoint_is_not_replaced(s3: S3Server) -> None:
 async def test_one_of_stock_dcp_is_not_replaced(s3: S3Server, tmp_path: Any) -> None:
     dcp.save(state_of(1), checkpoint_id=tmp_path / "last", no_dist=True)
     target = on_s3(s3)
-    await sidestream.copy(tmp_path / "last", target.url, target_options=target.how["storage_options"])
+    await sidestream.copy(tmp_path / "last", target.url, target_storage=target.how["storage"])
     before = target.names()
-    with pytest.raises(Conflict, match="remove"):
+    with pytest.raises(CheckpointExistsError, match="remove"):
         await target.save(2)
     assert target.names() == before
     assert await target.loaded() == 1
@@ -316,7 +317,7 @@ async def test_a_copied_one_is_replaced_whole(s3: S3Server, tmp_path: Any) -> No
     """Its shard files have no ids in their names."""
     await save(state_of(1), tmp_path / "last")
     target = on_s3(s3)
-    await sidestream.copy(tmp_path / "last", target.url, target_options=target.how["storage_options"])
+    await sidestream.copy(tmp_path / "last", target.url, target_storage=target.how["storage"])
     info = await target.save(2)
     assert await target.loaded() == 2
     assert len(target.names()) == 4
@@ -336,9 +337,9 @@ async def test_dcp_replaces(s3: S3Server) -> None:
 
 
 async def test_a_client_without_conditions(s3: S3Server) -> None:
-    with pytest.raises(InvalidOption, match="obstore"):
+    with pytest.raises(InvalidOptionError, match="obstore"):
         await save(state_of(1), "memory://replacing/last", overwrite=True)
-    with pytest.raises(InvalidOption, match="fsspec"):
+    with pytest.raises(InvalidOptionError, match="fsspec"):
         await on_s3(s3, "fsspec").save(1)
     assert s3.objects == {}
 
@@ -348,11 +349,11 @@ async def test_a_server_without_conditions(s3: S3Server) -> None:
     s3.ignores_conditions = True
     policy = sidestream.StorePolicy(engine="obstore", request_timeout_s=17)  # a client that has not looked yet
     target = on_s3(s3)
-    target.how = {**target.how, "store_policy": policy}
+    target.how = {**target.how, "storage": sidestream.Storage(target.how["storage"].options, policy=policy)}
     await target.save(0)
     before = target.names()
     for _ in range(2):
-        with pytest.raises(InvalidOption, match="condition"):
+        with pytest.raises(InvalidOptionError, match="condition"):
             await target.save(1)
         assert target.names() == before
     assert await target.loaded() == 0
@@ -362,8 +363,8 @@ def test_a_store_that_lacks_the_methods() -> None:
     class Lacking(DictStore):
         replace = None  # type: ignore[assignment]
 
-    with pytest.raises(InvalidOption, match=r"replace\(\)"):
-        sidestream.blocking.save(state_of(1), "run/last", filesystem=Lacking())
+    with pytest.raises(InvalidOptionError, match=r"replace\(\)"):
+        sidestream.blocking.save(state_of(1), "run/last", storage=sidestream.Storage(filesystem=Lacking()))
 
 
 # --- remove ---
@@ -386,13 +387,13 @@ async def test_an_interrupted_remove_is_continued(s3: S3Server) -> None:
     with pytest.raises(SidestreamError):
         await remove(target.url, **target.how)
     s3.fault = lambda request: None
-    with pytest.raises(CheckpointNotFound):
+    with pytest.raises(CheckpointNotFoundError):
         await target.loaded()
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         await target.save(1)
     await remove(target.url, **target.how)
     assert target.names() == []
-    with suppress(CheckpointNotFound):
+    with suppress(CheckpointNotFoundError):
         await remove(target.url, **target.how)
         pytest.fail("there is nothing any more")
     await target.save(1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from _places import Place, policy, s3_place
 from _s3_server import KEY, SECRET, S3Server
+from keywords import for_run, for_save
 from leases import all_returned
 
 import sidestream
@@ -39,7 +40,7 @@ def profiles(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 def by_profile(server: S3Server, engine: str, name: str) -> Place:
     options = {"profile": name, "endpoint_url": server.endpoint, "client_kwargs": {"region_name": "us-east-1"}}
-    return Place(f"s3://{server.bucket}/run", {"storage_options": options, "store_policy": policy(engine)}, server)
+    return Place(f"s3://{server.bucket}/run", {"storage": sidestream.Storage(options, policy=policy(engine))}, server)
 
 
 async def exists(path: Path) -> None:
@@ -67,7 +68,7 @@ async def test_the_loop_runs_while_credentials_are_looked_up(s3: S3Server, profi
         f"[profile {engine}]\ncredential_process = {sys.executable} {profiles / 'program.py'}\n"
     )
     place = by_profile(s3, engine, engine)  # fsspec keeps clients, too
-    pending = sidestream.async_save(STATE, place.url(), **place.keywords)
+    pending = sidestream.async_save(STATE, place.url(), **for_save(**place.keywords))
     await exists(profiles / "asked")
     (profiles / "go").touch()
     await pending
@@ -76,8 +77,8 @@ async def test_the_loop_runs_while_credentials_are_looked_up(s3: S3Server, profi
 
 async def test_what_cannot_be_looked_up_is_tried_again(s3: S3Server, profiles: Path) -> None:
     place = by_profile(s3, "obstore", "later")
-    async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
-        with pytest.raises(errors.InvalidOption, match="later"):
+    async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
+        with pytest.raises(errors.InvalidOptionError, match="later"):
             await checkpoints.steps()
         (profiles / "credentials").write_text(f"[later]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n")
         assert await checkpoints.steps() == []
@@ -107,10 +108,10 @@ def test_what_is_kept_of_clients(profiles: Path, monkeypatch: pytest.MonkeyPatch
 async def test_saves_share_a_client(s3: S3Server) -> None:
     """A second one opens no connection of its own for what the first one's can carry."""
     place = s3_place(s3, "obstore")
-    from sidestream._storage import Where, locate_directory
+    from sidestream._storage import locate_directory
 
-    where = Where(place.keywords["storage_options"], policy=place.keywords["store_policy"])
-    engines = [vars(locate_directory(place.url(), where).store)["_bucket"].engine for _ in range(2)]
+    storage = place.keywords["storage"]
+    engines = [vars(locate_directory(place.url(), storage).store)["_bucket"].engine for _ in range(2)]
     assert await engines[0].get() is await engines[1].get()
 
 
@@ -139,7 +140,7 @@ async def test_a_kept_error_keeps_no_staging_memory(s3: S3Server, engine: str) -
     s3.always("part", 500)
     async with sidestream.AsyncStager() as stager:
         with pytest.raises(errors.StorageError) as kept:
-            await sidestream.save(STATE, place.url(), stager=stager, **place.keywords)
+            await sidestream.save(STATE, place.url(), stager=stager, **for_save(**place.keywords))
         await all_returned(stager)
         assert kept.value.errno
 
@@ -152,7 +153,7 @@ async def test_a_storage_that_lists_no_uploads(s3: S3Server, engine: str, status
     s3.always("uploads", status)
     seen: list[events.Event] = []
     with events.observe(seen.append):
-        await sidestream.save(STATE, place.url(), **place.keywords)
+        await sidestream.save(STATE, place.url(), **for_save(**place.keywords))
     assert [one for one in seen if not isinstance(one, events.SaveEvent)] == []
 
 
@@ -163,9 +164,9 @@ async def test_uploads_that_could_not_be_listed(s3: S3Server, engine: str) -> No
     s3.always("uploads", 500)
     seen: list[events.Event] = []
     with events.observe(seen.append):
-        await sidestream.save(STATE, place.url(), **place.keywords)
-    assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.PromiseLost]
-    async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
-        store = checkpoints._store
+        await sidestream.save(STATE, place.url(), **for_save(**place.keywords))
+    assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.GuaranteeLost]
+    async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
+        store = checkpoints._run.store
         with pytest.raises(errors.StorageError, match="listing the uploads"), time_limit(Deadline.after(60)):
             await store.leftovers()

@@ -13,9 +13,9 @@ import pytest
 from _own_stores import DirectoryStore, Wrapped, without
 from _places import policy, s3_place
 
-from sidestream import errors
+from sidestream import Storage, errors
 from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
-from sidestream._storage import Attempt, Kind, ReadRange, Store, Transaction, Where, locate_run
+from sidestream._storage import Attempt, Kind, ReadRange, Store, Transaction, locate_run
 from sidestream._storage.bodies import BytesBody, PiecesBody
 
 ID, OTHER_ID = "a" * 32, "b" * 32
@@ -25,6 +25,7 @@ MARKER = b"a marker that is long enough to be looked at"
 @pytest.fixture(
     params=[
         "local",
+        "local with a marker",
         "memory",
         "s3 by obstore",
         "s3 by fsspec",
@@ -37,21 +38,22 @@ MARKER = b"a marker that is long enough to be looked at"
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "local":
         yield locate_run(tmp_path / "run")[0]
+    elif request.param == "local with a marker":
+        yield locate_run(tmp_path / "run", Storage(commit="marker"))[0]
     elif request.param == "memory":
         yield locate_run(f"memory://{uuid.uuid4().hex}/run")[0]
     elif request.param == "a store of the user":
-        yield locate_run("run", Where(filesystem=DirectoryStore(tmp_path), policy=policy()))[0]
+        yield locate_run("run", Storage(filesystem=DirectoryStore(tmp_path), policy=policy()))[0]
     elif request.param == "one that delays":
-        yield locate_run("run", Where(filesystem=Wrapped(DirectoryStore(tmp_path)), policy=policy()))[0]
+        yield locate_run("run", Storage(filesystem=Wrapped(DirectoryStore(tmp_path)), policy=policy()))[0]
     elif request.param == "one without create-only put":
         plain = without(DirectoryStore(tmp_path), create_only=False)
-        yield locate_run("run", Where(filesystem=plain, policy=policy()))[0]
+        yield locate_run("run", Storage(filesystem=plain, policy=policy()))[0]
     elif request.param == "one that fails":
-        yield locate_run("run", Where(filesystem=Wrapped(DirectoryStore(tmp_path), flaky=True), policy=policy()))[0]
+        yield locate_run("run", Storage(filesystem=Wrapped(DirectoryStore(tmp_path), flaky=True), policy=policy()))[0]
     else:
         place = s3_place(request.getfixturevalue("s3"), request.param.rpartition(" ")[2])
-        options = place.keywords["storage_options"]
-        yield locate_run(place.base, Where(options, policy=place.keywords["store_policy"]))[0]
+        yield locate_run(place.base, place.keywords["storage"])[0]
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +137,7 @@ async def test_ranges(store: Store) -> None:
         assert buffer == content[offset : offset + length]
     assert sorted(arrived) == sorted(offset for offset, length in places if length)
     for offset in (99_999, 200_000):
-        with pytest.raises(errors.Corrupt):
+        with pytest.raises(errors.CorruptCheckpointError):
             await store.read(name, [ReadRange(offset, memoryview(bytearray(2)))])
     with pytest.raises(FileNotFoundError):
         await store.read("ckpt/none", [ReadRange(0, memoryview(bytearray(2)))])
@@ -177,7 +179,7 @@ async def test_what_a_source_refuses(store: Store) -> None:
     name = transaction.committed_name("__0_0.distcp")
     two = [ReadRange(6, memoryview(bytearray(2)))]
     async with aclosing(store.source("ckpt")) as source:
-        with pytest.raises(errors.Corrupt) as short:
+        with pytest.raises(errors.CorruptCheckpointError) as short:
             await source.read(name, two)
         assert f"{store.url}/ckpt/{name} ends at byte 7" in str(short.value)
         assert short.value.file == name
@@ -211,9 +213,9 @@ async def test_what_arrives_may_fail(store: Store) -> None:
     name = f"ckpt/{transaction.committed_name('__0_0.distcp')}"
 
     def refuse() -> None:
-        raise errors.Corrupt("not this")
+        raise errors.CorruptCheckpointError("not this")
 
-    with pytest.raises(errors.Corrupt, match="not this"):
+    with pytest.raises(errors.CorruptCheckpointError, match="not this"):
         await store.read(name, [ReadRange(0, memoryview(bytearray(2)), refuse)])
 
 
@@ -221,13 +223,13 @@ async def test_a_target_belongs_to_the_first(store: Store) -> None:
     transaction = written(store, {"__0_0.distcp": b"first"})
     other = written(store, {"__0_0.distcp": b"second"}, OTHER_ID)
     await publish(transaction)
-    with pytest.raises(errors.Conflict):
+    with pytest.raises(errors.CheckpointExistsError):
         await publish(other, b"another marker, of the same length as it is")
     await other.discard()
     name = transaction.committed_name("__0_0.distcp")
     assert set(await store.sizes("ckpt")) == {name, ".metadata"}
     assert await store.read_tail("ckpt/.metadata", 4096) == MARKER
-    with pytest.raises(errors.Conflict):
+    with pytest.raises(errors.CheckpointExistsError):
         written(store, {"__0_0.distcp": b"third"}, "c" * 32)
 
 
@@ -247,7 +249,7 @@ async def test_a_transaction_that_was_discarded_makes_no_attempt(kind: Kind, sto
     """A thread may come to its first write after another one has ended the save."""
     transaction = store.begin(Attempt("ckpt", kind, ID, "fsync"))
     transaction.discard_here()
-    with pytest.raises(errors.Closed, match="was discarded"):
+    with pytest.raises(errors.ClosedError, match="was discarded"):
         write(transaction, {"ckpt": b"content"})
     assert await store.leftovers() == []
     assert "ckpt" not in await store.directories()
@@ -275,7 +277,7 @@ async def test_a_transaction_that_has_committed_keeps_no_content(store: Store) -
 async def test_a_small_file_is_made_once(store: Store) -> None:
     written(store, {})  # makes the root
     await store.put("note", BytesBody(b"mine, and nobody else's"), durability="fsync")
-    with pytest.raises(errors.Conflict):
+    with pytest.raises(errors.CheckpointExistsError):
         await store.put("note", BytesBody(b"yours, as it seems to me"), durability="fsync")
     assert await store.read_tail("note", 100) == b"mine, and nobody else's"
 
@@ -299,5 +301,5 @@ async def test_nothing_there(store: Store) -> None:
 def test_a_stop_before_anything_is_written(store: Store) -> None:
     stop = Stop()
     stop.set()
-    with pytest.raises(errors.Closed):
+    with pytest.raises(errors.ClosedError):
         write(begin(store), {"__0_0.distcp": b"content"}, stop)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from _places import policy, s3_place
 from _s3_server import KEY, SECRET, S3Server
+from keywords import for_load, for_save
 
 import sidestream
 from sidestream import errors, events
 from sidestream._runtime.redact import redacted
-from sidestream._storage import Where, locate_directory, locate_run
+from sidestream._storage import locate_directory, locate_run
 from sidestream._storage.clients.credentials import Unmapped, client_for
 
 
@@ -77,8 +78,8 @@ def test_what_only_fsspec_understands(protocol: str, options: dict[str, Any], na
     with pytest.raises(Unmapped) as caught:
         client_for(protocol, "bucket", options)
     assert caught.value.names == names
-    with pytest.raises(errors.InvalidOption, match=names[0]):
-        locate_run(f"{protocol}://bucket/run", Where(options, policy=policy("obstore")))
+    with pytest.raises(errors.InvalidOptionError, match=names[0]):
+        locate_run(f"{protocol}://bucket/run", sidestream.Storage(options, policy=policy("obstore")))
 
 
 def test_profiles(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,20 +105,20 @@ async def test_no_secret_is_ever_shown(
     state = {"large": torch.ones(3 << 20), "step": 7}
     seen: list[str] = []
     with events.observe(lambda event: seen.append(repr(event))):
-        info = await sidestream.save(state, place.url(), **place.keywords)
+        info = await sidestream.save(state, place.url(), **for_save(**place.keywords))
         opened = await sidestream.open_checkpoint(place.url(), **place.keywords)
-        seen += [repr(info), repr(opened), repr(place.keywords["store_policy"])]
+        seen += [repr(info), repr(opened), repr(place.keywords["storage"])]
         for kind, fault in (("get", 500), ("get", 403), ("get", "reset"), ("list", 503)):
             s3.always(kind, fault)
             with pytest.raises((errors.SidestreamError, OSError)) as caught:
-                await sidestream.load({"step": 0}, place.url(), timeout_s=1.0, **place.keywords)
+                await sidestream.load({"step": 0}, place.url(), **for_load(timeout_s=1.0, **place.keywords))
             error: BaseException | None = caught.value
             seen += [repr(error), str(error), *map(str, getattr(error, "__notes__", ()))]
-    where = Where(place.keywords["storage_options"], policy=place.keywords["store_policy"])
-    location = locate_directory(place.url(), where)
+    storage = place.keywords["storage"]
+    location = locate_directory(place.url(), storage)
     engine_object = vars(location.store)["_bucket"].engine
-    seen += [repr(where), repr(location), repr(location.store), repr(engine_object), repr(vars(location.store))]
-    for one in (where, location.store, engine_object):
+    seen += [repr(storage), repr(location), repr(location.store), repr(engine_object), repr(vars(location.store))]
+    for one in (storage, location.store, engine_object):
         with pytest.raises(TypeError, match="not pickled"):
             pickle.dumps(one)
     told = capfd.readouterr()
@@ -134,15 +135,48 @@ def test_urls_are_redacted() -> None:
 @pytest.mark.parametrize(
     "keywords",
     [
-        {"storage_options": {"key": "k"}, "filesystem": __import__("fsspec").filesystem("memory")},
+        {"storage_options": {"key": "k"}, "storage": sidestream.Storage()},
         {"storage_options": "key=k"},
-        {"filesystem": "s3"},
-        {"store_policy": {"engine": "obstore"}},
+        {"storage": {"key": "k"}},
+        {"storage": sidestream.Storage},
     ],
 )
 async def test_options_that_are_none(keywords: dict[str, Any]) -> None:
-    with pytest.raises(errors.InvalidOption):
-        await sidestream.save({"step": 1}, "memory://none/ckpt", **keywords)
+    with pytest.raises(errors.InvalidOptionError, match="storage"):
+        await sidestream.save({"step": 1}, "memory://none/ckpt", **for_save(**keywords))
+    with pytest.raises(errors.InvalidOptionError, match="target_storage"):
+        words = {f"target_{name}": value for name, value in keywords.items()}
+        await sidestream.copy("memory://none/ckpt", "memory://none/copy", **words)
+    with pytest.raises(errors.InvalidOptionError, match="storage"):
+        sidestream.HF("memory://none/export", **keywords)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"options": {"key": "k"}, "filesystem": __import__("fsspec").filesystem("memory")},
+        {"options": "key=k"},
+        {"filesystem": "s3"},
+        {"filesystem": __import__("fsspec").filesystem},
+        {"policy": {"engine": "obstore"}},
+        {"commit": "link"},
+    ],
+)
+def test_storages_that_are_none(keywords: dict[str, Any]) -> None:
+    with pytest.raises(errors.InvalidOptionError, match=next(reversed(keywords))):
+        sidestream.Storage(**keywords)
+
+
+def test_a_storage_shows_and_pickles_no_credentials() -> None:
+    of_options = sidestream.Storage({"key": KEY, "secret": SECRET}, policy=sidestream.StorePolicy(retries=1))
+    of_object = sidestream.Storage(filesystem=__import__("fsspec").filesystem("memory", skip_instance_cache=True))
+    assert SECRET not in repr(of_options)
+    assert KEY not in repr(of_options)
+    assert "retries=1" in repr(of_options)
+    assert "MemoryFileSystem" in repr(of_object)
+    for one in (of_options, of_object):
+        with pytest.raises(TypeError, match="not pickled"):
+            pickle.dumps(one)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +185,10 @@ async def test_options_that_are_none(keywords: dict[str, Any]) -> None:
         {"engine": "boto"},
         {"request_timeout_s": 0},
         {"retries": -1},
-        {"in_flight": 0},
+        {"concurrency": 0},
         {"part_bytes": 1 << 20},
     ],
 )
 def test_policies_that_are_none(options: dict[str, Any]) -> None:
-    with pytest.raises(errors.InvalidOption):
+    with pytest.raises(errors.InvalidOptionError):
         sidestream.StorePolicy(**options)

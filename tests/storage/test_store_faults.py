@@ -10,6 +10,7 @@ import pytest
 import torch
 from _places import Place, s3_place
 from _s3_server import S3Server
+from keywords import for_load, for_save
 
 import sidestream
 from sidestream import errors, events
@@ -24,7 +25,7 @@ def large() -> dict[str, Any]:
 
 async def loads(place: Place) -> None:
     target = {"large": torch.zeros(3 << 20), "step": 0}
-    await sidestream.load(target, place.url(), **place.keywords)
+    await sidestream.load(target, place.url(), **for_load(**place.keywords))
     assert target["step"] == 7
     assert torch.equal(target["large"], large()["large"])
 
@@ -55,7 +56,7 @@ def assert_nothing_left(server: S3Server) -> None:
 async def test_one_fault_of_a_save(s3: S3Server, engine: str, kind: str, fault: int | str) -> None:
     place = s3_place(s3, engine)
     s3.once(kind, fault, key="run/ckpt")
-    await sidestream.save(large(), place.url(), **place.keywords)
+    await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     await loads(place)
     assert s3.uploads == {}
     assert sum(name.endswith(".metadata") for name in s3.objects) == 1
@@ -65,7 +66,7 @@ async def test_one_fault_of_a_save(s3: S3Server, engine: str, kind: str, fault: 
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_faults_of_a_load(s3: S3Server, engine: str, fault: int | str) -> None:
     place = s3_place(s3, engine)
-    await sidestream.save(large(), place.url(), **place.keywords)
+    await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     s3.once("get", fault, times=3)
     await loads(place)
 
@@ -75,7 +76,7 @@ async def test_repetitions_can_be_seen(s3: S3Server) -> None:
     seen: list[events.Event] = []
     with events.observe(seen.append):
         s3.once("create", 500)
-        await sidestream.save(large(), place.url(), **place.keywords)
+        await sidestream.save(large(), place.url(), **for_save(**place.keywords))
         s3.once("get", 503)
         await loads(place)
     retried = [one for one in seen if isinstance(one, events.Retried)]
@@ -94,10 +95,10 @@ async def test_a_save_that_fails_leaves_nothing(s3: S3Server, engine: str, kind:
     place = s3_place(s3, engine, retries=1)
     s3.always(kind, 500)
     with pytest.raises(errors.StorageError):
-        await sidestream.save(large(), place.url(), **place.keywords)
+        await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     s3.fault = lambda request: None
     assert_nothing_left(s3)
-    await sidestream.save(large(), place.url(), **place.keywords)
+    await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     await loads(place)
 
 
@@ -107,7 +108,7 @@ async def test_an_upload_is_aborted_by_whoever_began_it(s3: S3Server, engine: st
     place = s3_place(s3, engine, retries=0)
     s3.fault = lambda request: {"uploads": 403, "part": 500}.get(request.kind)
     with pytest.raises(errors.StorageError):
-        await sidestream.save(large(), place.url(), **place.keywords)
+        await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     assert s3.count("abort") == 1
     assert_nothing_left(s3)
 
@@ -117,10 +118,10 @@ async def test_a_cancelled_upload_is_aborted(s3: S3Server, engine: str, monkeypa
     """Between two parts, and with nobody to look for what is left."""
     if engine == "obstore":
         monkeypatch.setitem(sys.modules, "s3fs", None)
-    place = s3_place(s3, engine, in_flight=1)
+    place = s3_place(s3, engine, concurrency=1)
     loop = asyncio.get_running_loop()
     s3.fault = lambda request: 403 if request.kind == "uploads" else cancel() if request.kind == "part" else None
-    pending = sidestream.async_save(large(), place.url(), **place.keywords)
+    pending = sidestream.async_save(large(), place.url(), **for_save(**place.keywords))
 
     def cancel() -> None:
         loop.call_soon_threadsafe(pending.cancel)
@@ -134,8 +135,8 @@ async def test_a_cancelled_upload_is_aborted(s3: S3Server, engine: str, monkeypa
 async def test_a_stalled_part_ends_with_the_deadline(s3: S3Server, engine: str) -> None:
     place = s3_place(s3, engine)
     s3.always("part", "stall")
-    with pytest.raises(errors.DeadlineExceeded):
-        await sidestream.save(large(), place.url(), timeout_s=2.0, **place.keywords)
+    with pytest.raises(errors.DeadlineExceededError):
+        await sidestream.save(large(), place.url(), **for_save(timeout_s=2.0, **place.keywords))
     assert_nothing_left(s3)
 
 
@@ -143,7 +144,7 @@ async def test_a_stalled_part_ends_with_the_deadline(s3: S3Server, engine: str) 
 async def test_what_stalls_is_sent_again(s3: S3Server, engine: str) -> None:
     place = s3_place(s3, engine, request_timeout_s=2.0)
     s3.once("part", "stall")
-    await sidestream.save(large(), place.url(), **place.keywords)
+    await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     s3.once("get", "stall", key=".distcp")
     await loads(place)
     assert s3.uploads == {}
@@ -154,7 +155,7 @@ async def test_what_stalls_is_sent_again(s3: S3Server, engine: str) -> None:
 async def test_cancelling_beside_a_stalled_peer(s3: S3Server, engine: str, kind: str) -> None:
     place = s3_place(s3, engine)
     s3.once(kind, "stall", key="run/ckpt")
-    pending = sidestream.async_save(large(), place.url(), **place.keywords)
+    pending = sidestream.async_save(large(), place.url(), **for_save(**place.keywords))
     await asyncio.to_thread(s3.wait_for, kind)
     pending.cancel()
     await asyncio.wait_for(pending.ended(), 60)
@@ -169,7 +170,7 @@ async def test_cancelling_beside_a_stalled_peer(s3: S3Server, engine: str, kind:
 async def test_a_commit_that_is_cancelled_is_finished(s3: S3Server, engine: str, fault: str) -> None:
     place = s3_place(s3, engine, request_timeout_s=2.0)
     s3.once("create", fault)
-    pending = sidestream.async_save(large(), place.url(), **place.keywords)
+    pending = sidestream.async_save(large(), place.url(), **for_save(**place.keywords))
     await asyncio.to_thread(s3.wait_for, "create")
     pending.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -183,8 +184,8 @@ async def test_a_commit_without_an_answer(s3: S3Server, engine: str) -> None:
     """It may arrive yet, so nothing may be deleted, and nobody may say what came of it."""
     place = s3_place(s3, engine, retries=1)
     s3.always("create", "reset")
-    with pytest.raises(errors.OutcomeUnknown):
-        await sidestream.save(large(), place.url(), **place.keywords)
+    with pytest.raises(errors.OutcomeUnknownError):
+        await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     assert [name for name in s3.objects if name.endswith(".distcp")] != []
     assert not any(name.endswith(".metadata") for name in s3.objects)
 
@@ -192,11 +193,11 @@ async def test_a_commit_without_an_answer(s3: S3Server, engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_a_stalled_read_ends_with_the_deadline(s3: S3Server, engine: str) -> None:
     place = s3_place(s3, engine)
-    await sidestream.save(large(), place.url(), **place.keywords)
+    await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     s3.always("get", "stall", key=".distcp")
     target = {"large": torch.zeros(3 << 20), "step": 0}
-    with pytest.raises(errors.DeadlineExceeded):
-        await sidestream.load(target, place.url(), timeout_s=2.0, **place.keywords)
+    with pytest.raises(errors.DeadlineExceededError):
+        await sidestream.load(target, place.url(), **for_load(timeout_s=2.0, **place.keywords))
 
 
 async def test_another_content_than_was_sent(s3: S3Server) -> None:
@@ -213,7 +214,7 @@ async def test_another_content_than_was_sent(s3: S3Server) -> None:
 
     s3.fault = flip
     with pytest.raises(errors.StorageError, match="CRC-64"):
-        await sidestream.save(large(), place.url(), **place.keywords)
+        await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     assert flipped
     s3.fault = lambda request: None
     assert_nothing_left(s3)
@@ -230,5 +231,5 @@ async def test_an_attempt_that_was_removed_cannot_be_published(s3: S3Server, eng
 
     s3.fault = remove
     with pytest.raises(errors.StorageError, match="is gone"):
-        await sidestream.save(large(), place.url(), **place.keywords)
+        await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     assert not any(name.endswith(".metadata") for name in s3.objects)

@@ -37,7 +37,7 @@ def test_a_forked_child_is_told(s3: S3Server) -> None:
         if child == 0:
             try:
                 asyncio.run(sidestream.save(state, BASE + "/two", storage_options=OPTIONS))
-            except errors.ForkedProcess as error:
+            except errors.ForkedProcessError as error:
                 os._exit(0 if "spawn" in str(error) else 3)
             os._exit(4)
         _, status = os.waitpid(child, 0)
@@ -81,7 +81,7 @@ def test_the_package_does_without_the_extra(s3: S3Server) -> None:
         from sidestream import errors
         try:
             sidestream._storage.locate_run(BASE)
-        except errors.MissingExtra as error:
+        except errors.MissingExtraError as error:
             assert error.extra == "cloud" and "sidestream[cloud]" in str(error), error
         else:
             raise SystemExit("no error")

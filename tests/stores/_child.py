@@ -17,6 +17,7 @@ import obstore.store
 import s3fs
 import torch
 from _states import blank_state, files_of, make_state, seed_in
+from keywords import for_run, for_save
 
 import sidestream
 from sidestream import errors
@@ -27,7 +28,7 @@ class Child:
         self.trial = trial
         self.out = out
         policy = sidestream.StorePolicy(**trial["policy"])
-        self.where: dict[str, Any] = {"storage_options": trial["options"], "store_policy": policy}
+        self.where: dict[str, Any] = {"storage": sidestream.Storage(trial["options"], policy=policy)}
 
     def tell(self, **what: Any) -> None:
         os.write(self.out, (json.dumps(what) + "\n").encode())
@@ -42,15 +43,15 @@ class Child:
 
     async def steps(self) -> None:
         """Of a run, one after the other."""
-        async with sidestream.Checkpointer(self.trial["run"], **self.where) as checkpoints:
+        async with sidestream.Checkpointer(self.trial["run"], **for_run(**self.where)) as checkpoints:
             for step, seed in self.trial["saves"]:
-                info = await (await checkpoints.save(make_state(seed, self.trial["mib"]), step=step))
+                info = await checkpoints.save(make_state(seed, self.trial["mib"]), step=step)
                 self.tell(acked=info.url.rpartition("/")[2], seed=seed)
 
     async def plain(self) -> None:
         for step, seed in self.trial["saves"]:
             url = f"{self.trial['run']}/plain-{step}"
-            info = await sidestream.save(make_state(seed, self.trial["mib"]), url, **self.where)
+            info = await sidestream.save(make_state(seed, self.trial["mib"]), url, **for_save(**self.where))
             self.tell(acked=info.url.rpartition("/")[2], seed=seed)
 
     async def over(self) -> None:
@@ -58,7 +59,7 @@ class Child:
         for _, seed in self.trial["saves"]:
             state = make_state(seed, self.trial["mib"])
             url = f"{self.trial['run']}/last"
-            info = await sidestream.save(state, url, overwrite=True, files=files_of(seed), **self.where)
+            info = await sidestream.save(state, url, overwrite=True, files=files_of(seed), **for_save(**self.where))
             self.tell(acked=info.url.rpartition("/")[2], seed=seed)
 
     async def remove(self) -> None:
@@ -68,13 +69,11 @@ class Child:
     async def export(self) -> None:
         """A save with an export beside it."""
         ((_, seed),) = self.trial["saves"]
-        run, (options, policy) = self.trial["run"], self.where.values()
-        beside = sidestream.HF(
-            f"{run}/hf", select="model.*", max_shard_bytes=3 << 20, files=files_of(seed), storage_options=options,
-            store_policy=policy,
-        )  # fmt: skip
+        run = self.trial["run"]
+        options: dict[str, Any] = {"select": "model.*", "max_shard_bytes": 3 << 20, "files": files_of(seed)}
+        beside = sidestream.HF(f"{run}/hf", **options, **self.where)
         pending = sidestream.async_save(
-            make_state(seed, self.trial["mib"]), f"{run}/plain", export=beside, **self.where
+            make_state(seed, self.trial["mib"]), f"{run}/plain", export=beside, **for_save(**self.where)
         )
         await pending
         self.tell(acked="plain", seed=seed)
@@ -84,7 +83,7 @@ class Child:
     async def polling(self) -> None:
         """Restore the newest step again and again until that is ``until``."""
         state, seen, loads = blank_state(self.trial["mib"]), [], 0
-        async with sidestream.Checkpointer(self.trial["run"], **self.where) as checkpoints:
+        async with sidestream.Checkpointer(self.trial["run"], **for_run(**self.where)) as checkpoints:
             step = None
             while step != self.trial["until"]:
                 step = await checkpoints.restore(state)
@@ -103,11 +102,13 @@ class Child:
         async with sidestream.AsyncStager() as stager:
             await stager.prewarm(state)
             url = self.trial["run"]
-            await sidestream.save(state, f"{url}/first", stager=stager, **self.where)  # clients are made, and imported
+            await sidestream.save(
+                state, f"{url}/first", stager=stager, **for_save(**self.where)
+            )  # clients are made, and imported
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")
             before = _status("VmRSS")
-            await sidestream.save(state, f"{url}/second", stager=stager, **self.where)
+            await sidestream.save(state, f"{url}/second", stager=stager, **for_save(**self.where))
             self.tell(extra_bytes=_status("VmHWM") - before)
 
 

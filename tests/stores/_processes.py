@@ -53,7 +53,7 @@ class Program:
         self._process = Popen(
             [sys.executable, str(HERE / name)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), source))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent), source))},
         )  # fmt: skip
 
     def say(self, what: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from _processes import Children, children
 from _proxy import Lane
 from _servers import Bucket, Endpoint
 from _states import PART_BYTES
+from keywords import for_save
 
 import sidestream
 
@@ -29,7 +30,7 @@ def child() -> Iterator[Children]:
 
 def where(engine: str, seaweed: Endpoint, lane: Lane) -> dict[str, Any]:
     policy = sidestream.StorePolicy(engine=engine, part_bytes=PART_BYTES)
-    return {"storage_options": seaweed.at(lane.port), "store_policy": policy}
+    return {"storage": sidestream.Storage(seaweed.at(lane.port), policy=policy)}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -69,7 +70,7 @@ async def test_a_small_save_is_a_handful_of_requests(
 ) -> None:
     """A look at the target, values, tensors, manifest, marker; s3fs asks for a directory in several ways."""
     state = {"weight": torch.ones(1000), "step": 3}
-    await sidestream.save(state, seaweed.url(prefix), **where(engine, seaweed, lane))
+    await sidestream.save(state, seaweed.url(prefix), **for_save(**where(engine, seaweed, lane)))
     counted = Counter(lane.operations)
     assert counted["PutObject"] == 4
     assert set(counted) == {"PutObject", "ListObjects"}
@@ -81,7 +82,7 @@ async def test_a_small_save_is_a_handful_of_requests(
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_nothing_is_sent_twice(engine: str, seaweed: Endpoint, lane: Lane, bucket: Bucket, prefix: str) -> None:
     state = {f"layers.{index}": torch.full((1 << 20,), float(index)) for index in range(8)}
-    await sidestream.save(state, seaweed.url(prefix), **where(engine, seaweed, lane))
+    await sidestream.save(state, seaweed.url(prefix), **for_save(**where(engine, seaweed, lane)))
     content = sum(exchange.sent for exchange in lane.of("PutObject", "UploadPart"))
     assert content == sum(bucket.keys(prefix).values())
     assert all(exchange.sent <= PART_BYTES for exchange in lane.of("UploadPart"))
@@ -91,7 +92,7 @@ async def test_nothing_is_sent_twice(engine: str, seaweed: Endpoint, lane: Lane,
 async def test_every_upload_carries_a_checksum(engine: str, seaweed: Endpoint, lane: Lane, prefix: str) -> None:
     """Which the server compares: one that was cut off cannot pass for whole."""
     state = {f"layers.{index}": torch.full((1 << 20,), float(index)) for index in range(3)}
-    await sidestream.save(state, seaweed.url(prefix), **where(engine, seaweed, lane))
+    await sidestream.save(state, seaweed.url(prefix), **for_save(**where(engine, seaweed, lane)))
     uploads = lane.of("PutObject", "UploadPart")
     assert len(uploads) >= 5
     for exchange in uploads:

@@ -20,6 +20,7 @@ import pytest
 from _proxy import FAULTS, Exchange, Fault, Lane
 from _servers import Bucket, Endpoint
 from _states import PART_BYTES, blank_state, make_state, seed_in, tensors
+from keywords import for_load, for_save
 
 import sidestream
 from sidestream import errors, events
@@ -131,7 +132,7 @@ async def direct_seed(url: str, seaweed: Endpoint) -> int | str | None:
     try:
         await sidestream.load(state, url, storage_options=seaweed.options)
         return seed_in(state, MIB)
-    except errors.CheckpointNotFound:
+    except errors.CheckpointNotFoundError:
         return None
     except (Exception, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
@@ -154,14 +155,14 @@ class Matrix:
         self.options = {**seaweed.at(lane.port), "config_kwargs": {"max_pool_connections": 200}}
 
     def how(self, **also: Any) -> dict[str, Any]:
-        return {"storage_options": self.options, "store_policy": policy(self.engine, **also)}
+        return {"storage": sidestream.Storage(self.options, policy=policy(self.engine, **also))}
 
     async def points_of_a_save(self) -> list[Point]:
-        await sidestream.save(make_state(1, MIB), self.seaweed.url(f"{self.prefix}/clean"), **self.how())
+        await sidestream.save(make_state(1, MIB), self.seaweed.url(f"{self.prefix}/clean"), **for_save(**self.how()))
         return points_of(self.lane.log)
 
     async def points_of_a_load(self, url: str) -> list[Point]:
-        await sidestream.load(blank_state(MIB), url, **self.how())
+        await sidestream.load(blank_state(MIB), url, **for_load(**self.how()))
         return points_of(self.lane.log)
 
     async def all_of(
@@ -196,7 +197,9 @@ class Matrix:
 
     async def save(self, case: Case, path: str, timeout_s: float, must_succeed: bool) -> None:
         url = self.seaweed.url(path)
-        error = await ended(sidestream.save(make_state(case.seed, MIB), url, timeout_s=timeout_s, **self.how()))
+        error = await ended(
+            sidestream.save(make_state(case.seed, MIB), url, **for_save(timeout_s=timeout_s, **self.how()))
+        )
         found = await direct_seed(url, self.seaweed)
         case.notes += await self.judged(case, path, error, found, must_succeed)
         if found is None:  # the target is as good as new
@@ -214,7 +217,7 @@ class Matrix:
             notes.append(f"not a typed error: {error!r}")
         if isinstance(found, str):
             notes.append(f"TORN: {found}")
-        committed = isinstance(error, (errors.NotDurable, errors.OutcomeUnknown))
+        committed = isinstance(error, (errors.NotDurableError, errors.OutcomeUnknownError))
         if error is not None and found == case.seed and not committed:
             notes.append(f"FALSE FAILURE: {error!r}")
         if error is not None and must_succeed:
@@ -222,7 +225,7 @@ class Matrix:
         uploads = await asyncio.to_thread(self.judge.open_uploads, path + "/")
         if uploads:
             notes.append(f"open multipart uploads: {uploads} after {error!r}")
-        if error is not None and found is None and not isinstance(error, errors.OutcomeUnknown):
+        if error is not None and found is None and not isinstance(error, errors.OutcomeUnknownError):
             left = await asyncio.to_thread(self.judge.keys, path + "/")
             if left:
                 notes.append(f"left behind: {sorted(left)} after {error!r}")
@@ -230,7 +233,7 @@ class Matrix:
 
     async def load(self, case: Case, url: str, timeout_s: float, must_succeed: bool) -> None:
         state = blank_state(MIB)
-        error = await ended(sidestream.load(state, url, timeout_s=timeout_s, **self.how()))
+        error = await ended(sidestream.load(state, url, **for_load(timeout_s=timeout_s, **self.how())))
         if error is None:
             try:
                 assert seed_in(state, MIB) == case.seed
@@ -327,7 +330,7 @@ async def test_throttling_slows_down_and_is_told(matrix: Matrix) -> None:
     matrix.lane.decide = case.decide
     url = matrix.seaweed.url(matrix.prefix)
     with events.observe(told.append):
-        await sidestream.save(make_state(7, MIB), url, timeout_s=120, **matrix.how(retries=1))
+        await sidestream.save(make_state(7, MIB), url, **for_save(timeout_s=120, **matrix.how(retries=1)))
     assert case.met == 3
     assert await direct_seed(url, matrix.seaweed) == 7
     throttled = [event for event in told if isinstance(event, events.Throttled)]

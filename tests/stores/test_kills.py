@@ -13,6 +13,7 @@ from _processes import Children, Oracle, Seen, Told, children, oracle
 from _proxy import Exchange, Fault, Lane, Proxy
 from _servers import Bucket, Endpoint
 from _states import PART_BYTES, blank_state, files_of, make_state, seed_in
+from keywords import for_load, for_run, for_save
 
 import sidestream
 
@@ -125,11 +126,11 @@ async def test_kill_at_every_request(
     prefix: str,
 ) -> None:
     scenario = SCENARIOS[name]
-    how = {"storage_options": seaweed.options, "store_policy": sidestream.StorePolicy(**policy(engine))}
+    how = {"storage": sidestream.Storage(seaweed.options, policy=sidestream.StorePolicy(**policy(engine)))}
 
-    async with sidestream.Checkpointer(seaweed.url(f"{prefix}/before"), **how) as checkpoints:
+    async with sidestream.Checkpointer(seaweed.url(f"{prefix}/before"), **for_run(**how)) as checkpoints:
         for step, seed in scenario.before:
-            await (await checkpoints.save(make_state(seed, MIB), step=step))
+            await checkpoints.save(make_state(seed, MIB), step=step)
 
     def prepared(run: str) -> str:
         bucket.copy(f"{prefix}/before/", f"{run}/")
@@ -165,8 +166,8 @@ async def test_kill_at_every_request(
         seen = judge.look(seaweed.options, run, MIB, [f"step-{step}" for step, _ in scenario.before])
         wrong = judged(seen, told, scenario)
         committed += len(seen.ours) > len(scenario.before)
-        async with sidestream.Checkpointer(run, **how) as checkpoints:
-            await (await checkpoints.save({"seed": 99}, step=9))
+        async with sidestream.Checkpointer(run, **for_run(**how)) as checkpoints:
+            await checkpoints.save({"seed": 99}, step=9)
             if await checkpoints.restore(state := {"seed": 0}) != 9 or state != {"seed": 99}:
                 wrong.append(f"a further save gave {state}")
         violations += [(at, requests[at - 1], after, one) for one in wrong]
@@ -181,7 +182,7 @@ async def test_what_a_killed_save_left_is_found_and_removed(
     engine: str, seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, judge: Oracle, prefix: str
 ) -> None:
     from sidestream._runtime.threads import Deadline, time_limit
-    from sidestream._storage import Where, locate_run
+    from sidestream._storage import locate_run
 
     run = seaweed.url(prefix)
     with faults.lane() as lane:
@@ -203,7 +204,7 @@ async def test_what_a_killed_save_left_is_found_and_removed(
     assert before.uploads, "a killed process cannot abort its upload"
     assert before.unmarked
 
-    store, _ = locate_run(run, Where(seaweed.options, None, sidestream.StorePolicy(**policy(engine))))
+    store, _ = locate_run(run, sidestream.Storage(seaweed.options, policy=sidestream.StorePolicy(**policy(engine))))
     with time_limit(Deadline.after(60)):
         found = await store.leftovers()
         assert {one.kind for one in found} == {"attempt"}
@@ -242,7 +243,7 @@ def test_of_two_writers_of_one_target_one_wins(
             ends = [child.finish(), another.finish()]
         winners = [end for end in ends if end.acked]
         losers = [end for end in ends if not end.acked]
-        assert (len(winners), [end.get("error") for end in losers]) == (1, ["Conflict"]), ends
+        assert (len(winners), [end.get("error") for end in losers]) == (1, ["CheckpointExistsError"]), ends
         (seed,) = winners[0].acked.values()
         seen = judge.look(seaweed.options, run, MIB)
         assert (seen.ours, seen.stock, seen.uploads) == ({"plain-1": seed}, {"plain-1": seed}, [])
@@ -251,7 +252,7 @@ def test_of_two_writers_of_one_target_one_wins(
 def loaded(url: str, how: dict[str, Any], mib: int) -> int | str:
     """The seed of the checkpoint, and of its sidecar files if it has some."""
     state = blank_state(mib)
-    sidestream.blocking.load(state, url, **how)
+    sidestream.blocking.load(state, url, **for_load(**how))
     seed = seed_in(state, mib)
     checkpoint = sidestream.blocking.open_checkpoint(url, **how)
     files = {name: checkpoint.file(name) for name in checkpoint.files}
@@ -267,8 +268,10 @@ def test_overwriting_is_killed_at_every_request(
     seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, judge: Oracle, prefix: str
 ) -> None:
     """The old checkpoint up to the put of the marker, the new one from then on; the next save deletes what is left."""
-    how = {"storage_options": seaweed.options, "store_policy": sidestream.StorePolicy(**policy("obstore"))}
-    sidestream.blocking.save(make_state(11, MIB), seaweed.url(f"{prefix}/before/last"), files=files_of(11), **how)
+    how = {"storage": sidestream.Storage(seaweed.options, policy=sidestream.StorePolicy(**policy("obstore")))}
+    sidestream.blocking.save(
+        make_state(11, MIB), seaweed.url(f"{prefix}/before/last"), files=files_of(11), **for_save(**how)
+    )
 
     def trial(run: str, lane: Lane, killer: Killer | None) -> Told:
         def started(pid: int) -> None:
@@ -302,21 +305,24 @@ def test_overwriting_is_killed_at_every_request(
             seen = judge.look(seaweed.options, seaweed.url(below), MIB)
             assert seen.stock == seen.ours == {"last": found[at, after]}, (at, after, seen)
         left += len(ids(bucket, below)) > 1
-        info = sidestream.blocking.save(make_state(13, MIB), seaweed.url(f"{below}/last"), overwrite=True, **how)
+        info = sidestream.blocking.save(
+            make_state(13, MIB), seaweed.url(f"{below}/last"), overwrite=True, **for_save(**how)
+        )
         assert ids(bucket, below) == {info.save_id}
         assert loaded(seaweed.url(f"{below}/last"), how, MIB) == 13
     expected = {(at, after): 12 if at > marker or after else 11 for at, after in found}
     assert found == expected
     assert left, "some were killed between the commit and the deletion"
+    print(f"overwriting: {len(found)} kills, {left} of them between the commit and the deletion")
 
 
 def test_of_two_that_overwrite_one_wins(
     seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, another: Children, prefix: str
 ) -> None:
     """The puts of both markers are held back until both have come."""
-    how = {"storage_options": seaweed.options, "store_policy": sidestream.StorePolicy(**policy("obstore"))}
+    how = {"storage": sidestream.Storage(seaweed.options, policy=sidestream.StorePolicy(**policy("obstore")))}
     url = seaweed.url(f"{prefix}/last")
-    sidestream.blocking.save(make_state(11, MIB), url, **how)
+    sidestream.blocking.save(make_state(11, MIB), url, **for_save(**how))
     with faults.lane() as lane:
         lane.hold = lambda one: one in markers(lane) and len(markers(lane)) < 2
         trial = {
@@ -332,7 +338,7 @@ def test_of_two_that_overwrite_one_wins(
         another.begin()
         ends = [child.finish(), another.finish()]
     winners = [end for end in ends if end.acked]
-    assert (len(winners), [end.get("error") for end in ends if not end.acked]) == (1, ["Conflict"]), ends
+    assert (len(winners), [end.get("error") for end in ends if not end.acked]) == (1, ["CheckpointExistsError"]), ends
     assert loaded(url, how, MIB) == winners[0].acked["last"]
     assert len(ids(bucket, prefix)) == 1
 
@@ -347,7 +353,7 @@ async def test_a_polling_reader_sees_whole_steps_alone(
     child.begin()
     async with sidestream.Checkpointer(run, storage_options=seaweed.options) as checkpoints:
         for step in range(1, steps + 1):
-            await (await checkpoints.save(make_state(100 + step, 1), step=step))
+            await checkpoints.save(make_state(100 + step, 1), step=step)
     told = child.finish()
     assert (told.exit, told.get("error")) == (0, None), told
     seen = told.get("seen")

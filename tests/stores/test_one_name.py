@@ -16,6 +16,7 @@ from _processes import Children, Told
 from _proxy import Exchange, Fault, Lane, Proxy
 from _servers import Bucket, Endpoint
 from _states import blank_state, files_of, make_state, seed_in, tensors
+from keywords import for_load, for_save
 from safetensors.torch import load as tensors_in
 from test_faults import (
     FORMS,
@@ -43,7 +44,7 @@ OLD, NEW = 7, 8
 
 
 def how_of(endpoint: Endpoint) -> dict[str, Any]:
-    return {"storage_options": endpoint.options, "store_policy": policy("obstore", request_timeout_s=30)}
+    return {"storage": sidestream.Storage(endpoint.options, policy=policy("obstore", request_timeout_s=30))}
 
 
 def in_child(work: str, run: str, options: dict[str, Any], seed: int, **more: Any) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def killed_at_each(
             left.append((run, at, list(lane.log), told))
         assert told.exit in (0, -signal.SIGKILL), told
     assert sum(told.exit == -signal.SIGKILL for *_, told in left) >= count - 2
+    print(f"{work}: {count} kills")
     return left
 
 
@@ -86,7 +88,9 @@ def test_a_removal_is_killed_at_every_request(
 ) -> None:  # fmt: skip
     """There until the marker is deleted, and then not; the next removal continues it."""
     how = how_of(seaweed)
-    sidestream.blocking.save(make_state(OLD, MIB), seaweed.url(f"{prefix}/before/last"), files=files_of(OLD), **how)
+    sidestream.blocking.save(
+        make_state(OLD, MIB), seaweed.url(f"{prefix}/before/last"), files=files_of(OLD), **for_save(**how)
+    )
 
     def prepared(name: str) -> str:
         bucket.copy(f"{prefix}/before/", f"{prefix}/{name}/")
@@ -99,11 +103,11 @@ def test_a_removal_is_killed_at_every_request(
         if marked:
             assert loaded(f"{run}/last", how, MIB) == OLD
         else:
-            with pytest.raises(errors.CheckpointNotFound):
+            with pytest.raises(errors.CheckpointNotFoundError):
                 loaded(f"{run}/last", how, MIB)
         try:
             sidestream.blocking.remove(f"{run}/last", **how)
-        except errors.CheckpointNotFound:
+        except errors.CheckpointNotFoundError:
             assert not marked
         assert bucket.keys(f"{prefix}/{at}/last/") == {}
     assert there == sorted(there, reverse=True)
@@ -144,7 +148,7 @@ def test_an_export_is_killed_at_every_request(
             assert loaded(f"{run}/plain", how, MIB) == NEW
         else:
             assert not told.acked
-            sidestream.blocking.save(make_state(NEW, MIB), f"{run}/plain", **how)
+            sidestream.blocking.save(make_state(NEW, MIB), f"{run}/plain", **for_save(**how))
             assert loaded(f"{run}/plain", how, MIB) == NEW
     assert seen == {None, NEW}
 
@@ -159,7 +163,7 @@ def test_of_a_save_and_a_removal_one_is_first(
 ) -> None:
     """The put of the marker is held back until the removal has deleted the old one: the save has lost, and says so."""
     how = how_of(seaweed)
-    sidestream.blocking.save(make_state(OLD, MIB), seaweed.url(f"{prefix}/last"), **how)
+    sidestream.blocking.save(make_state(OLD, MIB), seaweed.url(f"{prefix}/last"), **for_save(**how))
     run = seaweed.url(prefix)
     with faults.lane() as lane:
         gone: list[Told] = []
@@ -172,9 +176,9 @@ def test_of_a_save_and_a_removal_one_is_first(
         gone.append(another.finish())
         save = child.finish()
     assert gone[0].get("removed"), gone
-    assert save.get("error") == "Conflict", save
+    assert save.get("error") == "CheckpointExistsError", save
     assert ids(bucket, prefix) == set()
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         loaded(f"{run}/last", how, MIB)
 
 
@@ -189,13 +193,13 @@ Reader = Callable[[str, dict[str, Any]], Any]
 
 async def verified(url: str, how: dict[str, Any]) -> int:
     state = blank_state(1)
-    await sidestream.load(state, url, **how)
+    await sidestream.load(state, url, **for_load(**how))
     return seed_in(state, 1)
 
 
 async def unverified(url: str, how: dict[str, Any]) -> int:
     state = blank_state(1)
-    await sidestream.load(state, url, verify="manifest", **how)
+    await sidestream.load(state, url, **for_load(verify="manifest", **how))
     return seed_in(state, 1)
 
 
@@ -204,7 +208,7 @@ async def opened(url: str, how: dict[str, Any]) -> int | None:
     try:
         seed = seed_in(await checkpoint.state_dict(), 1)
         assert {name: await checkpoint.file(name) for name in checkpoint.files} == files_of(seed)
-    except errors.Corrupt:  # it was replaced, and says so
+    except errors.CorruptCheckpointError:  # it was replaced, and says so
         return None
     return seed
 
@@ -219,7 +223,7 @@ async def stock(url: str, how: dict[str, Any]) -> int | None:
     state = blank_state(1)
 
     def read() -> None:
-        reader = FsspecReader(url, use_listings_cache=False, skip_instance_cache=True, **how["storage_options"])
+        reader = FsspecReader(url, use_listings_cache=False, skip_instance_cache=True, **how["storage"].options)
         dcp.load(state, storage_reader=reader, no_dist=True)
 
     try:
@@ -234,7 +238,7 @@ async def test_readers_beside_one_that_overwrites(
     seaweed: Endpoint, child: Children, prefix: str  # noqa: F811
 ) -> None:  # fmt: skip
     how, url, count = how_of(seaweed), seaweed.url(f"{prefix}/last"), 40
-    await sidestream.save(make_state(1, 1), url, files=files_of(1), **how)
+    await sidestream.save(make_state(1, 1), url, files=files_of(1), **for_save(**how))
     trial = in_child("over", seaweed.url(prefix), seaweed.options, 0, mib=1)
     trial["saves"] = [(1, seed) for seed in range(2, count + 2)]
     child.start(**trial)
@@ -267,7 +271,11 @@ class Over(Matrix):
 
     def saving(self, url: str, seed: int, timeout_s: float = 120) -> Any:
         return sidestream.save(
-            make_state(seed, MIB), url, overwrite=True, files=files_of(seed), timeout_s=timeout_s, **self.how()
+            make_state(seed, MIB),
+            url,
+            overwrite=True,
+            files=files_of(seed),
+            **for_save(timeout_s=timeout_s, **self.how()),
         )
 
     async def prepare(self) -> None:
@@ -292,7 +300,11 @@ class Over(Matrix):
             case.notes.append(f"FALSE ACKNOWLEDGEMENT, {found!r} is there")
         if error is not None and not isinstance(error, errors.SidestreamError):
             case.notes.append(f"not a typed error: {error!r}")
-        if error is not None and found == NEW and not isinstance(error, (errors.NotDurable, errors.OutcomeUnknown)):
+        if (
+            error is not None
+            and found == NEW
+            and not isinstance(error, (errors.NotDurableError, errors.OutcomeUnknownError))
+        ):
             case.notes.append(f"FALSE FAILURE: {error!r}")
         conditional = case.point.name == "marker" or case.fault not in ("409", "412")
         if error is not None and conditional and not fails_upstream("obstore", case):
@@ -302,7 +314,7 @@ class Over(Matrix):
     async def tidied(self, case: Case, path: str, url: str) -> None:
         """The next save works, and leaves nothing but its own."""
         options = {"storage_options": self.seaweed.options}
-        info = await sidestream.save({"seed": 9}, url, overwrite=True, **options)
+        info = await sidestream.save({"seed": 9}, url, overwrite=True, **for_save(**options))
         left = [key for key in await asyncio.to_thread(self.judge.keys, path + "/") if info.save_id not in key]
         case.notes += [f"left behind: {key}" for key in left if not key.endswith("/.metadata")]
         uploads = await asyncio.to_thread(self.judge.open_uploads, path + "/")

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from .._format.records import SUB_BYTE_DTYPES, CompositeEntry, Manifest, itemsize
+from .._format.records import SUB_BYTE_DTYPES, CompositeEntry, Key, Manifest, itemsize
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
-from .._layout.names import new_names, target_dtype
+from .._group import Operation
+from .._layout.names import consistent, new_names, renamed_path, target_dtype
 from .._layout.ranges import PIECE_BYTES
 from .._layout.select import selected
 from .._load.foreign.manifests import TORCH_SUFFIXES
@@ -23,21 +24,20 @@ from .._runtime.threads import (
     current_deadline,
     gathered,
     io_threads,
-    politely,
     run_sliced,
     time_limit,
+    yielding_gil,
 )
 from .._save.layouts import commit_files, sidecar_files, with_sidecars
-from .._save.operation import RankReceipt
-from .._save.order import SaveOrder
-from .._storage import Kind, Location, Where, locate_directory
-from ..errors import InvalidOption, KeyCollision, UnsupportedTensor
+from .._save.operation import RankReceipt, SaveOrder
+from .._storage import Kind, Location, locate_directory
+from ..errors import InvalidOptionError, KeyCollisionError, UnsupportedTensorError
 from ..options import (
     Dtypes,
     Durability,
     Names,
     Progress,
-    StorePolicy,
+    Storage,
     Verify,
     check_choice,
     check_count,
@@ -45,7 +45,9 @@ from ..options import (
     check_names,
     check_timeout,
     check_verify,
+    storage_of,
 )
+from .divided import Divided, DividedFiles, as_one
 from .operation import run_here
 from .source import Pipeline, Source, SourceComposite, SourceEntry, SourceOpaque, SourceTensor, open_source
 from .targets import (
@@ -53,7 +55,6 @@ from .targets import (
     OutTensor,
     OutValue,
     TargetFile,
-    renamed_path,
     safetensors_files,
     torch_file,
 )
@@ -112,8 +113,9 @@ async def convert(
     progress: Progress | None = None,
     timeout_s: float = 3600.0,
     storage_options: Mapping[str, Any] | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
+    target_storage_options: Mapping[str, Any] | None = None,
+    target_storage: Storage | None = None,
 ) -> ConvertReport:
     """Write what is in ``source`` to the new ``target``, piece by piece; when this returns it is visible as a whole.
 
@@ -128,25 +130,26 @@ async def convert(
     in the next file; None for one file. ``budget_bytes`` of memory at most are used for payloads, unless a single
     tensor cannot be read in pieces (compressed by stock DCP, saved by it with strides, or cut into columns): that one
     is held whole. ``verify`` as in ``load``; a source whose checksums cover whole tensors is read twice for it.
-    ``storage_options`` are those of ``source``, ``target_options`` those of ``target``; ``store_policy`` is for both.
+    ``storage_options`` or ``storage`` (as for ``save``) are for ``source``, those with ``target_`` for ``target``.
 
     On object storage a file appears when it is complete, and of a directory of safetensors the index comes last. A
-    file that is larger than a part of ``store_policy`` is not created conditionally there: of two conversions to one
+    file that is larger than a part (``StorePolicy``) is not created conditionally there: of two conversions to one
     name at the same time, one may replace the other's.
 
-    Raises what opening ``source`` raises; ``MissingKeys`` if a pattern matches nothing; ``UnsupportedCheckpoint`` if
-    the selection has a tensor of a kind that this version does not read; ``KeyCollision``; ``InvalidOption``, for
-    safetensors also where the selection has plain values, which they cannot hold; ``UnsupportedTensor``; ``Conflict``
-    if ``target`` is there; ``Corrupt``, ``StorageError``, ``DeadlineExceeded``: then nothing is visible, and what was
+    Raises what opening ``source`` raises; ``MissingKeysError`` if a pattern matches nothing;
+    ``UnsupportedCheckpointError`` if the selection has a tensor of a kind that this version does not read;
+    ``KeyCollisionError``; ``InvalidOptionError``, for safetensors also where the selection has plain values, which they
+    cannot hold; ``UnsupportedTensorError``; ``CheckpointExistsError`` if ``target`` is there;
+    ``CorruptCheckpointError``, ``StorageError``, ``DeadlineExceededError``: then nothing is visible, and what was
     written has been removed. The same holds for a cancel.
     """
     running_loop("convert")
     chosen = _format(target, format)
     check_names(names)
     _check_options(verify, durability, timeout_s, budget_bytes, shard_bytes, dtype)
-    where = locate_directory(target, Where(target_options, None, store_policy))
+    where = locate_directory(target, storage_of(target_storage_options, target_storage, "target_"))
     with time_limit(Deadline.after(timeout_s)):
-        opened = await open_source(source, Where(storage_options, None, store_policy))
+        opened = await open_source(source, storage_of(storage_options, storage))
         async with aclosing(opened):
             selection = await io_threads().run(_select, opened, select, names, dtype, chosen)
             how = How(chosen, shard_bytes, budget_bytes, verify, durability, progress)
@@ -163,24 +166,29 @@ class How:
     progress: Progress | None = None
     verb: Literal["export", "convert"] = "convert"
     replaces: bool = False
-    """Whether a directory of files takes the place of one that is there."""
+    """Whether an export takes the place of one that is there."""
     others: Mapping[str, bytes] = field(default_factory=dict)
     """Files beside those of safetensors."""
 
 
-async def convert_opened(opened: Source, selection: Selection, where: Location, how: How) -> ConvertReport:
-    """``convert`` what was selected of an opened source."""
+async def convert_opened(
+    opened: Source, selection: Selection, where: Location, how: How, ranks: Operation | None = None
+) -> ConvertReport:
+    """``convert`` what was selected of an opened source. ``ranks``: all ranks do so together, each with some of the
+    files."""
     with opened.all_there():
-        return await _convert(opened, selection, where, how)
+        return await _convert(opened, selection, where, how, ranks)
 
 
-async def _convert(opened: Source, selection: Selection, where: Location, how: How) -> ConvertReport:
+async def _convert(
+    opened: Source, selection: Selection, where: Location, how: How, ranks: Operation | None
+) -> ConvertReport:
     chosen = how.format
     single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
     values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
     if values:
         listed = ", ".join(values[:5])
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"safetensors files hold only tensors, and {listed} are values: leave them out with select="
         )
     name = where.name if single else None
@@ -188,25 +196,41 @@ async def _convert(opened: Source, selection: Selection, where: Location, how: H
     if chosen == "safetensors":
         sidecars = {name: one for name, one in sidecars.items() if not name.endswith(SUFFIX) and name != INDEX_NAME}
         how = replace(how, others={**sidecars, **how.others})
-    files = await io_threads().run(_plan, selection, name, how)
-    total = await io_threads().run(_total, selection)
-    pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
-    if how.verify == "always":
-        await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
+
+    async def prepare() -> tuple[Sequence[TargetFile] | DcpTarget, Pipeline]:
+        files = await io_threads().run(_plan, selection, name, how)
+        total = await io_threads().run(_total, selection)
+        pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
+        if how.verify == "always":
+            await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
+        return files, pipeline
+
+    files, pipeline = await as_one(ranks, prepare)
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
-    if how.replaces:
-        kind = "replacement"
     beside = sidecars if isinstance(files, DcpTarget) else {}
-    order = SaveOrder(where, how.durability, current_deadline(), kind=kind, verb=how.verb, files=beside)
+    order = SaveOrder(
+        where,
+        how.durability,
+        current_deadline(),
+        kind=kind,
+        verb=how.verb,
+        files=beside,
+        operation=ranks,
+        replaces_export=how.replaces,
+    )
     layout = _ConvertedLayout(order, files, selection.order)
-    await run_here(order, partial(pipeline.write, layout.data_files), layout)
+    sizes = {file.name: file.nbytes for file in layout.data_files}
+    if ranks is None:
+        await run_here(order, partial(pipeline.write, layout.data_files), layout, sum(sizes.values()))
+    else:
+        sizes = await _run_divided(order, layout.data_files, pipeline, ranks)
 
     def report() -> ConvertReport:
         return ConvertReport(
             url=where.url,
             format=chosen,
-            files=tuple(file.name for file in layout.data_files),
-            nbytes=sum(file.nbytes for file in layout.data_files),
+            files=tuple(sizes),
+            nbytes=sum(sizes.values()),
             tensors=tuple(fqn for fqn in selection.order if fqn in selection.told),
             values=tuple(one.fqn for one in selection.values),
             left_out=(*selection.left_out, *_without_place(opened, sidecars, how)),
@@ -215,6 +239,19 @@ async def _convert(opened: Source, selection: Selection, where: Location, how: H
         )
 
     return await io_threads().run(report)
+
+
+async def _run_divided(
+    order: SaveOrder, files: Sequence[TargetFile], pipeline: Pipeline, ranks: Operation
+) -> dict[str, int]:
+    """Export with other ranks, and return the sizes of all files by their names."""
+    tensors = [file for file in files if file.name.endswith(SUFFIX)]
+    last = [file for file in files if not file.name.endswith(SUFFIX)]
+    origin = [[new, old] for new, (old, _) in pipeline.origin.items()]
+    divided = DividedFiles(order, ranks, tensors, last, origin)
+    nbytes = 0 if ranks.rank else sum(file.nbytes for file in files)
+    await run_here(order, partial(divided.write, pipeline), divided, nbytes, Divided(order, ranks))
+    return {**{file.name: file.nbytes for file in tensors}, **divided.others}
 
 
 # --- what to take ---------------------------------------------------------------------------------------------------
@@ -252,6 +289,9 @@ def _select(
     _refuse_opaque(source, kept)
     if target != "dcp":
         _refuse_unusual(source, kept, target)
+    paths = _paths(source, named)
+    if names is not None or select is not None:
+        paths = run_sliced(consistent(paths, source.url))
     named = _with_parts(source, named)
     order = list(dict.fromkeys(new for new in named.values() if new is not None))
     left_out = tuple(fqn for fqn in entries if fqn not in parts and named.get(fqn) is None)
@@ -262,8 +302,7 @@ def _select(
         if new is None or new in found.origin or isinstance(entry, SourceOpaque):
             continue
         whole = parts.get(fqn, fqn)
-        above = entries[whole].path
-        path = (*renamed_path(above, whole, named[whole] or ""), *entry.path[len(above) :])
+        path = (*paths[named[whole] or ""], *entry.path[len(entries[whole].path) :])
         if isinstance(entry, SourceComposite):
             found.composites[new] = replace(entry.entry, path=path)
             told += [] if fqn in parts else [new]
@@ -282,10 +321,19 @@ def _select(
     return replace(found, cast=tuple(cast), told=frozenset(told))
 
 
+def _paths(source: Source, named: Mapping[str, str | None]) -> dict[str, tuple[Key, ...]]:
+    """Return the paths of the new names. Of tied tensors with one name the first one decides."""
+    found: dict[str, tuple[Key, ...]] = {}
+    for fqn, new in yielding_gil(named.items()):
+        if new is not None and new not in found:
+            found[new] = renamed_path(source.entries[fqn].path, fqn, new)
+    return found
+
+
 def _with_parts(source: Source, named: Mapping[str, str | None]) -> dict[str, str | None]:
-    """``named``, and the names of parts, which follow the tensor that they belong to. Raises ``KeyCollision``."""
+    """``named``, and the names of parts, which follow the tensor that they belong to. Raises ``KeyCollisionError``."""
     found: dict[str, str | None] = {}
-    for fqn, new in politely(named.items()):
+    for fqn, new in yielding_gil(named.items()):
         found[fqn] = new
         entry = source.entries[fqn]
         if isinstance(entry, SourceComposite):
@@ -293,14 +341,14 @@ def _with_parts(source: Source, named: Mapping[str, str | None]) -> dict[str, st
     whole = {new for new in named.values() if new is not None}
     for fqn, new in found.items():
         if fqn not in named and new in whole:
-            raise KeyCollision(
+            raise KeyCollisionError(
                 f"{source.url}: names= gives one name to {fqn}, a part of a tensor, and another entry: {new}"
             )
     return found
 
 
 def _refuse_unusual(source: Source, taken: Sequence[str], target: Format) -> None:
-    """Raise ``UnsupportedTensor`` for a tensor that files of this format cannot hold."""
+    """Raise ``UnsupportedTensorError`` for a tensor that files of this format cannot hold."""
     for fqn in taken:
         one = source.entries[fqn]
         if isinstance(one, SourceComposite):
@@ -309,7 +357,7 @@ def _refuse_unusual(source: Source, taken: Sequence[str], target: Format) -> Non
             what = f"{_SPOKEN[target]} have no dtype {one.entry.dtype}"
         else:
             continue
-        raise UnsupportedTensor(f"{fqn}: {what}; convert into a directory for DCP, or leave it out with select=")
+        raise UnsupportedTensorError(f"{fqn}: {what}; convert into a directory for DCP, or leave it out with select=")
 
 
 def _identity(fqn: str, entry: SourceEntry) -> object:
@@ -325,8 +373,7 @@ def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
     first = source.entries[opaque[0]]
     assert isinstance(first, SourceOpaque)
     also = f" (so are {', '.join(opaque[1:6])}{', ...' if len(opaque) > 6 else ''})" if opaque[1:] else ""
-    first.error.args = (f"{source.url}: {first.error.args[0]}{also}; use a selection without it",)
-    raise first.error
+    raise first.error.within(source.url, f"{also}; use a selection without it")
 
 
 def _total(selection: Selection) -> int:
@@ -363,14 +410,16 @@ class _ConvertedLayout:
 
     async def receipt(self, plan: None, written: None) -> RankReceipt:
         names = {file.name: self._order.transaction.committed_name(file.name) for file in self.data_files}
-        return RankReceipt({names[file.name]: file.nbytes for file in self.data_files}, names)
+        crcs = {} if self._dcp is None else await io_threads().run(self._dcp.crcs, names)
+        return RankReceipt({names[file.name]: file.nbytes for file in self.data_files}, names, crcs)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
         if self._dcp is None:
             return {}
         (receipt,) = receipts
         entries = self._dcp.entries(self._fqns, receipt.content)
-        manifest = with_sidecars(Manifest(self._order.save_id, entries, dict(receipt.files)), self._order)
+        about = Manifest(self._order.save_id, entries, dict(receipt.files), file_crcs=receipt.crcs)
+        manifest = with_sidecars(about, self._order)
         return {**sidecar_files(self._order), **commit_files(manifest)}
 
 
@@ -400,7 +449,7 @@ def _check_options(
     check_timeout(timeout_s)
     check_count("budget_bytes", budget_bytes)
     if budget_bytes < _LEAST_BYTES:
-        raise InvalidOption(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
+        raise InvalidOptionError(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
     if shard_bytes is not None:
         check_count("shard_bytes", shard_bytes)
     check_dtype(dtype)

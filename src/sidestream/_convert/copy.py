@@ -22,24 +22,23 @@ from .._load.buffers import Scratch
 from .._load.foreign.manifests import MOST_METADATA_BYTES, read_file
 from .._load.open.manifest import all_there, open_manifest
 from .._load.verify import Verification
-from .._runtime.caller import call
+from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import (
     Deadline,
     Steps,
     Stop,
-    burst,
+    holding_gil,
     io_threads,
-    politely,
     sliced,
     time_limit,
+    yielding_gil,
 )
-from .._save.operation import RankReceipt
-from .._save.order import SaveOrder
-from .._storage import Location, RangeSource, ReadRange, Transaction, Where, id_of, locate_directory
-from ..errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
-from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
+from .._save.operation import RankReceipt, SaveOrder
+from .._storage import ABANDONED_AFTER_S, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
+from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
+from ..options import Durability, Progress, Storage, check_choice, check_count, check_timeout, storage_of
 from .operation import run_here
 from .windows import WINDOWS, WindowedFile, Windows
 
@@ -74,8 +73,9 @@ async def copy(
     progress: Progress | None = None,
     timeout_s: float = 3600.0,
     storage_options: Mapping[str, Any] | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
+    target_storage_options: Mapping[str, Any] | None = None,
+    target_storage: Storage | None = None,
 ) -> CopyReport:
     """Copy the checkpoint at ``source``, or the file of ``torch.save`` or safetensors there, to the new ``target``.
 
@@ -84,24 +84,25 @@ async def copy(
     they pass, and read back from ``target`` before that is visible; ``budget_bytes`` of memory at most are used for
     them. ``progress(done, total)`` counts what is written and what is read back.
 
-    ``storage_options`` are those of ``source``, ``target_options`` those of ``target``; ``store_policy`` is for both.
+    ``storage_options`` or ``storage`` (as for ``save``) are for ``source``, those with ``target_`` for ``target``.
     When this returns, ``target`` is visible as a whole and, with ``durability="fsync"``, durable. On object storage a
     single file is visible before it has been read back, and so is the last of a directory without a ``.metadata``: the
     index of safetensors, if they have one.
 
-    Raises ``CheckpointNotFound``; ``Conflict`` if ``target`` is there; ``Corrupt`` for damage of the source;
-    ``StorageError`` also where other bytes came back than were written; ``DeadlineExceeded``: then nothing is visible,
-    and what was written has been removed. The same holds for a cancel.
+    Raises ``CheckpointNotFoundError``; ``CheckpointExistsError`` if ``target`` is there; ``CorruptCheckpointError`` for
+    damage of the source; ``StorageError`` also where other bytes came back than were written;
+    ``DeadlineExceededError``: then nothing is visible, and what was written has been removed. The same holds for a
+    cancel.
     """
     running_loop("copy")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
     check_count("budget_bytes", budget_bytes)
     if budget_bytes < _LEAST_BYTES:
-        raise InvalidOption(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
+        raise InvalidOptionError(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
     deadline = Deadline.after(timeout_s)
-    where = locate_directory(target, Where(target_options, None, store_policy))
-    location = locate_directory(source, Where(storage_options, None, store_policy))
+    where = locate_directory(target, storage_of(target_storage_options, target_storage, "target_"))
+    location = locate_directory(source, storage_of(storage_options, storage))
     with time_limit(deadline):
         files, manifest = await open_manifest(location)
         async with aclosing(files):
@@ -110,7 +111,7 @@ async def copy(
             order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
             copying = _Copy(found, where, min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS), progress)
             with all_there(location.url):
-                await run_here(order, copying.write, _CopiedLayout(found.sizes))
+                await run_here(order, copying.write, _CopiedLayout(found.sizes), sum(found.sizes.values()))
     return CopyReport(
         url=where.url,
         files=tuple(found.sizes),
@@ -127,40 +128,42 @@ async def remove(
     durability: Durability = "fsync",
     timeout_s: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
 ) -> None:
     """Remove the checkpoint in the directory or below the prefix ``url``, with everything else that is in it.
 
     It disappears in one step for those who look for it, and its files are deleted after that: a local directory is
     renamed first, on object storage the marker goes first. There a second call continues an interrupted one. A load
-    that has begun fails. Leases of a run are not asked; retention (``keep=`` of a ``Checkpointer``) asks them. With
-    several ranks one rank calls it.
+    that has begun fails. What saves, exports and conversions to ``url`` that were killed have left is removed too, if
+    nobody has written to it for an hour. Leases of a run are not asked; retention (``keep=`` of a ``Checkpointer``)
+    asks them. With several ranks one rank calls it.
 
     Args:
         url: the checkpoint, ours or one of stock DCP; not a run, and not a single file.
         durability: with ``"fsync"`` the removal is durable before files are deleted.
         timeout_s: for the whole call.
-        storage_options, filesystem, store_policy: as for ``save``.
+        storage_options, storage: as for ``save``.
 
     Raises:
-        CheckpointNotFound: there is no ``.metadata``; nothing was removed.
-        StorageError, AccessDenied, DeadlineExceeded: files may be left behind, which are no checkpoint any more.
+        CheckpointNotFoundError: there is no ``.metadata``, and nothing was left behind. StorageError,
+        AccessDeniedError, DeadlineExceededError: files may be left behind, which are no checkpoint any more.
     """
     running_loop("remove")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    location = locate_directory(url, storage_of(storage_options, storage))
     with time_limit(Deadline.after(timeout_s)):
         try:
             there = {METADATA_NAME, location.store.retired_note} & (await location.store.sizes(location.name)).keys()
         except FileNotFoundError:
             there = set()
-        if not there:
-            raise CheckpointNotFound(
+        if there:
+            await location.store.retire(location.name, durability=durability)
+        collected = await location.store.collect(location.name, after_s=ABANDONED_AFTER_S)
+        if not there and not collected:
+            raise CheckpointNotFoundError(
                 f"no checkpoint at {location.url}: there is no {METADATA_NAME}; nothing was removed"
             )
-        await location.store.retire(location.name, durability=durability)
 
 
 # --- what there is to copy ------------------------------------------------------------------------------------------
@@ -184,13 +187,13 @@ class _Found:
 async def _look(source: RangeSource, location: Location, manifest: Manifest) -> _Found:
     single, url = source.name != location.name, location.url
     if not single and not location.store.capabilities.listing:
-        raise InvalidOption(f"{url}: a server without listings does not say which files are in a directory")
+        raise InvalidOptionError(f"{url}: a server without listings does not say which files are in a directory")
     verification = Verification(source, url, manifest)
     pieces, left_out = await io_threads().run(_apart, await verification.plan())
     await verification.check_whole_items()
     if verification.damages:
         first = next(iter(verification.damages.values()))
-        raise Corrupt(f"{url}: {first.message}", file=first.file, fqn=first.fqn, offset=first.offset)
+        raise CorruptCheckpointError(f"{url}: {first.message}", file=first.file, fqn=first.fqn, offset=first.offset)
     names = await io_threads().run(_names, manifest)
     unverified = frozenset(verification.unverified | verification.unreadable | left_out)
     if single:
@@ -198,7 +201,7 @@ async def _look(source: RangeSource, location: Location, manifest: Manifest) -> 
     listed = await source.sizes()
     gone = await io_threads().run(_gone, listed, manifest)
     if gone:
-        raise Corrupt(f"{url}: {gone} was deleted while it was read", file=gone)
+        raise CorruptCheckpointError(f"{url}: {gone} was deleted while it was read", file=gone)
     sizes = await io_threads().run(_in_order, listed, manifest)
     marker_crc = 0
     if METADATA_NAME in sizes:
@@ -208,18 +211,18 @@ async def _look(source: RangeSource, location: Location, manifest: Manifest) -> 
 
 
 def _names(manifest: Manifest) -> list[str]:
-    return [fqn for fqn, one in politely(manifest.entries.items()) if not isinstance(one, EmptyEntry)]
+    return [fqn for fqn, one in yielding_gil(manifest.entries.items()) if not isinstance(one, EmptyEntry)]
 
 
 def _without_leftovers(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
     """On object storage, what an attempt that did not commit has left carries its own id."""
-    return {name: nbytes for name, nbytes in politely(listed.items()) if id_of(name) in (None, manifest.save_id)}
+    return {name: nbytes for name, nbytes in yielding_gil(listed.items()) if id_of(name) in (None, manifest.save_id)}
 
 
 def _gone(listed: Mapping[str, int], manifest: Manifest) -> str:
     """Return a file that was there when the checkpoint was opened, and was not listed."""
     expected = [*manifest.files, *([METADATA_NAME] if manifest.own and not manifest.parts else [])]
-    return next((name for name in politely(expected) if name not in listed), "")
+    return next((name for name in yielding_gil(expected) if name not in listed), "")
 
 
 def _in_order(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
@@ -251,7 +254,7 @@ class _CopiedFile:
         start, _ = self.windows[index]
         for piece in self._pieces[index]:
             stop.check()
-            piece.check(view[piece.offset - start : piece.offset - start + piece.nbytes], burst)
+            piece.check(view[piece.offset - start : piece.offset - start + piece.nbytes], holding_gil)
         self.crcs[index] = crc32(view)
 
 
@@ -334,7 +337,9 @@ class _Copy:
         found, nbytes = self.found, self.found.sizes[METADATA_NAME]
         raw = await read_file(found.source, METADATA_NAME, nbytes)
         if crc32(raw) != found.marker_crc:
-            raise Corrupt(f"{found.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME)
+            raise CorruptCheckpointError(
+                f"{found.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME
+            )
         self._tell(2 * nbytes)
         return bytes(raw)
 
@@ -349,7 +354,9 @@ class _Copy:
             try:
                 await found.source.read(names[file.name], ranges)
             except FileNotFoundError as error:
-                raise Corrupt(f"{error.filename} was deleted while it was copied", file=names[file.name]) from error
+                raise CorruptCheckpointError(
+                    f"{error.filename} was deleted while it was copied", file=names[file.name]
+                ) from error
             self._tell(len(view))
 
         await Windows(fill).write(files, into)
@@ -367,7 +374,7 @@ class _Copy:
                 name = into.path_of(file.name)
                 try:
                     await self.where.store.read(name, [ReadRange(start, view)])
-                except (Corrupt, FileNotFoundError) as error:
+                except (CorruptCheckpointError, FileNotFoundError) as error:
                     raise StorageError(errno.EIO, f"what was written did not arrive: {error}", name) from error
                 if await io_threads().run(crc32, view) != file.crcs[index]:
                     raise StorageError(errno.EIO, f"other bytes came back than were written, from {start} on", name)
@@ -380,4 +387,4 @@ class _Copy:
     def _tell(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self.progress is not None:
-            call(self.progress, self._done_bytes, 2 * sum(self.found.sizes.values()))
+            run_in_calling_thread(self.progress, self._done_bytes, 2 * sum(self.found.sizes.values()))

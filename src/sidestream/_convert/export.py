@@ -10,12 +10,14 @@ import threading
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
+from .._group import Operation
 from .._layout.names import new_names, target_dtype
 from .._layout.save_layout import SavePlan
 from .._layout.select import selected
@@ -24,10 +26,11 @@ from .._runtime.threads import Stop, current_deadline, io_threads, run_sliced
 from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
-from .._storage import Body, BytesBody, FileSource, Location, Where, is_plain_name, locate_directory, read_sources
-from ..errors import InvalidOption, Skipped, SnapshotLost, UnsupportedTensor, allocating
-from ..options import Dtypes, Durability, Names, StorePolicy, check_count, check_dtype, check_names
+from .._storage import Body, BytesBody, FileSource, Location, is_plain_name, locate_directory, read_sources
+from ..errors import InvalidOptionError, SkippedError, SnapshotLostError, UnsupportedTensorError, allocating
+from ..options import Dtypes, Durability, Names, Storage, check_count, check_dtype, check_names, storage_of
 from .convert import ConvertReport, How, Selection, convert_opened
+from .divided import as_one
 from .source import SourceComposite, SourceTensor, open_source_at
 from .targets import OutTensor, SafetensorsFile, safetensors_layout
 
@@ -52,19 +55,18 @@ class HF:
 
     Args:
         url: the directory, which must not exist. In the ``export=`` of a ``Checkpointer`` it may contain ``{step}``,
-            and then a step that is saved again replaces its export where the storage has directories.
-        select: patterns of names (``"model.*"``) to export; None for every tensor.
-        names: the names in the export (``Names``); two tensors with one name are a ``KeyCollision``. ``strip_prefix``
+            and then a step that is saved again replaces its export (``docs/exports.md``).
+        select: patterns of names (``"model.*"``) to export; None for every tensor. names: the names in the export
+        (``Names``); two tensors with one name are a ``KeyCollisionError``. ``strip_prefix``
             makes a function that removes prefixes.
         dtype: what floating-point tensors become, or patterns of names in the export (``Dtypes``).
         max_shard_bytes: where the next file begins.
         files: further files of the directory, such as ``config.json``, by name: their content, or the path of a regular
             file of 64 MiB at most. A path is read in a thread when the export begins.
-        storage_options: for ``url``, as for ``save``.
-        store_policy: as for ``save``.
+        storage_options, storage: for ``url``, as for ``save``.
 
     Raises:
-        InvalidOption: for a name in ``files`` that is no plain file name, and for other wrong arguments.
+        InvalidOptionError: for a name in ``files`` that is no plain file name, and for other wrong arguments.
     """
 
     url: str | os.PathLike[str]
@@ -74,15 +76,18 @@ class HF:
     max_shard_bytes: int = 5 << 30
     files: Mapping[str, FileSource] = field(default_factory=dict)
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    store_policy: StorePolicy | None = None
+    storage: Storage | None = None
 
     def __post_init__(self) -> None:
+        storage_of(self.storage_options, self.storage)
         check_count("max_shard_bytes", self.max_shard_bytes)
         check_dtype(self.dtype)
         check_names(self.names)
         for name in self.files:
             if not is_plain_name(name) or name.endswith(SUFFIX) or name == INDEX_NAME:
-                raise InvalidOption(f"files={name!r} has to be a plain file name, and no name of the export itself")
+                raise InvalidOptionError(
+                    f"files={name!r} has to be a plain file name, and no name of the export itself"
+                )
 
     @property
     def counts_steps(self) -> bool:
@@ -90,14 +95,14 @@ class HF:
         return _STEP in os.fspath(self.url).rstrip("/").rpartition("/")[2]
 
     def sink(self, *, step: int | None, durability: Durability) -> _Sink:
-        """Return what writes the export of one save. Called by the save. Raises ``InvalidOption``."""
+        """Return what writes the export of one save. Called by the save. Raises ``InvalidOptionError``."""
         in_run = _STEP in os.fspath(self.url)
         if in_run and step is None:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"{self.url}: only the export of a Checkpointer may contain {_STEP}: a save has no step"
             )
         location = self._at(step)
-        return _Sink(self, location, durability, replaces=in_run and location.store.capabilities.rename)
+        return _Sink(self, location, durability, replaces=in_run)
 
     async def prune(self, keep: int, *, durability: Durability) -> None:
         """Delete the exports of a run but for the ``keep`` of the highest steps. Called by the ``Checkpointer``. Raises
@@ -112,7 +117,7 @@ class HF:
 
     def _at(self, step: int | None) -> Location:
         url = os.fspath(self.url).replace(_STEP, str(step))
-        return locate_directory(url, Where(self.storage_options, None, self.store_policy))
+        return locate_directory(url, storage_of(self.storage_options, self.storage))
 
 
 class _Candidate(NamedTuple):
@@ -138,7 +143,8 @@ class _Chosen:
 
 
 def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
-    """In a thread. Raises ``MissingKeys``, ``KeyCollision``, ``InvalidOption``, ``UnsupportedTensor``."""
+    """In a thread. Raises ``MissingKeysError``, ``KeyCollisionError``, ``InvalidOptionError``,
+    ``UnsupportedTensorError``."""
     taken = set(selected([one.fqn for one in candidates], export.select, url))
     identities = {one.fqn: one.identity for one in candidates}
     chosen = [one.fqn for one in candidates if one.fqn in taken]
@@ -151,7 +157,7 @@ def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
         if new is None or new in found.origin:
             continue
         if one.composite:
-            raise UnsupportedTensor(
+            raise UnsupportedTensorError(
                 f"{one.fqn}: it is a {one.composite}, and safetensors hold plain tensors only; "
                 "leave it out with select="
             )
@@ -186,7 +192,7 @@ class _Sink:
     async def prepare(self) -> None:
         self._others = await read_sources(self.export.files, timeout_s=current_deadline().remaining_s())
 
-    def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> ConvertReport:
+    def read(self, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> ConvertReport:
         plan: SavePlan = snapshot.plan(stop)
         candidates = [_Candidate(*one) for one in plan.named_tensors()]
         candidates += [_Candidate(fqn, dtype, shape, fqn, kind) for fqn, dtype, shape, kind in plan.named_composites()]
@@ -196,7 +202,7 @@ class _Sink:
         tensors = [by_item[item] for item in sorted(by_item)]  # as they lie in the snapshot
         laid, index = safetensors_layout(tensors, None, self.export.max_shard_bytes, chosen.aliases)
         if any(sum(one.nbytes for one in file.late) > _MOST_HELD_BYTES for file in laid):
-            raise SnapshotLost(f"{self.url}: too many tensors have to be kept back for the end of their file")
+            raise SnapshotLostError(f"{self.url}: too many tensors have to be kept back for the end of their file")
         dtypes = {one.fqn: one.dtype for one in candidates}
         sources = {one.fqn: dtypes[chosen.origin[one.fqn]] for one in tensors}
         stream = _Stream(_pieces(snapshot, plan, by_item, sources, stop))
@@ -207,13 +213,16 @@ class _Sink:
             self.location,
             self.durability,
             current_deadline(),
-            kind="replacement" if self.replaces else "files",
+            kind="files",
             verb="export",
+            replaces_export=self.replaces,
         )
         self._order = order
         order.lifecycle.started()
         order.lifecycle.planned(order.save_id)
+        save.space.expect(save.transaction, plan.nbytes)
         try:
+            save.space.take(order.transaction, sum(body.nbytes for _, body in files))
             order.transaction.write_here(files, stop=stop)
         finally:
             stream.close()
@@ -227,19 +236,19 @@ class _Sink:
         await order.transaction.commit({})
         order.lifecycle.mark("committed")
         order.lifecycle.committed(read.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
-        if self.replaces:
+        if order.transaction.attempt.kind == "replacement":
             await order.transaction.remove_replaced()
         return read
 
     async def undo(self, error: BaseException) -> None:
         order = self._order
         if order is not None:
-            starts_over = isinstance(error, SnapshotLost)
-            order.lifecycle.failed(Skipped(str(error)) if starts_over else error, order.outcome)
+            starts_over = isinstance(error, SnapshotLostError)
+            order.lifecycle.failed(SkippedError(str(error)) if starts_over else error, order.outcome)
             await order.transaction.clean_up(error)
 
-    async def read_checkpoint(self, checkpoint: Location) -> ConvertReport:
-        opened = await open_source_at(checkpoint)
+    async def read_checkpoint(self, checkpoint: Location, ranks: Operation | None) -> ConvertReport:
+        opened = await as_one(ranks, partial(open_source_at, checkpoint))
         async with aclosing(opened):
             parts = await io_threads().run(opened.parts)
             found = {fqn: one for fqn, one in opened.entries.items() if fqn not in parts}
@@ -252,7 +261,7 @@ class _Sink:
                 for fqn, one in found.items()
                 if isinstance(one, SourceComposite)
             ]
-            chosen = await io_threads().run(_choose, self.export, candidates, self.url)
+            chosen = await as_one(ranks, partial(io_threads().run, _choose, self.export, candidates, self.url))
             origin = {new: (fqn, entries[fqn]) for new, fqn in chosen.origin.items()}
             order = [one.fqn for one in chosen.tensors]
             selection = Selection(
@@ -275,7 +284,7 @@ class _Sink:
                 replaces=self.replaces,
                 others=self._others,
             )
-            return await convert_opened(opened, selection, self.location, how)
+            return await convert_opened(opened, selection, self.location, how, ranks)
 
     def _report(self, files: Mapping[str, int], chosen: _Chosen) -> ConvertReport:
         return ConvertReport(

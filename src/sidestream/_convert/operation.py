@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .._runtime.abandoned import watch
-from .._save.operation import Layout, SaveOperation, Solo
-from .._save.order import SaveOrder
+from .._runtime.abandoned import register
+from .._runtime.threads import io_threads
+from .._save.operation import Coordinator, Layout, SaveOperation, SaveOrder, Solo
 from .._save.pending import SaveProgress
 from .._storage import Transaction
 from ..errors import SidestreamError
@@ -23,16 +23,19 @@ class CopyingWriter:
     """A writer that reads what it writes from another checkpoint, in the task of the caller. ``write`` brings all data
     files to storage, and returns what the layout has to know of them."""
 
-    def __init__(self, order: SaveOrder, write: Callable[[Transaction], Awaitable[Any]]) -> None:
+    def __init__(self, order: SaveOrder, write: Callable[[Transaction], Awaitable[Any]], nbytes: int) -> None:
         self._order = order
         self._write = write
+        self._nbytes = nbytes
 
     def pass_on(self, staged: asyncio.Future[None]) -> None:
         staged.set_result(None)
 
     async def ended(self) -> tuple[Any, Any]:
-        self._order.lifecycle.planned(self._order.save_id)
-        return None, await self._write(self._order.transaction)
+        order = self._order
+        await io_threads().run(order.space.take, order.transaction, self._nbytes)
+        order.lifecycle.planned(order.save_id)
+        return None, await self._write(order.transaction)
 
     async def release(self) -> None:
         """Do nothing: ``write`` has released its memory."""
@@ -48,11 +51,18 @@ class CopyingWriter:
         return SaveProgress()
 
 
-async def run_here(order: SaveOrder, write: Callable[[Transaction], Awaitable[Any]], layout: Layout) -> None:
-    """Run a save in the task of the caller, and settle it if the loop of that task ends."""
-    operation = SaveOperation(order=order, writer=CopyingWriter(order, write), layout=layout, coordinator=Solo(order))
+async def run_here(
+    order: SaveOrder,
+    write: Callable[[Transaction], Awaitable[Any]],
+    layout: Layout,
+    nbytes: int,
+    coordinator: Coordinator | None = None,
+) -> None:
+    """Run a save of ``nbytes`` in the task of the caller, and settle it if the loop of that task ends."""
+    writer = CopyingWriter(order, write, nbytes)
+    operation = SaveOperation(order=order, writer=writer, layout=layout, coordinator=coordinator or Solo(order))
     order.lifecycle.started()
-    watched = watch(_Unfinished(f"{_DOING[order.verb]} to {order.location.url}", operation))
+    watched = register(_Unfinished(f"{_DOING[order.verb]} to {order.location.url}", operation))
     try:
         await operation.run(asyncio.get_running_loop().create_future())
     finally:

@@ -29,7 +29,6 @@ from .._format.records import (
 from .._layout.checks import Piece, foreign_pieces, has_no_checksum
 from .._layout.ranges import Box
 from .._layout.values import encode_value
-from .._load.buffers import Scratch
 from .._load.foreign.values import (
     Located,
     locate_tensor,
@@ -40,14 +39,14 @@ from .._load.foreign.values import (
     why_opaque,
 )
 from .._load.open.manifest import all_there, open_manifest
-from .._load.reader import Reader, Wanted, whole
-from .._runtime.caller import call
+from .._load.reader import Reader, Scratch, Wanted, whole
+from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Steps, burst, gathered, io_threads, politely, sliced
+from .._runtime.threads import Steps, gathered, holding_gil, io_threads, sliced, yielding_gil
 from .._runtime.torch_probes import dtype_from_name
-from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Transaction, Where, locate_directory
-from ..errors import SidestreamError, UnsupportedCheckpoint, allocating
-from ..options import Progress, Verify
+from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Transaction, locate_directory
+from ..errors import SidestreamError, UnsupportedCheckpointError, allocating
+from ..options import Progress, Storage, Verify
 from .targets import Slice, TargetFile
 from .windows import WindowedFile, Windows
 
@@ -129,14 +128,14 @@ class Source:
         """Return the FQNs of the parts of all composite tensors, and the tensor that each belongs to in the end. Called
         in a worker thread."""
         found: dict[str, str] = {}
-        for fqn, one in politely(self.entries.items()):
+        for fqn, one in yielding_gil(self.entries.items()):
             if isinstance(one, SourceComposite):
                 for part in one.parts:
                     found.setdefault(part, fqn)
         return found
 
     async def contents(self, verify: Verify) -> dict[str, bytes]:
-        """Return the content of the sidecar files. Raises ``Corrupt``."""
+        """Return the content of the sidecar files. Raises ``CorruptCheckpointError``."""
         found = {name: bytearray(entry.nbytes) for name, entry in self.sidecars.items()}
         wanted = [
             Wanted(name, entry, whole(entry), torch.frombuffer(found[name], dtype=torch.uint8))
@@ -147,16 +146,16 @@ class Source:
         return {name: await io_threads().run(bytes, content) for name, content in found.items()}
 
     def all_there(self) -> AbstractContextManager[None]:
-        """Raise ``Corrupt`` within it for a file that is gone."""
+        """Raise ``CorruptCheckpointError`` within it for a file that is gone."""
         return all_there(self.url)
 
     async def aclose(self) -> None:
         await self.files.aclose()
 
 
-async def open_source(url: str | os.PathLike[str], where: Where = EVERYDAY) -> Source:
+async def open_source(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> Source:
     """``open_source_at`` what ``url`` names."""
-    return await open_source_at(locate_directory(url, where))
+    return await open_source_at(locate_directory(url, storage))
 
 
 async def open_source_at(location: Location) -> Source:
@@ -187,7 +186,7 @@ async def _of_manifest(files: RangeSource, url: str, manifest: Manifest) -> Sour
             for fqn, entry in queue:
                 try:
                     located[fqn] = await locate_tensor(files, fqn, entry)
-                except UnsupportedCheckpoint as error:
+                except UnsupportedCheckpointError as error:
                     refused[fqn] = error
 
         await in_parallel(work)
@@ -231,8 +230,8 @@ def _described(
 
 @sliced
 def _check_views(manifest: Manifest, url: str) -> Steps[None]:
-    """Raise ``UnsupportedCheckpoint`` if views of the same storage would take far more bytes than the file has. Every
-    target format stores each view separately."""
+    """Raise ``UnsupportedCheckpointError`` if views of the same storage would take far more bytes than the file has.
+    Every target format stores each view separately."""
     distinct: dict[object, int] = {}
     for entry in manifest.entries.values():
         yield
@@ -240,7 +239,7 @@ def _check_views(manifest: Manifest, url: str) -> Steps[None]:
             distinct[entry.dtype, entry.chunks] = entry.nbytes
     nbytes, there = sum(distinct.values()), sum(manifest.files.values())
     if nbytes > _VIEWS_ANYHOW_BYTES + _VIEWS_RATIO * there:
-        raise UnsupportedCheckpoint(
+        raise UnsupportedCheckpointError(
             f"{url}: its tensors are views of the same storages; written one by one they would take {nbytes} bytes, "
             f"and the file has {there}: clone() the tensors that are needed and save them again"
         )
@@ -314,7 +313,7 @@ class Pipeline:
             for piece in queue:
                 memory = self._scratch.take(piece.nbytes)
                 view = memoryview(memory)[: piece.nbytes]
-                read = ReadRange(piece.offset, view, partial(piece.check, view, burst))
+                read = ReadRange(piece.offset, view, partial(piece.check, view, holding_gil))
                 await self.source.files.read(piece.file, [read])
                 self._scratch.give_back(memory)
 
@@ -390,7 +389,7 @@ class Pipeline:
     def _tell(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self.progress is not None:
-            call(self.progress, self._done_bytes, self.total_bytes)
+            run_in_calling_thread(self.progress, self._done_bytes, self.total_bytes)
 
 
 def _slices_of(file: TargetFile, index: int) -> tuple[list[Slice], int]:

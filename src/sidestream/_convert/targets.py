@@ -15,7 +15,6 @@ from .._format.records import (
     BLOCK_BYTES,
     Chunk,
     CompositeEntry,
-    DictKey,
     EmptyEntry,
     Entry,
     Key,
@@ -31,11 +30,11 @@ from .._format.values import pickle_node, pickle_part
 from .._layout.assemble import assemble
 from .._runtime.threads import (
     Stop,
-    burst,
     current_deadline,
-    politely,
+    holding_gil,
     run_sliced,
     wait_for_change,
+    yielding_gil,
 )
 from .windows import WindowedFile
 
@@ -47,7 +46,6 @@ __all__ = [
     "Slice",
     "TargetFile",
     "Written",
-    "renamed_path",
     "safetensors_files",
     "safetensors_layout",
     "torch_file",
@@ -143,7 +141,7 @@ class Written:
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
         self._wait_for(index, stop)
-        for (number, begin, nbytes, piece), at in politely(zip(self._parts[index], self._at[index], strict=True)):
+        for (number, begin, nbytes, piece), at in yielding_gil(zip(self._parts[index], self._at[index], strict=True)):
             if isinstance(piece, OutTensor):
                 self._crcs[number] = crc32(view[at : at + nbytes], self._crcs.get(number, 0))
             else:
@@ -230,7 +228,7 @@ def safetensors_layout(
     tensors: Sequence[OutTensor], name: str | None, shard_bytes: int | None, aliases: Mapping[str, str]
 ) -> tuple[list[SafetensorsFile], dict[str, bytes]]:
     """Return one file called ``name``, or files as transformers names them, and the index of these if there are
-    several. ``aliases``: further names of the tensors. Raises ``UnsupportedTensor``."""
+    several. ``aliases``: further names of the tensors. Raises ``UnsupportedTensorError``."""
     by_name = {one.fqn: one for one in tensors}
     named = [Named(one.fqn, one.dtype, one.shape, one.nbytes) for one in tensors]
     shards = shards_of_sizes(named, None if name is not None else shard_bytes)
@@ -263,19 +261,6 @@ def safetensors_files(
     return files
 
 
-def renamed_path(path: tuple[Key, ...], old: str, new: str) -> tuple[Key, ...]:
-    """Where a renamed entry goes: below the same containers, as far as the new name begins with theirs."""
-    if new == old:
-        return path
-    for depth in range(len(path) - 1, 0, -1):
-        if any(isinstance(key, int) for key in path[:depth]):
-            continue
-        prefix = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path[:depth]) + "."
-        if new.startswith(prefix) and len(new) > len(prefix):
-            return (*path[:depth], new[len(prefix) :])
-    return (new,)
-
-
 # --- a checkpoint of ours ---
 
 
@@ -288,7 +273,7 @@ class _DcpShard:
         self.name, self.nbytes = name, layout.nbytes
         self.windows = [(window.start, window.end) for window in layout.windows]
         self.layout = layout
-        self.sealer = Sealer(layout, burst=burst)
+        self.sealer = Sealer(layout, burst=holding_gil)
         self._tensors = tensors
 
     def slices(self, index: int) -> Iterator[Slice]:
@@ -301,7 +286,7 @@ class _DcpShard:
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
         wait = partial(wait_for_change, stop=stop, name="checksums of the windows before")
-        for _ in politely(self.sealer.seal(view, self.layout.windows[index], wait=wait)):
+        for _ in yielding_gil(self.sealer.seal(view, self.layout.windows[index], wait=wait)):
             stop.check()
 
 
@@ -347,6 +332,11 @@ class DcpTarget:
         if self.values:
             files.append(Written("__0_0.distcp", [(0, len(self.values), self.values)], max(len(self.values), 1)))
         return [*files, *self.shards]
+
+    def crcs(self, names: Mapping[str, str]) -> dict[str, int]:
+        """Return the CRC of each file, when everything has been sealed. ``names``: what the files are called."""
+        found = {names[shard.name]: shard.sealer.sums.whole(shard.layout) for shard in self.shards}
+        return {**found, **({names["__0_0.distcp"]: crc32(self.values)} if self.values else {})}
 
     def entries(self, order: Sequence[str], names: Mapping[str, str]) -> dict[str, Entry]:
         """By FQN, in this order; complete when everything has been sealed. ``names``: what the files are called."""

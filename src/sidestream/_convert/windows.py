@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 from .._runtime.tasks import first_error
 from .._runtime.threads import Stop, Threads, current_deadline
 from .._storage import WRITE_THREADS, Transaction
-from ..errors import Closed, allocating
+from ..errors import ClosedError, allocating
 
 __all__ = ["WINDOWS", "WindowedFile", "Windows"]
 
@@ -63,7 +63,7 @@ class _Part:
             try:
                 view = self.filled.result(deadline.remaining_s())
             except CancelledError:
-                raise Closed("stopped before the work was done") from None
+                raise ClosedError("stopped before the work was done") from None
             except TimeoutError as error:
                 raise deadline.exceeded("reading the source") from error
         self.file.seal(self.index, view, stop)

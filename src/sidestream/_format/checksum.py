@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TypeAlias
 
 from .records import BLOCK_BYTES
@@ -78,10 +78,14 @@ def _times(a: int, b: int) -> int:
 @lru_cache(maxsize=4096)
 def _power_of_x(exponent: int) -> int:
     """``x ** exponent`` modulo the CRC's polynomial; appending n zero bits multiplies a CRC by ``x ** n``."""
-    power, square = 0x80000000, 0x40000000
-    while exponent:
-        if exponent & 1:
-            power = _times(power, square)
-        square = _times(square, square)
-        exponent >>= 1
+    power = 0x80000000
+    for bit in range(exponent.bit_length()):
+        if exponent >> bit & 1:
+            power = _times(power, _square(bit))
     return power
+
+
+@cache
+def _square(bit: int) -> int:
+    """``x ** (2 ** bit)``."""
+    return _times(_square(bit - 1), _square(bit - 1)) if bit else 0x40000000

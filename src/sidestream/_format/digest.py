@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Literal, TypeAlias
 
-from ..errors import MissingExtra
+from ..errors import MissingExtraError
 from ..options import Digest
 
 __all__ = ["DIGEST_BYTES", "DigestCheck", "DigestOf", "digest_check", "digest_of", "installed_digest"]
@@ -20,10 +20,10 @@ DigestCheck = Literal["verified", "not installed"]
 
 
 def digest_of(digest: Digest) -> DigestOf:
-    """The function that gives a block's digest. Raises ``MissingExtra``."""
+    """The function that gives a block's digest. Raises ``MissingExtraError``."""
     found = installed_digest(digest)
     if found is None:
-        raise MissingExtra(
+        raise MissingExtraError(
             f"digest={digest!r} needs the package blake3: pip install 'sidestream[digest]'", extra="digest"
         )
     return found

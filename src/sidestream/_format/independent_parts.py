@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 
 from .._runtime.steps import Steps, chunked, collected
-from ..errors import Corrupt, Incomplete
+from ..errors import CorruptCheckpointError, IncompleteCheckpointError
 from .marker import find_attribute, last_attribute
 
 __all__ = [
@@ -62,7 +62,8 @@ def part_attribute(marker: PartMarker) -> bytes:
 
 
 def find_part_marker(tail: bytes, rank: int) -> PartMarker | None:
-    """The marker in the tail of the file of ``rank``; None if another writer made it. Raises ``Corrupt``."""
+    """The marker in the tail of the file of ``rank``; None if another writer made it. Raises
+    ``CorruptCheckpointError``."""
     file = part_metadata_name(rank)
     told = find_attribute(tail, PART_ATTRIBUTE, file)
     if told is None:
@@ -74,16 +75,16 @@ def find_part_marker(tail: bytes, rank: int) -> PartMarker | None:
         if not valid or not marker.rank < marker.world_size <= _MOST_RANKS or _ID.fullmatch(marker.id) is None:
             raise ValueError
     except (TypeError, ValueError):
-        raise Corrupt(f"the commit marker in {file} is damaged", file=file) from None
+        raise CorruptCheckpointError(f"the commit marker in {file} is damaged", file=file) from None
     if marker.rank != rank:
-        raise Corrupt(f"{file} is the part of rank {marker.rank}: was it renamed?", file=file)
+        raise CorruptCheckpointError(f"{file} is the part of rank {marker.rank}: was it renamed?", file=file)
     return marker
 
 
 def whole(found: Mapping[int, PartMarker | None]) -> Steps[list[PartMarker]]:
     """The parts of a checkpoint, by rank. ``found`` has what there is of each rank, at least one of them ours.
 
-    Raises ``Incomplete`` unless all parts of one save are present, and no others."""
+    Raises ``IncompleteCheckpointError`` unless all parts of one save are present, and no others."""
     counts = Counter((one.save_id, one.world_size) for one in found.values() if one is not None)
     (save_id, world), _ = max(counts.items(), key=lambda item: (item[1], item[0]))
     mine = {
@@ -103,7 +104,7 @@ def whole(found: Mapping[int, PartMarker | None]) -> Steps[list[PartMarker]]:
     by_text = yield from _by_text(others)
     for other, ranks in by_text.items():
         said.append(f"{_ranks(ranks, len(ranks))}: {other}")
-    raise Incomplete(
+    raise IncompleteCheckpointError(
         f"the save {save_id!r} of {world} ranks, each by itself, is not whole: {'; '.join(said)}",
         save_id=save_id,
         missing=missing,

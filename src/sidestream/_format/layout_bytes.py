@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from .._runtime.steps import Steps, collected
-from .checksum import block_count
+from .checksum import block_count, pack_crcs, unpack_crcs
 from .digest import DIGEST_BYTES
 from .frame import Frame
 from .shard import BlockSums, Placed, ShardLayout, Window
@@ -65,12 +65,15 @@ def unpack_layout(packed: memoryview) -> ShardLayout:
 
 
 def pack_sums(sums: BlockSums) -> tuple[bytes, bytes]:
-    return b"".join(sums.crcs), b"".join(sums.digests)
+    """Return the CRCs, those of the windows last, and the digests."""
+    return b"".join([*sums.crcs, pack_crcs(sums.windows)]), b"".join(sums.digests)
 
 
 def unpack_sums(layout: ShardLayout, crcs: bytes, digests: bytes, into: BlockSums) -> Steps[None]:
     """Raises ``ValueError`` for what is not of this layout."""
-    yield from _distribute(layout, crcs, _CRC_BYTES, into.crcs)
+    end = max(0, len(crcs) - _CRC_BYTES * len(layout.windows))
+    into.windows[:] = unpack_crcs(crcs[end:])
+    yield from _distribute(layout, crcs[:end], _CRC_BYTES, into.crcs)
     if into.digests:
         yield from _distribute(layout, digests, DIGEST_BYTES, into.digests)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar, cast, get_args
 
 from .._runtime.steps import Steps, chunked, collected
-from ..errors import Corrupt, UnsupportedCheckpoint
+from ..errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ..options import Digest
 from .records import (
     BLOCK_BYTES,
@@ -109,6 +109,7 @@ def _head(manifest: Manifest, version: int, torch_version: str, entries: int) ->
         "torch": torch_version,
         "block_bytes": BLOCK_BYTES,
         "files": manifest.files,
+        **({} if not manifest.file_crcs else {"file_crcs": manifest.file_crcs}),
         "entries": entries,
         "metadata": manifest.metadata is not None,
         **({} if manifest.digest is None else {"digest": manifest.digest}),
@@ -128,16 +129,16 @@ def metadata_line(manifest: Manifest) -> bytes:
 
 
 def parse_metadata_line(line: bytes) -> Node:
-    """The metadata in the last line. Raises ``Corrupt``."""
+    """The metadata in the last line. Raises ``CorruptCheckpointError``."""
     try:
         return _metadata(json.loads(line))
     except (ValueError, TypeError, RecursionError):
-        raise Corrupt("the metadata line of the manifest is damaged") from None
+        raise CorruptCheckpointError("the metadata line of the manifest is damaged") from None
 
 
 def _metadata(line: Any) -> Node:
     if type(line) is not dict or list(line) != ["metadata"] or type(line["metadata"]) is not dict:
-        raise Corrupt("the manifest has a last line that is not what it announces")
+        raise CorruptCheckpointError("the manifest has a last line that is not what it announces")
     node: Node = line["metadata"]
     return node
 
@@ -172,25 +173,25 @@ def _chunk(chunk: Chunk) -> list[object]:
 
 
 def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
-    """Raises ``Corrupt`` where the text is not what ``write_manifest`` writes, ``UnsupportedCheckpoint`` for a later
-    version. The content is not validated here (``validate.py``). A ``Root`` has its entries in the parts of the ranks
-    (``shared.py``)."""
+    """Raises ``CorruptCheckpointError`` where the text is not what ``write_manifest`` writes,
+    ``UnsupportedCheckpointError`` for a later version. The content is not validated here (``validate.py``). A ``Root``
+    has its entries in the parts of the ranks (``shared.py``)."""
     lines = cast(list[bytes], raw.split(b"\n"))
     if lines.pop() != b"":
-        raise Corrupt("the manifest is cut off")
+        raise CorruptCheckpointError("the manifest is cut off")
     try:
         head = json.loads(lines[0].decode())  # bytes that look like UTF-16 would make it import a codec
         if (
             head["sidestream"] not in (_VERSION, _SHARED_VERSION, _COMPOSITE_VERSION)
             or head["block_bytes"] != BLOCK_BYTES
         ):
-            raise UnsupportedCheckpoint(
+            raise UnsupportedCheckpointError(
                 f"the manifest has version {head['sidestream']}, this sidestream reads {_COMPOSITE_VERSION}: upgrade it"
             )
         metadata = _metadata(json.loads(lines.pop().decode())) if _is(bool, head.get("metadata", False)) else None
         digest = head.get("digest")
         if digest not in (None, *get_args(Digest)):
-            raise UnsupportedCheckpoint(
+            raise UnsupportedCheckpointError(
                 f"the manifest has digests of the unknown kind {digest!a:.40}: upgrade sidestream"
             )
         if head["sidestream"] == _SHARED_VERSION:
@@ -203,10 +204,12 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
             entries.update([_parse_line(line.decode(), rows, composite) for line in some])
             yield
         if len(entries) != head["entries"] or len(lines) - 1 != head["entries"]:
-            raise Corrupt(f"the manifest announces {head['entries']} entries and has {len(entries)}")
+            raise CorruptCheckpointError(f"the manifest announces {head['entries']} entries and has {len(entries)}")
         planner = head.get("planner", "sidestream")
         if planner not in ("sidestream", "dcp"):
-            raise UnsupportedCheckpoint(f"the manifest was planned by {planner!a:.40}, which is unknown: upgrade it")
+            raise UnsupportedCheckpointError(
+                f"the manifest was planned by {planner!a:.40}, which is unknown: upgrade it"
+            )
         generation, noted = _is(int, head["generation"]), head.get("planner_data")
         save_id = _is(str, head["save_id"])
         return Manifest(
@@ -220,22 +223,33 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
             planner,
             noted,
             sidecars=_sidecars(head),
+            file_crcs=_file_crcs(head),
         )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        if isinstance(error, (Corrupt, UnsupportedCheckpoint)):
+        if isinstance(error, (CorruptCheckpointError, UnsupportedCheckpointError)):
             raise
-        raise Corrupt(f"the manifest is damaged: {type(error).__name__}") from None
+        raise CorruptCheckpointError(f"the manifest is damaged: {type(error).__name__}") from None
 
 
 def _files(head: dict[str, Any]) -> dict[str, int]:
     return {_is(str, name): _is(int, nbytes) for name, nbytes in head["files"].items()}
 
 
+def _file_crcs(head: dict[str, Any]) -> dict[str, int]:
+    found = {_is(str, name): _is(int, crc) for name, crc in head.get("file_crcs", {}).items()}
+    for name, crc in found.items():
+        if name not in head["files"] or not 0 <= crc < 1 << 32:
+            raise CorruptCheckpointError(
+                "the manifest has a checksum of a file that is not there, or one that is none", file=name
+            )
+    return found
+
+
 def _sidecars(head: dict[str, Any]) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
     for name, file, nbytes, *checksums in _is(list, head.get("sidecars", [])):
         if _is(str, name) in found:
-            raise Corrupt("the manifest has a sidecar file twice", file=name)
+            raise CorruptCheckpointError("the manifest has a sidecar file twice", file=name)
         chunk = _parse_chunk([[0], [nbytes], file, 0, nbytes, 0, *checksums])
         found[name] = TensorEntry((name,), "uint8", chunk.sizes, (chunk,))
     return found
@@ -248,7 +262,7 @@ def _step(head: dict[str, Any]) -> int | None:
 def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, metadata: Node) -> Steps[Root]:
     patterns, entries = _is(int, head["patterns"]), _is(int, head["entries"])
     if len(lines) != patterns + entries:
-        raise Corrupt(f"the manifest announces {patterns + entries} lines and has {len(lines)}")
+        raise CorruptCheckpointError(f"the manifest announces {patterns + entries} lines and has {len(lines)}")
     parts = tuple(PartName(_is(int, nbytes), _is(int, crc)) for nbytes, crc in head["parts"])
     rows = (_parse_row(json.loads(line.decode()), patterns, len(parts)) for line in lines[patterns:])
     parsed = yield from collected(rows)
@@ -256,10 +270,19 @@ def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, me
     for row in shared.rows:
         boxes = shared.patterns[row.pattern] if row.kind == "tensor" else ()
         if any(len(one.offsets) != len(row.shape) for one in boxes[:1]):
-            raise Corrupt(f"{row.fqn}: the manifest has boxes of another rank for it", fqn=row.fqn)
+            raise CorruptCheckpointError(f"{row.fqn}: the manifest has boxes of another rank for it", fqn=row.fqn)
     save_id, generation = _is(str, head["save_id"]), _is(int, head["generation"])
     made = Manifest(
-        save_id, {}, _files(head), _step(head), generation, digest, metadata, ranks=len(parts), sidecars=_sidecars(head)
+        save_id,
+        {},
+        _files(head),
+        _step(head),
+        generation,
+        digest,
+        metadata,
+        ranks=len(parts),
+        sidecars=_sidecars(head),
+        file_crcs=_file_crcs(head),
     )
     return Root(made, shared, parts)
 
@@ -270,12 +293,12 @@ def _parse_row(line: list[Any], patterns: int, ranks: int) -> SharedRow:
     if kind == "tensor":
         dtype, shape, pattern = content
         if not 0 <= _is(int, pattern) < patterns:
-            raise Corrupt("the manifest names a pattern that it does not have")
+            raise CorruptCheckpointError("the manifest names a pattern that it does not have")
         return SharedRow(kind, _is(str, fqn), path, _is(str, dtype), _ints(shape), pattern)
     if kind == "value" and not 0 <= _is(int, content) < ranks:
-        raise Corrupt("the manifest names a rank that it does not have")
+        raise CorruptCheckpointError("the manifest names a rank that it does not have")
     if kind not in ("value", "empty"):
-        raise Corrupt(f"the manifest has an entry of the unknown kind {kind!r}")
+        raise CorruptCheckpointError(f"the manifest has an entry of the unknown kind {kind!r}")
     return SharedRow(kind, _is(str, fqn), path, "", (), content if kind == "value" else -1)
 
 
@@ -296,12 +319,12 @@ def _parse_entry(line: list[Any], composite: bool) -> tuple[str, Entry]:
             entry = ValueEntry(path, _is(str, file), _is(int, offset), _is(int, nbytes), node)
         case "empty":
             if content != "dict":
-                raise Corrupt(f"the manifest has an empty container of the unknown kind {content!r}")
+                raise CorruptCheckpointError(f"the manifest has an empty container of the unknown kind {content!r}")
             entry = EmptyEntry(path, content)
         case "composite" if composite:
             entry = _parse_composite(path, content)
         case _:
-            raise Corrupt(f"the manifest has an entry of the unknown kind {kind!r}")
+            raise CorruptCheckpointError(f"the manifest has an entry of the unknown kind {kind!r}")
     return _is(str, fqn), entry
 
 
@@ -322,11 +345,11 @@ def _parse_key(key: Any) -> Key:
     if isinstance(key, dict):
         (value,) = key.values()
         if value is not None and type(value) not in (bool, int, float):
-            raise Corrupt("the manifest has a dict key of an unknown kind")
+            raise CorruptCheckpointError("the manifest has a dict key of an unknown kind")
         return DictKey(value)
     if type(key) is int or type(key) is str:
         return key
-    raise Corrupt("the manifest has a path that is not one")
+    raise CorruptCheckpointError("the manifest has a path that is not one")
 
 
 def _parse_chunk(chunk: list[Any]) -> Chunk:
@@ -350,5 +373,5 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 def _is(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
-        raise Corrupt(f"the manifest has a {type(value).__name__} where a {kind.__name__} belongs")
+        raise CorruptCheckpointError(f"the manifest has a {type(value).__name__} where a {kind.__name__} belongs")
     return value

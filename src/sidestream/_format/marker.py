@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from zlib import crc32
 
-from ..errors import Corrupt
+from ..errors import CorruptCheckpointError
 from .pickles import write as p
 
 __all__ = [
     "ATTRIBUTE",
+    "END_BYTES",
     "MAX_METADATA_BYTES",
     "METADATA_NAME",
     "TAIL_BYTES",
@@ -25,6 +26,7 @@ __all__ = [
     "attribute_end",
     "find_attribute",
     "find_marker",
+    "is_complete",
     "last_attribute",
     "manifest_name",
     "marker_attribute",
@@ -35,6 +37,8 @@ ATTRIBUTE = "sidestream"
 TAIL_BYTES = 4096
 MAX_METADATA_BYTES = 256 << 10
 _END = b"ub."  # SETITEMS into the state, BUILD the Metadata, STOP
+END_BYTES = len(_END)
+"""A save that creates ``.metadata`` in place writes so many bytes last, when all others are durable."""
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -78,16 +82,22 @@ def attribute_end(name: str, value: str) -> bytes:
 def find_marker(tail: bytes) -> Marker | None:
     """The marker in the last ``TAIL_BYTES`` (or all) of a ``.metadata``; None if another writer made the file.
 
-    Raises ``Corrupt`` if there is one and it is damaged, or if the file is cut off.
+    Raises ``CorruptCheckpointError`` if there is one and it is damaged, or if the file is cut off.
     """
     told = find_attribute(tail, ATTRIBUTE, METADATA_NAME)
     return None if told is None else _parse(told)
 
 
+def is_complete(tail: bytes) -> bool:
+    """Return whether the last bytes of a marker are there, in the last ``TAIL_BYTES`` (or all) of a ``.metadata``."""
+    return tail.endswith(_END) and p.text(ATTRIBUTE) in tail
+
+
 def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | None:
-    """What ``last_attribute`` has put at the end of ``file``; None if it has none of that name. Raises ``Corrupt``."""
+    """What ``last_attribute`` has put at the end of ``file``; None if it has none of that name. Raises
+    ``CorruptCheckpointError``."""
     if not tail.endswith(b"."):
-        raise Corrupt(f"{file} is cut off: it does not end as a pickle does", file=file)
+        raise CorruptCheckpointError(f"{file} is cut off: it does not end as a pickle does", file=file)
     name = p.text(attribute)
     at = tail.rfind(name + b"X")
     if at < 0:
@@ -104,7 +114,7 @@ def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | N
         if type(told) is not dict:
             raise ValueError
     except (ValueError, RecursionError):
-        raise Corrupt(f"the commit marker in {file} is damaged", file=file) from None
+        raise CorruptCheckpointError(f"the commit marker in {file} is damaged", file=file) from None
     return told
 
 
@@ -112,12 +122,12 @@ def _parse(told: dict[str, Any]) -> Marker:
     try:
         marker = Marker(**told)
     except TypeError:
-        raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME) from None
+        raise CorruptCheckpointError("the commit marker in .metadata is damaged", file=METADATA_NAME) from None
     numbers = [marker.manifest_bytes, marker.manifest_crc, marker.generation, marker.saved_at]
     numbers += [marker.metadata_bytes, marker.metadata_crc]
     numbers += [] if marker.step is None else [marker.step]
     valid = all(type(number) is int and number >= 0 for number in numbers)
     valid = valid and marker.metadata_bytes <= min(marker.manifest_bytes, MAX_METADATA_BYTES)
     if not valid or _SAVE_ID.fullmatch(str(marker.save_id)) is None:
-        raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME)
+        raise CorruptCheckpointError("the commit marker in .metadata is damaged", file=METADATA_NAME)
     return marker

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from .._runtime.steps import Steps, collected
-from ..errors import Corrupt
+from ..errors import CorruptCheckpointError
 from .pickles.keys import name_of
 from .records import Chunk, Entry, Manifest, TensorEntry, ValueEntry
 
@@ -39,18 +39,19 @@ def ranks_among(names: Iterable[str]) -> Steps[list[int]]:
 
 
 def rank_files(names: Iterable[str]) -> Steps[list[str]]:
-    """The files of the ranks, in order; none if there are none. Raises ``Corrupt`` where one of them is missing."""
+    """The files of the ranks, in order; none if there are none. Raises ``CorruptCheckpointError`` where one of them is
+    missing."""
     ranks = yield from ranks_among(names)
     for expected, rank in enumerate(ranks):
         if rank != expected:
-            raise Corrupt(f"__{expected}.metadata is missing, although __{rank}.metadata is there")
+            raise CorruptCheckpointError(f"__{expected}.metadata is missing, although __{rank}.metadata is there")
     return [f"__{rank}.metadata" for rank in ranks]
 
 
 def merge_ranks(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica]]]:
     """The checkpoint that the ranks wrote together, and what is to be compared before it can be trusted.
 
-    Raises ``Corrupt``, naming FQN and rank, where they disagree about what a name stands for.
+    Raises ``CorruptCheckpointError``, naming FQN and rank, where they disagree about what a name stands for.
     """
     entries: dict[str, Entry] = {}
     boxes: dict[str, dict[str, Chunk]] = {}
@@ -60,7 +61,7 @@ def merge_ranks(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica
             yield
             first = entries.setdefault(fqn, entry)
             if _meaning(first) != _meaning(entry):
-                raise Corrupt(
+                raise CorruptCheckpointError(
                     f"{fqn!r} is {_told(first)} to the ranks before, {_told(entry)} to rank {rank}",
                     file=f"__{rank}.metadata",
                     fqn=fqn,

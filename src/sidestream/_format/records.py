@@ -270,6 +270,8 @@ class Manifest:
     """The markers of the ranks, where they saved apart."""
     sidecars: Mapping[str, TensorEntry] = field(default_factory=dict)
     """The files that the user added, by name: each is one chunk of bytes, a whole file, which ``files`` has too."""
+    file_crcs: Mapping[str, int] = field(default_factory=dict)
+    """The CRC-32 of each of ``files`` that it is known of."""
 
     checked: bool = True
     """False for a file that has no checksums at all, not even of its plain values."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._runtime.steps import Steps
-from .checksum import Burst, block_count, block_crcs, crc32, join_blocks, pack_crcs
+from .checksum import Burst, block_count, block_crcs, combine, crc32, join_blocks, pack_crcs
 from .digest import DigestOf, installed_digest
 from .frame import Frame
 from .records import BLOCK_BYTES
+from .small_items import RUN_ITEMS, seal_run
 
 __all__ = ["PAGE_BYTES", "BlockSums", "Placed", "Sealer", "ShardLayout", "Window", "checksums_of", "lay_out"]
 
@@ -20,6 +21,7 @@ PAGE_BYTES = 4096
 _PAGED_PAYLOAD_BYTES = 64 << 10
 _PACKED_ALIGN_BYTES = 64
 _RUN_BYTES = 256 << 10  # fits into the cache of a core
+_COMBINED_BYTES = 128 << 10  # of a payload: from here on it takes less to combine CRCs than to go through the bytes
 
 
 class Placed(NamedTuple):
@@ -52,10 +54,19 @@ class Window(NamedTuple):
 
 
 class BlockSums(NamedTuple):
-    """For each item of a shard the CRCs of its blocks, packed, and their digests (none at all where none are made)."""
+    """For each item of a shard the CRCs of its blocks, packed, and their digests (none at all where none are made); for
+    each window its CRC."""
 
     crcs: list[bytes]
     digests: list[bytes]
+    windows: list[int]
+
+    def whole(self, layout: ShardLayout) -> int:
+        """Return the CRC of the whole shard, when every window has been sealed."""
+        total = 0
+        for crc, window in zip(self.windows, layout.windows, strict=True):
+            total = combine(total, crc, window.end - window.start)
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +153,16 @@ class Sealer:
         self._leaves: dict[int, dict[int, bytes]] = {}  # digests of the blocks of those items
         self._changed = threading.Condition()
         self._cut: dict[int, list[int | None]] = {}  # block CRCs of items that lie in several windows
+        self._parts: dict[int, dict[int, tuple[int, int]]] = {}  # CRC and bytes of what each window has of them
+        self._numbers = {window.start: number for number, window in enumerate(layout.windows)}
+        self._windows = [0] * len(layout.windows)
         self.crcs: list[bytes] = [b""] * len(layout.items)
         """For each item the CRCs of its blocks, packed; complete when every window has been sealed."""
         self.digests: list[bytes] = [] if digest is None else [b""] * len(layout.items)
 
     @property
     def sums(self) -> BlockSums:
-        return BlockSums(self.crcs, self.digests)
+        return BlockSums(self.crcs, self.digests, self._windows)
 
     def seal(
         self,
@@ -166,24 +180,47 @@ class Sealer:
         """
         written = window.start
         passing = None if seen is None else _Passing(view, seen)
-        for index in range(window.first, window.last):
+        total = _WindowCrc(view)
+        index = window.first
+        while index < window.last:
+            written, crcs = self._seal_small(view, window, written, index)
+            if crcs:
+                self.crcs[index : index + len(crcs)] = crcs
+                index += len(crcs)
+                if passing is not None:
+                    passing.up_to(written - window.start)
+                yield
+                continue
             item = self._items[index]
             if item.item_offset >= window.start:
                 _write(view, window, written, bytes(item.item_offset - written))
                 _write(view, window, item.item_offset, item.frame.header)
-            blocks = _checksums(view, window, item, passing, self._burst)
+            start, end = _payload(window, item)
+            blocks = _checksums(view, start, end, passing, self._burst)
             self._note_digests(index, view, window, item)
+            crc = join_blocks(blocks, end - start)
+            if end - start >= _COMBINED_BYTES:
+                total.payload(start, end, crc)
             if item.item_offset < window.start or item.trailer_offset >= window.end:
-                blocks = self._collect(index, item, window, blocks, wait)
+                blocks, crc = self._collect(index, item, window, blocks, (crc, end - start), wait)
             if item.end <= window.end:
-                trailer = item.frame.trailer(join_blocks(blocks, item.frame.payload_bytes))
-                _write(view, window, item.trailer_offset, trailer)
+                _write(view, window, item.trailer_offset, item.frame.trailer(crc))
                 self.crcs[index] = pack_crcs(blocks)
             written = min(item.end, window.end)
+            index += 1
             yield
         _write(view, window, written, bytes(window.end - written))
+        self._windows[self._numbers[window.start]] = total.up_to(window.end - window.start)
         if passing is not None:
             passing.up_to(len(view), least=1)
+
+    def _seal_small(self, view: memoryview, window: Window, written: int, index: int) -> tuple[int, list[bytes]]:
+        """Seal the run of small items that begins with item ``index``, if any: ``seal_run``."""
+        if self._digest is not None:
+            return written, []
+        return seal_run(
+            view, (window.start, window.end), written, self._items[index : min(index + RUN_ITEMS, window.last)]
+        )
 
     def _note_digests(self, index: int, view: memoryview, window: Window, item: Placed) -> None:
         """Before the checksums of the same window are known to others: whoever has all of those has these too."""
@@ -205,19 +242,47 @@ class Sealer:
         item: Placed,
         window: Window,
         blocks: list[int],
+        part: tuple[int, int],
         wait: Callable[[threading.Condition], object],
-    ) -> list[int]:
-        """Note the blocks of one window; all of the item's, if its trailer stands in this window."""
+    ) -> tuple[list[int], int]:
+        """Note the blocks of one window, and the CRC and bytes of them together; return those of the whole item, if its
+        trailer stands in this window."""
         begin = _first_block(window, item)
         with self._changed:
             known = self._cut.setdefault(index, [None] * block_count(item.frame.payload_bytes))
+            parts = self._parts.setdefault(index, {})
             known[begin : begin + len(blocks)] = blocks
+            if blocks:
+                parts[begin] = part
             self._changed.notify_all()
             if item.end > window.end:
-                return blocks
+                return blocks, part[0]
             while None in known:
                 wait(self._changed)
-            return [block for block in known if block is not None]
+            crc = 0
+            for _, (following, nbytes) in sorted(parts.items()):
+                crc = combine(crc, following, nbytes)
+            return [block for block in known if block is not None], crc
+
+
+class _WindowCrc:
+    """The CRC of a window, from those of its payloads; of what is small, from the bytes."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._crc = 0
+        self._at = 0
+
+    def payload(self, start: int, end: int, crc: int) -> None:
+        """Include a payload with this ``crc``, and what lies before it, which is in its final state."""
+        self._crc = combine(self.up_to(start), crc, end - start)
+        self._at = end
+
+    def up_to(self, end: int) -> int:
+        """Return the CRC of all bytes up to ``end``."""
+        self._crc = crc32(self._view[self._at : end], self._crc)
+        self._at = end
+        return self._crc
 
 
 class _Passing:
@@ -234,12 +299,12 @@ class _Passing:
             self._shown = end
 
 
-def _checksums(view: memoryview, window: Window, item: Placed, passing: _Passing | None, burst: Burst) -> list[int]:
-    """The CRCs of the item's blocks in this window."""
+def _checksums(view: memoryview, begin: int, end: int, passing: _Passing | None, burst: Burst) -> list[int]:
+    """The CRCs of the blocks of a payload, which is there from ``begin`` to ``end``."""
     if passing is None:
-        start, end = _payload(window, item)
-        return block_crcs(view[start:end], burst)
-    return [_checksum(view, start, end, passing) for start, end in _blocks(window, item)]
+        return block_crcs(view[begin:end], burst)
+    starts = range(begin, end, BLOCK_BYTES)
+    return [_checksum(view, start, min(start + BLOCK_BYTES, end), passing) for start in starts]
 
 
 def _checksum(view: memoryview, start: int, end: int, passing: _Passing) -> int:

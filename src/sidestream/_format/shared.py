@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from .._runtime.steps import Steps, collected
-from ..errors import Corrupt
+from ..errors import CorruptCheckpointError
 from .pickles.keys import name_of
 from .records import Chunk, DictKey, EmptyEntry, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
 
 __all__ = [
-    "Part",
     "PartName",
-    "Placed",
+    "PlacedBox",
+    "RankPart",
     "Root",
     "Shared",
     "SharedRow",
@@ -37,7 +37,7 @@ __all__ = [
 _MOST_ROWS = 1 << 32
 
 
-class Placed(NamedTuple):
+class PlacedBox(NamedTuple):
     """A box of a tensor that ``rank`` has written."""
 
     rank: int
@@ -62,7 +62,7 @@ class Shared:
     """What ranks save together: the rows of all, and the patterns in which they lie."""
 
     rows: tuple[SharedRow, ...]
-    patterns: tuple[tuple[Placed, ...], ...]
+    patterns: tuple[tuple[PlacedBox, ...], ...]
 
 
 class PartName(NamedTuple):
@@ -82,7 +82,7 @@ class Root:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """The part that a rank has written: chunks by row and the name of their offsets (``keys.py``), values by row."""
 
     chunks: Mapping[tuple[int, str], Chunk]
@@ -114,13 +114,13 @@ def _line(content: object) -> bytes:
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def parse_part(raw: bytes | bytearray) -> Steps[Part]:
-    """Raises ``Corrupt``."""
+def parse_part(raw: bytes | bytearray) -> Steps[RankPart]:
+    """Raises ``CorruptCheckpointError``."""
     chunks: dict[tuple[int, str], Chunk] = {}
     values: dict[int, tuple[str, int, int, Node]] = {}
     lines = cast(list[bytes], raw.split(b"\n"))
     if lines.pop() != b"":
-        raise Corrupt("a part of the manifest is cut off")
+        raise CorruptCheckpointError("a part of the manifest is cut off")
     try:
         for line in lines:
             yield
@@ -141,26 +141,26 @@ def parse_part(raw: bytes | bytearray) -> Steps[Part]:
                 digests=None if digest is None else base64.b64decode(digest, validate=True),
             )  # fmt: skip
     except (ValueError, TypeError, RecursionError, AttributeError) as error:
-        if isinstance(error, Corrupt):
+        if isinstance(error, CorruptCheckpointError):
             raise
-        raise Corrupt(f"a part of the manifest is damaged: {type(error).__name__}") from None
-    return Part(chunks, values)
+        raise CorruptCheckpointError(f"a part of the manifest is damaged: {type(error).__name__}") from None
+    return RankPart(chunks, values)
 
 
 def _check(*numbers: Any) -> None:
     if any(type(number) is not int for number in numbers):
-        raise Corrupt("a part of the manifest has something else where a number belongs")
+        raise CorruptCheckpointError("a part of the manifest has something else where a number belongs")
 
 
 def _check_row(number: Any) -> None:
     """Check a row. Rows are keys of dicts, and unbounded integers could all have the same hash."""
     if type(number) is not int or not 0 <= number < _MOST_ROWS:
-        raise Corrupt("a part of the manifest has a row number that is not a valid integer")
+        raise CorruptCheckpointError("a part of the manifest has a row number that is not a valid integer")
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise Corrupt("a part of the manifest has something else where a name belongs")
+        raise CorruptCheckpointError("a part of the manifest has something else where a name belongs")
     return value
 
 
@@ -183,31 +183,31 @@ def row_lines(shared: Shared) -> Iterator[bytes]:
         yield _line([row.kind, content, row.fqn, path])
 
 
-def parse_patterns(lines: Sequence[bytes], ranks: int) -> Steps[tuple[tuple[Placed, ...], ...]]:
-    """Raises ``Corrupt`` and what ``json`` raises."""
+def parse_patterns(lines: Sequence[bytes], ranks: int) -> Steps[tuple[tuple[PlacedBox, ...], ...]]:
+    """Raises ``CorruptCheckpointError`` and what ``json`` raises."""
     patterns = (tuple(_placed(one, ranks) for one in json.loads(line.decode())) for line in lines)
     return tuple((yield from collected(patterns, 1)))
 
 
-def _placed(one: Any, ranks: int) -> Placed:
+def _placed(one: Any, ranks: int) -> PlacedBox:
     rank, offsets, sizes = one
     _check(rank, *offsets, *sizes)
     if not 0 <= rank < ranks or len(offsets) != len(sizes):
-        raise Corrupt("the manifest has a box that is none")
-    return Placed(rank, tuple(offsets), tuple(sizes))
+        raise CorruptCheckpointError("the manifest has a box that is none")
+    return PlacedBox(rank, tuple(offsets), tuple(sizes))
 
 
-def join(root: Root, parts: Mapping[int, Part], wanted: Collection[int] | None = None) -> Steps[Manifest]:
+def join(root: Root, parts: Mapping[int, RankPart], wanted: Collection[int] | None = None) -> Steps[Manifest]:
     """The manifest, whole, from its root and the parts of all ranks.
 
     With ``wanted`` rows, those alone have chunks, and of them only the boxes of the ranks that ``parts`` has. Raises
-    ``Corrupt`` where a part lacks what the root says that it has.
+    ``CorruptCheckpointError`` where a part lacks what the root says that it has.
     """
     entries: dict[str, Entry] = {}
     for number, row in enumerate(root.shared.rows):
         yield
         if row.fqn in entries:
-            raise Corrupt(f"the manifest has {row.fqn!r} twice", fqn=row.fqn)
+            raise CorruptCheckpointError(f"the manifest has {row.fqn!r} twice", fqn=row.fqn)
         if row.kind == "tensor":
             here = wanted is None or number in wanted
             chunks = tuple(_chunks(root, parts, number, row, wanted is None)) if here else ()
@@ -218,7 +218,7 @@ def join(root: Root, parts: Mapping[int, Part], wanted: Collection[int] | None =
             if found is not None:
                 entries[row.fqn] = ValueEntry(row.path, *found)
             elif wanted is None or part is not None:
-                raise Corrupt(f"{row.fqn}: no part of the manifest has it", fqn=row.fqn)
+                raise CorruptCheckpointError(f"{row.fqn}: no part of the manifest has it", fqn=row.fqn)
             else:
                 entries[row.fqn] = ValueEntry(row.path, "", 0, 0)
         else:
@@ -226,16 +226,18 @@ def join(root: Root, parts: Mapping[int, Part], wanted: Collection[int] | None =
     made = root.manifest
     return Manifest(
         made.save_id, entries, made.files, made.step, made.generation, made.digest, made.metadata,
-        ranks=len(root.parts), sidecars=made.sidecars,
+        ranks=len(root.parts), sidecars=made.sidecars, file_crcs=made.file_crcs,
     )  # fmt: skip
 
 
-def _chunks(root: Root, parts: Mapping[int, Part], number: int, row: SharedRow, whole: bool) -> Iterator[Chunk]:
+def _chunks(root: Root, parts: Mapping[int, RankPart], number: int, row: SharedRow, whole: bool) -> Iterator[Chunk]:
     for placed in root.shared.patterns[row.pattern]:
         part = parts.get(placed.rank)
         if part is None and not whole:
             continue
         chunk = None if part is None else part.chunks.get((number, name_of(placed.offsets)))
         if chunk is None or chunk.sizes != placed.sizes:
-            raise Corrupt(f"{row.fqn}: no part of the manifest has its box at {placed.offsets}", fqn=row.fqn)
+            raise CorruptCheckpointError(
+                f"{row.fqn}: no part of the manifest has its box at {placed.offsets}", fqn=row.fqn
+            )
         yield chunk

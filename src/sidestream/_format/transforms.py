@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 from .._runtime.steps import Steps
-from ..errors import Corrupt, MissingExtra, UnsupportedCheckpoint
+from ..errors import CorruptCheckpointError, MissingExtraError, UnsupportedCheckpointError
 
 __all__ = ["MOST_EXPANSION", "UnpackBudget", "check_transforms", "may_expand", "require", "unpack"]
 
@@ -26,17 +26,17 @@ _MOST_WINDOW_BYTES = 128 << 20
 def check_transforms(descriptors: object, fqn: str) -> str | None:
     """The one transform that an item was written through, if any.
 
-    Raises ``UnsupportedCheckpoint`` for another one than zstd in its first version, or several.
+    Raises ``UnsupportedCheckpointError`` for another one than zstd in its first version, or several.
     """
     if not descriptors:
         return None
     if not isinstance(descriptors, list) or not all(isinstance(one, str) for one in descriptors):
-        raise Corrupt(f".metadata: {fqn!r} has transforms that are none", fqn=fqn)
+        raise CorruptCheckpointError(f".metadata: {fqn!r} has transforms that are none", fqn=fqn)
     names = [one.partition("/") for one in descriptors]
     if len(names) == 1 and names[0][0] == _ZSTD and names[0][2].partition(".")[0] == "1":
         return _ZSTD
     told = ", ".join(ascii(one[:80])[1:-1] for one in descriptors[:4])
-    raise UnsupportedCheckpoint(
+    raise UnsupportedCheckpointError(
         f"{fqn!r} was written through the transform {told}, which this version does not undo; "
         "load it with torch.distributed.checkpoint"
     )
@@ -71,14 +71,14 @@ class UnpackBudget:
 
 
 def require() -> None:
-    """Raise ``MissingExtra`` unless there is a package that can decompress."""
+    """Raise ``MissingExtraError`` unless there is a package that can decompress."""
     _zstandard() or _pyzstd()
 
 
 def unpack(raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
     """The content of zstd frames. What is allocated grows with what really comes out of them.
 
-    Raises ``Corrupt`` for what is no zstd or expands to more than ``most_bytes``, ``MissingExtra``.
+    Raises ``CorruptCheckpointError`` for what is no zstd or expands to more than ``most_bytes``, ``MissingExtraError``.
     """
     window_bytes = max(_WINDOW_BYTES, min(most_bytes, _MOST_WINDOW_BYTES))
     frames = _with_zstandard if _zstandard() else _with_pyzstd
@@ -88,9 +88,11 @@ def unpack(raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
             yield
             content += piece
             if len(content) > most_bytes:
-                raise Corrupt(f"malformed zstd: it expands to more than the {most_bytes} bytes that it stands for")
+                raise CorruptCheckpointError(
+                    f"malformed zstd: it expands to more than the {most_bytes} bytes that it stands for"
+                )
     except _errors() as error:
-        raise Corrupt(f"malformed zstd: {ascii(str(error)[:200])[1:-1]}") from None
+        raise CorruptCheckpointError(f"malformed zstd: {ascii(str(error)[:200])[1:-1]}") from None
     return content
 
 
@@ -130,7 +132,7 @@ def _pyzstd() -> bool:
     try:
         import pyzstd  # noqa: F401
     except ImportError:
-        raise MissingExtra(
+        raise MissingExtraError(
             "the checkpoint is compressed with zstd, and neither zstandard nor pyzstd is installed: "
             "pip install 'sidestream[zstd]'",
             extra="zstd",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import lt
 
 from .._runtime.steps import Steps, chunked
-from ..errors import Corrupt, NotCovered, UnsupportedCheckpoint
+from ..errors import CorruptCheckpointError, IncompleteTensorError, UnsupportedCheckpointError
 from .cover import TooIntricateError, find_overlap, volume
 from .digest import DIGEST_BYTES
 from .pickles.keys import name_of
@@ -76,9 +76,9 @@ def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
     ``partly``: of a manifest in parts some were read, so chunks may be missing, and values without a file; then
     ``check_patterns`` tells about holes.
 
-    Raises ``Corrupt`` with ``file`` or ``fqn`` set, and ``NotCovered`` (all tensors listed) where only chunks are
-    missing. ``UnsupportedCheckpoint`` for a dtype that is not known and for chunks in an impracticable layout. For an
-    ``OpaqueEntry`` only the places of its items are checked.
+    Raises ``CorruptCheckpointError`` with ``file`` or ``fqn`` set, and ``IncompleteTensorError`` (all tensors listed)
+    where only chunks are missing. ``UnsupportedCheckpointError`` for a dtype that is not known and for chunks in an
+    impracticable layout. For an ``OpaqueEntry`` only the places of its items are checked.
     """
     yield from _check_counts(manifest)
     for name, size in manifest.files.items():
@@ -118,7 +118,7 @@ def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
     yield from _check_expansion(others.values())
     if holes:
         listed = "; ".join(holes[:_HOLES_LISTED])
-        raise NotCovered(f"{len(holes)} tensors of the checkpoint have holes: {listed}", holes)
+        raise IncompleteTensorError(f"{len(holes)} tensors of the checkpoint have holes: {listed}", holes)
 
 
 def check_patterns(root: Root, rows: Iterable[int]) -> Steps[None]:
@@ -136,12 +136,12 @@ def check_patterns(root: Root, rows: Iterable[int]) -> Steps[None]:
         try:
             overlap = find_overlap(boxes)
         except TooIntricateError:
-            raise UnsupportedCheckpoint(f"{row.fqn!r} is cut in a way that is too intricate to check") from None
+            raise UnsupportedCheckpointError(f"{row.fqn!r} is cut in a way that is too intricate to check") from None
         if overlap:
-            raise Corrupt(f"the chunks of {row.fqn!r} overlap", fqn=row.fqn)
+            raise CorruptCheckpointError(f"the chunks of {row.fqn!r} overlap", fqn=row.fqn)
         if volume(boxes) != numel:
             hole = f"{row.fqn}: {numel - volume(boxes)} of {numel} elements are in no chunk"
-            raise NotCovered(f"a tensor of the checkpoint has holes: {hole}", [hole])
+            raise IncompleteTensorError(f"a tensor of the checkpoint has holes: {hole}", [hole])
 
 
 @dataclass(slots=True)
@@ -186,7 +186,7 @@ def _check_counts(manifest: Manifest) -> Steps[None]:
     counts = (len(manifest.entries), MAX_ENTRIES, "entries"), (chunks, MAX_CHUNKS, "chunks")
     for count, most, what in (*counts, (len(manifest.files), MAX_FILES, "files")):
         if count > most:
-            raise Corrupt(f"the checkpoint claims {count} {what}, more than the {most} that are read")
+            raise CorruptCheckpointError(f"the checkpoint claims {count} {what}, more than the {most} that are read")
 
 
 def _check_expansion(entries: Iterable[Entry]) -> Steps[None]:
@@ -199,7 +199,7 @@ def _check_expansion(entries: Iterable[Entry]) -> Steps[None]:
                     expanded += math.prod(chunk.sizes) * itemsize(entry.dtype)
         yield
     if expanded > may_expand(packed):
-        raise UnsupportedCheckpoint(
+        raise UnsupportedCheckpointError(
             f"its compressed tensors have {packed} bytes and would expand to {expanded}, a ratio that this version "
             "does not accept; load it with torch.distributed.checkpoint"
         )
@@ -209,14 +209,14 @@ def _check_file(name: str, size: int) -> None:
     drive = len(name) > 1 and name[1] == ":"
     plain = name and name[0] != "." and not drive and "/" not in name and "\\" not in name and name.isprintable()
     if not plain or len(name.encode()) > _MAX_NAME_BYTES:
-        raise Corrupt(f"{name[:_MAX_NAME_BYTES]!r} is no plain file name", file=name)
+        raise CorruptCheckpointError(f"{name[:_MAX_NAME_BYTES]!r} is no plain file name", file=name)
     if not 0 <= size <= _MAX_SIZE:
-        raise Corrupt(f"file {name!r} has an impossible size ({size})", file=name)
+        raise CorruptCheckpointError(f"file {name!r} has an impossible size ({size})", file=name)
 
 
 def _check_sidecars(manifest: Manifest, taken: set[str]) -> None:
-    """Raise ``Corrupt`` unless each sidecar file is a whole file, in which nothing else lies. ``taken``: the files of
-    tensors and values."""
+    """Raise ``CorruptCheckpointError`` unless each sidecar file is a whole file, in which nothing else lies. ``taken``:
+    the files of tensors and values."""
     taken = set(taken)
     for name, entry in manifest.sidecars.items():
         (chunk,) = entry.chunks
@@ -224,20 +224,24 @@ def _check_sidecars(manifest: Manifest, taken: set[str]) -> None:
         check_item(manifest.files, name, chunk.file, 0, chunk.item_bytes)
         _check_tensor(manifest.files, name, entry, manifest.digest)
         if chunk.file in taken or manifest.files[chunk.file] != chunk.item_bytes:
-            raise Corrupt(f"the sidecar file {name!r} is not the whole of {chunk.file!r}", file=chunk.file)
+            raise CorruptCheckpointError(
+                f"the sidecar file {name!r} is not the whole of {chunk.file!r}", file=chunk.file
+            )
         taken.add(chunk.file)
 
 
 def _check_names(fqn: str, entry: Entry) -> None:
     if len(fqn) > MAX_FQN_CHARS:
-        raise Corrupt(f"an FQN has {len(fqn)} characters, more than the {MAX_FQN_CHARS} that are read", fqn=fqn)
+        raise CorruptCheckpointError(
+            f"an FQN has {len(fqn)} characters, more than the {MAX_FQN_CHARS} that are read", fqn=fqn
+        )
     check_path(fqn, entry.path)
     if isinstance(entry, EmptyEntry) and entry.kind != "dict":
-        raise Corrupt(f"{fqn!r} is an empty container of an unknown kind", fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn!r} is an empty container of an unknown kind", fqn=fqn)
 
 
 def _check_composite(fqn: str, entry: CompositeEntry, entries: Mapping[str, Entry | Row]) -> None:
-    """Raise ``Corrupt`` unless each part of a composite tensor has an entry of its own, at its path."""
+    """Raise ``CorruptCheckpointError`` unless each part of a composite tensor has an entry of its own, at its path."""
     check_shape(fqn, entry.dtype, entry.shape)
     names = SPARSE_PARTS.get(entry.type, entry.parts)
     if (
@@ -245,30 +249,30 @@ def _check_composite(fqn: str, entry: CompositeEntry, entries: Mapping[str, Entr
         or entry.parts != names
         or (entry.type in SPARSE_PARTS) != (entry.strides is None)
     ):
-        raise Corrupt(f"{fqn!r} is a composite tensor that does not fit its type", fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn!r} is a composite tensor that does not fit its type", fqn=fqn)
     strides = entry.strides or ()
     if entry.strides is not None and len(strides) != len(entry.shape):
-        raise Corrupt(f"{fqn!r} has {len(strides)} strides for {len(entry.shape)} dimensions", fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn!r} has {len(strides)} strides for {len(entry.shape)} dimensions", fqn=fqn)
     if any(not 0 <= stride <= _MAX_SIZE for stride in strides):
-        raise Corrupt(f"{fqn!r} has impossible strides", fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn!r} has impossible strides", fqn=fqn)
     if not 0 < len(set(entry.parts)) == len(entry.parts) <= MAX_PARTS or "" in entry.parts:
-        raise Corrupt(f"{fqn!r} has parts that are none", fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn!r} has parts that are none", fqn=fqn)
     for part in entry.parts:
         one = entries.get(f"{fqn}.{part}")
         if not isinstance(one, tuple | TensorEntry | CompositeEntry) or path_of(one) != (*entry.path, part):
-            raise Corrupt(f"{fqn!r} consists of parts, and {part!r} is missing", fqn=fqn)
+            raise CorruptCheckpointError(f"{fqn!r} consists of parts, and {part!r} is missing", fqn=fqn)
 
 
 def check_path(fqn: str, path: tuple[Key, ...]) -> None:
-    """Raise ``Corrupt`` if a path is too long, or a step of it is no key."""
+    """Raise ``CorruptCheckpointError`` if a path is too long, or a step of it is no key."""
     if not 0 < len(path) <= MAX_PATH_DEPTH:
-        raise Corrupt(f"{fqn!r} has a path of {len(path)} steps, not 1 to {MAX_PATH_DEPTH}", fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn!r} has a path of {len(path)} steps, not 1 to {MAX_PATH_DEPTH}", fqn=fqn)
     for step in path:
         index = type(step) is int and 0 <= step <= _MAX_SIZE
         if not index and not isinstance(step, str | DictKey):
-            raise Corrupt(f"{fqn!r} has a path with a step that is no key or index", fqn=fqn)
+            raise CorruptCheckpointError(f"{fqn!r} has a path with a step that is no key or index", fqn=fqn)
         if isinstance(step, str) and len(step) > MAX_FQN_CHARS:
-            raise Corrupt(f"{fqn!r} has a path with a key of {len(step)} characters", fqn=fqn)
+            raise CorruptCheckpointError(f"{fqn!r} has a path with a key of {len(step)} characters", fqn=fqn)
 
 
 def _items(entry: Entry, own: bool) -> Iterator[tuple[str, int, int, object]]:
@@ -286,13 +290,13 @@ def _items(entry: Entry, own: bool) -> Iterator[tuple[str, int, int, object]]:
 
 
 def check_item(files: Mapping[str, int], fqn: str, file: str, start: int, length: int) -> None:
-    """Raise ``Corrupt`` unless the file is there, under a plain name, and has those bytes."""
+    """Raise ``CorruptCheckpointError`` unless the file is there, under a plain name, and has those bytes."""
     if file not in files:
         _check_file(file, 0)
-        raise Corrupt(f"{fqn!r} lies in {file!r}, which is missing", file=file, fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn!r} lies in {file!r}, which is missing", file=file, fqn=fqn)
     if start < 0 or length < 0 or start + length > files[file]:
         where = f"bytes {start} to {start + length} of {file!r}"
-        raise Corrupt(f"{fqn!r} lies at {where}, which has {files[file]}", file=file, fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn!r} lies at {where}, which has {files[file]}", file=file, fqn=fqn)
 
 
 def _check_apart(file: str, items: list[_Range]) -> Steps[None]:
@@ -305,7 +309,9 @@ def _check_apart(file: str, items: list[_Range]) -> Steps[None]:
         if start == end or ((start, end) == reached[:2] and content is not None and content == reached[3]):
             continue
         if start < reached[1]:
-            raise Corrupt(f"{fqn!r} and {reached[2]!r} overlap in {file!r}", file=file, fqn=fqn, offset=start)
+            raise CorruptCheckpointError(
+                f"{fqn!r} and {reached[2]!r} overlap in {file!r}", file=file, fqn=fqn, offset=start
+            )
         reached = item
 
 
@@ -319,30 +325,33 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: s
     available = sum(files[file] for file in {chunk.file for chunk in entry.chunks})
     expansion = MOST_EXPANSION if any(chunk.transform for chunk in entry.chunks) else 1
     if covered * itemsize(entry.dtype) > available * expansion:
-        raise Corrupt(f"{fqn!r} claims more bytes than its files have ({available})", fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn!r} claims more bytes than its files have ({available})", fqn=fqn)
     try:
         overlap = find_overlap(boxes)
     except TooIntricateError:
-        raise UnsupportedCheckpoint(f"{fqn!r} is cut into chunks in a way that is too intricate to check") from None
+        raise UnsupportedCheckpointError(
+            f"{fqn!r} is cut into chunks in a way that is too intricate to check"
+        ) from None
     if overlap:
         first, second = (list(boxes[index][0]) for index in overlap)
-        raise Corrupt(f"the chunks of {fqn!r} at {first} and {second} overlap", fqn=fqn)
+        raise CorruptCheckpointError(f"the chunks of {fqn!r} at {first} and {second} overlap", fqn=fqn)
     return math.prod(entry.shape) - covered
 
 
 def check_shape(fqn: str, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise ``UnsupportedCheckpoint`` for a dtype that is not known, ``Corrupt`` for a shape that no tensor has."""
+    """Raise ``UnsupportedCheckpointError`` for a dtype that is not known, ``CorruptCheckpointError`` for a shape that
+    no tensor has."""
     if dtype not in SAVED_DTYPES:
-        raise UnsupportedCheckpoint(f"{fqn!r} has dtype {dtype[:64]!r}, which this version does not read")
+        raise UnsupportedCheckpointError(f"{fqn!r} has dtype {dtype[:64]!r}, which this version does not read")
     extent = math.prod(max(dim, 1) for dim in shape) * itemsize(dtype)
     if len(shape) > MAX_RANK or any(dim < 0 for dim in shape) or extent > _MAX_SIZE:
-        raise Corrupt(f"{fqn!r} has an impossible shape", fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn!r} has an impossible shape", fqn=fqn)
 
 
 def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, digest: str | None) -> None:
-    def corrupt(what: str) -> Corrupt:
+    def corrupt(what: str) -> CorruptCheckpointError:
         where = f"a chunk of {fqn!r} in {chunk.file!r}"
-        return Corrupt(f"{where} {what}", file=chunk.file, fqn=fqn, offset=chunk.item_offset)
+        return CorruptCheckpointError(f"{where} {what}", file=chunk.file, fqn=fqn, offset=chunk.item_offset)
 
     if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape):
         raise corrupt(f"has another rank than the tensor's {len(entry.shape)}")

@@ -25,7 +25,7 @@ import binascii
 import math
 from typing import Any
 
-from ..errors import Corrupt
+from ..errors import CorruptCheckpointError
 from .frame import tensor_pickle
 from .pickles import write as p
 from .records import DTYPES, Node
@@ -34,12 +34,13 @@ __all__ = ["bytes_and_position", "is_stored", "node_bytes", "node_kind", "pickle
 
 
 def node_kind(node: Node) -> tuple[str, Any]:
-    """``("scalar", node)`` or the kind and content of a tagged node. Raises ``Corrupt`` for anything else."""
+    """``("scalar", node)`` or the kind and content of a tagged node. Raises ``CorruptCheckpointError`` for anything
+    else."""
     if node is None or isinstance(node, (bool, int, float, str)):
         return "scalar", node
     if isinstance(node, dict) and len(node) == 1:
         return next(iter(node.items()))
-    raise Corrupt("a value of the manifest is not in a form that this version knows")
+    raise CorruptCheckpointError("a value of the manifest is not in a form that this version knows")
 
 
 def is_stored(node: Node) -> bool:
@@ -52,7 +53,7 @@ def node_bytes(content: Any) -> bytes:
     try:
         return base64.b64decode(content, validate=True)
     except (binascii.Error, TypeError, ValueError):
-        raise Corrupt("a value of the manifest holds damaged base64") from None
+        raise CorruptCheckpointError("a value of the manifest holds damaged base64") from None
 
 
 def bytes_and_position(content: Any) -> tuple[bytes, int]:
@@ -61,7 +62,7 @@ def bytes_and_position(content: Any) -> tuple[bytes, int]:
     data, position = content
     raw = node_bytes(data)
     if type(position) is not int or not 0 <= position <= len(raw):
-        raise Corrupt("a BytesIO whose position is beyond its bytes")
+        raise CorruptCheckpointError("a BytesIO whose position is beyond its bytes")
     return raw, position
 
 
@@ -137,7 +138,7 @@ def _pickle_leaf(kind: str, content: Any, storages: list[bytes]) -> bytes:
             # array(()).item() would lose the type; numpy.dtype(...).type is not a call, so index the 0-d array.
             scalar = _pickle_array(content["dtype"], [], content["data"])
             return p.call(p.global_("_operator", "getitem"), scalar, b")")
-    raise Corrupt(f"a value of the manifest is of the unknown kind {kind!r}")
+    raise CorruptCheckpointError(f"a value of the manifest is of the unknown kind {kind!r}")
 
 
 def _pickle_bytes(raw: bytes) -> bytes:
@@ -158,5 +159,5 @@ def check_inline_tensor(content: Any) -> tuple[str, tuple[int, ...], bytes]:
     """Dtype, shape and bytes of a ``tensor`` node, checked against each other."""
     dtype, shape, raw = content["dtype"], tuple(content["shape"]), node_bytes(content["data"])
     if dtype not in DTYPES or math.prod(shape) * DTYPES[dtype][0] != len(raw):
-        raise Corrupt("a tensor inside a value has bytes that do not fit its shape")
+        raise CorruptCheckpointError("a tensor inside a value has bytes that do not fit its shape")
     return dtype, shape, raw

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from .calls import call_together, stoppable, together
+from .calls import prepare_together, run_together, stoppable
 from .failure import Stopped
-from .operation import Operation
+from .operation import Deadline, Operation
 from .process import has_ended, this_process
 from .rendezvous import GroupChoice, Member, deadline_of, group_of
 
 __all__ = [
+    "Deadline",
     "GroupChoice",
     "Member",
     "Operation",
     "Stopped",
-    "call_together",
     "deadline_of",
     "group_of",
     "has_ended",
+    "prepare_together",
+    "run_together",
     "stoppable",
     "this_process",
-    "together",
 ]

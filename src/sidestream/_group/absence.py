@@ -1,4 +1,4 @@
-"""Reporting ranks that have not made a call of all ranks, long before the ranks that wait for them give up."""
+"""Warnings about ranks that have not joined a call of all ranks, long before the ranks that wait for them time out."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from itertools import pairwise
 from ..events import RanksMissing, emit
 from .operation import Operation
 
-__all__ = ["NOTICE_S", "Coming", "give_notice", "remedy"]
+__all__ = ["WARN_AFTER_S", "BeginMessage", "remedy", "warn_of_missing"]
 
 _log = logging.getLogger("sidestream")
 
-NOTICE_S = 5.0
+WARN_AFTER_S = 5.0
 """How long a rank waits for other ranks before it logs a warning."""
 _SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
-    """The message that a rank sends when it has begun an operation. ``waited_s``: the time until it found rank 0."""
+class BeginMessage:
+    """The payload of a BEGUN message. ``waited_s``: the time until the rank was connected to rank 0."""
 
     kind: str
     rank_wait_s: float
     waited_s: float
 
     @classmethod
-    def of(cls, operation: Operation) -> Coming:
+    def of(cls, operation: Operation) -> BeginMessage:
         return cls(operation.kind, operation.rank_wait_s, time.monotonic() - operation.began_at)
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def unpack(cls, raw: bytes) -> Coming:
+    def unpack(cls, raw: bytes) -> BeginMessage:
         return cls(**json.loads(raw))
 
 
 def remedy(kind: str) -> str:
-    """Advice for a process that made a call of all ranks on its own."""
+    """Return advice for a process that makes a call of all ranks alone."""
     return f'make this call on every rank, or pass process_group="alone" to {kind} in this process only'
 
 
-def give_notice(operation: Operation, missing: Sequence[int]) -> None:
-    """Log that this rank waits for the ranks in ``missing``. Called in the thread of the owner."""
+def warn_of_missing(operation: Operation, missing: Sequence[int]) -> None:
+    """Log that this rank waits for the ranks in ``missing``. Called in the connection thread."""
     waited_s = time.monotonic() - operation.began_at
     at_most = min(("rank_wait_s", operation.rank_wait_s), ("timeout_s", operation.deadline.timeout_s), key=_seconds)
     _log.warning(
         "rank %d has waited %.0f s for %s, which did not join this %s: %s. It waits for at most %s=%g",
         operation.rank,
         waited_s,
-        _spell(missing),
+        _listed(missing),
         operation.kind,
         remedy(operation.kind),
         *at_most,
@@ -66,7 +66,7 @@ def _seconds(option: tuple[str, float]) -> float:
     return option[1]
 
 
-def _spell(ranks: Sequence[int]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     """Return ``ranks 1-3 and 7`` for sorted ranks."""
     runs = list(_runs(ranks))
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_SHOWN]]

@@ -1,4 +1,4 @@
-"""Calls of all ranks together: what one rank does ends alike for all."""
+"""Work that all ranks of a group do together and that ends in the same way on each of them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .._runtime.abandoned import watch
+from .._runtime.abandoned import register
 from .failure import Stopped
 from .operation import Operation
 
-__all__ = ["call_together", "stoppable", "together"]
+__all__ = ["prepare_together", "run_together", "stoppable"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """This rank's part in an operation that runs in its caller's task. If the loop of that task ends, the other ranks
-    are notified."""
+class CallPart:
+    """The registered resources of an operation that runs in the caller's task: if the loop of that task ends, the other
+    ranks are notified."""
 
     operation: Operation
 
@@ -39,9 +39,10 @@ class Part:
         """Do nothing: the part has no other resources."""
 
 
-async def together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
-    """Do ``work``, which every rank does, so that it ends alike for all. Raises ``RankFailures``, or its own cancel."""
-    watched = watch(Part(operation))
+async def run_together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
+    """Do ``work`` on this rank, as every rank does, and close the operation. If it fails on one rank, it fails on all
+    with the same ``RankFailuresError``. A rank that is cancelled raises its own cancel."""
+    watched = register(CallPart(operation))
     try:
         result = await work(operation)
     except BaseException as error:
@@ -56,9 +57,11 @@ async def together(work: Callable[[Operation], Awaitable[T]], operation: Operati
     return result
 
 
-async def call_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:
-    """Do what precedes an operation's own work; if that fails here, it fails everywhere. Raises ``RankFailures``."""
-    watched = watch(Part(operation))
+async def prepare_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:
+    """Do ``work``, which precedes the operation's own work, and leave the operation open. If it fails on one rank, the
+    operation fails on all of them with the same ``RankFailuresError``. A rank that is cancelled raises its own
+    cancel."""
+    watched = register(CallPart(operation))
     try:
         return await work()
     except BaseException as error:
@@ -71,7 +74,7 @@ async def call_together(operation: Operation, work: Callable[[], Awaitable[Any]]
 
 
 async def stoppable(operation: Operation, work: Coroutine[Any, Any, T]) -> T:
-    """Do ``work``, and stop it when another rank cannot go on: then ``Stopped`` is raised."""
+    """Do ``work``. If another rank fails, cancel it and raise ``Stopped``."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
 

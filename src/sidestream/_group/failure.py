@@ -1,4 +1,4 @@
-"""Errors of one rank, told to the others as data and made again there."""
+"""Errors of one rank, sent to the other ranks as data and rebuilt there."""
 
 from __future__ import annotations
 
@@ -8,58 +8,76 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .. import errors
-from ..errors import RankFailure, RankFailures, SidestreamError
+from ..errors import RankFailure, RankFailuresError, SidestreamError
 
-__all__ = ["Stopped", "died", "failure_of", "pack", "pack_all", "unpack", "unpack_all"]
+__all__ = ["Stopped", "failure_of", "pack", "pack_all", "rank_died", "unpack", "unpack_all"]
 
 _MAX_CHARS = 4000
 
 
 class Stopped(Exception):
-    """Another rank cannot go on; the verdict of the operation will say which, and why."""
+    """Another rank has failed. The verdict of the operation will say which one, and why."""
 
     written: tuple[str, ...] = ()
-    """Of a load: as in ``SidestreamError``."""
+    """For a load: as in ``SidestreamError``."""
 
 
 def failure_of(rank: int, step: str, error: BaseException) -> RankFailure:
-    """``error`` as the other ranks will see it: one of ours by its class, any other by its name and words."""
+    """Return ``error`` as the other ranks receive it: an error of sidestream as an object of its class, any other as
+    its class name and message."""
     return unpack(pack(rank, step, error))
 
 
-def died(rank: int, step: str) -> RankFailure:
-    """The same words to all, however each of them has heard of it."""
+def rank_died(rank: int, step: str) -> RankFailure:
+    """Return the failure of a rank whose process has ended. The text is the same however a rank has noticed it."""
     return RankFailure(rank, step, "RankDied", "the process has ended, or its machine cannot be reached")
 
 
 def pack(rank: int, step: str, error: BaseException) -> dict[str, Any]:
+    """Return ``error`` of ``rank`` in ``step`` as JSON data."""
     if isinstance(error, asyncio.CancelledError):
         return {"rank": rank, "step": step, "kind": "CancelledError", "text": "the call was cancelled"}
     text = str(error)[:_MAX_CHARS]
-    told: dict[str, Any] = {"rank": rank, "step": step, "kind": type(error).__name__, "text": text}
+    packed: dict[str, Any] = {"rank": rank, "step": step, "kind": type(error).__name__, "text": text}
     if isinstance(error, SidestreamError) and all(type(one) in (str, int, type(None)) for one in error.args):
-        filename = getattr(error, "filename", None)
-        told["args"] = [*error.args, *([str(filename)] if filename is not None else [])]
-    return told
+        packed["args"], packed["facts"] = _args(error), error.facts()
+    return packed
 
 
-def unpack(told: Mapping[str, Any]) -> RankFailure:
-    kind, text = str(told["kind"]), str(told["text"])
-    return RankFailure(int(told["rank"]), str(told["step"]), kind, text, _again(kind, told.get("args")))
+def _args(error: SidestreamError) -> list[Any]:
+    """Return the arguments from which an error with the same message can be made."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return [str(error)]
+    filename = error.filename
+    return [*error.args, *([str(filename)] if filename is not None else [])]
 
 
-def _again(kind: str, args: Any) -> SidestreamError | None:
-    """The error as an object, where it is one of ours and its class takes what it was made of."""
+def unpack(packed: Mapping[str, Any]) -> RankFailure:
+    """Return the failure from what ``pack`` returned."""
+    kind, text = str(packed["kind"]), str(packed["text"])
+    return RankFailure(
+        int(packed["rank"]),
+        str(packed["step"]),
+        kind,
+        text,
+        _rebuilt(kind, packed.get("args"), packed.get("facts", {})),
+    )
+
+
+def _rebuilt(kind: str, args: Any, facts: Any) -> SidestreamError | None:
+    """Return the error as an object, or None if it is not an error of sidestream or its class does not accept
+    ``args``."""
     found = getattr(errors, kind, None) if kind in errors.__all__ else None
     if not isinstance(found, type) or not issubclass(found, SidestreamError) or not isinstance(args, list):
         return None
     try:
-        return found(*args)
-    except Exception:  # some are made of more than data, such as RankFailures; the name and the words are told anyway
+        return found(*args).with_facts(facts)
+    except Exception:  # some need more than data, such as RankFailuresError; class name and message are enough then
         return None
 
 
 def pack_all(failures: Iterable[RankFailure]) -> bytes:
+    """Return a verdict as bytes."""
     return json.dumps(
         [
             {
@@ -67,16 +85,13 @@ def pack_all(failures: Iterable[RankFailure]) -> bytes:
                 "step": one.step,
                 "kind": one.kind,
                 "text": one.text,
-                **({} if one.error is None else {"args": _args(one.error)}),
+                **({} if one.error is None else {"args": _args(one.error), "facts": one.error.facts()}),
             }
             for one in failures
         ]
     ).encode()
 
 
-def _args(error: SidestreamError) -> list[Any]:
-    return list(pack(0, "", error).get("args", [str(error)]))
-
-
-def unpack_all(raw: bytes) -> RankFailures:
-    return RankFailures([unpack(told) for told in json.loads(raw)])
+def unpack_all(raw: bytes) -> RankFailuresError:
+    """Return the verdict from what ``pack_all`` returned."""
+    return RankFailuresError([unpack(packed) for packed in json.loads(raw)])

@@ -1,8 +1,8 @@
-"""One thing that all ranks of a group do together, step by step, and how it ends for all of them alike.
+"""An operation of all ranks of a group, step by step, which ends in the same way on all of them.
 
-In a step every rank gives rank 0 some bytes, rank 0 makes answers of them, and every rank gets its own. A rank that
-cannot go on says so; all others are told to stop, say that they have, and rank 0 tells everybody the same verdict, or
-to start over.
+In a step, every rank sends bytes to rank 0, rank 0 computes answers from them, and every rank receives its answer. When
+a rank fails, rank 0 tells the others to stop and waits until they have; then it sends all ranks the same verdict, or
+the order to start over.
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from .._runtime.gil import awaited
+from .._runtime.gil import wrap_thread_future
 from .._runtime.threads import Deadline
-from ..errors import RankFailures
+from ..errors import RankFailuresError
 from .failure import Stopped, pack
 
-__all__ = ["Decide", "Exchange", "Operation"]
+__all__ = ["FOLLOWING", "Deadline", "Decide", "Exchange", "Operation"]
 
 Decide: TypeAlias = Callable[[Sequence[bytes]], "bytes | Sequence[bytes]"]
-"""On rank 0: from the parts of all ranks, by rank, to one answer for all or one for each."""
+"""Called on rank 0 with the parts of all ranks, in the order of ranks. Returns one answer for all, or one for each."""
 
 T = TypeVar("T")
 
 VERDICT_GRACE_S = 30.0
-"""How long past the deadline a rank waits for what rank 0 has to say before it judges for itself."""
+"""How long past the deadline a rank waits for the verdict of rank 0 before it ends the operation by itself."""
 
 _ROUND = 1 << 32
 """Added to the number of an operation each time that all ranks start over. A group begins fewer operations."""
 
+FOLLOWING = 1 << 48
+"""Added to the number of an operation for each operation that follows it. No operation starts over so often."""
+
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One step as one rank takes part in it: what it gives, and where its answer arrives. ``gathered`` is where rank 0
-    finds what all gave; the others have None."""
+    """One step on one rank: the ``part`` that it sends, and the future of its answer. ``gathered`` is the future of all
+    parts on rank 0, and None on other ranks."""
 
     step: str
     part: bytes
@@ -46,8 +49,9 @@ class Exchange:
     answered: Future[bytes]
 
 
-class Traffic(Protocol):
-    """What an operation needs of its group. ``plans`` is for whoever plans with these ranks."""
+class OperationTransport(Protocol):
+    """The methods of a ``RankGroup`` that an operation calls. ``plans`` is where planning keeps its state between
+    operations."""
 
     rank: int
     world: int
@@ -55,11 +59,13 @@ class Traffic(Protocol):
 
     def id_of(self, number: int) -> str: ...
 
+    def follow(self, operation: Operation, index: int, kind: str, deadline: Deadline) -> Operation: ...
+
     def step(self, operation: Operation, exchange: Exchange) -> None: ...
 
     def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None: ...
 
-    def seal(self, operation: Operation) -> Future[bool]: ...
+    def make_irrevocable(self, operation: Operation) -> Future[bool]: ...
 
     def fail(self, operation: Operation, error: BaseException, *, undone: bool, start_over: bool = False) -> None: ...
 
@@ -69,9 +75,11 @@ class Traffic(Protocol):
 
 
 class Operation:
-    """This rank's view of one operation. Safe for any thread."""
+    """One operation as this rank sees it. Its methods may be called in any thread."""
 
-    def __init__(self, group: Traffic, number: int, kind: str, deadline: Deadline, rank_wait_s: float) -> None:
+    def __init__(
+        self, group: OperationTransport, number: int, kind: str, deadline: Deadline, rank_wait_s: float
+    ) -> None:
         self.group = group
         self.number = number
         self.kind = kind
@@ -80,19 +88,20 @@ class Operation:
         """How long this rank waits for the other ranks to begin the operation."""
         self.began_at = time.monotonic()
         self.step = "start"
-        """What this rank is doing, for its errors."""
-        self.verdict: Future[RankFailures | None] = Future()
-        """How it failed, the same on all ranks; None if they start over. Then the next round has a future of its own.
-        """
-        self.went_on = False
-        """After a cancel: it came too late, the step has been completed."""
+        """The step that this rank is in, for its errors."""
+        self.verdict: Future[RankFailuresError | None] = Future()
+        """The failures of the operation, the same on all ranks. None if they start over; the next round has a future of
+        its own."""
+        self.step_completed = False
+        """Whether a cancel came too late: the step has been completed on all ranks."""
         self._lock = threading.Lock()
         self._stopping = False
         self._on_stop: list[Callable[[], None]] = []
         self._waiting: set[Future[bytes] | Future[Sequence[bytes]]] = set()
         self._ended = False
         self._final: dict[str, Any] | None = None
-        """Why this rank does not start over with the others, packed. The error itself would keep its frames alive."""
+        """The packed error because of which this rank cannot start over. The error itself would keep its frames
+        alive."""
         self._suspended = False
 
     @property
@@ -105,30 +114,36 @@ class Operation:
 
     @property
     def save_id(self) -> str:
-        """32 hexadecimal digits that every rank knows, and no other operation has."""
+        """32 hexadecimal digits, the same on all ranks and unique for each operation."""
         return self.group.id_of(self.number)
 
-    # --- its time ---
+    def follow(self, index: int, kind: str, deadline: Deadline) -> Operation:
+        """Begin the operation ``index`` of those that follow this one, without blocking. Each rank begins it after
+        this one has ended there. Other operations may begin in between."""
+        return self.group.follow(self, index, kind, deadline)
+
+    # --- its deadline ---
 
     def suspend(self) -> None:
-        """Its deadline does not count, on this rank, until ``resume``."""
+        """Suspend the deadline on this rank until ``resume``."""
         self._suspended = True
 
     def resume(self, deadline: Deadline) -> None:
-        """From now on it has until ``deadline``, which is as long as the first one was."""
+        """Set a new deadline and stop suspending it. It has the same length as the first one."""
         self.deadline = deadline
         self._suspended = False
 
     @property
     def expires_at(self) -> float:
-        """Not before then (``time.monotonic``) has its time run out. Of one that is suspended, a time to look again."""
+        """The earliest time at which the deadline can pass (``time.monotonic`` seconds). While it is suspended, the
+        time at which to check again."""
         return time.monotonic() + self.deadline.timeout_s if self._suspended else self.deadline.at
 
     # --- steps ---
 
     def exchange(self, step: str, part: bytes, decide: Decide) -> bytes:
-        """Blocking, in a worker thread: this rank's answer. Raises ``Stopped`` if the operation cannot go on, and on
-        rank 0 what ``decide`` raises."""
+        """Do one step in a worker thread and return this rank's answer. Raises ``Stopped`` if another rank has failed,
+        and on rank 0 the errors of ``decide``."""
         gathered, answered = self._begin(step, part)
         if gathered is not None:
             self.answer(step, decide(self._result(gathered)))
@@ -137,14 +152,14 @@ class Operation:
     async def aexchange(
         self, step: str, part: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes | Sequence[bytes]]]
     ) -> bytes:
-        """As ``exchange``, awaited."""
+        """Do one step as ``exchange`` does, without blocking the loop."""
         gathered, answered = self._begin(step, part)
         if gathered is not None:
             self.answer(step, await decide(await self._await(gathered)))
         return await self._await(answered, final=True)
 
     async def agree(self, step: str) -> None:
-        """Every rank has come to this point."""
+        """Wait until every rank has reached this point."""
 
         async def nothing(_: Sequence[bytes]) -> bytes:
             return b""
@@ -163,12 +178,14 @@ class Operation:
         return gathered, answered
 
     def answer(self, step: str, answers: bytes | Sequence[bytes]) -> None:
-        """On rank 0, where ``decide`` of that step cannot return: one answer for all or one for each."""
+        """Send the answers of a step, one for all ranks or one for each. For rank 0, where ``decide`` of the step
+        cannot return them."""
         each = [answers] * self.world if isinstance(answers, bytes) else list(answers)
         self.group.answer(self, step, each)
 
     def _result(self, future: Future[T]) -> T:
-        """Rank 0 judges at the deadline, so to wait for longer than that and a grace means that nobody does."""
+        """Wait for ``future``. Rank 0 concludes the operation at the deadline, so a longer wait, plus a grace, means
+        that rank 0 does not respond."""
         try:
             return future.result(self.deadline.remaining_s() + VERDICT_GRACE_S)
         except TimeoutError as error:
@@ -177,8 +194,9 @@ class Operation:
             raise self.deadline.exceeded(f"waiting for the other ranks ({self.step})") from error
 
     async def _await(self, future: Future[T], *, final: bool = False) -> T:
-        """A cancel is told to the others and raised when it is known whether they heard of it in time."""
-        waiter = awaited(future)
+        """Await ``future``. A cancel is sent to the other ranks, and raised when it is known whether the step was
+        completed before."""
+        waiter = wrap_thread_future(future)
         cancelled: asyncio.CancelledError | None = None
         while not waiter.done():
             try:
@@ -189,54 +207,56 @@ class Operation:
                     self.group.fail(self, cancel, undone=False)
                 cancelled = cancelled or cancel
         if cancelled is not None:
-            error = waiter.exception()  # looked at in any case, or asyncio would log it
-            self.went_on = final and error is None
+            error = waiter.exception()  # retrieved in any case, or asyncio would log it
+            self.step_completed = final and error is None
             raise cancelled
         return waiter.result()
 
     # --- the end ---
 
-    async def seal(self) -> bool:
-        """On rank 0: from now on it will be carried out, whoever fails or dies. False if it is too late for that.
-        A rank 0 that fails or is cancelled takes the seal back with ``failed``."""
-        return await asyncio.shield(awaited(self.group.seal(self)))  # it is set whether awaited or not
+    async def make_irrevocable(self) -> bool:
+        """Make the operation continue on rank 0 even if other ranks fail or die. Return False if one has failed
+        already. A later failure or cancel of rank 0 itself, reported with ``failed``, undoes this."""
+        return await asyncio.shield(
+            wrap_thread_future(self.group.make_irrevocable(self))
+        )  # it takes effect whether awaited or not
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended for this rank, well or with a verdict."""
+        """Whether the operation has ended on this rank, by success or with a verdict."""
         return self._ended or self.verdict.done()
 
     def close(self) -> None:
-        """It has ended well for this rank."""
+        """End the operation on this rank after its success."""
         with self._lock:
             self._ended = True
         self.group.close(self)
 
-    async def failed(self, error: BaseException) -> RankFailures:
-        """This rank has stopped, because of ``error`` or because others did: the verdict. Waits for it through cancels;
-        the caller raises its own."""
-        if not self.went_on:
+    async def failed(self, error: BaseException) -> RankFailuresError:
+        """Report that this rank has stopped, because of ``error`` or because another rank has failed, and return the
+        verdict. Cancels do not interrupt the wait; the caller raises its own cancel."""
+        if not self.step_completed:
             self.report(error)
         while True:
-            verdict = awaited(self.verdict)
+            verdict = wrap_thread_future(self.verdict)
             while not verdict.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([verdict])
             found = verdict.result()
-            if found is not None:  # the others may have started over: they are told of ``error`` in the next round
+            if found is not None:  # else the other ranks start over, and ``error`` is sent to them in the next round
                 return found
 
     def report(self, error: BaseException) -> None:
-        """As ``failed``, without waiting."""
+        """Report that this rank has stopped, as ``failed`` does, without waiting for the verdict."""
         self._give_up(error)
         self._stopped(error, start_over=False)
 
     async def starts_over(self, error: BaseException, *, wanted: bool) -> bool:
-        """This rank has stopped, because of ``error`` or because others did. ``wanted``: it could start over. Wait for
-        the others, and return whether all ranks start over, which they do if each rank that failed ``wanted`` it; then
-        this is a new operation with the same deadline. Otherwise ``failed`` returns the verdict. A cancel is raised
-        when the outcome is known."""
-        verdict = awaited(self.verdict)
+        """Report that this rank has stopped, because of ``error`` or because another rank has failed, and return
+        whether all ranks start over. They do if every rank that failed ``wanted`` it. Then this object is a new
+        operation with the same deadline; otherwise ``failed`` returns the verdict. A cancel is raised when the outcome
+        is known."""
+        verdict = wrap_thread_future(self.verdict)
         self._stopped(error, start_over=wanted)
         cancelled: asyncio.CancelledError | None = None
         while not verdict.done():
@@ -257,13 +277,13 @@ class Operation:
             ended, self._ended = self._ended, True
         if ended:
             return
-        if self._stopping:  # what it fails with now is what comes of stopping
+        if self._stopping:  # this error is a consequence of the request to stop
             self.group.leave(self)
         else:
             self.group.fail(self, error, undone=True, start_over=start_over)
 
     def on_stop(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, in another thread, when the operation cannot go on; at once if that is known."""
+        """Call ``callback`` in another thread when a rank has failed; at once if one has failed already."""
         with self._lock:
             if not self._stopping:
                 self._on_stop.append(callback)
@@ -272,11 +292,13 @@ class Operation:
 
     @property
     def stopping(self) -> bool:
+        """Whether a rank has failed, so that this rank has to stop."""
         return self._stopping
 
-    # --- the owner's thread ---
+    # --- the connection thread ---
 
     def stop(self) -> None:
+        """Make all waits of this rank raise ``Stopped``, and call the ``on_stop`` callbacks."""
         with self._lock:
             if self._stopping:
                 return
@@ -290,8 +312,8 @@ class Operation:
             callback()
 
     def start_over(self) -> dict[str, Any] | None:
-        """Become the next round, under a number of its own, so that messages of this one are not taken for its. The
-        group begins it. Return the failure that this rank has to tell in it."""
+        """Become the next round of the operation, with a number of its own, so that late messages of this round are not
+        mixed up with it. The group then begins it. Return the failure that this rank has to report in it, or None."""
         with self._lock:
             self.number += _ROUND
             self.began_at = time.monotonic()
@@ -302,7 +324,8 @@ class Operation:
         judged.set_result(None)
         return self._final
 
-    def judge(self, verdict: RankFailures) -> None:
+    def conclude(self, verdict: RankFailuresError) -> None:
+        """Stop this rank, and set the verdict."""
         self.stop()
         if not self.verdict.done():
             self.verdict.set_result(verdict)

@@ -1,6 +1,6 @@
-"""Which process a rank is, so that others on its machine can tell for certain that it has ended.
+"""The identity of a rank's process, so that other processes on its machine can tell for certain that it has ended.
 
-A closed connection alone does not say so: the process may live and carry on with what it was doing.
+A closed connection is not a proof: the process may still live and continue its work.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["has_ended", "this_process"]
 
 
 def this_process() -> dict[str, Any]:
-    """As JSON can carry it."""
+    """Return the identity of this process as JSON data."""
     return {"pid": os.getpid(), "scope": _scope()}
 
 
 def has_ended(process: Any) -> bool:
-    """No thread of it does anything any more. False where that is not known: on another machine, in another
+    """Return whether all threads of ``process`` have ended. False if that is unknown: on another machine or in another
     container."""
     scope = _scope()
     if not scope or process["scope"] != scope:
@@ -32,11 +32,12 @@ def has_ended(process: Any) -> bool:
         return True
     except OSError:
         return False
-    return _only_waits_to_be_reaped(pid)
+    return _is_zombie(pid)
 
 
-def _only_waits_to_be_reaped(pid: int) -> bool:
-    """The first thread of a killed process may have ended while another is in a system call, so that is no sign yet."""
+def _is_zombie(pid: int) -> bool:
+    """Return whether the process has no thread left and only waits to be reaped. The state of the main thread alone is
+    not enough: it may have ended while another thread of a killed process is still in a system call."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
         return state in "ZX" and os.listdir(f"/proc/{pid}/task") == [str(pid)]
@@ -44,7 +45,7 @@ def _only_waits_to_be_reaped(pid: int) -> bool:
 
 
 def _scope() -> str:
-    """Where the number of a process means the same one; empty if that cannot be told."""
+    """Return an identifier of the boot and PID namespace in which a PID is unique; empty if it is unknown."""
     if sys.platform != "linux":
         return ""
     with suppress(OSError):

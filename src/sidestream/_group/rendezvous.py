@@ -1,7 +1,7 @@
-"""How ranks find each other: once for a process group, through the store that the group has been made with.
+"""Connecting the ranks of a process group: once for each group, through the store that the group was made with.
 
-Rank 0 listens and says where; the others look, connect, and show the token that stood beside the address. Nothing is
-asked of the process group itself, so that nothing here can meet the collectives of a training.
+Rank 0 listens and publishes its address with a token. The other ranks read both from the store, connect, and send the
+token. The process group itself is not used, so that no message can interfere with the collectives of the training.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from typing import Any, Literal, TypeAlias
 
 from .._runtime.threads import Deadline
 from .._runtime.torch_probes import group_store
-from ..errors import InvalidOption, SidestreamError
+from ..errors import InvalidOptionError, SidestreamError
 from ..options import RANK_WAIT_S, check_seconds
 from .absence import remedy
-from .frames import Frame, Kind
-from .hub import Group, Hub, Spoke
+from .connections import Connection, close_in_children, connection_thread
+from .messages import GroupMessage, GroupMessageKind
 from .operation import Operation
-from .owner import Link, keep_from_children, owner
+from .rank_group import OtherRank, Rank0, RankGroup
 
 __all__ = ["GroupChoice", "Member", "deadline_of", "group_of"]
 
 GroupChoice: TypeAlias = "Literal['alone'] | Any"
-"""A ``ProcessGroup`` of torch; None for all ranks of the job; ``"alone"`` for this process by itself."""
+"""What ``process_group=`` takes: a ``ProcessGroup`` of torch, None for all ranks of the job, ``"alone"`` for this
+process alone."""
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _CONNECT_S = 5.0
 _REFUSED_S = 600.0
 
@@ -45,20 +46,20 @@ _lock = threading.Lock()
 
 
 class Member:
-    """This process's place in a process group."""
+    """This process as a member of a process group."""
 
-    def __init__(self, group: Group, store: Any, name: str) -> None:
+    def __init__(self, group: RankGroup, store: Any, name: str) -> None:
         self.group = group
         self._store = store
         self._name = name
         self._connecting = False
         self._connected = group.world == 1
-        self._waiting: list[Operation] = []  # begun before the connections were there
+        self._waiting: list[Operation] = []  # begun before the connections exist
         self._lock = threading.Lock()
 
     def begin(self, kind: str, deadline: Deadline, rank_wait_s: float = RANK_WAIT_S) -> Operation:
-        """Begin an operation. Does not block. The first operation establishes the connections. ``rank_wait_s`` may
-        still be an invalid value."""
+        """Begin an operation. Does not block. The first operation establishes the connections. An invalid
+        ``rank_wait_s`` is accepted here: it is refused later, on behalf of all ranks."""
         rank_wait_s = _accepted("rank_wait_s", rank_wait_s, RANK_WAIT_S)
         operation = self.group.begin(kind, deadline, rank_wait_s)
         with self._lock:
@@ -73,13 +74,13 @@ class Member:
         return operation
 
     def _connect(self, first: Operation) -> None:
-        """The edge of a thread."""
+        """Establish the connections. Runs in a thread of its own."""
         failure: Exception | None = None
         try:
-            if isinstance(self.group, Hub):
+            if isinstance(self.group, Rank0):
                 _listen(self.group, self._store, self._name)
-            elif isinstance(self.group, Spoke):
-                _find(self.group, self._store, self._name, first)
+            elif isinstance(self.group, OtherRank):
+                _connect_to_rank_0(self.group, self._store, self._name, first)
         except Exception as error:
             failure = error
         with self._lock:
@@ -88,39 +89,41 @@ class Member:
         if failure is None:
             return
         group, why = self.group, f"{type(failure).__name__}: {failure}"
-        if isinstance(group, Spoke):
-            owner().post(lambda: group.not_connected(why))
-        for operation in waiting if isinstance(group, Hub) else ():
+        if isinstance(group, OtherRank):
+            connection_thread().post(lambda: group.not_connected(why))
+        for operation in waiting if isinstance(group, Rank0) else ():
             operation.report(failure)
 
 
 def deadline_of(timeout_s: object) -> Deadline:
-    """Of an operation. Also of what is no time to wait, which is refused later, on behalf of all ranks."""
+    """Return the deadline of an operation. An invalid ``timeout_s`` is accepted here: it is refused later, on behalf of
+    all ranks."""
     return Deadline.after(_accepted("timeout_s", timeout_s, _REFUSED_S))
 
 
 def _accepted(name: str, seconds: object, otherwise: float) -> float:
     try:
         check_seconds(name, seconds)
-    except InvalidOption:
+    except InvalidOptionError:
         return otherwise
     assert isinstance(seconds, (int, float))
     return seconds
 
 
 def group_of(process_group: GroupChoice) -> Member | None:
-    """The group that saves or loads together; None where this process is by itself. Raises ``InvalidOption``."""
+    """Return this process as a member of the group that saves or loads together, or None if it does so alone. Raises
+    ``InvalidOptionError``."""
     if process_group == "alone":
         return None
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         if process_group is None:
             return None
-        raise InvalidOption("process_group= needs torch.distributed.init_process_group() first")
+        raise InvalidOptionError("process_group= needs torch.distributed.init_process_group() first")
     if process_group is None:
         process_group = dist.group.WORLD
     if not isinstance(process_group, dist.ProcessGroup):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"process_group={process_group!r} has to be a ProcessGroup that this rank is in, None for all ranks, or "
             '"alone"'
         )
@@ -128,83 +131,83 @@ def group_of(process_group: GroupChoice) -> Member | None:
         member = _groups.get(process_group)
         if member is None:
             rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
-            group: Group = Spoke(rank, world) if rank else Hub(world, secrets.token_hex(16))
+            group: RankGroup = OtherRank(rank, world) if rank else Rank0(world, secrets.token_hex(16))
             store, name = group_store(process_group)
             member = _groups[process_group] = Member(group, store, name)
             weakref.finalize(process_group, _shut, group).atexit = False
         return member
 
 
-def _shut(group: Group) -> None:
-    owner().post(group.shut)
+def _shut(group: RankGroup) -> None:
+    connection_thread().post(group.shut)
 
 
 # --- rank 0 --------------------------------------------------------------------------------------------------------
 
 
-class _Door:
-    """Where rank 0 lets the others in, once each: it is closed behind the last of them, so that a rank of a later group
-    that reads an old address is refused and looks again. After ``__init__`` all runs in the owner's thread."""
+class _Listener:
+    """The listening socket of rank 0. It is closed when all ranks are connected, so that a rank of a later group that
+    reads an old address is refused and reads again. Methods other than ``__init__`` run in the connection thread."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-        self._expected = set(range(1, hub.world))
+    def __init__(self, group: Rank0) -> None:
+        self._group = group
+        self._expected = set(range(1, group.world))
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=4096)
         self._listener.setblocking(False)
-        keep_from_children(self._listener)
+        close_in_children(self._listener)
         self.port: int = self._listener.getsockname()[1]
 
     def open(self) -> None:
-        if self._hub.is_shut:
+        if self._group.is_shut:
             self.close()
             return
-        self._hub.close_door = self.close
-        owner().watch(self._listener, selectors.EVENT_READ, lambda _: self._accept())
+        self._group.stop_listening = self.close
+        connection_thread().register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
 
     def close(self) -> None:
-        owner().forget(self._listener)
+        connection_thread().unregister(self._listener)
         self._listener.close()
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # it has gone away again
+        except OSError:  # the peer has closed its connection again
             return
-        link = Link(owner(), sock)
-        link.on_frame = lambda frame: self._greeted(link, frame)
-        owner().post_at(time.monotonic() + _CONNECT_S, lambda: _expect_greeting(link))
+        connection = Connection(connection_thread(), sock)
+        connection.on_message = lambda message: self._greeted(connection, message)
+        connection_thread().post_at(time.monotonic() + _CONNECT_S, lambda: _expect_greeting(connection))
 
-    def _greeted(self, link: Link, frame: Frame) -> None:
-        rank, token = frame.op, self._hub.token.encode()
-        known = frame.kind is Kind.HELLO and 0 < rank < self._hub.world
-        if not known or not hmac.compare_digest(frame.payload, token):
-            link.close("it is no rank of this group")
+    def _greeted(self, connection: Connection, message: GroupMessage) -> None:
+        rank, token = message.op, self._group.token.encode()
+        known = message.kind is GroupMessageKind.HELLO and 0 < rank < self._group.world
+        if not known or not hmac.compare_digest(message.payload, token):
+            connection.close("the peer is not a rank of this group")
             return
-        link.frames.trust()
-        self._hub.connected(rank, link)
-        link.send(Frame(Kind.HELLO, 0, "", b""))
-        if link.open:
+        connection.decoder.authenticate()
+        self._group.connected(rank, connection)
+        connection.send(GroupMessage(GroupMessageKind.HELLO, 0, "", b""))
+        if connection.open:
             self._expected.discard(rank)
         if not self._expected:
             self.close()
 
 
-def _listen(hub: Hub, store: Any, name: str) -> None:
-    door = _Door(hub)
-    owner().post(door.open)
-    where = {"token": hub.token, "port": door.port, "host": _host(), "addresses": list(_addresses())}
+def _listen(group: Rank0, store: Any, name: str) -> None:
+    listener = _Listener(group)
+    connection_thread().post(listener.open)
+    where = {"token": group.token, "port": listener.port, "host": _host(), "addresses": list(_addresses())}
     try:
         store.set(name, json.dumps(where))
     except BaseException:
-        owner().post(door.close)
+        connection_thread().post(listener.close)
         raise
 
 
-def _expect_greeting(link: Link) -> None:
-    if link.open and not link.frames.trusted:
-        link.close("it has not said who it is")
+def _expect_greeting(connection: Connection) -> None:
+    if connection.open and not connection.decoder.authenticated:
+        connection.close("the peer has sent no token")
 
 
 def _host() -> str:
@@ -215,18 +218,18 @@ def _host() -> str:
 
 
 def _addresses() -> Iterator[str]:
-    """Under which others may reach this machine, the likeliest first."""
+    """Yield the addresses under which other ranks may reach this machine, the likeliest first."""
     seen = set()
     master = os.environ.get("MASTER_ADDR")
-    for find in (_towards(master), _named(socket.gethostname())):
+    for find in (_interface_to(master), _resolved(socket.gethostname())):
         for address in find:
             if address not in seen and not address.startswith("127."):
                 seen.add(address)
                 yield address
 
 
-def _towards(host: str | None) -> Iterator[str]:
-    """The address of the interface that leads to ``host``; nothing is sent."""
+def _interface_to(host: str | None) -> Iterator[str]:
+    """Yield the address of the interface that leads to ``host``. Nothing is sent."""
     if host:
         with suppress(OSError):
             family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -235,19 +238,19 @@ def _towards(host: str | None) -> Iterator[str]:
                 yield sock.getsockname()[0]
 
 
-def _named(host: str) -> Iterator[str]:
+def _resolved(host: str) -> Iterator[str]:
     with suppress(OSError):
         for *_, where in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             yield str(where[0])
 
 
-# --- the others ----------------------------------------------------------------------------------------------------
+# --- the other ranks ------------------------------------------------------------------------------------------------
 
 
-def _find(spoke: Spoke, store: Any, name: str, first: Operation) -> None:
-    """Find rank 0. Raises ``SidestreamError`` when the time limit of ``first`` has passed. Polls, because a blocking
-    read of the store would block all other users of the store in this process. An address in the store may be left from
-    an earlier group, so it is read again after a failure."""
+def _connect_to_rank_0(group: OtherRank, store: Any, name: str, first: Operation) -> None:
+    """Connect to rank 0. Raises ``SidestreamError`` when the time limit of ``first`` has passed. Polls, because a
+    blocking read of the store would block all other users of the store in this process. An address in the store may be
+    left from an earlier group, so it is read again after a failure."""
     why = "rank 0 has not begun anything"
     limit, limit_s = "timeout_s", first.deadline.timeout_s
     if first.rank_wait_s < limit_s:
@@ -261,12 +264,12 @@ def _find(spoke: Spoke, store: Any, name: str, first: Operation) -> None:
                 except OSError as error:
                     why = f"rank 0 cannot be reached at {address}: {error}"
                     continue
-                if _greet(spoke, sock, where["token"]):
+                if _handshake(group, sock, where["token"]):
                     return
-                why = f"what listens at {address} is no rank 0 of this group"
+                why = f"the server at {address} is not rank 0 of this group"
         if time.monotonic() - first.began_at >= limit_s:
             raise SidestreamError(f"{why} (within {limit}={limit_s:g}); {remedy(first.kind)}")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _addresses_in(where: dict[str, Any]) -> list[str]:
@@ -275,27 +278,27 @@ def _addresses_in(where: dict[str, Any]) -> list[str]:
     addresses: list[str] = where["addresses"]
     if not addresses:
         raise SidestreamError(
-            "rank 0 knows no address of its machine that others can reach: set MASTER_ADDR on it to a name or an "
-            "address that is not the loopback's"
+            "rank 0 found no address of its machine that other ranks can reach: set MASTER_ADDR on rank 0 to a name or "
+            "address that is not a loopback address"
         )
     return addresses
 
 
-def _greet(spoke: Spoke, sock: socket.socket, token: str) -> bool:
-    """Whether rank 0 has let this rank in. It has no deadline: rank 0 may have heard the greeting, and would take a
-    connection that is closed then for a death."""
+def _handshake(group: OtherRank, sock: socket.socket, token: str) -> bool:
+    """Send the token and return whether rank 0 has accepted it. Without a deadline: rank 0 may have received the token,
+    and would take a connection that is closed after that for the end of this process."""
     welcome: Future[bool] = Future()
 
-    def welcomed(link: Link) -> None:
-        spoke.connected(link, token)
+    def welcomed(connection: Connection) -> None:
+        group.connected(connection, token)
         welcome.set_result(True)
 
     def begin() -> None:
-        link = Link(owner(), sock)
-        link.frames.trust()
-        link.on_frame = lambda _: welcomed(link)
-        link.on_close = lambda _: welcome.set_result(False)
-        link.send(Frame(Kind.HELLO, spoke.rank, "", token.encode()))
+        connection = Connection(connection_thread(), sock)
+        connection.decoder.authenticate()
+        connection.on_message = lambda _: welcomed(connection)
+        connection.on_close = lambda _: welcome.set_result(False)
+        connection.send(GroupMessage(GroupMessageKind.HELLO, group.rank, "", token.encode()))
 
-    owner().post(begin)
+    connection_thread().post(begin)
     return welcome.result()

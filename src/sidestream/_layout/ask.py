@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .._runtime.caller import call
-from .._runtime.state_dict_calls import asked_in_order
-from ..errors import InvalidOption
+from .._runtime.caller import run_in_calling_thread
+from .._runtime.state_dict_calls import state_dicts_in_order
+from ..errors import InvalidOptionError
 from .flatten import is_mapping, is_stateful
 
 __all__ = ["Answers"]
@@ -29,7 +29,7 @@ class Answers:
 
         What contains itself is walked through once; ``leaves_of`` refuses it.
         """
-        for level_done in asked_in_order(state, self._look, self._state_dicts):
+        for level_done in state_dicts_in_order(state, self._look, self._state_dicts):
             if not level_done:
                 yield
 
@@ -50,8 +50,8 @@ class Answers:
             raise self._changed() from None
 
     @staticmethod
-    def _changed() -> InvalidOption:
-        return InvalidOption("the target was changed while it was being loaded into; leave its structure alone")
+    def _changed() -> InvalidOptionError:
+        return InvalidOptionError("the target was changed while it was being loaded into; leave its structure alone")
 
     def _look(self, value: Any) -> Iterable[tuple[Any, Any]] | None:
         if type(value) is tuple or isinstance(value, torch.Tensor):
@@ -64,6 +64,6 @@ class Answers:
             return ()
         if type(value) is dict or type(value) is OrderedDict:
             return zip(list(value), list(value.values()), strict=True)
-        items = call(lambda: list(value.items()))
+        items = run_in_calling_thread(lambda: list(value.items()))
         self._items[id(value)] = (value, items)
         return items

@@ -7,7 +7,7 @@ from typing import Any
 
 from .._format.records import DictKey, Key
 from .._runtime.steps import Steps
-from ..errors import Corrupt
+from ..errors import CorruptCheckpointError
 from .hashed import MOST_ALIKE
 
 __all__ = ["assemble"]
@@ -21,7 +21,8 @@ class _ListParts(dict[int, Any]):
 
 
 def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]]) -> Steps[dict[Any, Any]]:
-    """The state dict with these leaves. Raises ``Corrupt`` where paths contradict each other or a list has holes."""
+    """The state dict with these leaves. Raises ``CorruptCheckpointError`` where paths contradict each other or a list
+    has holes."""
     root: dict[Any, Any] = {}
     alike: dict[tuple[int, bytes], int] = {}
     for path, value in leaves:
@@ -32,10 +33,12 @@ def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]]) -> Steps[dict[Any, A
             _count(key, holder, alike)
             holder = holder.setdefault(_plain(key), kind())
             if type(holder) is not kind:
-                raise Corrupt(f"the checkpoint has a {type(holder).__name__} and a container at {path[: depth + 1]}")
+                raise CorruptCheckpointError(
+                    f"the checkpoint has a {type(holder).__name__} and a container at {path[: depth + 1]}"
+                )
         _count(path[-1], holder, alike)
         if _plain(path[-1]) in holder:
-            raise Corrupt(f"the checkpoint has two values at {path}")
+            raise CorruptCheckpointError(f"the checkpoint has two values at {path}")
         holder[_plain(path[-1])] = value
     result: dict[Any, Any] = _close(root)
     return result
@@ -49,7 +52,9 @@ def _count(key: Key, holder: dict[Any, Any], alike: dict[tuple[int, bytes], int]
         which = (id(holder), hash(key.value).to_bytes(8, "little", signed=True))
         alike[which] = alike.get(which, 0) + 1
         if alike[which] > MOST_ALIKE:
-            raise Corrupt(f"the checkpoint has more than {MOST_ALIKE} integer keys in one dict that have the same hash")
+            raise CorruptCheckpointError(
+                f"the checkpoint has more than {MOST_ALIKE} integer keys in one dict that have the same hash"
+            )
 
 
 def _plain(key: Key) -> Any:
@@ -62,5 +67,5 @@ def _close(node: Any) -> Any:
     if type(node) is not _ListParts:
         return node
     if sorted(node) != list(range(len(node))):
-        raise Corrupt("a list in the checkpoint has holes")
+        raise CorruptCheckpointError("a list in the checkpoint has holes")
     return [_close(node[index]) for index in range(len(node))]

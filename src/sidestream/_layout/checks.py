@@ -29,7 +29,7 @@ from .._format.records import (
     written_dtype,
 )
 from .._format.values import pickle_node
-from ..errors import Corrupt, UnsupportedTensor
+from ..errors import CorruptCheckpointError, UnsupportedTensorError
 from .ranges import PIECE_BYTES
 
 __all__ = [
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
     number: int = 0
 
     def check(self, view: memoryview, burst: Burst = nullcontext) -> None:
-        """Raises ``Corrupt`` where the bytes are not what they have to be."""
+        """Raises ``CorruptCheckpointError`` where the bytes are not what they have to be."""
         expected = self.expected
         if isinstance(expected, Chunk):
             self._check_blocks(expected, view, burst)
@@ -90,10 +90,14 @@ def own_pieces(fqn: str, entry: TensorEntry) -> Iterator[Piece]:
     for chunk in entry.chunks:
         start = chunk.payload_offset
         if start is None or chunk.crcs is None:
-            raise Corrupt(f"{fqn}: the manifest has no place or no checksums for its payload", file=chunk.file, fqn=fqn)
+            raise CorruptCheckpointError(
+                f"{fqn}: the manifest has no place or no checksums for its payload", file=chunk.file, fqn=fqn
+            )
         frame = frame_tensor(entry.dtype, chunk.sizes)
         if (start - len(frame.header), frame.item_bytes) != (chunk.item_offset, chunk.item_bytes):
-            raise Corrupt(f"{fqn}: its item is not as large as its dtype and shape make it", file=chunk.file, fqn=fqn)
+            raise CorruptCheckpointError(
+                f"{fqn}: its item is not as large as its dtype and shape make it", file=chunk.file, fqn=fqn
+            )
         trailer = frame.trailer(join_blocks(list(unpack_crcs(chunk.crcs)), frame.payload_bytes))
         yield Piece(fqn, chunk.file, chunk.item_offset, len(frame.header), frame.header)
         for begin in range(0, frame.payload_bytes, PIECE_BYTES):
@@ -115,11 +119,13 @@ def value_pieces(fqn: str, entry: ValueEntry) -> Iterator[Piece]:
     try:
         content = frame_value(*pickle_node(entry.node))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, Corrupt):
+        if isinstance(error, CorruptCheckpointError):
             raise
-        raise Corrupt(f"{fqn}: its value in the manifest is damaged ({type(error).__name__})", fqn=fqn) from None
+        raise CorruptCheckpointError(
+            f"{fqn}: its value in the manifest is damaged ({type(error).__name__})", fqn=fqn
+        ) from None
     if len(content) != entry.item_bytes:
-        raise Corrupt(f"{fqn}: its item has another size than its value", file=entry.file, fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn}: its item has another size than its value", file=entry.file, fqn=fqn)
     yield Piece(fqn, entry.file, entry.item_offset, len(content), content)
 
 
@@ -174,15 +180,16 @@ class Whole:
 
 
 def address_in(fqn: str, tensor: torch.Tensor, start: int, nbytes: int) -> int:
-    """Return the address of byte ``start`` of a contiguous tensor, as it is now. Raises ``UnsupportedTensor`` if its
-    storage has less than the ``nbytes`` from there on, because it was freed or shrunk since the load was planned."""
+    """Return the address of byte ``start`` of a contiguous tensor, as it is now. Raises ``UnsupportedTensorError`` if
+    its storage has less than the ``nbytes`` from there on, because it was freed or shrunk since the load was
+    planned."""
     if tensor.storage_offset() * tensor.itemsize + start + nbytes > tensor.untyped_storage().nbytes():
-        raise UnsupportedTensor(f"{fqn}: its storage was freed or shrunk while it was being loaded into")
+        raise UnsupportedTensorError(f"{fqn}: its storage was freed or shrunk while it was being loaded into")
     return tensor.data_ptr() + start
 
 
-def altered(fqn: str, file: str, offset: int, why: str = "the checksum differs") -> Corrupt:
-    return Corrupt(
+def altered(fqn: str, file: str, offset: int, why: str = "the checksum differs") -> CorruptCheckpointError:
+    return CorruptCheckpointError(
         f"{fqn}: its bytes in {file} from offset {offset} on were altered ({why}); restore the file, or load an older "
         "checkpoint",
         file=file,
@@ -194,7 +201,7 @@ def altered(fqn: str, file: str, offset: int, why: str = "the checksum differs")
 # --- two descriptions of one checkpoint -----------------------------------------------------------------------------
 
 
-def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt | None]:
+def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError | None]:
     """Yield an error for each place where the ``metadata`` that stock DCP reads contradicts the ``manifest``, and None
     for each place where both agree.
 
@@ -215,15 +222,17 @@ def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[C
         yield from _compare_details(manifest, metadata)
 
 
-def _compare_the_whole(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt]:
+def _compare_the_whole(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError]:
     save_id = None if metadata.storage_meta is None else metadata.storage_meta.get("save_id")
     if save_id not in (None, manifest.save_id):
-        yield Corrupt("storage_meta in .metadata names another save", file=".metadata")
+        yield CorruptCheckpointError("storage_meta in .metadata names another save", file=".metadata")
     if metadata.attributes.get("version", _VERSION) not in (_VERSION, None):
-        yield Corrupt(f".metadata has an unexpected version, {metadata.attributes['version']!a:.40}", file=".metadata")
+        yield CorruptCheckpointError(
+            f".metadata has an unexpected version, {metadata.attributes['version']!a:.40}", file=".metadata"
+        )
 
 
-def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt | None]:
+def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError | None]:
     """Compare details that sidestream writes in one way, and other planners in any way."""
     for fqn in sorted(metadata.pathless):
         yield _differs(fqn, "has no path for it in planner_data")
@@ -244,8 +253,8 @@ _PROPERTIES = ("torch.strided", False, 0, False)
 """The properties: layout, whether it requires gradients, memory format, whether it is pinned."""
 
 
-def _differs(fqn: str, how: str) -> Corrupt:
-    return Corrupt(f"{fqn}: .metadata {how}", file=".metadata", fqn=fqn)
+def _differs(fqn: str, how: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{fqn}: .metadata {how}", file=".metadata", fqn=fqn)
 
 
 def _told(entry: Entry) -> object:

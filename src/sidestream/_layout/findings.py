@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from .._runtime.steps import Steps
-from ..errors import DtypeMismatch, Mismatch, MissingKeys, UnexpectedKeys, printable
+from ..errors import DtypeMismatchError, MissingKeysError, StateMismatchError, UnexpectedKeysError, printable
+from ..options import Tolerance
 from .cast import castable
 from .prefixes import prefix_hint
 from .renamed import Renamed
 
-__all__ = ["Findings", "dtype_fits"]
+__all__ = ["Findings", "accepts", "dtype_fits"]
 
 _ABSENT = "not in the checkpoint"
 
 
+def accepts(pattern: re.Pattern[str] | None, fqn: str) -> bool:
+    """Return whether a difference of this name is accepted."""
+    return pattern is not None and pattern.match(fqn) is not None
+
+
 @dataclass(slots=True)
 class Findings:
-    """Offenders by kind, in the order in which they are told, and what is none because ``strict`` allows it."""
+    """The differences between target and checkpoint: those that ``tolerance`` accepts, and the others by kind."""
 
-    strict: frozenset[str]
+    tolerance: Tolerance
     names: Renamed
-    offenders: dict[type[Mismatch], list[str]] = field(default_factory=dict)
+    offenders: dict[type[StateMismatchError], list[str]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
@@ -32,27 +39,30 @@ class Findings:
     unexpected: list[str] | None = None
     """Where other ranks may ask for what this one does not expect."""
 
-    def add(self, kind: type[Mismatch], line: str) -> None:
+    def add(self, kind: type[StateMismatchError], line: str) -> None:
         self.offenders.setdefault(kind, []).append(line)
 
     def add_missing(self, fqn: str, what: str = _ABSENT) -> None:
-        if "partial" in self.strict:
+        accepted = accepts(self.tolerance.missing, fqn)
+        if what != _ABSENT:  # an object of which nothing was saved: "optimizer.*" accepts "optimizer" too
+            accepted = accepted or accepts(self.tolerance.missing, f"{fqn}.")
+        if accepted:
             self.missing.append(fqn)
         else:
             if what == _ABSENT:
                 self.absent.append(fqn)
             name = self.names.saved.get(fqn, fqn)
             told = "" if name == fqn else f" as {name}" if name else ": names= gives no name for it"
-            self.add(MissingKeys, f"{fqn}: in the target, {what}{told}")
+            self.add(MissingKeysError, f"{fqn}: in the target, {what}{told}")
 
     def add_unexpected(self, fqn: str, where: str) -> None:
         fqn = self.names.told(fqn)
-        if "ignore_unexpected" in self.strict:
+        if accepts(self.tolerance.unexpected, fqn):
             self.ignored.append(fqn)
         elif self.unexpected is not None:
             self.unexpected.append(fqn)
         else:
-            self.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the {where}")
+            self.add(UnexpectedKeysError, f"{fqn}: in the checkpoint, not in the {where}")
 
     def raise_if_any(self, url: str, targets: Callable[[], Collection[str]], saved: Collection[str]) -> Steps[None]:
         """Raise an error if there are findings. ``targets`` returns the names of the target, ``saved`` are those in the
@@ -60,7 +70,7 @@ class Findings:
         if not self.offenders:
             return
         lines = [line for found in self.offenders.values() for line in found]
-        kind = next(iter(self.offenders)) if len(self.offenders) == 1 else Mismatch
+        kind = next(iter(self.offenders)) if len(self.offenders) == 1 else StateMismatchError
         shown = [printable(line) for line in lines[:50]] + (
             [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
         )
@@ -76,9 +86,10 @@ class Findings:
 def dtype_fits(fqn: str, here: str, saved: str, findings: Findings) -> bool:
     if here == saved:
         return True
-    if "cast" in findings.strict and castable(saved, here):
+    accepted = accepts(findings.tolerance.cast, fqn)
+    if accepted and castable(saved, here):
         findings.cast.append(fqn)
         return True
-    remedy = "which torch does not convert into it" if "cast" in findings.strict else 'strict={"cast"} converts'
-    findings.add(DtypeMismatch, f"{fqn}: dtype {here} in the target, {saved} saved ({remedy})")
+    remedy = "which torch does not convert into it" if accepted else "allow_cast=True converts"
+    findings.add(DtypeMismatchError, f"{fqn}: dtype {here} in the target, {saved} saved ({remedy})")
     return False

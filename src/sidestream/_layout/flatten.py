@@ -13,7 +13,7 @@ import torch
 from .._format.records import DictKey, Key
 from .._runtime.torch_probes import Stateful
 from .._staging import Composite, Form, consists_of_others, dismantle, settled
-from ..errors import InvalidOption, KeyCollision, UnsafeObject
+from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError
 
 __all__ = [
     "Ask",
@@ -117,7 +117,7 @@ class _Walk:
             yield from self.composite(value, None, Leaf(fqn, path, value, holder, slot, owner))
             return
         if len(path) > _MAX_DEPTH:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"{fqn[:200]}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself"
             )
         if is_stateful(value):
@@ -165,12 +165,12 @@ def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf
 
     Dicts are descended into, and lists that hold tensors, dicts or ``Stateful`` objects at some depth (DCP's rule); any
     other value, tuples included, is one leaf. A tensor that consists of others (sparse, a wrapper subclass) is one
-    leaf, and each of its parts is one more, below it. The FQN joins the keys with dots. Raises ``KeyCollision`` where
-    two paths have one FQN, ``UnsafeObject`` for a key that is not a string or a number, ``InvalidOption`` if it is no
-    mapping.
+    leaf, and each of its parts is one more, below it. The FQN joins the keys with dots. Raises ``KeyCollisionError``
+    where two paths have one FQN, ``UnsafeObjectError`` for a key that is not a string or a number,
+    ``InvalidOptionError`` if it is no mapping.
     """
     if not isinstance(state, Mapping):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"state is a mapping from names to tensors, values and objects with state_dict(), not a "
             f'{type(state).__name__}; write {{"model": model}}'
         )
@@ -180,7 +180,7 @@ def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf
             yield leaf
             continue
         if leaf.fqn in seen:
-            raise KeyCollision(
+            raise KeyCollisionError(
                 f"{leaf.fqn!r} stands for two paths, {_spell(seen[leaf.fqn])} and {_spell(leaf.path)}: "
                 "DCP joins keys with dots and turns them into strings; rename one"
             )
@@ -219,7 +219,7 @@ def _dict_key(key: Any, fqn: str) -> Key:
         return key
     if key is None or type(key) in (int, bool) or (type(key) is float and math.isfinite(key)):
         return DictKey(key)
-    raise UnsafeObject(f"{fqn}: a dict key of type {type(key).__name__}; keys are strings and numbers")
+    raise UnsafeObjectError(f"{fqn}: a dict key of type {type(key).__name__}; keys are strings and numbers")
 
 
 def _spell(path: tuple[Key, ...]) -> str:

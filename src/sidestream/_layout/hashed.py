@@ -12,7 +12,7 @@ from collections.abc import Hashable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from .._runtime.steps import Steps
-from ..errors import Corrupt
+from ..errors import CorruptCheckpointError
 
 __all__ = ["MOST_ALIKE", "check_hashes", "fill", "set_of"]
 
@@ -23,7 +23,7 @@ _M = TypeVar("_M", bound=MutableMapping[Any, Any])
 
 
 def check_hashes(keys: Sequence[Hashable]) -> Steps[None]:
-    """Raise ``Corrupt`` if more than ``MOST_ALIKE`` of ``keys`` have the same hash."""
+    """Raise ``CorruptCheckpointError`` if more than ``MOST_ALIKE`` of ``keys`` have the same hash."""
     if len(keys) <= MOST_ALIKE:
         return
     counts: dict[bytes, int] = {}
@@ -34,13 +34,14 @@ def check_hashes(keys: Sequence[Hashable]) -> Steps[None]:
         alike = hash(key).to_bytes(8, "little", signed=True)  # bytes, whose hash depends on a secret of the process
         counts[alike] = count = counts.get(alike, 0) + 1
         if count > MOST_ALIKE:
-            raise Corrupt(
+            raise CorruptCheckpointError(
                 f"more than {MOST_ALIKE} keys of one dict or set have the same hash; no sound file has such keys"
             )
 
 
 def fill(container: _M, pairs: Sequence[tuple[Hashable, object]]) -> Steps[_M]:
-    """Set all ``pairs`` in order. Raises ``Corrupt`` as ``check_hashes`` does, ``TypeError`` for a key without a hash.
+    """Set all ``pairs`` in order. Raises ``CorruptCheckpointError`` as ``check_hashes`` does, ``TypeError`` for a key
+    without a hash.
 
     Keys with different hashes can still be chosen so that each insertion probes many slots. So a long container is
     built one key in a step, and a passed deadline can end it.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .._runtime.torch_probes import has_shards, shard_runs, shards_held, tensor_class
-from ..errors import UnsupportedTensor
+from ..errors import UnsupportedTensorError
 from .ranges import Box
 
 __all__ = ["Local", "global_shape", "is_distributed", "locals_of"]
@@ -75,7 +75,9 @@ def _held_pieces(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor,
 
 def _dtensor_pieces(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
     if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
-        raise UnsupportedTensor(f"{fqn}: cannot load into a DTensor with a Partial placement; redistribute() it first")
+        raise UnsupportedTensorError(
+            f"{fqn}: cannot load into a DTensor with a Partial placement; redistribute() it first"
+        )
     shape = tuple(tensor.shape)
     runs = shard_runs(shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
     if runs is None:

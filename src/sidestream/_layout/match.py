@@ -26,14 +26,15 @@ from .._format.records import (
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import Stateful, check_tensor, dtype_name
 from ..errors import (
-    KindMismatch,
-    Mismatch,
-    ShapeMismatch,
-    UnsupportedTensor,
+    KindMismatchError,
+    ShapeMismatchError,
+    StateMismatchError,
+    UnsupportedTensorError,
 )
+from ..options import Tolerance
 from .ask import Answers
 from .composites.matching import CompositeTargets, kind_of, saved_composites
-from .findings import Findings, dtype_fits
+from .findings import Findings, accepts, dtype_fits
 from .flatten import CompositeLeaf, Leaf, StatefulRoot, leaves_of
 from .local_shards import Local, global_shape, is_distributed, locals_of
 from .renamed import Names, Renamed, renamed
@@ -71,12 +72,12 @@ class LoadPlan:
     ``tensors``: FQN to the tensor that is overwritten in place. Of these, ``straight`` are read as they are in the
     file; of the others, ``local`` is the memory of this process that they are, by name (of plain tensors the FQN), and
     ``leaders`` the first name of the same memory (tied tensors have one leader). ``names`` has the checkpoint under the
-    FQNs of the target; only ``not_asked_for``, ``ignored`` and ``unexpected`` are names of the checkpoint.
+    FQNs of the target; only ``not_requested``, ``ignored`` and ``unexpected`` are names of the checkpoint.
     ``new``: FQNs of tensors that have no place yet; ``composites``: FQNs of composite tensors that are made of such
     tensors when these have been read, and ``sparse`` the leaves that then take over the content of theirs. ``wholes``
     are the composite tensors of the target whose parts are read in place. ``values``: leaves whose holder gets a
-    new value. ``not_asked_for``: keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored``: what
-    ``strict=`` let pass.
+    new value. ``not_requested``: keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored``: the
+    differences that were accepted.
     """
 
     names: Renamed
@@ -90,7 +91,7 @@ class LoadPlan:
     wholes: Mapping[str, torch.Tensor]
     values: tuple[tuple[Leaf, ValueEntry], ...]
     statefuls: tuple[StatefulLoad, ...]
-    not_asked_for: tuple[str, ...]
+    not_requested: tuple[str, ...]
     missing: tuple[str, ...]
     cast: tuple[str, ...]
     ignored: tuple[str, ...]
@@ -112,24 +113,23 @@ def match(
     answers: Answers,
     manifest: Manifest,
     url: str,
-    strict: frozenset[str],
-    in_place: bool,
+    tolerance: Tolerance,
     *,
     others: bool = False,
     names: Names | None = None,
 ) -> Steps[LoadPlan]:
-    """Flatten the template and find its leaves in the checkpoint. ``in_place``: bytes may be read into the template.
-    ``others``: other ranks load with this one, so what is unexpected here is noted and not an error. ``names``: the
-    names in the checkpoint of those in ``state``.
+    """Flatten the template and find its leaves in the checkpoint. ``others``: other ranks load with this one, so what
+    is unexpected here is noted and not an error. ``names``: the names in the checkpoint of those in ``state``.
 
-    Raises a ``Mismatch`` that lists every missing or unexpected key and every tensor of another shape, dtype or kind,
-    as far as ``strict`` does not let them pass; ``KeyCollision`` where ``names`` gives one name to several.
+    Raises a ``StateMismatchError`` that lists every missing or unexpected key and every tensor of another shape, dtype
+    or kind, as far as ``tolerance`` does not accept them; ``KeyCollisionError`` where ``names`` gives one name to
+    several.
     """
     saved_names, called = manifest.entries.keys(), Renamed(manifest)
     if names is not None:
         called = yield from renamed(manifest, leaves_of(state, answers), names, url, same=_same, others=others)
         manifest = called.manifest
-    findings = Findings(strict, called, unexpected=[] if others else None)
+    findings = Findings(tolerance, called, unexpected=[] if others else None)
     roots: dict[int, Leaf] = {}
     owned: dict[int, list[Leaf]] = {}
     asked: set[str] = set()
@@ -138,7 +138,7 @@ def match(
     straight = Straight()
     saved, parts = yield from saved_composites(manifest)
     composites = CompositeTargets(manifest, findings, saved)
-    found = stored(manifest.entries) if in_place else {}
+    found = stored(manifest.entries)
     filled = (yield from _filled_by_others(leaves_of(state, answers), manifest)) if others else frozenset()
     for number, leaf in enumerate(leaves_of(state, answers)):
         if number % 16 == 0:
@@ -198,7 +198,7 @@ def match(
         wholes=composites.wholes,
         values=tuple(values),
         statefuls=tuple(stateful for stateful in statefuls if stateful is not None),
-        not_asked_for=rest,
+        not_requested=rest,
         missing=tuple(findings.missing),
         cast=tuple(findings.cast),
         ignored=tuple(findings.ignored),
@@ -271,7 +271,7 @@ def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str,
             continue
         for fqn, entry in stateful.entries.items():
             if isinstance(entry, TensorEntry) and entry.shape and fqn not in tensors:
-                raise UnsupportedTensor(
+                raise UnsupportedTensorError(
                     f"{fqn}: the optimizer of sharded parameters has no such state yet, and nobody knows how it is to "
                     "be sharded: load what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict() gives "
                     "instead of the optimizer"
@@ -308,15 +308,17 @@ def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: Findings) -> bool:
     elif isinstance(entry, OpaqueEntry):
         findings.opaque.append(leaf.fqn)
     elif isinstance(entry, CompositeEntry):
-        findings.add(KindMismatch, f"{leaf.fqn}: a plain tensor in the target, a {entry.type} in the checkpoint")
+        findings.add(KindMismatchError, f"{leaf.fqn}: a plain tensor in the target, a {entry.type} in the checkpoint")
     elif not isinstance(entry, TensorEntry):
-        findings.add(KindMismatch, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint")
+        findings.add(KindMismatchError, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint")
     elif global_shape(tensor) != entry.shape:
-        findings.add(ShapeMismatch, f"{leaf.fqn}: shape {global_shape(tensor)} in the target, {entry.shape} saved")
+        findings.add(ShapeMismatchError, f"{leaf.fqn}: shape {global_shape(tensor)} in the target, {entry.shape} saved")
     elif not distributed and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
-        findings.add(Mismatch, f"{leaf.fqn}: expanded in the target (several elements share memory); clone() it")
+        findings.add(
+            StateMismatchError, f"{leaf.fqn}: expanded in the target (several elements share memory); clone() it"
+        )
     else:
         return dtype_fits(leaf.fqn, dtype_name(tensor.dtype), entry.dtype, findings)
     return False
@@ -334,13 +336,17 @@ def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: Findings) 
         view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box) if tensor.numel() else fqn
         leaders[fqn] = leader = first.setdefault(view, fqn)
         if leader != fqn and exact and _content(manifest.entries[fqn]) != _content(manifest.entries[leader]):
-            findings.add(Mismatch, f"{fqn}: shares its memory with {leader}, but they were saved with different values")
+            findings.add(
+                StateMismatchError, f"{fqn}: shares its memory with {leader}, but they were saved with different values"
+            )
         if leader == fqn and tensor.numel() and tensor.is_contiguous():
             extents.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, fqn))
     extents.sort()
     for (_, end, fqn), (start, _, other) in pairwise(extents):
         if start < end:
-            findings.add(Mismatch, f"{other}: overlaps with {fqn} in the memory of the target; clone() one of them")
+            findings.add(
+                StateMismatchError, f"{other}: overlaps with {fqn} in the memory of the target; clone() one of them"
+            )
     return leaders
 
 
@@ -387,7 +393,8 @@ def _match_stateful(
     for some in chunked(entries.items(), _MANY):
         findings.opaque += [fqn for fqn, entry in some if isinstance(entry, OpaqueEntry) and fqn not in tensors]
         yield
-    kept = [leaf for leaf in leaves if leaf.fqn not in below] if "partial" in findings.strict else []
+    accepted = findings.tolerance.missing
+    kept = [leaf for leaf in leaves if leaf.fqn not in below and accepts(accepted, leaf.fqn)] if accepted else []
     findings.missing.extend(leaf.fqn for leaf in kept if leaf.fqn not in tensors)
     versions, integer_keys = root.value.versions, (yield from _integer_keys(leaves))
     return StatefulLoad(instance, root.fqn, versions, root.path, entries, tuple(kept), integer_keys)
@@ -407,11 +414,13 @@ def _match_value(
         if isinstance(leaf.holder, MutableMapping | list):
             values.append((leaf, entry))
         else:
-            findings.add(Mismatch, f"{leaf.fqn}: its {type(leaf.holder).__name__} in the target cannot be changed")
+            findings.add(
+                StateMismatchError, f"{leaf.fqn}: its {type(leaf.holder).__name__} in the target cannot be changed"
+            )
     elif not (isinstance(entry, EmptyEntry) and empty):
         here = "an empty dict" if empty else f"a {type(leaf.value).__name__}"
         there = "a tensor" if isinstance(entry, TensorEntry) else kind_of(entry)
-        findings.add(KindMismatch, f"{leaf.fqn}: {here} in the target, {there} in the checkpoint")
+        findings.add(KindMismatchError, f"{leaf.fqn}: {here} in the target, {there} in the checkpoint")
 
 
 def _claimed(

@@ -3,17 +3,18 @@ done."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from .._format.records import DictKey, Key
 from .._runtime.steps import Steps
 from .._runtime.torch_probes import dtype_from_name, dtype_name
-from ..errors import InvalidOption, KeyCollision, UnsupportedTensor, printable
+from ..errors import InvalidOptionError, KeyCollisionError, UnsupportedTensorError, printable
 from ..options import Dtypes, Names
 from .cast import castable
 
-__all__ = ["Names", "new_names", "target_dtype"]
+__all__ = ["Names", "consistent", "new_names", "path_text", "renamed_path", "target_dtype"]
 
 _SHOWN = 50
 _FEW = 5
@@ -30,8 +31,8 @@ def new_names(
     """Return the new name of each of ``fqns``, in their order; None for those that have none.
 
     Names with one ``identity`` are tied, and may get one new name. ``others``: a mapping may contain names of other
-    ranks. Raises ``KeyCollision``, which lists all new names that several of ``fqns`` would get; ``InvalidOption`` for
-    names of a mapping that are not among ``fqns``, and for what is no name.
+    ranks. Raises ``KeyCollisionError``, which lists all new names that several of ``fqns`` would get;
+    ``InvalidOptionError`` for names of a mapping that are not among ``fqns``, and for what is no name.
     """
     found: dict[str, str | None] = {}
     taken: dict[str, list[str]] = {}
@@ -43,7 +44,7 @@ def new_names(
     if isinstance(names, Mapping) and not others and not names.keys() <= found.keys():
         unknown = [str(name) for name in names if name not in found]
         rest = f", and {len(unknown) - _FEW} more" if len(unknown) > _FEW else ""
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"{url}: names= has names that are not among those to be renamed: {', '.join(unknown[:_FEW])}{rest}"
         )
     collisions = []
@@ -55,7 +56,7 @@ def new_names(
         shown = [printable(line) for line in collisions[:_SHOWN]]
         more = [f"... and {len(collisions) - _SHOWN} more"] if len(collisions) > _SHOWN else []
         text = "\n  ".join([*shown, *more])
-        raise KeyCollision(f"{url}: names= gives one name to several entries:\n  {text}")
+        raise KeyCollisionError(f"{url}: names= gives one name to several entries:\n  {text}")
     return found
 
 
@@ -64,19 +65,78 @@ def _new_name(names: Names, fqn: str) -> str | None:
     if new is None:
         return None
     if type(new) is not str:
-        raise InvalidOption(f"names= gives {new!r} for {fqn!r}, which is no name")
+        raise InvalidOptionError(f"names= gives {new!r} for {fqn!r}, which is no name")
     if not new:
-        raise InvalidOption(f"names= gives an empty name for {fqn!r}")
+        raise InvalidOptionError(f"names= gives an empty name for {fqn!r}")
     return str(new)
 
 
+def path_text(path: Sequence[Key]) -> str:
+    """Return the FQN of what stands at ``path``."""
+    return ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
+
+
+def renamed_path(path: tuple[Key, ...], old: str, new: str, *, nested: bool = False) -> tuple[Key, ...]:
+    """Return the path of a renamed entry: below the same containers, as far as the new name begins with theirs, and at
+    the top otherwise. ``nested``: at the top below containers that are called as before, as far as the new name ends
+    with what the old one ends with."""
+    if new == old:
+        return path
+    for depth in range(len(path) - 1, 0, -1):
+        if any(isinstance(key, int) for key in path[:depth]):
+            continue
+        prefix = path_text(path[:depth]) + "."
+        if new.startswith(prefix) and len(new) > len(prefix):
+            return (*path[:depth], new[len(prefix) :])
+    for depth in range(len(path) if nested else 0):
+        rest = path_text(path[depth:])
+        if new == rest and not isinstance(path[depth], int):
+            return path[depth:]
+        if new.endswith("." + rest) and len(new) > len(rest) + 1:
+            return (new[: -len(rest) - 1], *path[depth:])
+    return (new,)
+
+
+def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> Steps[dict[str, tuple[Key, ...]]]:
+    """Return the path of each FQN, after some entries were renamed or left out. A list that has lost elements, or got
+    other entries, becomes a dict with the same keys. Raises ``KeyCollisionError`` if an entry lies where others have
+    their container."""
+    numbers: dict[tuple[Key, ...], set[Key]] = {}
+    containers: set[tuple[Key, ...]] = set()
+    for path in paths.values():
+        for depth, key in enumerate(path):
+            containers.add(path[:depth])
+            if type(key) is int:
+                numbers.setdefault(path[:depth], set())
+        yield
+    for fqn, path in paths.items():
+        if path in containers:
+            raise KeyCollisionError(f"{url}: names= gives the name {fqn} to an entry, and names below it to others")
+        for depth, key in enumerate(path) if numbers else ():
+            if path[:depth] in numbers:
+                numbers[path[:depth]].add(key)
+        yield
+    broken = {place for place, keys in numbers.items() if keys != set(range(len(keys)))}
+    found: dict[str, tuple[Key, ...]] = {}
+    for fqn, path in paths.items():
+        found[fqn] = path if not broken else tuple(_plain(path, depth, broken) for depth in range(len(path)))
+        yield
+    return found
+
+
+def _plain(path: tuple[Key, ...], depth: int, broken: set[tuple[Key, ...]]) -> Key:
+    key = path[depth]
+    return DictKey(key) if type(key) is int and path[:depth] in broken else key
+
+
 def target_dtype(name: str, saved: str, dtype: Dtypes | None) -> str:
-    """Return what the tensor ``name`` becomes, which was saved with dtype ``saved``. Raises ``UnsupportedTensor``."""
+    """Return what the tensor ``name`` becomes, which was saved with dtype ``saved``. Raises
+    ``UnsupportedTensorError``."""
     if isinstance(dtype, Mapping):
         dtype = next((one for pattern, one in dtype.items() if fnmatchcase(name, pattern)), None)
     if dtype is None or not dtype_from_name(saved).is_floating_point:
         return saved
     wanted = dtype_name(dtype)
     if not castable(saved, wanted):
-        raise UnsupportedTensor(f"{name}: torch does not convert {saved} to {wanted}")
+        raise UnsupportedTensorError(f"{name}: torch does not convert {saved} to {wanted}")
     return wanted

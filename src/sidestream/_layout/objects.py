@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from .._runtime.steps import Steps
-from ..errors import InvalidOption, UnsafeObject, UnsupportedCheckpoint
+from ..errors import InvalidOptionError, UnsafeObjectError, UnsupportedCheckpointError
 from .hashed import check_hashes
 
 __all__ = ["NOTHING_ALLOWED", "Allowed", "allowed_types", "lookup", "rebuild", "rebuild_member"]
@@ -23,23 +23,24 @@ Allowed = Mapping[str, type]
 NOTHING_ALLOWED: Allowed = {}
 
 
-def allowed_types(allow: Iterable[type]) -> Allowed:
-    """Raises ``InvalidOption`` for what is no class, and for classes of classes, which could make any."""
+def allowed_types(safe_globals: Iterable[type]) -> Allowed:
+    """Return types by their qualified names. Raises ``InvalidOptionError`` for anything but classes, and for classes of
+    classes, which could make any."""
     try:
-        kinds: list[Any] = list(allow)
+        kinds: list[Any] = list(safe_globals)
     except TypeError:
-        raise InvalidOption(f"allow={allow!r} has to be a list of types") from None
+        raise InvalidOptionError(f"safe_globals={safe_globals!r} has to be a list of types") from None
     for kind in kinds:
         if not isinstance(kind, type) or issubclass(kind, type):
-            raise InvalidOption(f"allow= takes types, not {kind!r}")
+            raise InvalidOptionError(f"safe_globals= takes types, not {kind!r}")
     return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
 
 
 def rebuild(content: Any, decode: Callable[[Iterable[Any]], Steps[list[Any]]], allow: Allowed) -> Steps[Any]:
     """The object of an ``object`` node. ``decode`` decodes nodes.
 
-    Raises ``UnsafeObject`` if its type is not allowed, ``UnsupportedCheckpoint`` if the type does not take what was
-    saved, its own exception being the cause.
+    Raises ``UnsafeObjectError`` if its type is not allowed, ``UnsupportedCheckpointError`` if the type does not take
+    what was saved, its own exception being the cause.
     """
     kind = lookup(content["type"], allow)
     args = yield from decode(content["args"])
@@ -57,25 +58,25 @@ def rebuild(content: Any, decode: Callable[[Iterable[Any]], Steps[list[Any]]], a
         if state is not None:
             _set_state(instance, state)
     except Exception as error:
-        raise UnsupportedCheckpoint(
+        raise UnsupportedCheckpointError(
             f"{content['type']} does not take what was saved of it: {type(error).__name__}: {error}"
         ) from error
     return instance
 
 
 def lookup(name: str, allow: Allowed) -> type:
-    """The type of that name. Raises ``UnsafeObject`` if it is not allowed."""
+    """The type of that name. Raises ``UnsafeObjectError`` if it is not allowed."""
     try:
         return allow[name]
     except KeyError:
-        raise UnsafeObject(f"the value holds a {name}, which is not among the types that were allowed") from None
+        raise UnsafeObjectError(f"the value holds a {name}, which is not among the types that were allowed") from None
 
 
 def rebuild_member(enum: str, member: str, allow: Allowed) -> Any:
     """A member of an enum, as some releases of Python pickle it; nothing else is got from a class by name."""
     kind = lookup(enum, allow)
     if not issubclass(kind, Enum) or member not in kind.__members__:
-        raise UnsafeObject(f"the value asks for {enum}.{member}, which is no member of an enum")
+        raise UnsafeObjectError(f"the value asks for {enum}.{member}, which is no member of an enum")
     return kind.__members__[member]
 
 

@@ -17,8 +17,8 @@ __all__ = [
     "Batch",
     "Box",
     "Direct",
-    "Part",
     "Range",
+    "RangePart",
     "Scatter",
     "batches",
     "overlap",
@@ -46,7 +46,7 @@ class Direct:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RangePart:
     """Bytes ``skip`` to ``skip + nbytes`` of the range go to byte ``start`` of the destination; the rest is read for
     its checksum."""
 
@@ -67,7 +67,7 @@ class Scatter:
     target: tuple[int, ...]
 
 
-Into: TypeAlias = Direct | Part | Scatter
+Into: TypeAlias = Direct | RangePart | Scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def _straight(fqn: str, chunk: Chunk, start: int, end: int, begin: int, total: i
         if position != block or (end < block + BLOCK_BYTES and end < total):
             stop = min(block + BLOCK_BYTES, end)
             nbytes = min(BLOCK_BYTES, total - block)
-            into: Into = Part(begin + position - start, position - block, stop - position)
+            into: Into = RangePart(begin + position - start, position - block, stop - position)
             yield _range(fqn, chunk, block, nbytes, into)
         else:
             stop = min(position + PIECE_BYTES, end)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._format.records import DictKey, Entries, Entry, Key, Manifest, Row, path_of, stored
+from .._format.records import Entries, Entry, Key, Manifest, Row, path_of, stored
 from .._runtime.steps import Steps
 from .flatten import Leaf, StatefulRoot
-from .names import Names, new_names
+from .names import Names, new_names, path_text
 
 __all__ = ["Names", "Renamed", "renamed"]
 
@@ -84,11 +84,11 @@ def renamed(
         yield
         path = path_of(one)
         if fqn in asking:
-            tops.add(_text(path[:1]))
+            tops.add(path_text(path[:1]))
             found.update((own, _at(one, known[own].path)) for own in asking[fqn])
             continue
         claimed = _claimed(path, claims)
-        own = fqn if claimed is None else ".".join(filter(None, (claimed[0].fqn, _text(path[claimed[1] :]))))
+        own = fqn if claimed is None else ".".join(filter(None, (claimed[0].fqn, path_text(path[claimed[1] :]))))
         if claimed is None or own in known or own in found:
             own = fqn + _MARK if fqn in known or fqn in found else fqn
             rest[own] = path
@@ -97,7 +97,7 @@ def renamed(
             found[own] = _at(one, (*claimed[0].path, *path[claimed[1] :]))
         if own != fqn:
             saved[own] = fqn
-    inside = frozenset(own for own, path in rest.items() if _text(path[:1]) in tops)
+    inside = frozenset(own for own, path in rest.items() if path_text(path[:1]) in tops)
     entries: Any = Entries(found) if isinstance(manifest.entries, Entries) else found
     return Renamed(replace(manifest, entries=entries), saved, inside)
 
@@ -128,14 +128,10 @@ def _claims(
 def _claimed(path: tuple[Key, ...], claims: Mapping[str, Leaf]) -> tuple[Leaf, int] | None:
     """Return what claims the entry at ``path``, and how many keys of the path that is."""
     for depth in range(1, len(path) + 1):
-        root = claims.get(_text(path[:depth]))
+        root = claims.get(path_text(path[:depth]))
         if root is not None:
             return root, depth
     return None
-
-
-def _text(path: tuple[Key, ...]) -> str:
-    return ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
 
 
 def _at(one: Entry | Row, path: tuple[Key, ...]) -> Entry | Row:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
-from ..errors import MissingKeys
+from ..errors import MissingKeysError
 
 __all__ = ["selected"]
 
 
 def selected(names: Iterable[str], select: str | Collection[str] | None, url: str) -> list[str]:
     """Return the ``names`` that match one of the patterns in ``select`` (``"model.*"``), in their order; all if it is
-    None. Called in a worker thread. Raises ``MissingKeys`` for a pattern that matches nothing."""
+    None. Called in a worker thread. Raises ``MissingKeysError`` for a pattern that matches nothing."""
     names = list(names)
     if select is None:
         return names
     patterns = [select] if isinstance(select, str) else list(select)
     unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if unused or not patterns:
-        raise MissingKeys(f"{url}: no name matches {', '.join(unused) or 'an empty selection'}", unused)
+        raise MissingKeysError(f"{url}: no name matches {', '.join(unused) or 'an empty selection'}", unused)
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

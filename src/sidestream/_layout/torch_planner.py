@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
-from .._runtime.caller import surroundings
-from ..errors import InvalidOption, PlannerFailed, SidestreamError, indented
+from .._runtime.caller import calling_thread_state
+from ..errors import InvalidOptionError, PlannerError, SidestreamError, indented
 
 __all__ = ["Asked", "asked_load_planner", "asked_save_planner", "local_save_plan", "packed", "unpacked"]
 
@@ -27,26 +27,26 @@ _ANSWERS: dict[str, tuple[type, ...]] = {
 
 
 class Asked:
-    """A wrapper with the methods of ``planner``. Their exceptions become ``PlannerFailed``, except errors of
+    """A wrapper with the methods of ``planner``. Their exceptions become ``PlannerError``, except errors of
     sidestream. They are called in worker threads, with the device and the modes of the thread that made the call."""
 
     def __init__(self, planner: Any) -> None:
         self.planner = planner
-        self._surroundings = surroundings()
+        self._thread_state = calling_thread_state()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self.planner, name)
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             try:
-                answer = self._surroundings.run(partial(method, *args, **kwargs))
+                answer = self._thread_state.run(partial(method, *args, **kwargs))
                 if name in _ANSWERS and not isinstance(answer, _ANSWERS[name]):
-                    raise PlannerFailed(f"{type(self.planner).__qualname__}.{name} returned a {type(answer).__name__}")
+                    raise PlannerError(f"{type(self.planner).__qualname__}.{name} returned a {type(answer).__name__}")
                 return answer
             except SidestreamError:
                 raise
             except Exception as error:
-                raise PlannerFailed(
+                raise PlannerError(
                     f"{type(self.planner).__qualname__}.{name} raised {type(error).__name__}: {indented(error)}"
                 ) from error
 
@@ -54,18 +54,18 @@ class Asked:
 
 
 def asked_save_planner(planner: Any) -> Asked:
-    """Raises ``InvalidOption`` for what is none."""
+    """Raises ``InvalidOptionError`` for what is none."""
     return _asked(planner, SavePlanner)
 
 
 def asked_load_planner(planner: Any) -> Asked:
-    """Raises ``InvalidOption`` for what is none."""
+    """Raises ``InvalidOptionError`` for what is none."""
     return _asked(planner, LoadPlanner)
 
 
 def _asked(planner: Any, kind: type) -> Asked:
     if not isinstance(planner, kind):
-        raise InvalidOption(f"planner={planner!r} has to be a {kind.__name__} of torch.distributed.checkpoint")
+        raise InvalidOptionError(f"planner={planner!r} has to be a {kind.__name__} of torch.distributed.checkpoint")
     return Asked(planner)
 
 
@@ -84,7 +84,7 @@ def packed(asked: Asked, plan: object) -> bytes:
     try:
         return pickle.dumps(plan)
     except Exception as error:
-        raise PlannerFailed(
+        raise PlannerError(
             f"a plan of {type(asked.planner).__qualname__} cannot be sent to another rank: {error}"
         ) from error
 
@@ -94,4 +94,4 @@ def unpacked(asked: Asked, raw: bytes) -> Any:
     try:
         return pickle.loads(raw)
     except Exception as error:
-        raise PlannerFailed(f"a plan of {type(asked.planner).__qualname__} cannot be read: {error}") from error
+        raise PlannerError(f"a plan of {type(asked.planner).__qualname__} cannot be read: {error}") from error

@@ -21,7 +21,7 @@ from .._format.values import bytes_and_position, check_inline_tensor, node_bytes
 from .._runtime.steps import Steps
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, plain_bytes
 from .._staging import Composite
-from ..errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
+from ..errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError
 from .hashed import fill, set_of
 from .objects import NOTHING_ALLOWED, Allowed, lookup, rebuild, rebuild_member
 from .remedies import remedy_for
@@ -50,9 +50,9 @@ def copy_value(value: Any) -> Any:
 def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
     """``value`` as data; the caller may change it afterwards.
 
-    Raises ``UnsafeObject``, naming ``fqn`` and the type, for anything but numbers, strings, bytes, None, tuples, lists,
-    dicts, sets, ``io.BytesIO``, ``torch.Size``, dtypes, devices, numpy numbers and arrays, and tensors of at most 1 MiB
-    inside those.
+    Raises ``UnsafeObjectError``, naming ``fqn`` and the type, for anything but numbers, strings, bytes, None, tuples,
+    lists, dicts, sets, ``io.BytesIO``, ``torch.Size``, dtypes, devices, numpy numbers and arrays, and tensors of at
+    most 1 MiB inside those.
     """
     kind = type(value)
     if value is None or kind is bool or kind is str:
@@ -62,7 +62,7 @@ def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if depth > _MAX_DEPTH:
-        raise UnsafeObject(f"{fqn}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself")
+        raise UnsafeObjectError(f"{fqn}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself")
     if kind in (list, tuple, set, frozenset):
         return {kind.__name__: [encode_value(item, fqn, depth + 1) for item in value]}
     if kind is dict or kind is OrderedDict:
@@ -91,11 +91,13 @@ def _encode_leaf(value: Any, fqn: str) -> Node:
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, fqn)
     if isinstance(value, Composite):
-        raise UnsafeObject(f"{fqn}: {value.kind} inside a tuple; put it into a dict or a list")
+        raise UnsafeObjectError(f"{fqn}: {value.kind} inside a tuple; put it into a dict or a list")
     numpy = sys.modules.get("numpy")  # whoever has not imported it has no array to save
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in _NUMPY_KINDS:
         return _encode_numpy(value, fqn, numpy)
-    raise UnsafeObject(f"{fqn}: a {kind.__module__}.{kind.__qualname__} cannot be stored as data; {remedy_for(value)}")
+    raise UnsafeObjectError(
+        f"{fqn}: a {kind.__module__}.{kind.__qualname__} cannot be stored as data; {remedy_for(value)}"
+    )
 
 
 def _encode_bytes_io(value: io.BytesIO, fqn: str) -> Node:
@@ -103,9 +105,9 @@ def _encode_bytes_io(value: io.BytesIO, fqn: str) -> Node:
     state: Any = value.__getstate__()  # vars() would create a dict
     content, position, attributes = state
     if attributes:
-        raise UnsafeObject(f"{fqn}: an io.BytesIO with attributes cannot be stored as data; save them separately")
+        raise UnsafeObjectError(f"{fqn}: an io.BytesIO with attributes cannot be stored as data; save them separately")
     if position > len(content):
-        raise UnsafeObject(
+        raise UnsafeObjectError(
             f"{fqn}: the position {position} of an io.BytesIO is beyond its {len(content)} bytes; seek() back"
         )
     return {"bytesio": [_base64(content), position]}
@@ -115,12 +117,14 @@ def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
     """A tensor inside a tuple or set, which DCP stores as one value: small enough to be copied here and now."""
     check_tensor(tensor, fqn)
     if not tensor.is_cpu:
-        raise UnsafeObject(f"{fqn}: a tensor on {tensor.device} inside a tuple or set; put it into a dict or a list")
+        raise UnsafeObjectError(
+            f"{fqn}: a tensor on {tensor.device} inside a tuple or set; put it into a dict or a list"
+        )
     name = dtype_name(tensor.dtype)
     if name not in DTYPES:
-        raise UnsafeObject(f"{fqn}: torch cannot serialize a tensor of dtype {name}")
+        raise UnsafeObjectError(f"{fqn}: torch cannot serialize a tensor of dtype {name}")
     if tensor.nbytes > _INLINE_BYTES:
-        raise UnsafeObject(
+        raise UnsafeObjectError(
             f"{fqn}: a tensor of {tensor.nbytes} bytes inside a {'tuple or set'}; put it into a dict or a list, where "
             f"it is streamed (inside values {_INLINE_BYTES} bytes are the limit)"
         )
@@ -130,9 +134,9 @@ def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
 
 def _encode_numpy(value: Any, fqn: str, numpy: Any) -> Node:
     if value.nbytes > _INLINE_BYTES:
-        raise UnsafeObject(f"{fqn}: a numpy array of {value.nbytes} bytes; save torch.from_numpy(array)")
+        raise UnsafeObjectError(f"{fqn}: a numpy array of {value.nbytes} bytes; save torch.from_numpy(array)")
     if value.dtype.itemsize > 16 or value.dtype.char in "gG":
-        raise UnsafeObject(f"{fqn}: numpy's {value.dtype} differs between machines; convert it to float64")
+        raise UnsafeObjectError(f"{fqn}: numpy's {value.dtype} differs between machines; convert it to float64")
     data = _base64(numpy.ascontiguousarray(value).tobytes())
     if isinstance(value, numpy.ndarray):
         return {"ndarray": {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}}
@@ -144,17 +148,17 @@ def _base64(raw: bytes | bytearray) -> str:
 
 
 def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Steps[Any]:
-    """The value again, equal and of the same type, newly made. Raises ``Corrupt`` for a node that is not one;
-    ``UnsafeObject`` and ``UnsupportedCheckpoint`` for objects (see ``rebuild``)."""
+    """The value again, equal and of the same type, newly made. Raises ``CorruptCheckpointError`` for a node that is not
+    one; ``UnsafeObjectError`` and ``UnsupportedCheckpointError`` for objects (see ``rebuild``)."""
     try:
         return (yield from _decode(node, allow))
-    except (UnsafeObject, UnsupportedCheckpoint) as error:
-        error.args = (f"{fqn}: {error.args[0]}",)
+    except (UnsafeObjectError, UnsupportedCheckpointError) as error:
+        error.within(fqn).about(fqn=fqn)
         raise
     except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, Corrupt):
-            raise Corrupt(f"{fqn}: {error}", fqn=fqn) from None
-        raise Corrupt(
+        if isinstance(error, CorruptCheckpointError):
+            raise CorruptCheckpointError(f"{fqn}: {error}", fqn=fqn) from None
+        raise CorruptCheckpointError(
             f"{fqn}: its value in the manifest is damaged ({type(error).__name__}: {error})", fqn=fqn
         ) from None
 
@@ -209,7 +213,7 @@ def _decode(node: Node, allow: Allowed) -> Steps[Any]:
         case "member":
             enum, member = content
             return rebuild_member(enum, member, allow)
-    raise Corrupt(f"a value of the unknown kind {kind!r}")
+    raise CorruptCheckpointError(f"a value of the unknown kind {kind!r}")
 
 
 def _decode_all(nodes: Iterable[Node], allow: Allowed) -> Steps[list[Any]]:
@@ -232,8 +236,8 @@ def _decode_numpy(dtype: str, shape: list[int], data: str) -> Any:
     import numpy as np  # an optional dependency: only a checkpoint that holds arrays needs it
 
     if type(dtype) is not str or _NUMPY_DTYPE.fullmatch(dtype) is None:
-        raise Corrupt(f"a numpy array of the kind {dtype!a:.40}")
+        raise CorruptCheckpointError(f"a numpy array of the kind {dtype!a:.40}")
     kind = np.dtype(dtype)
     if kind.kind not in _NUMPY_KINDS:
-        raise Corrupt(f"a numpy array of the kind {dtype!r}")
+        raise CorruptCheckpointError(f"a numpy array of the kind {dtype!r}")
     return np.frombuffer(node_bytes(data), dtype=kind).reshape(shape).copy()

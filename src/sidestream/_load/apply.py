@@ -16,10 +16,10 @@ from .._format.records import DictKey, EmptyEntry, Key
 from .._layout.assemble import assemble
 from .._layout.flatten import CompositeLeaf, Leaf
 from .._layout.match import LoadPlan, StatefulLoad, plain_path
-from .._runtime.caller import call
-from .._runtime.state_dict_calls import key_order, watched
+from .._runtime.caller import run_in_calling_thread
+from .._runtime.state_dict_calls import key_order, monitored
 from .._runtime.threads import Steps, run_sliced, sliced
-from ..errors import StatefulRefused, indented
+from ..errors import LoadStateDictError, indented
 
 __all__ = ["Handover", "hand_over", "prepare"]
 
@@ -45,7 +45,7 @@ def prepare(
     plan: LoadPlan, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, own: bool
 ) -> Steps[Handover]:
     """In a thread, before anything is read into ``tensors``, and once more if composite tensors had to be made of what
-    was read. Raises ``Corrupt`` for paths that do not fit together."""
+    was read. Raises ``CorruptCheckpointError`` for paths that do not fit together."""
     plain: list[tuple[Leaf, Any]] = []
     assigned: list[tuple[Leaf, Any]] = []
     for leaf, _ in plan.values:
@@ -71,11 +71,11 @@ async def hand_over(handover: Handover) -> None:
             await asyncio.sleep(0)
     for leaf, value in handover.assigned:
         await asyncio.sleep(0)
-        call(leaf.holder.__setitem__, leaf.slot, value)
+        run_in_calling_thread(leaf.holder.__setitem__, leaf.slot, value)
     for stateful, state_dict in handover.statefuls:
         await asyncio.sleep(0)
-        with watched(stateful.fqn, stateful.instance, "load_state_dict"):
-            call(_load_stateful, stateful, state_dict)
+        with monitored(stateful.fqn, stateful.instance, "load_state_dict"):
+            run_in_calling_thread(_load_stateful, stateful, state_dict)
 
 
 def _state_dict(
@@ -115,7 +115,7 @@ def _load_stateful(stateful: StatefulLoad, state_dict: dict[Any, Any]) -> None:
         with mode:
             stateful.instance.load_state_dict(state_dict)
     except Exception as error:
-        raise StatefulRefused(
+        raise LoadStateDictError(
             f"{stateful.fqn}: {type(stateful.instance).__name__}.load_state_dict raised {type(error).__name__}: "
             f"{indented(error)}"
         ) from error

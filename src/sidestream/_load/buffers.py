@@ -13,7 +13,7 @@ from .._format.checksum import crc32, unpack_crcs
 from .._format.records import BLOCK_BYTES
 from .._layout.checks import altered
 from .._layout.ranges import Range
-from .._runtime.threads import burst
+from .._runtime.threads import holding_gil
 from ..errors import allocating
 
 __all__ = ["Check", "Memory", "Scratch", "memory_of"]
@@ -55,7 +55,7 @@ def memory_of(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
 
 
 class Check:
-    """Compares a range with its checksums, if it has any, while it is read. Raises ``Corrupt``."""
+    """Compares a range with its checksums, if it has any, while it is read. Raises ``CorruptCheckpointError``."""
 
     __slots__ = ("_crc", "_done", "_range")
 
@@ -69,7 +69,7 @@ class Check:
             self._take(piece, self._range.crc, self._range.nbytes, 0)
         elif self._range.crcs is not None:
             # To compute a CRC takes a fraction of the time that it costs to get the GIL back from a busy loop.
-            with burst() if len(piece) > _BURST_BYTES else nullcontext():
+            with holding_gil() if len(piece) > _BURST_BYTES else nullcontext():
                 self._blocks(piece, self._range.crcs)
 
     def _blocks(self, piece: memoryview, crcs: bytes) -> None:

@@ -6,7 +6,7 @@ import os
 from collections import ChainMap
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -15,41 +15,57 @@ from .._format.records import (
     SPARSE_PARTS,
     CompositeEntry,
     EmptyEntry,
+    Entries,
     Entry,
     Manifest,
     OpaqueEntry,
+    Row,
     TensorEntry,
     ValueEntry,
     all_parts,
     parts_of,
+    path_of,
     stored,
 )
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types
 from .._layout.metadata import decode_metadata
+from .._layout.names import target_dtype
 from .._layout.objects import Allowed, allowed_types
 from .._layout.ranges import Box
 from .._layout.select import selected
+from .._runtime.display import Displayed, Table, readable_bytes
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import (
     Deadline,
     Steps,
     io_threads,
-    politely,
     run_sliced,
     sliced,
     time_limit,
 )
 from .._runtime.torch_probes import dtype_from_name
-from .._storage import Location, RangeSource, Where, locate_directory
-from ..errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
-from ..options import Progress, StorePolicy, Trust, Verify, check_choice, check_timeout, check_verify
+from .._storage import Location, RangeSource, locate_directory
+from ..errors import CorruptCheckpointError, InvalidOptionError, MissingKeysError, UnsupportedCheckpointError
+from ..options import (
+    Dtypes,
+    Progress,
+    Storage,
+    Trust,
+    Verify,
+    check_choice,
+    check_dtype,
+    check_timeout,
+    check_verify,
+    storage_of,
+)
 from .device_streams import Streams, streams_of
-from .foreign.values import opaque_entries, read_values, sorted_out, why_opaque
+from .foreign.values import read_values, why_opaque
 from .new_tensors import NewTensors, new_tensors
 from .open.manifest import check_not_replaced, open_manifest, replaced, was_replaced
 from .open.mmap import map_tensors
+from .operation import LoadLifecycle, ReadCall, reading
 from .reader import Reader, Wanted, whole
 from .verify import VerifyReport, verify_manifest
 
@@ -84,39 +100,53 @@ async def open_checkpoint(
     *,
     verify: Verify = "always",
     timeout_s: float = 600.0,
-    allow: Iterable[type] = (),
+    safe_globals: Iterable[type] = (),
     trust: Trust = "data",
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
 ) -> Checkpoint:
     """Read and validate what the checkpoint at ``url`` says about itself, and no payload.
 
     ``timeout_s`` is for this call and for each one on the result, ``allow``, ``trust`` and the rest as for ``load``.
-    Raises ``CheckpointNotFound``, ``Corrupt``, ``UnsupportedCheckpoint``. The result holds nothing open and needs no
-    closing.
+    Raises ``CheckpointNotFoundError``, ``CorruptCheckpointError``, ``UnsupportedCheckpointError``. The result holds
+    nothing open and needs no closing.
     """
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
-    return await open_from(location, verify=verify, timeout_s=timeout_s, allow=allow, trust=trust)
+    location = locate_directory(url, storage_of(storage_options, storage))
+    return await open_from(location, verify=verify, timeout_s=timeout_s, safe_globals=safe_globals, trust=trust)
 
 
 async def open_from(
-    location: Location, *, verify: Verify, timeout_s: float, allow: Iterable[type], trust: Trust
+    location: Location,
+    *,
+    verify: Verify,
+    timeout_s: float,
+    safe_globals: Iterable[type],
+    trust: Trust,
+    run: str | None = None,
 ) -> Checkpoint:
-    """``open_checkpoint`` of a resolved location."""
+    """``open_checkpoint`` of a resolved location; ``run`` is the URL of the run that it belongs to."""
     running_loop("open_checkpoint")
     check_verify(verify)
     check_choice("trust", trust, Trust)
     check_timeout(timeout_s)
-    allowed = allowed_types(allow)
-    with time_limit(Deadline.after(timeout_s)):
+    allowed = allowed_types(safe_globals)
+    with reading("open_checkpoint", location.url, run) as lifecycle, time_limit(Deadline.after(timeout_s)):
         source, manifest = await open_manifest(location)
+        lifecycle.opened(manifest)
         await source.aclose()
     return Checkpoint(replace(location, name=source.name), manifest, verify, timeout_s, allowed, trust)
 
 
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What one call on a ``Checkpoint`` reads from."""
+
+    source: RangeSource
+    lifecycle: LoadLifecycle
+
+
 @public
-class Checkpoint(Mapping[str, TensorInfo | None]):
+class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
     """What is in a checkpoint, by FQN: a ``TensorInfo`` for a tensor, None for a plain value.
 
     A tensor that consists of others (sparse, a subclass) is listed as one. Its parts are not listed, and are there when
@@ -139,8 +169,24 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         self._allow = allow
         self._trust: Trust = trust
 
+    def _summary(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        entries = self._manifest.entries.values()
+        tensors = sum(isinstance(one, TensorEntry) for one in entries)
+        return f"{self.url}{step}: {tensors:,} tensors, {len(self) - tensors:,} values"
+
+    def _table(self) -> Table:
+        def row(fqn: str) -> list[str]:
+            info = self[fqn]
+            if info is None:
+                return [fqn, "value", "", ""]
+            return [fqn, str(info.dtype).removeprefix("torch."), str(list(info.shape)), readable_bytes(info.nbytes)]
+
+        return Table(("name", "dtype", "shape", "bytes"), map(row, self), len(self))
+
     @property
     def url(self) -> str:
+        """The checkpoint."""
         return self._location.url
 
     @property
@@ -166,17 +212,19 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
     async def file(self, name: str) -> bytes:
         """Return the content of a sidecar file, compared with its checksums unless ``verify`` says otherwise.
 
-        Raises ``MissingKeys`` if the checkpoint has no such file, ``Corrupt``. A cancel leaves nothing behind.
+        Raises ``MissingKeysError`` if the checkpoint has no such file, ``CorruptCheckpointError``. A cancel leaves
+        nothing behind.
         """
         entry = self._manifest.sidecars.get(name)
         if entry is None:
             there = ", ".join(self.files) or "none"
-            raise MissingKeys(f"{self.url} has no file {name!r}; its sidecar files: {there}", [name])
+            raise MissingKeysError(f"{self.url} has no file {name!r}; its sidecar files: {there}", [name])
         content = bytearray(entry.nbytes)
-        async with self._files() as source:
-            if content:
-                target = torch.frombuffer(content, dtype=torch.uint8)
-                await self._read(source, [Wanted(name, entry, whole(entry), target)], None, await streams_of([]))
+        wanted = []
+        if content:
+            wanted.append(Wanted(name, entry, whole(entry), torch.frombuffer(content, dtype=torch.uint8)))
+        async with self._files("file") as files:
+            await self._read(files, NewTensors({}, wanted), None, await streams_of([]))
         return await io_threads().run(bytes, content)
 
     def __getitem__(self, fqn: str) -> TensorInfo | None:
@@ -205,24 +253,24 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         return sum(1 for _ in self)
 
     def info(self, fqn: str) -> TensorInfo:
-        """Dtype and shape of a tensor. Raises ``MissingKeys``; ``InvalidOption`` if it is a plain value."""
+        """Dtype and shape of a tensor. Raises ``MissingKeysError``; ``InvalidOptionError`` if it is a plain value."""
         info = self[fqn]
         if info is None:
-            raise InvalidOption(f"{fqn} is a plain value; await value({fqn!r})")
+            raise InvalidOptionError(f"{fqn} is a plain value; await value({fqn!r})")
         return info
 
     async def tensor(self, fqn: str, rows: slice | None = None, *, device: torch.device | str = "cpu") -> torch.Tensor:
         """The tensor, or those ``rows`` of its first dimension, as a new one on ``device``.
 
         Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. A tensor that consists of others
-        is made anew, as by ``state_dict``, and has no rows. Raises ``MissingKeys``, ``InvalidOption`` for a slice with
-        a step or a device that this machine does not have, ``UnsupportedCheckpoint`` for a tensor of a kind that this
-        version does not read, ``UnsafeObject`` for a subclass that was not allowed, ``Corrupt``. A cancel leaves
-        nothing behind.
+        is made anew, as by ``state_dict``, and has no rows. Raises ``MissingKeysError``, ``InvalidOptionError`` for a
+        slice with a step or a device that this machine does not have, ``UnsupportedCheckpointError`` for a tensor of a
+        kind that this version does not read, ``UnsafeObjectError`` for a subclass that was not allowed,
+        ``CorruptCheckpointError``. A cancel leaves nothing behind.
         """
         if isinstance(one := self._entry(fqn), OpaqueEntry):
-            async with self._files() as source:
-                await self._refuse(source, {fqn: one})
+            async with self._files("tensor") as files:
+                await self._refuse(files.source, {fqn: one})
         if isinstance(one, CompositeEntry):
             return await self._composite(fqn, rows, _device(device))
         info = self.info(fqn)
@@ -231,7 +279,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         assert isinstance(entry, TensorEntry)
         box = whole(entry) if rows is None else _rows(fqn, entry.shape, rows)
 
-        async with self._files() as source:
+        async with self._files("tensor") as files:
             streams = await streams_of([where])
 
             def new() -> torch.Tensor:
@@ -239,28 +287,32 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
                     return torch.empty(box.sizes, dtype=info.dtype, device=where)
 
             target = await io_threads().run(new)
-            await self._read(source, [Wanted(fqn, entry, box, target)], None, streams)
+            await self._read(files, NewTensors({}, [Wanted(fqn, entry, box, target)]), None, streams)
             return target
 
     async def _composite(self, fqn: str, rows: slice | None, device: torch.device) -> torch.Tensor:
         if rows is not None:
-            raise InvalidOption(f"{fqn}: rows={rows} of a tensor that consists of others; read it as a whole")
+            raise InvalidOptionError(f"{fqn}: rows={rows} of a tensor that consists of others; read it as a whole")
         entries = self._manifest.entries
         wanted = {name: entries[name] for name in (fqn, *parts_of(fqn, entries))}
-        async with self._files() as source:
-            leaves = await self._leaves(source, wanted, "host", device, None)
+        async with self._files("tensor") as files:
+            leaves = await self._leaves(files, wanted, "host", device, None)
         found: torch.Tensor = leaves[fqn]
         return found
 
     async def value(self, fqn: str) -> Any:
-        """A plain value, or a tensor like ``tensor()``. Raises ``MissingKeys``, ``UnsafeObject`` (other writers)."""
+        """A plain value, or a tensor like ``tensor()``. Raises ``MissingKeysError``, ``UnsafeObjectError`` (other
+        writers)."""
         entry = self._entry(fqn)
         if isinstance(entry, TensorEntry | OpaqueEntry | CompositeEntry):
             return await self.tensor(fqn)
         if not isinstance(entry, ValueEntry):
             return {}
-        async with self._files() as source:
-            return (await self._values(source, {fqn: entry}))[fqn]
+        async with self._files("value") as files:
+            files.lifecycle.planned()
+            values = await self._values(files.source, {fqn: entry})
+            files.lifecycle.read(0)
+            return values[fqn]
 
     async def state_dict(
         self,
@@ -268,9 +320,12 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         memory: Memory = "host",
         progress: Progress | None = None,
         select: str | Collection[str] | None = None,
+        dtype: Dtypes | None = None,
     ) -> dict[Any, Any]:
         """Everything, nested as it was saved; tied tensors are tied again. ``select``: patterns of FQNs
-        (``"model.*"``), of which only what matches is read.
+        (``"model.*"``), of which only what matches is read. ``dtype``: what floating-point tensors are converted to, or
+        patterns of FQNs and what those are converted to (``Dtypes``); ``"mapped"`` ones that are converted get memory
+        of their own, and tensors that consist of others stay as they are.
 
         ``memory``: new memory of the ``"host"``, of a ``torch.device``, or ``"mapped"``: tensors over the files of a
         checkpoint on this machine, without a copy. Mapped ones may be written to, which changes private copies of
@@ -279,54 +334,60 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         process (SIGBUS). A tensor that does not lie in one piece, or is not aligned, is read into memory of its own:
         in checkpoints of other writers that may be all of them.
 
-        Sparse tensors are made anew, and subclasses of those classes that ``open_checkpoint(allow=)`` or a fixed list
-        of this version names. No file names code that is imported.
+        Sparse tensors are made anew, and subclasses of those classes that ``open_checkpoint(safe_globals=)`` or a fixed
+        list of this version names. No file names code that is imported.
 
         A checkpoint of stock DCP says neither where it had empty containers nor which keys were integers.
-        ``progress(done, total)`` is called on the loop with bytes. Raises ``Corrupt``, ``InvalidOption``,
-        ``MissingKeys`` for a pattern that matches nothing, ``UnsupportedCheckpoint`` if a tensor of a kind that this
-        version does not read is requested, ``UnsafeObject`` for a subclass that was not allowed. A cancel leaves
-        nothing behind.
+        ``progress(done, total)`` is called on the loop with bytes. Raises ``CorruptCheckpointError``,
+        ``InvalidOptionError``, ``MissingKeysError`` for a pattern that matches nothing, ``UnsupportedCheckpointError``
+        if a tensor of a kind that this version does not read is requested, ``UnsafeObjectError`` for a subclass that
+        was not allowed, ``UnsupportedTensorError`` for a conversion that torch does not make. A cancel leaves nothing
+        behind.
         """
+        check_dtype(dtype)
         device = None if memory == "host" else _memory(memory)
-        async with self._files() as source:
+        async with self._files("state_dict") as files:
             entries = await io_threads().run(self._selected, select)
-            leaves = await self._leaves(source, entries, memory, device, progress)
+            leaves = await self._leaves(files, entries, memory, device, progress, dtype)
             return await io_threads().run(_nested, entries, leaves)
 
     async def _leaves(
         self,
-        source: RangeSource,
+        files: _Files,
         entries: Mapping[str, Entry],
         memory: Memory,
         device: torch.device | None,
         progress: Progress | None,
+        dtype: Dtypes | None = None,
     ) -> Mapping[str, Any]:
         """Return the content of ``entries``, which have the parts of composite tensors too."""
-        composites = await io_threads().run(_composites_in, entries)
+        source = files.source
+        kinds = await io_threads().run(_by_kind, entries)
+        fqns, composites = kinds.tensors, kinds.composites
         await io_threads().run_sliced(check_types, entries, composites, self._allow)
-        await self._refuse(source, await io_threads().run(opaque_entries, entries))
-        found, value_entries = await io_threads().run(sorted_out, entries)
-        fqns = found.keys()
-        values = await self._values(source, value_entries)
+        await self._refuse(source, kinds.opaque)
+        dtypes = {} if dtype is None else await io_threads().run(_converted, kinds, dtype)
+        values = await self._values(source, kinds.values)
         mapped = {}
         if memory == "mapped":
             if not self._location.store.capabilities.mapping:
-                raise InvalidOption(f'{self.url} is not on this machine; use memory="host"')
+                raise InvalidOptionError(f'{self.url} is not on this machine; use memory="host"')
             with self._all_there():
-                mapped = await map_tensors(source, self._manifest, fqns - _indices(composites))
+                taken = fqns.keys() - _indices(composites) - dtypes.keys()
+                mapped = await map_tensors(source, self._manifest, taken)
         streams = await streams_of([] if device is None else [device])
 
         def prepare() -> NewTensors:
             with streams.current():
-                new = new_tensors(entries, (fqn for fqn in fqns if fqn not in mapped), device)
+                missing = (fqn for fqn in fqns if fqn not in mapped)
+                new = new_tensors(entries, missing, device, dtypes, straight=True)
             if self._verify == "always":
                 new.wanted.extend(_verified(entries, mapped))
             return new
 
         new = await io_threads().run(prepare)
         tensors = new.tensors
-        await self._read(source, new.wanted, progress, streams)
+        await self._read(files, new, progress, streams)
         leaves = ChainMap(mapped, tensors, values)
         if not composites:
             return leaves
@@ -340,7 +401,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
     async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
         """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is.
 
-        Raises ``Corrupt`` if another checkpoint has taken the place of this one."""
+        Raises ``CorruptCheckpointError`` if another checkpoint has taken the place of this one."""
         with self._time_limit(), self._all_there():
             async with aclosing(self._location.source()) as source:
                 report = await verify_manifest(source, self.url, self._manifest, progress)
@@ -352,23 +413,24 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         return time_limit(Deadline.after(self._timeout_s))
 
     @asynccontextmanager
-    async def _files(self) -> AsyncIterator[RangeSource]:
-        """The files of the checkpoint, for one call and under its time limit. Raises ``Corrupt``."""
-        with self._time_limit():
+    async def _files(self, call: ReadCall) -> AsyncIterator[_Files]:
+        """The files of the checkpoint, for one call and under its time limit. Raises ``CorruptCheckpointError``."""
+        with reading(call, self.url) as lifecycle, self._time_limit():
             async with aclosing(self._location.source()) as source:
                 with self._all_there():
                     await check_not_replaced(source, self._location, self._manifest)
-                yield source
+                lifecycle.opened(self._manifest)
+                yield _Files(source, lifecycle)
 
     def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
         entries = self._manifest.entries
         if select is None:
             return entries
-        chosen: dict[str, Entry] = {}
-        parts = all_parts(entries)
+        found, parts = stored(entries), all_parts(entries)
+        chosen: dict[str, Entry | Row] = {}
         for fqn in selected((fqn for fqn in entries if fqn not in parts), select, self.url):
-            chosen.update((name, entries[name]) for name in (fqn, *parts_of(fqn, entries)))
-        return chosen
+            chosen.update((name, found[name]) for name in (fqn, *parts_of(fqn, entries)))
+        return Entries(chosen)
 
     async def _refuse(self, source: RangeSource, opaque: Mapping[str, OpaqueEntry]) -> None:
         """Raise an error for the first of these tensors, if there are any, with their number."""
@@ -377,21 +439,22 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         with self._all_there():
             error = await why_opaque(source, *next(iter(opaque.items())))
         others = f"; {len(opaque)} such tensors were requested: leave them out with select=" if len(opaque) > 1 else ""
-        error.args = (f"{self.url}: {error.args[0]}{others}",)
-        raise error
+        raise error.within(self.url, others)
 
     def _entry(self, fqn: str) -> Entry:
         try:
             return self._manifest.entries[fqn]
         except KeyError:
-            raise MissingKeys(f"{self.url} has no {fqn!r}", [fqn]) from None
+            raise MissingKeysError(f"{self.url} has no {fqn!r}", [fqn]) from None
 
-    async def _read(
-        self, source: RangeSource, wanted: list[Wanted], progress: Progress | None, streams: Streams
-    ) -> None:
-        reader = Reader(source, self._verify, progress, streams)
+    async def _read(self, files: _Files, new: NewTensors, progress: Progress | None, streams: Streams) -> None:
+        reader = Reader(files.source, self._verify, progress, streams, new.straight)
+        files.lifecycle.planned()
         with self._all_there():
-            await reader.read(wanted, own=self._manifest.own)
+            await reader.read(new.wanted, own=self._manifest.own)
+        files.lifecycle.read(reader.nbytes)
+        if self._verify == "always":
+            files.lifecycle.verified(len(reader.unverified))
 
     @contextmanager
     def _all_there(self) -> Iterator[None]:
@@ -399,7 +462,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         try:
             yield
         except FileNotFoundError as error:
-            raise Corrupt(f"{self.url}: {error.filename} is missing") from error
+            raise CorruptCheckpointError(f"{self.url}: {error.filename} is missing") from error
 
     async def _values(self, source: RangeSource, entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
         with self._all_there():
@@ -410,7 +473,7 @@ def _opaque_info(fqn: str, entry: OpaqueEntry) -> TensorInfo:
     try:
         dtype = dtype_from_name(entry.dtype)
     except KeyError:
-        raise UnsupportedCheckpoint(f"{fqn} has dtype {entry.dtype}, which this torch does not know") from None
+        raise UnsupportedCheckpointError(f"{fqn} has dtype {entry.dtype}, which this torch does not know") from None
     return TensorInfo(dtype, torch.Size(entry.shape), sum(chunk.item_bytes for chunk in entry.chunks))
 
 
@@ -418,9 +481,9 @@ def _device(device: object) -> torch.device:
     try:
         found: torch.device = torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
-        raise InvalidOption(f"device={device!r} is no device: {error}") from None
+        raise InvalidOptionError(f"device={device!r} is no device: {error}") from None
     if found.type == "meta":
-        raise InvalidOption('device="meta" has no memory to load into')
+        raise InvalidOptionError('device="meta" has no memory to load into')
     return found
 
 
@@ -429,7 +492,7 @@ def _memory(memory: object) -> torch.device | None:
         return None
     if isinstance(memory, torch.device):
         return _device(memory)
-    raise InvalidOption(f'memory={memory!r} has to be "host", "mapped" or a torch.device')
+    raise InvalidOptionError(f'memory={memory!r} has to be "host", "mapped" or a torch.device')
 
 
 @sliced
@@ -445,14 +508,48 @@ def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) 
     return list(wanted.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """Entries by kind: tensors, plain values, tensors that consist of others, and those that cannot be read."""
+
+    tensors: dict[str, TensorEntry | Row] = field(default_factory=dict)
+    values: dict[str, ValueEntry] = field(default_factory=dict)
+    composites: dict[str, CompositeEntry] = field(default_factory=dict)
+    opaque: dict[str, OpaqueEntry] = field(default_factory=dict)
+
+
+@sliced
+def _by_kind(entries: Mapping[str, Entry]) -> Steps[_Kinds]:
+    kinds = _Kinds()
+    for fqn, one in stored(entries).items():
+        yield
+        if isinstance(one, (tuple, TensorEntry)):
+            kinds.tensors[fqn] = one
+        elif isinstance(one, ValueEntry):
+            kinds.values[fqn] = one
+        elif isinstance(one, CompositeEntry):
+            kinds.composites[fqn] = one
+        elif isinstance(one, OpaqueEntry):
+            kinds.opaque[fqn] = one
+    return kinds
+
+
+@sliced
+def _converted(kinds: _Kinds, dtype: Dtypes) -> Steps[dict[str, str]]:
+    """Return what tensors are converted to, for those that do not keep their dtype. Parts of others keep it."""
+    found: dict[str, str] = {}
+    parts = all_parts(kinds.composites)
+    for fqn, one in kinds.tensors.items():
+        yield
+        saved = one[0] if isinstance(one, tuple) else one.dtype
+        if fqn not in parts and (wanted := target_dtype(fqn, saved, dtype)) != saved:
+            found[fqn] = wanted
+    return found
+
+
 def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    parts = all_parts(entries)
-    return run_sliced(assemble((entry.path, leaves.get(fqn, {})) for fqn, entry in entries.items() if fqn not in parts))
-
-
-def _composites_in(entries: Mapping[str, Entry]) -> dict[str, CompositeEntry]:
-    found = politely(stored(entries).items())
-    return {fqn: one for fqn, one in found if isinstance(one, CompositeEntry)}
+    found, parts = stored(entries).items(), all_parts(entries)
+    return run_sliced(assemble((path_of(one), leaves.get(fqn, {})) for fqn, one in found if fqn not in parts))
 
 
 def _indices(composites: Mapping[str, CompositeEntry]) -> set[str]:
@@ -464,6 +561,6 @@ def _indices(composites: Mapping[str, CompositeEntry]) -> set[str]:
 
 def _rows(fqn: str, shape: tuple[int, ...], rows: slice) -> Box:
     if not shape or rows.step not in (None, 1):
-        raise InvalidOption(f"{fqn}: rows={rows} needs at least one dimension and no step")
+        raise InvalidOptionError(f"{fqn}: rows={rows} needs at least one dimension and no step")
     start, stop, _ = rows.indices(shape[0])
     return Box((start, *(0 for _ in shape[1:])), (max(0, stop - start), *shape[1:]))

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from .._runtime.caller import call
+from .._runtime.caller import run_in_calling_thread
 from .._runtime.threads import io_threads
 from .._staging.device import translated
 from .._staging.driver import Driver, driver_for
-from ..errors import CapturingGraph, DeviceFailed, InvalidOption
+from ..errors import DeviceError, GraphCaptureError, InvalidOptionError
 
 __all__ = ["Streams", "current_streams", "streams_of"]
 
@@ -35,7 +35,7 @@ class Streams:
     @contextmanager
     def current(self, what: str = "") -> Iterator[None]:
         """Make these streams current in the calling thread, and the device of the last one its current device. An error
-        that a device reports in the ``with`` block becomes ``DeviceFailed``, which says ``what`` was being loaded."""
+        that a device reports in the ``with`` block becomes ``DeviceError``, which says ``what`` was being loaded."""
         with _failing(what, self.devices), ExitStack() as stack:
             for driver, device, stream in self.sides:
                 driver.enter(device)
@@ -52,15 +52,15 @@ class Streams:
 
 async def streams_of(devices: Collection[torch.device]) -> Streams:
     """Return the current streams of this thread; for a blocking call, of the thread that made the call. Raises
-    ``CapturingGraph`` if a graph is being captured on one of them, ``InvalidOption`` for a device that this machine
-    does not have, ``UnsupportedTensor`` for a device without streams."""
+    ``GraphCaptureError`` if a graph is being captured on one of them, ``InvalidOptionError`` for a device that this
+    machine does not have, ``UnsupportedTensorError`` for a device without streams."""
     devices = [device for device in devices if device.type != "cpu"]
     if not devices:
         return Streams()
     if any(device.type == "cuda" for device in devices) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # To start it takes seconds; until then the current streams of all threads are the same.
         return await io_threads().run(_current, devices)
-    return call(_current, devices)
+    return run_in_calling_thread(_current, devices)
 
 
 def current_streams(devices: Collection[torch.device]) -> Streams:
@@ -73,7 +73,7 @@ def _current(devices: Collection[torch.device]) -> Streams:
     kind = torch.accelerator.current_accelerator(check_available=True)
     for device in devices:
         if kind is None or device.type != kind.type or (device.index or 0) >= torch.accelerator.device_count():
-            raise InvalidOption(f"{str(device)!r} is no device of this machine")
+            raise InvalidOptionError(f"{str(device)!r} is no device of this machine")
     sides: list[tuple[Driver, Hashable, Any]] = []
     for device in devices:
         driver = driver_for(device)
@@ -81,7 +81,7 @@ def _current(devices: Collection[torch.device]) -> Streams:
             stream = driver.current_stream(device)
             capturing = driver.capturing(stream)
         if capturing:
-            raise CapturingGraph(
+            raise GraphCaptureError(
                 f"a graph is being captured on the current stream of {device}: load before or after the capture"
             )
         sides.append((driver, stream.device, stream))  # "cuda" is the caller's current device, not a thread's
@@ -90,10 +90,10 @@ def _current(devices: Collection[torch.device]) -> Streams:
 
 @contextmanager
 def _failing(what: str, devices: Sequence[Hashable]) -> Iterator[None]:
-    """Convert an error that one of ``devices`` reports to ``DeviceFailed``, except that a device is out of memory."""
+    """Convert an error that one of ``devices`` reports to ``DeviceError``, except that a device is out of memory."""
     try:
         yield
-    except (torch.AcceleratorError, DeviceFailed) as error:
+    except (torch.AcceleratorError, DeviceError) as error:
         if not devices:
             raise
         phase = f"while loading to {', '.join(map(str, devices))}"

@@ -10,23 +10,23 @@ from functools import partial
 from typing import Any, TypeVar
 
 from .._format.records import Manifest, ValueEntry
-from .._format.shared import Part, Root, join
+from .._format.shared import RankPart, Root, join
 from .._format.validate import check_patterns, validate
 from .._group import Operation
 from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
 from .._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
 from .._storage import Location, RangeSource
-from ..errors import InvalidOption, NotShared, UnexpectedKeys, printable
+from ..errors import InvalidOptionError, StorageNotSharedError, UnexpectedKeysError, printable
 from .open.manifest import open_root, read_parts
 
-__all__ = ["Outline", "agree_on", "one_checkpoint", "open_outline"]
+__all__ = ["ManifestOutline", "agree_on", "one_checkpoint", "open_outline"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class ManifestOutline:
     """A checkpoint as one of several ranks opens it: ``manifest`` has everything that a template is compared with. If
     ranks have saved it, the places of the bytes are missing, because each rank reads only the parts that it needs."""
 
@@ -44,7 +44,7 @@ class Outline:
         return await io_threads().run(_join, root, parts, rows)
 
 
-async def open_outline(location: Location) -> tuple[RangeSource, Outline]:
+async def open_outline(location: Location) -> tuple[RangeSource, ManifestOutline]:
     """Open the checkpoint at ``location``. The caller closes the source. Raises what ``open_root`` raises."""
     source, root = await open_root(location)
     try:
@@ -52,7 +52,7 @@ async def open_outline(location: Location) -> tuple[RangeSource, Outline]:
     except BaseException:
         await source.aclose()
         raise
-    return source, Outline(known, root)
+    return source, ManifestOutline(known, root)
 
 
 @sliced
@@ -86,7 +86,7 @@ def _values(plan: LoadPlan) -> Iterable[str]:
         yield from (fqn for fqn, entry in stateful.entries.items() if isinstance(entry, ValueEntry))
 
 
-def _join(root: Root, parts: Mapping[int, Part], rows: set[int]) -> Manifest:
+def _join(root: Root, parts: Mapping[int, RankPart], rows: set[int]) -> Manifest:
     manifest = run_sliced(join(root, parts, rows))
     run_sliced(check_patterns(root, rows))
     run_sliced(validate(manifest, partly=True))
@@ -98,7 +98,7 @@ async def agree_on(
 ) -> None:
     """Every rank has found what it needs, in the same checkpoint; and what one does not expect another one asks for.
 
-    Raises what ``one_checkpoint`` raises; on rank 0 ``UnexpectedKeys``."""
+    Raises what ``one_checkpoint`` raises; on rank 0 ``UnexpectedKeysError``."""
     unexpected, asked = await io_threads().run(_masks, manifest, plan)
     part = {"unexpected": _text(unexpected), "asked": _text(asked)}
     await one_checkpoint(operation, manifest, url, replaced, part, partial(_check_unexpected, manifest))
@@ -114,8 +114,8 @@ async def one_checkpoint(
 ) -> None:
     """Every rank has opened the checkpoint that rank 0 has opened. ``check`` compares the ``part`` of all, on rank 0.
 
-    Raises ``Stopped``; on rank 0 ``InvalidOption`` and what ``check`` raises. Raises ``NotShared`` on ranks whose
-    checkpoint was ``replaced`` since they opened it; if there are none, on rank 0."""
+    Raises ``Stopped``; on rank 0 ``InvalidOptionError`` and what ``check`` raises. Raises ``StorageNotSharedError`` on
+    ranks whose checkpoint was ``replaced`` since they opened it; if there are none, on rank 0."""
     known = {"save_id": manifest.save_id, "entries": len(manifest.entries)}
     planner = bool(part.get("planner"))
 
@@ -124,7 +124,9 @@ async def one_checkpoint(
         for rank, one in enumerate(told):
             if bool(one.get("planner")) != planner:
                 gives = "none" if planner else "one"
-                raise InvalidOption(f"ranks that load together all give planner=, or none: rank {rank} gives {gives}")
+                raise InvalidOptionError(
+                    f"ranks that load together all give planner=, or none: rank {rank} gives {gives}"
+                )
         for rank, one in enumerate(told):
             if {name: one[name] for name in known} != known:
                 return f"rank {rank} reads another checkpoint at this URL than rank 0".encode()
@@ -136,7 +138,7 @@ async def one_checkpoint(
         return
 
     async def refuse(_: Sequence[bytes]) -> bytes:
-        raise NotShared(2, different.decode(), url)
+        raise StorageNotSharedError(2, different.decode(), url)
 
     if await replaced():
         await refuse(())
@@ -147,7 +149,7 @@ async def one_checkpoint(
 def _masks(manifest: Manifest, plan: LoadPlan) -> Steps[tuple[int, int]]:
     """As sets of bits, by the position of the entry."""
     found = set(plan.unexpected)
-    outside = set(plan.not_asked_for)
+    outside = set(plan.not_requested)
     bits = bytearray(len(manifest.entries) // 8 + 1), bytearray(len(manifest.entries) // 8 + 1)
     for position, fqn in enumerate(manifest.entries):
         yield
@@ -179,4 +181,4 @@ def _check_unexpected(manifest: Manifest, told: Sequence[Mapping[str, Any]]) -> 
             [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
         )
         text = "\n  ".join(shown)
-        raise UnexpectedKeys(f"the target does not fit the checkpoint (nothing was changed):\n  {text}")
+        raise UnexpectedKeysError(f"the target does not fit the checkpoint (nothing was changed):\n  {text}")

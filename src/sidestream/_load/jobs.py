@@ -11,13 +11,16 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from .._runtime.tasks import first_error
-from .._runtime.threads import Stop, read_threads
+from .._runtime.tasks import first_error, in_parallel
+from .._runtime.threads import Stop, io_threads, read_threads
+from .._storage import Files, RangeSource, ReadRange
+from .buffers import Memory, Scratch
 
-__all__ = ["Jobs"]
+__all__ = ["Batches", "Jobs", "Reads", "Scratch"]
 
 T = TypeVar("T")
 
@@ -28,8 +31,8 @@ _MOST_JOBS = 4  # where reads wait: each may hold 16 MiB of scratch memory, and 
 
 
 class Jobs(Generic[T]):
-    """``work`` on each of ``items``, in threads. It returns the number of bytes that it has read, and raises ``Closed``
-    once its ``Stop`` is set. ``progress`` is called on the loop with the sum of them."""
+    """``work`` on each of ``items``, in threads. It returns the number of bytes that it has read, and raises
+    ``ClosedError`` once its ``Stop`` is set. ``progress`` is called on the loop with the sum of them."""
 
     def __init__(
         self, items: Sequence[T], work: Callable[[T, Stop], int], progress: Callable[[int], object] | None
@@ -116,3 +119,65 @@ class Jobs(Generic[T]):
 
 def _nothing(item: object, stop: Stop) -> int:
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What is read for one batch: ``ranges`` of ``file``. ``scratch`` is memory that is free when they were read."""
+
+    file: str
+    ranges: list[ReadRange]
+    nbytes: int
+    scratch: Memory | None = None
+
+
+@dataclass(slots=True)
+class Batches(Generic[T]):
+    """Reads batches from ``source``: in jobs, or where a read is a request to a server, by several requests at a time.
+
+    ``reads`` is called in a thread and returns what is read for a batch; it takes scratch memory from the ``Scratch``
+    that it is given. Its ``Stop`` is None for a request.
+    ``progress`` is called on the loop with the sum of their bytes. ``noting`` makes the context of each read.
+    """
+
+    source: RangeSource
+    reads: Callable[[T, Scratch, Stop | None], Reads]
+    progress: Callable[[int], object] | None = None
+    scratch: Scratch = field(default_factory=Scratch)
+    noting: Callable[[T], AbstractContextManager[object]] = nullcontext
+    nbytes: int = 0
+    _files: Files | None = None
+
+    async def run(self, batches: Sequence[T]) -> None:
+        """Return when all were read. ``nbytes`` says how many of their bytes were read, also if this raises."""
+        jobs = Jobs(batches, self._work, self.progress)
+        self._files = self.source.files(jobs.waiting)
+        if self._files is None:
+            queue = iter(batches)
+            await in_parallel(lambda: self._request(queue))
+            return
+        try:
+            await jobs.run()
+        finally:
+            self.nbytes = jobs.nbytes
+
+    def _work(self, batch: T, stop: Stop) -> int:
+        assert self._files is not None
+        reads = self.reads(batch, self.scratch, stop)
+        with self.noting(batch):
+            self._files.read(reads.file, reads.ranges, stop)
+        self.scratch.give_back(reads.scratch)
+        return reads.nbytes
+
+    def _reads(self, batch: T) -> Reads:
+        return self.reads(batch, self.scratch, None)
+
+    async def _request(self, queue: Iterator[T]) -> None:
+        for batch in queue:
+            reads = await io_threads().run(self._reads, batch)
+            with self.noting(batch):
+                await self.source.read(reads.file, reads.ranges)
+            self.scratch.give_back(reads.scratch)
+            self.nbytes += reads.nbytes
+            if self.progress is not None:
+                self.progress(self.nbytes)

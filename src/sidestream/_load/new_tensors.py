@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
-from .._format.records import Entry, ForeignPayload, TensorEntry
+from .._format.records import Entry, ForeignPayload, TensorEntry, stored
+from .._layout.straight import Straight
 from .._runtime.threads import Steps, gathered, sliced
 from .._runtime.torch_probes import dtype_from_name
 from ..errors import allocating
@@ -18,31 +20,53 @@ __all__ = ["NewTensors", "new_tensors"]
 
 @dataclass(frozen=True, slots=True)
 class NewTensors:
-    """Tensors in new memory, by FQN, and the reads that fill all of them."""
+    """Tensors in new memory, by FQN, and the reads that fill all of them: those that are read straight, and others."""
 
     tensors: dict[str, torch.Tensor]
     wanted: list[Wanted]
+    straight: Straight = field(default_factory=Straight)
 
 
 @sliced
 def new_tensors(
-    entries: Mapping[str, Entry], fqns: Iterable[str], device: torch.device | None = None
+    entries: Mapping[str, Entry],
+    fqns: Iterable[str],
+    device: torch.device | None = None,
+    dtypes: Mapping[str, str] = MappingProxyType({}),
+    *,
+    straight: bool = False,
 ) -> Steps[NewTensors]:
     """Allocate memory for tensors that have none yet. Tied tensors (one item in the file) share memory, and so do
-    several views of one storage, which is read once, as a whole. Called in a worker thread. Raises ``OutOfMemory``."""
+    several views of one storage, which is read once, as a whole. ``dtypes``: what some are converted to, each by
+    itself. ``straight``: those that can be are read straight to their memory. Called in a worker thread. Raises
+    ``OutOfMemoryError``."""
     new = NewTensors({}, [])
     shared: dict[object, torch.Tensor] = {}
     storages: dict[tuple[str, int], list[str]] = {}
+    rows = stored(entries) if straight and device is None else {}
     for fqn in fqns:
         yield
+        row = rows.get(fqn)
+        if isinstance(row, tuple) and fqn not in dtypes:
+            dtype, shape, _, file, start, _, payload, *_ = row
+            place = (dtype, shape, file, start, payload)
+            if place not in shared and new.straight.take(fqn, tensor := _new(fqn, shape, dtype, device), row):
+                shared[place] = tensor
+            if place in shared:
+                new.tensors[fqn] = shared[place]
+                continue
         entry = entries[fqn]
         assert isinstance(entry, TensorEntry)
-        if len(entry.chunks) == 1 and entry.chunks[0].told is not None and 0 not in entry.shape:
+        dtype = dtypes.get(fqn, entry.dtype)
+        told = dtype == entry.dtype and len(entry.chunks) == 1 and entry.chunks[0].told is not None
+        if told and 0 not in entry.shape:
             storages.setdefault((entry.chunks[0].file, entry.chunks[0].item_offset), []).append(fqn)
             continue
-        identity = (entry.dtype, entry.chunks) if entry.chunks and entry.chunks[0].payload_offset is not None else fqn
+        identity = _identity(entry) or fqn
+        if dtype != entry.dtype:
+            identity = (identity, dtype)
         if identity not in shared:
-            shared[identity] = _new(fqn, entry, device)
+            shared[identity] = _new(fqn, entry.shape, dtype, device)
             new.wanted.append(Wanted(fqn, entry, whole(entry), shared[identity]))
         new.tensors[fqn] = shared[identity]
     for views in storages.values():
@@ -59,7 +83,7 @@ def _add_views(
     views = [entry for fqn in fqns if isinstance(entry := entries[fqn], TensorEntry)]
     first = views[0]
     if all(gathered(one.dtype == first.dtype and one.chunks == first.chunks for one in views)):
-        tensor = _new(fqns[0], first, device)
+        tensor = _new(fqns[0], first.shape, first.dtype, device)
         new.tensors.update(dict.fromkeys(fqns, tensor))
         new.wanted.append(Wanted(fqns[0], first, whole(first), tensor))
         return
@@ -68,7 +92,7 @@ def _add_views(
     nbytes = chunk.told.payload_bytes
     told = ForeignPayload(chunk.told.crc, nbytes)
     storage = TensorEntry(first.path, "uint8", (nbytes,), (replace(chunk, offsets=(0,), sizes=(nbytes,), told=told),))
-    memory = _new(fqns[0], storage, device)
+    memory = _new(fqns[0], storage.shape, storage.dtype, device)
     new.wanted.append(Wanted(fqns[0], storage, whole(storage), memory))
     for fqn, view in zip(fqns, views, strict=True):
         yield
@@ -80,6 +104,16 @@ def _add_views(
         new.tensors[fqn] = elements.as_strided(view.shape, strides, payload.first_element)
 
 
-def _new(fqn: str, entry: TensorEntry, device: torch.device | None) -> torch.Tensor:
+def _identity(entry: TensorEntry) -> object:
+    """Return the same for entries of the same bytes; None if their place is not known."""
+    if not entry.chunks or entry.chunks[0].payload_offset is None:
+        return None
+    first = entry.chunks[0]
+    if len(entry.chunks) == 1 and first.sizes == entry.shape and first.told is None:
+        return entry.dtype, entry.shape, first.file, first.item_offset, first.payload_offset
+    return entry.dtype, entry.chunks
+
+
+def _new(fqn: str, shape: Sequence[int], dtype: str, device: torch.device | None) -> torch.Tensor:
     with allocating(f"memory for {fqn}"):
-        return torch.empty(entry.shape, dtype=dtype_from_name(entry.dtype), device=device)
+        return torch.empty(shape, dtype=dtype_from_name(dtype), device=device)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 from .._format.records import Manifest
 from .._group import Operation, Stopped, stoppable
-from .._runtime.tasks import finish
+from .._runtime.tasks import run_shielded
 from .._runtime.threads import io_threads, time_limit
-from ..errors import Corrupt, NotShared, SidestreamError, printable
+from ..errors import CorruptCheckpointError, SidestreamError, StorageNotSharedError, printable
 from ..events import (
     LoadApplied,
     LoadContext,
@@ -28,11 +29,12 @@ from ..events import (
     LoadRead,
     LoadStarted,
     LoadVerified,
+    ReadCall,
     emit,
 )
-from .report import Loaded, LoadOptions, LoadReport, report_of
+from .report import Loaded, LoadReport, LoadRequest, report_of
 
-__all__ = ["LoadLifecycle", "LoadOperation", "Target"]
+__all__ = ["LoadLifecycle", "LoadOperation", "ReadCall", "Target", "reading"]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -52,7 +54,7 @@ class Target(Protocol):
         rank."""
 
     async def open(self) -> Manifest:
-        """Read what the checkpoint says of itself. Raises ``CheckpointNotFound``, ``Corrupt``."""
+        """Read what the checkpoint says of itself. Raises ``CheckpointNotFoundError``, ``CorruptCheckpointError``."""
 
     async def plan(self) -> None:
         """Decide what is read, and into which memory. Nothing of the target has changed when this raises."""
@@ -86,13 +88,15 @@ class Target(Protocol):
 
 
 class LoadLifecycle:
-    """The phases of one load: their times in seconds since it began, and an event for each."""
+    """The phases of one load, or of another call that reads a checkpoint: their times in seconds since it began, and an
+    event for each."""
 
     def __init__(self, load: LoadContext) -> None:
         self.seconds: dict[str, float] = {}
         self._load = load
         self._phase: Literal["open", "plan", "read", "apply"] = "open"
         self._began = time.monotonic()
+        self._nbytes = 0
         self._open = False  # started, and not ended
 
     def started(self) -> None:
@@ -113,18 +117,23 @@ class LoadLifecycle:
         self._end("planned", "read", LoadPlanned(self._load))
 
     def read(self, nbytes: int) -> None:
+        self._nbytes = nbytes
         self._end("read", "apply", LoadRead(self._load, nbytes))
 
     def verified(self, unverified: int) -> None:
         emit(LoadVerified(self._load, unverified))
 
-    def applied(self, nbytes: int) -> None:
-        self.seconds["applied"] = time.monotonic() - self._began
-        self._open = False
-        emit(LoadApplied(self._load, nbytes, MappingProxyType(dict(self.seconds))))
+    def applied(self) -> None:
+        """Emit the end of a load, unless it has ended before."""
+        if self._open:
+            self._open = False
+            self.seconds["applied"] = time.monotonic() - self._began
+            emit(LoadApplied(self._load, self._nbytes, MappingProxyType(dict(self.seconds))))
 
     def failed(self, error: BaseException, written: int) -> None:
         """Emit the end of a load, unless it has ended before or never started."""
+        if isinstance(error, SidestreamError):
+            error.about(phase=self._phase, url=self._load.url, step=self._load.step)
         if self._open:
             self._open = False
             emit(LoadFailed(self._load, self._phase, type(error).__name__, str(error), written))
@@ -135,13 +144,27 @@ class LoadLifecycle:
         emit(event)
 
 
+@contextmanager
+def reading(operation: ReadCall, url: str, run: str | None = None) -> Iterator[LoadLifecycle]:
+    """Emit the events of a call that reads the checkpoint at ``url`` and changes no state: its beginning and its end
+    here, the phases between them in the block."""
+    lifecycle = LoadLifecycle(LoadContext(operation, url, run=run))
+    lifecycle.started()
+    try:
+        yield lifecycle
+    except BaseException as error:
+        lifecycle.failed(error, 0)
+        raise
+    lifecycle.applied()
+
+
 @dataclass(slots=True)
 class LoadOperation:
     """One load, or this rank's part in one. ``run`` it once."""
 
     url: str
     target: Target
-    options: LoadOptions
+    request: LoadRequest
     lifecycle: LoadLifecycle
     together: Operation | None = None
     """Set for a load of several ranks together."""
@@ -172,10 +195,10 @@ class LoadOperation:
             together.step = "hand over"
         # From here on the target changes as a whole: a cancel is raised when it has, and no deadline ends it.
         with time_limit(None):
-            await finish(target.apply)
+            await run_shielded(target.apply)
         if together is not None:
             await together.agree("hand over")
-        lifecycle.applied(target.nbytes)
+        lifecycle.applied()
         return await self._report(manifest)
 
     async def _read(self) -> Manifest:
@@ -204,14 +227,17 @@ class LoadOperation:
             together.step = "read"
         await self._stoppable(target.read())
         lifecycle.read(target.nbytes)
-        if self.options.verify == "always":
+        if self.request.options.verify == "always":
             lifecycle.verified(len(target.unverified))
         if together is not None:
             await together.agree("read")  # before anything changes that is more than bytes
 
     async def _starts_over(self, error: Exception, restarts: int, *, opened: bool) -> bool:
         """Return whether the load starts over after ``error``, on all ranks. Waits for the others to stop."""
-        together, lost = self.together, opened and isinstance(error, (Corrupt, FileNotFoundError, NotShared))
+        together, lost = (
+            self.together,
+            opened and isinstance(error, (CorruptCheckpointError, FileNotFoundError, StorageNotSharedError)),
+        )
         if together is None:
             return lost and await self.target.replaced()
         replaced = lost and restarts < _MOST_RESTARTS and await self.target.replaced()
@@ -225,7 +251,7 @@ class LoadOperation:
         return await stoppable(self.together, work)
 
     async def _report(self, manifest: Manifest) -> LoadReport:
-        target, digest = self.target, manifest.digest if self.options.verify == "always" else None
+        target, digest = self.target, manifest.digest if self.request.options.verify == "always" else None
         with time_limit(None):  # the load has succeeded
             loaded = await io_threads().run(target.finish)
         return report_of(self.url, manifest, digest, loaded, target.nbytes, target.unverified)
@@ -242,7 +268,7 @@ class LoadOperation:
             error.written = written
         return error
 
-    def _as_ours(self, error: E) -> E | Corrupt:
+    def _as_ours(self, error: E) -> E | CorruptCheckpointError:
         if isinstance(error, FileNotFoundError) and not isinstance(error, SidestreamError):
-            return Corrupt(f"{self.url}: {error.filename} is missing")
+            return CorruptCheckpointError(f"{self.url}: {error.filename} is missing")
         return error

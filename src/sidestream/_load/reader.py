@@ -14,11 +14,11 @@ from .._format.checksum import crc32
 from .._format.records import Chunk, TensorEntry, written_dtype
 from .._format.transforms import require
 from .._layout.checks import address_in, altered, check_digests
-from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
+from .._layout.ranges import Batch, Box, Direct, Range, RangePart, Scatter, batches, overlaps, plan_ranges
 from .._layout.straight import Payload, Straight, StraightBatch, straight_batches
-from .._runtime.caller import call
+from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Steps, Stop, gathered, io_threads, let_go, politely, sliced
+from .._runtime.threads import Steps, Stop, clear_gradually, gathered, io_threads, sliced, yielding_gil
 from .._runtime.torch_probes import copyable, dtype_from_name, lazy_bits
 from .._staging import move
 from .._storage import RangeSource, ReadRange
@@ -32,9 +32,9 @@ from .foreign.values import (
     read_item,
     unpack_chunk,
 )
-from .jobs import Jobs
+from .jobs import Batches, Reads
 
-__all__ = ["Reader", "Wanted", "straight_reads", "whole"]
+__all__ = ["Reader", "Scratch", "Wanted", "straight_reads", "whole"]
 
 _Batch: TypeAlias = Batch | StraightBatch
 
@@ -94,9 +94,9 @@ class Reader:
         """Fill every target, and empty the list. Those that are row-major, on the host and of the saved dtype are read
         into directly. ``located`` is what the zips of another writer say, if that is known already.
 
-        Raises ``Corrupt``, naming file, offset and FQN, and ``MissingExtra`` before anything is read. When this raises,
-        no thread writes into a target any more, but for one that hangs in a system call: it may fill what it has asked
-        for.
+        Raises ``CorruptCheckpointError``, naming file, offset and FQN, and ``MissingExtraError`` before anything is
+        read. When this raises, no thread writes into a target any more, but for one that hangs in a system call: it may
+        fill what it has asked for.
         """
         targets = await io_threads().run(_by_fqn, wanted)
         packed = [] if own else await io_threads().run(_packed, targets)
@@ -109,45 +109,25 @@ class Reader:
         items = iter(packed)
         await in_parallel(lambda: self._work_packed(items, total))
         await io_threads().run(self.streams.finish)
-        await io_threads().run(let_go, planned, targets, wanted, *self.straight.payloads.values())
+        await io_threads().run(clear_gradually, planned, targets, wanted, *self.straight.payloads.values())
 
     async def _read_batches(self, planned: Sequence[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
-        def work(batch: _Batch, stop: Stop) -> int:
-            assert files is not None
-            reads, scratch = self._reads(batch, targets, stop)
-            files.read(batch.file, reads, stop)
-            self.scratch.give_back(scratch)
-            return batch.nbytes
-
-        done, progress = self.nbytes, self.progress
-        jobs = Jobs(planned, work, None if progress is None else lambda read: call(progress, done + read, total))
-        files = self.source.files(jobs.waiting)
-        if files is None:
-            queue = iter(planned)
-            await in_parallel(lambda: self._request(queue, targets, total))
-            return
+        progress, done = self.progress, self.nbytes
+        told = None if progress is None else lambda read: run_in_calling_thread(progress, done + read, total)
+        batches = Batches(self.source, partial(self._reads, targets), told, self.scratch)
         try:
-            await jobs.run()
+            await batches.run(planned)
         finally:
-            self.nbytes += jobs.nbytes
+            self.nbytes += batches.nbytes
 
-    async def _request(self, queue: Iterator[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
-        for batch in queue:
-            reads, scratch = await io_threads().run(self._reads, batch, targets)
-            await self.source.read(batch.file, reads)
-            self.scratch.give_back(scratch)
-            self.nbytes += batch.nbytes
-            self._tell(total)
-
-    def _reads(
-        self, batch: _Batch, targets: Mapping[str, Wanted], stop: Stop | None = None
-    ) -> tuple[list[ReadRange], Memory | None]:
+    def _reads(self, targets: Mapping[str, Wanted], batch: _Batch, scratch: Scratch, stop: Stop | None) -> Reads:
         """In a thread: what to read for a batch, and the scratch memory that this takes."""
         if isinstance(batch, StraightBatch):
-            return straight_reads(batch, self.straight.tensors, self.verify, self.touched, self.scratch, stop)
-        buffers = _buffers(batch, targets, self.scratch)
+            ranges, memory = straight_reads(batch, self.straight.tensors, self.verify, self.touched, scratch, stop)
+            return Reads(batch.file, ranges, batch.nbytes, memory)
+        buffers = _buffers(batch, targets, scratch)
         self.touched.update([one.fqn for one in batch.ranges if isinstance(one.into, Direct)])
-        reads = [
+        ranges = [
             ReadRange(
                 one.offset,
                 buffer,
@@ -156,11 +136,11 @@ class Reader:
             )
             for one, buffer in zip(batch.ranges, buffers.views, strict=True)
         ]
-        return reads, buffers.scratch
+        return Reads(batch.file, ranges, batch.nbytes, buffers.scratch)
 
     def _tell(self, total: int) -> None:
         if self.progress is not None:
-            call(self.progress, self.nbytes, total)
+            run_in_calling_thread(self.progress, self.nbytes, total)
 
     def _arrived(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
         """In the thread that reads: put in place what was not read there directly. Its checksums were compared."""
@@ -230,10 +210,10 @@ def _ranges(one: Wanted, located: Located, verified: bool = True) -> Iterator[Ra
 
 
 def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
-    """The compressed chunks. Raises ``MissingExtra`` where there are some and nothing can decompress them."""
+    """The compressed chunks. Raises ``MissingExtraError`` where there are some and nothing can decompress them."""
     found = [
         (one, chunk)
-        for one in politely(targets.values())
+        for one in yielding_gil(targets.values())
         for chunk in one.entry.chunks
         if chunk.transform and overlaps(chunk, one.box)
     ]
@@ -278,7 +258,7 @@ def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Ten
     if isinstance(one.into, Direct):
         memory_of(target, one.into.start, one.nbytes)[:] = buffer
         return
-    if isinstance(one.into, Part):
+    if isinstance(one.into, RangePart):
         nbytes = one.into.nbytes
         memory_of(target, one.into.start, nbytes)[:] = buffer[one.into.skip : one.into.skip + nbytes]
         return
@@ -371,9 +351,9 @@ def _spread(
     stop: Stop,
 ) -> None:
     """In the thread that has read them: check payloads that lie side by side, and copy them to their places. Raises
-    ``Closed`` once ``stop`` is set."""
+    ``ClosedError`` once ``stop`` is set."""
     source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)), span[0][0]
-    for number, (offset, nbytes, start, crcs, digests, fqn) in enumerate(politely(span)):
+    for number, (offset, nbytes, start, crcs, digests, fqn) in enumerate(yielding_gil(span)):
         if number % _MANY == 0:
             stop.check()
         begin = offset - first

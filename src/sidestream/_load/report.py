@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from .._format.digest import DigestCheck, digest_check
 from .._format.records import Manifest
-from .._layout.objects import Allowed
+from .._layout.objects import Allowed, allowed_types
+from .._runtime.display import Displayed, Table, readable_bytes, shortened
 from .._runtime.public import public
-from ..errors import InvalidOption, SidestreamError
-from ..options import Names, Progress, Trust, Verify, check_choice, check_names, check_timeout, check_verify
+from ..errors import InvalidOptionError, SidestreamError
+from ..options import STRICT, LoadOptions, Tolerance
 
-__all__ = ["LoadOptions", "LoadReport", "Loaded", "PassedOver", "report_of"]
+__all__ = ["LoadReport", "LoadRequest", "Loaded", "PassedOver", "report_of"]
 
 
 @public
@@ -27,19 +27,24 @@ class PassedOver:
 
 
 @public
-@dataclass(frozen=True, slots=True)
-class LoadReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class LoadReport(Displayed):
     """What a load did.
 
-    ``loaded``: FQNs in order, and ``nbytes`` read for them. ``not_asked_for``: keys of the checkpoint outside the
-    target. ``unverified``: of these some bytes had no checksum (only in files of other writers). ``digest``: with
-    ``verify="always"``, whether the digests that the checkpoint carries were compared too; None if it has none. What
-    ``strict=`` let pass: ``missing`` keys of the target were left as they are, tensors that were ``cast`` from another
-    dtype, and ``ignored`` keys of the checkpoint inside the target's own. With ``names=`` the names are those of the
-    state dict, but ``not_asked_for`` and ``ignored`` are names in the checkpoint.
+    With ``LoadOptions(names=)`` the names are those of the target, but ``not_requested`` and ``unexpected`` are names
+    in the checkpoint.
 
-    Of a ``restore``: the damaged steps that were ``passed_over`` for this one, newest first, and whether the step was
-    ``leased`` while it was read; where this process may not write, it was not, and could have been deleted meanwhile.
+    Attributes:
+        url, save_id, step, generation: The checkpoint that was loaded. ``step`` is None outside of a run. nbytes: How
+        many bytes were read. loaded: The FQNs that were loaded, in order. not_requested: Names in the checkpoint
+        outside of the top-level keys of the target. unverified: FQNs of which some bytes had no checksum. Only files of
+        other writers lack them. missing: Names of the target that the checkpoint lacks. Their tensors and values were
+        left as they were. unexpected: Names in the checkpoint that the target lacks, inside of its top-level keys.
+        cast: Tensors that were converted from another dtype. digest: With ``verify="always"``, whether the digests in
+        the checkpoint were compared too. None if it has none. passed_over: Damaged steps in whose place ``restore``
+        took this one, newest first. leased: Whether ``restore`` had a lease on the step while it read it. It has none
+        where this process may not write;
+            another process could then have deleted the step meanwhile.
     """
 
     url: str
@@ -48,14 +53,35 @@ class LoadReport:
     generation: int
     nbytes: int
     loaded: tuple[str, ...]
-    not_asked_for: tuple[str, ...]
+    not_requested: tuple[str, ...]
     unverified: tuple[str, ...]
     missing: tuple[str, ...]
     cast: tuple[str, ...]
-    ignored: tuple[str, ...]
+    unexpected: tuple[str, ...]
     digest: DigestCheck | None = None
     passed_over: tuple[PassedOver, ...] = ()
     leased: bool = False
+
+    def _summary(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        accepted = [
+            f"{len(names):,} {what}"
+            for what, names in (("missing", self.missing), ("unexpected", self.unexpected), ("cast", self.cast))
+            if names
+        ]
+        return ", ".join([f"{self.url}{step}: {len(self.loaded):,} loaded, {readable_bytes(self.nbytes)}", *accepted])
+
+    def _table(self) -> Table:
+        kinds = {
+            "loaded": self.loaded,
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "cast": self.cast,
+            "unverified": self.unverified,
+            "not requested": self.not_requested,
+        }
+        rows = [[what, f"{len(names):,}", shortened(names)] for what, names in kinds.items() if names]
+        return Table(("what", "count", "names"), rows, len(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +89,10 @@ class Loaded:
     """The part of a ``LoadReport`` that the target knows."""
 
     loaded: tuple[str, ...]
-    not_asked_for: tuple[str, ...]
+    not_requested: tuple[str, ...]
     missing: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 def report_of(
@@ -80,35 +106,32 @@ def report_of(
         generation=manifest.generation,
         nbytes=nbytes,
         loaded=loaded.loaded,
-        not_asked_for=loaded.not_asked_for,
+        not_requested=loaded.not_requested,
         unverified=tuple(sorted(unverified)),
         missing=loaded.missing,
         cast=loaded.cast,
-        ignored=loaded.ignored,
+        unexpected=loaded.unexpected,
         digest=digest_check(digest),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """The keywords of ``load``."""
+class LoadRequest:
+    """What a load was asked for, apart from its target.
 
-    verify: Verify
-    strict: frozenset[str]
-    atomic: bool
-    progress: Progress | None
-    timeout_s: float
-    allow: Allowed
-    trust: Trust = "data"
-    planner: Any = None
-    names: Names | None = None
+    Raises:
+        InvalidOptionError: The options cannot be combined, or ``safe_globals`` has something that is not a type.
+    """
+
+    options: LoadOptions
+    tolerance: Tolerance = STRICT
+    allowed: Allowed = field(init=False)
+    """The types in ``safe_globals``, by the names under which checkpoints mention them."""
 
     def __post_init__(self) -> None:
-        check_verify(self.verify)
-        check_choice("trust", self.trust, Trust)
-        check_timeout(self.timeout_s)
-        check_names(self.names)
-        if self.planner is not None and (self.strict or self.atomic):
-            raise InvalidOption("what may differ is for the planner to say: leave out strict= and atomic= beside it")
-        if self.planner is not None and self.names is not None:
-            raise InvalidOption("names are for the planner to say: leave out names= beside it")
+        if self.options.planner is not None and self.tolerance:
+            raise InvalidOptionError(
+                "what may differ is for the planner to say: leave out strict=False, allow_missing=, allow_unexpected= "
+                "and allow_cast="
+            )
+        object.__setattr__(self, "allowed", allowed_types(self.options.safe_globals))

@@ -15,18 +15,18 @@ from .._group import Operation
 from .._layout.ask import Answers
 from .._layout.composites.building import build_composites, check_types, fill_sparse
 from .._layout.match import LoadPlan, match
-from .._runtime.threads import Steps, gathered, io_threads, let_go, politely, run_sliced, sliced
+from .._runtime.threads import Steps, clear_gradually, gathered, io_threads, run_sliced, sliced, yielding_gil
 from .._runtime.torch_probes import copyable, plain_bytes
 from .._storage import Location, RangeSource
-from ..errors import Mismatch, allocating
+from ..errors import StateMismatchError, allocating
 from .apply import Handover, hand_over, prepare
 from .device_streams import streams_of
 from .foreign.values import read_values, why_opaque
-from .group import Outline, agree_on, open_outline
+from .group import ManifestOutline, agree_on, open_outline
 from .new_tensors import new_tensors
 from .open.manifest import open_manifest, was_replaced
 from .reader import Reader, Wanted, whole
-from .report import Loaded, LoadOptions
+from .report import Loaded, LoadRequest
 
 __all__ = ["StateTarget"]
 
@@ -58,11 +58,11 @@ class StateTarget:
 
     location: Location
     state: Mapping[str, Any]
-    options: LoadOptions
+    request: LoadRequest
     together: Operation | None
     _answers: Answers = field(default_factory=Answers, init=False)
     _source: RangeSource | None = field(default=None, init=False)
-    _outline: Outline | None = field(default=None, init=False)
+    _outline: ManifestOutline | None = field(default=None, init=False)
     _manifest: Manifest = field(init=False)
     _prepared: _Prepared | None = field(default=None, init=False)
     _applying: bool = field(default=False, init=False)
@@ -97,10 +97,13 @@ class StateTarget:
                 self._manifest = manifest
                 plan = await threads.run(self._match)
         streams = await streams_of(await threads.run(_devices, plan))
-        verify, progress = self.options.verify, self.options.progress
-        reader = Reader(source, verify, progress, streams, plan.straight)
+        verify, progress = self.request.options.verify, self.request.options.progress
+        straight = plan.straight
+        if self.request.options.atomic:
+            straight = replace(straight, tensors=await threads.run(_empty, straight.tensors))
+        reader = Reader(source, verify, progress, streams, straight)
         entries = await threads.run(_value_entries, plan)
-        allow, trust = self.options.allow, self.options.trust
+        allow, trust = self.request.allowed, self.request.options.trust
         values = await read_values(source, self._manifest, entries, allow, trust)
         self._prepared = await threads.run(self._prepare, plan, reader, values)
 
@@ -118,7 +121,7 @@ class StateTarget:
     async def apply(self) -> None:
         self._applying = True
         prepared = self._ready
-        if self.options.atomic:
+        if self.request.options.atomic:
             await io_threads().run(_copy_all, prepared)
         await io_threads().run(_count_versions, prepared.plan)
         await io_threads().run(self._fill_sparse)
@@ -130,9 +133,9 @@ class StateTarget:
 
     def finish(self) -> Loaded:
         prepared, plan = self._ready, self._ready.plan
-        let_go(self._manifest.entries)
-        let_go(plan.names.manifest.entries)
-        return Loaded(prepared.loaded, plan.not_asked_for, plan.missing, plan.cast, plan.ignored)
+        clear_gradually(self._manifest.entries)
+        clear_gradually(plan.names.manifest.entries)
+        return Loaded(prepared.loaded, plan.not_requested, plan.missing, plan.cast, plan.ignored)
 
     def written(self) -> tuple[str, ...]:
         if self._prepared is None:
@@ -140,7 +143,7 @@ class StateTarget:
         plan, reader = self._prepared.plan, self._prepared.reader
         if self._applying:
             return (*plan.tensors, *(leaf.fqn for leaf in plan.sparse))
-        if self.options.atomic:
+        if self.request.options.atomic:
             return ()
         straight = {fqn: tensor.data_ptr() for fqn, tensor in plan.straight.tensors.items()}
         pointers = {**straight, **self._prepared.pointers}
@@ -165,11 +168,9 @@ class StateTarget:
     # --- in threads ---
 
     def _match(self) -> LoadPlan:
-        options, others = self.options, self.together is not None
-        found, url, in_place = self._manifest, self.location.url, not options.atomic
-        steps = match(
-            self.state, self._answers, found, url, options.strict, in_place, others=others, names=options.names
-        )
+        tolerance, names = self.request.tolerance, self.request.options.names
+        found, url, others = self._manifest, self.location.url, self.together is not None
+        steps = match(self.state, self._answers, found, url, tolerance, others=others, names=names)
         return run_sliced(steps)
 
     def _build(self) -> None:
@@ -178,7 +179,7 @@ class StateTarget:
         plan, values = prepared.plan, prepared.values
         entries = plan.names.manifest.entries
         parts = {**prepared.fresh, **plan.tensors}
-        made = run_sliced(build_composites(entries, plan.composites, parts, self.options.allow))
+        made = run_sliced(build_composites(entries, plan.composites, parts, self.request.allowed))
         handover = prepare(plan, values, {**parts, **plan.wholes, **made}, own=self._manifest.exact)
         self._prepared = replace(prepared, handover=handover)
         self._made = made
@@ -190,14 +191,12 @@ class StateTarget:
     def _prepare(self, plan: LoadPlan, reader: Reader, values: Mapping[str, Any]) -> _Prepared:
         manifest = plan.names.manifest
         entries = manifest.entries
-        run_sliced(check_types(entries, plan.composites, self.options.allow))
+        run_sliced(check_types(entries, plan.composites, self.request.allowed))
         new = new_tensors(entries, plan.new)
         fresh = new.tensors
         places = {leader: plan.local[leader].tensor for leader in plan.leaders.values()}
-        if self.options.atomic:
-            with allocating("memory to load into before the target is changed"):
-                empty = gathered((fqn, torch.empty(one.shape, dtype=one.dtype)) for fqn, one in places.items())
-                places = dict(empty)
+        if self.request.options.atomic:
+            places = _empty(places)
         distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed(places.items())}
         wanted = gathered(self._want(plan, fqn, tensor) for fqn, tensor in reversed(distinct.values()))
         wanted += new.wanted
@@ -207,7 +206,7 @@ class StateTarget:
         there = {**fresh, **plan.tensors, **plan.wholes, **blank}
         handover = prepare(plan, values, there, own=manifest.exact)
         inside = {part for fqn in (*plan.wholes, *plan.composites) for part in parts_of(fqn, entries)}
-        names = (fqn for fqn in politely(entries) if fqn not in inside)
+        names = (fqn for fqn in yielding_gil(entries) if fqn not in inside)
         loaded = tuple(fqn for fqn in names if fqn in there or fqn in values)
         pointers = dict(gathered((name, one.tensor.data_ptr()) for name, one in plan.local.items()))
         return _Prepared(plan, reader, places, [*wanted, *again], again, fresh, values, handover, loaded, pointers)
@@ -223,16 +222,22 @@ class StateTarget:
         return Wanted(name, entry, whole(entry) if local is None or local.box is None else local.box, tensor)
 
 
+def _empty(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return new memory for what is read before the target is changed."""
+    with allocating("memory to load into before the target is changed"):
+        return dict(gathered((fqn, torch.empty(one.shape, dtype=one.dtype)) for fqn, one in tensors.items()))
+
+
 @sliced
 def _copy_all(prepared: _Prepared) -> Steps[None]:
-    streams = prepared.reader.streams
-    with streams.current():
-        for fqn, source in prepared.places.items():
+    plan, reader = prepared.plan, prepared.reader
+    with reader.streams.current():
+        for fqn, source in chain(prepared.places.items(), reader.straight.tensors.items()):
             yield
-            target = prepared.plan.local[fqn].tensor
+            target = plan.local[fqn].tensor if fqn in plan.local else plan.straight.tensors[fqn]
             with torch.inference_mode(target.is_inference()), torch.no_grad():
                 copyable(target).copy_(copyable(source))
-    streams.finish()
+    reader.streams.finish()
 
 
 def _check_ties(prepared: _Prepared) -> None:
@@ -240,7 +245,7 @@ def _check_ties(prepared: _Prepared) -> None:
         leader = prepared.plan.leaders[one.fqn]
         assert one.target is not None
         if not torch.equal(plain_bytes(one.target.cpu()), plain_bytes(prepared.places[leader].cpu())):
-            raise Mismatch(
+            raise StateMismatchError(
                 f"{one.fqn} shares its memory with {leader}, but they were saved with different values: "
                 "untie them, or load only one",
                 [one.fqn],
@@ -250,7 +255,7 @@ def _check_ties(prepared: _Prepared) -> None:
 def _value_entries(plan: LoadPlan) -> dict[str, ValueEntry]:
     found = dict(gathered((leaf.fqn, entry) for leaf, entry in plan.values))
     for stateful in plan.statefuls:
-        entries = politely(stateful.entries.items())
+        entries = yielding_gil(stateful.entries.items())
         found.update((fqn, entry) for fqn, entry in entries if isinstance(entry, ValueEntry))
     return found
 
@@ -277,5 +282,4 @@ async def _refuse_opaque(source: RangeSource, url: str, plan: LoadPlan) -> None:
     assert isinstance(entry, OpaqueEntry)
     error = await why_opaque(source, fqn, entry)
     others = f"; the target requests {len(plan.opaque)} such tensors" if len(plan.opaque) > 1 else ""
-    error.args = (f"{url}: {error.args[0]}{others} (nothing was changed)",)
-    raise error
+    raise error.within(url, f"{others} (nothing was changed)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,33 +26,35 @@ from .._layout.checks import (
     value_pieces,
 )
 from .._layout.ranges import PIECE_BYTES
-from .._runtime.abandoned import noted
-from .._runtime.caller import call
+from .._runtime.abandoned import registered
+from .._runtime.caller import run_in_calling_thread
+from .._runtime.display import Displayed, Table, readable_bytes
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import (
     Deadline,
     Steps,
-    burst,
+    Stop,
     current_deadline,
     gathered,
+    holding_gil,
     io_threads,
-    politely,
     run_sliced,
     sliced,
     time_limit,
+    yielding_gil,
 )
-from .._storage import Location, RangeSource, ReadRange, Where, locate_directory
+from .._storage import Location, RangeSource, ReadRange, locate_directory
 from ..errors import (
-    Corrupt,
-    NotCovered,
+    CorruptCheckpointError,
+    IncompleteTensorError,
     SidestreamError,
-    UnsafeObject,
-    UnsupportedCheckpoint,
+    UnsafeObjectError,
+    UnsupportedCheckpointError,
     allocating,
     printable_lines,
 )
-from ..options import Progress, StorePolicy, check_timeout
+from ..options import Progress, Storage, check_timeout, storage_of
 from .foreign.independent_parts import read_part
 from .foreign.manifests import MOST_METADATA_BYTES, read_file
 from .foreign.values import (
@@ -66,7 +68,9 @@ from .foreign.values import (
     sorted_out,
     why_opaque,
 )
+from .jobs import Batches, Reads, Scratch
 from .open.manifest import open_manifest
+from .operation import LoadLifecycle, reading
 
 __all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
 
@@ -87,8 +91,8 @@ class Damage:
 
 
 @public
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Displayed):
     """What a verification found.
 
     ``damaged`` has the first thing that is wrong with each tensor, value or file; ``verified`` the FQNs whose bytes
@@ -114,6 +118,15 @@ class VerifyReport:
         """Whether nothing is known to be wrong."""
         return not self.damaged
 
+    def _summary(self) -> str:
+        verdict = "ok" if self.ok else f"{len(self.damaged):,} damaged"
+        unverified = f", {len(self.unverified):,} without checksums" if self.unverified else ""
+        return f"{self.url}: {verdict}, {len(self.verified):,} verified{unverified}, {readable_bytes(self.nbytes)} read"
+
+    def _table(self) -> Table:
+        rows = ([one.fqn or "", one.file or "", one.message] for one in self.damaged)
+        return Table(("name", "file", "damage"), rows, len(self.damaged))
+
 
 @public
 async def verify(
@@ -122,8 +135,7 @@ async def verify(
     progress: Progress | None = None,
     timeout_s: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
 ) -> VerifyReport:
     """Read all of the checkpoint at ``url``, in threads and 64 MiB at a time, and compare it with all that is known.
 
@@ -134,43 +146,64 @@ async def verify(
     load would report as damaged is reported. Nothing is unpickled, and no value is built. If another checkpoint takes
     the place of the one that is read, this starts over with that one.
 
-    Damage is reported and not raised. Raises ``CheckpointNotFound``, ``UnsupportedCheckpoint``, ``UnsafeObject``,
-    ``MissingExtra``, ``StorageError``, ``DeadlineExceeded``: then nothing is known. A cancel leaves nothing behind.
-    ``storage_options``, ``filesystem`` and ``store_policy`` are as for ``load``.
+    Damage is reported and not raised. Raises ``CheckpointNotFoundError``, ``UnsupportedCheckpointError``,
+    ``UnsafeObjectError``, ``MissingExtraError``, ``StorageError``, ``DeadlineExceededError``: then nothing is known. A
+    cancel leaves nothing behind. ``storage_options`` and ``storage`` are as for ``load``.
     """
     running_loop("verify")
     check_timeout(timeout_s)
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    location = locate_directory(url, storage_of(storage_options, storage))
     with time_limit(Deadline.after(timeout_s)):
         return await verify_at(location, progress)
 
 
-async def verify_at(location: Location, progress: Progress | None = None) -> VerifyReport:
-    """``verify``, of a resolved location."""
-    with noted(f"verifying {location.url}", "its threads have stopped", current_deadline().at):
+async def verify_at(location: Location, progress: Progress | None = None, run: str | None = None) -> VerifyReport:
+    """``verify``, of a resolved location; ``run`` is the URL of the run that it belongs to."""
+    with (
+        registered(f"verifying {location.url}", "its threads have stopped", current_deadline().at),
+        reading("verify", location.url, run) as lifecycle,
+    ):
         while True:
+            lifecycle.opening()
             try:
                 source, manifest = await open_manifest(location)
-            except (Corrupt, NotCovered) as damage:
+            except (CorruptCheckpointError, IncompleteTensorError) as damage:
+                lifecycle.failed(damage, 0)
                 return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
             async with aclosing(source):
                 try:
-                    report = await verify_manifest(source, location.url, manifest, progress)
-                except (Corrupt, FileNotFoundError):
+                    report = await _verify(Verification(source, location.url, manifest, progress), lifecycle)
+                except (CorruptCheckpointError, FileNotFoundError):
                     if not await source.moved():
                         raise
                 else:
                     if report.ok or not await source.moved():
-                        return report
+                        return _told(report, lifecycle)
 
 
 async def verify_manifest(
     source: RangeSource, url: str, manifest: Manifest, progress: Progress | None = None
 ) -> VerifyReport:
     """``verify``, of a checkpoint whose manifest was read from ``source`` and validated."""
-    verification = Verification(source, url, manifest, progress)
-    await verification.run()
+    with reading("verify", url) as lifecycle:
+        report = await _verify(Verification(source, url, manifest, progress), lifecycle)
+        return _told(report, lifecycle)
+
+
+async def _verify(verification: Verification, lifecycle: LoadLifecycle) -> VerifyReport:
+    lifecycle.opened(verification.manifest)
+    await verification.run(lifecycle.planned)
     return await io_threads().run(verification.report)
+
+
+def _told(report: VerifyReport, lifecycle: LoadLifecycle) -> VerifyReport:
+    """Return ``report``, of which ``lifecycle`` is told."""
+    if report.damaged:
+        lifecycle.failed(CorruptCheckpointError(report.damaged[0].message), 0)
+    else:
+        lifecycle.read(report.nbytes)
+        lifecycle.verified(len(report.unverified))
+    return report
 
 
 @dataclass(slots=True)
@@ -195,7 +228,9 @@ class Verification:
         manifest, damaged = self.manifest, self.damages
         unreadable = self.unreadable - damaged.keys()
         unverified = self.unverified - damaged.keys() - unreadable
-        fqns = (fqn for fqn, one in politely(manifest.entries.items()) if isinstance(one, (TensorEntry, ValueEntry)))
+        fqns = (
+            fqn for fqn, one in yielding_gil(manifest.entries.items()) if isinstance(one, (TensorEntry, ValueEntry))
+        )
         apart = unverified | unreadable | damaged.keys()
         return VerifyReport(
             url=self.url,
@@ -210,7 +245,8 @@ class Verification:
             unreadable=tuple(sorted(unreadable)),
         )
 
-    async def run(self) -> None:
+    async def run(self, planned: Callable[[], object]) -> None:
+        """Read and compare everything. ``planned`` is called before the first payload is read."""
         threads = io_threads()
         whole = await threads.run(self._whole_items)
         pieces = await self.plan()
@@ -218,8 +254,9 @@ class Verification:
         opaque_bytes = sum(chunk.item_bytes for _, chunk in self._opaque)
         counted = await threads.run(_bytes_of, pieces, whole)
         self.total_bytes = self.done_bytes + counted + opaque_bytes
+        planned()
         self._tell(0)
-        await self._in_parallel(runs, self._check_run)
+        await self._check_runs(runs)
         await self._check_items(whole)
 
     async def plan(self) -> list[Piece]:
@@ -313,7 +350,7 @@ class Verification:
             with self._noting(fqn):
                 try:
                     located[fqn] = await locate_tensor(self.source, fqn, entry, records="all")
-                except UnsupportedCheckpoint:
+                except UnsupportedCheckpointError:
                     self._put_aside(fqn, entry)
 
         await self._in_parallel(closed.items(), work)
@@ -345,7 +382,7 @@ class Verification:
     async def _plan_opaque(self, fqn: str, entry: OpaqueEntry) -> None:
         with self._noting(fqn):
             why = await why_opaque(self.source, fqn, entry)
-            if not isinstance(why, UnsupportedCheckpoint):
+            if not isinstance(why, UnsupportedCheckpointError):
                 raise why
             self._put_aside(fqn, entry)
 
@@ -374,37 +411,56 @@ class Verification:
             try:
                 if not await check_item_records(self.source, fqn, entry, item, self._budgets):
                     self.unverified.add(fqn)
-            except UnsupportedCheckpoint:
+            except UnsupportedCheckpointError:
                 self.unreadable.add(fqn)
         self._tell(item.item_bytes)
 
-    async def _check_run(self, run: Sequence[Piece]) -> None:
+    async def _check_runs(self, runs: Sequence[Sequence[Piece]]) -> None:
+        done = self.done_bytes
+
+        def told(read: int) -> None:
+            if self.progress is not None:
+                run_in_calling_thread(self.progress, done + read, self.total_bytes)
+
+        def noting(run: Sequence[Piece]) -> AbstractContextManager[None]:
+            return self._noting(run[0].file)
+
+        batches = Batches(self.source, self._reads, told, noting=noting)
+        try:
+            await batches.run(runs)
+        finally:
+            self.done_bytes += batches.nbytes
+
+    def _reads(self, run: Sequence[Piece], scratch: Scratch, stop: Stop | None) -> Reads:
+        """In a thread: what to read for a run of pieces of one file."""
+        nbytes = sum(piece.nbytes for piece in run)
         with allocating(f"verifying {run[0].file}"):
-            memory = memoryview(bytearray(sum(piece.nbytes for piece in run)))
-        reads = []
+            memory = scratch.take(nbytes)
+        view = memoryview(memory)
+        ranges = []
         position = 0
         for piece in run:
-            view = memory[position : position + piece.nbytes]
-            reads.append(ReadRange(piece.offset, view, partial(self._check, piece, view)))
+            into = view[position : position + piece.nbytes]
+            ranges.append(ReadRange(piece.offset, into, partial(self._check, piece, into)))
             position += piece.nbytes
-        with self._noting(run[0].file):
-            await self.source.read(run[0].file, reads)
-        self._tell(len(memory))
+        return Reads(run[0].file, ranges, nbytes, memory)
 
     def _check(self, piece: Piece, view: memoryview) -> None:
         """In a thread of the store, as the bytes arrive."""
         with self._noting(piece.fqn):
-            piece.check(view, burst)
+            piece.check(view, holding_gil)
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
         """Damage is noted under the name of ``what`` is looked at, and the rest goes on."""
         try:
             yield
-        except (Corrupt, UnsafeObject) as damage:
+        except (CorruptCheckpointError, UnsafeObjectError) as damage:
             self._note(damage, what)
         except FileNotFoundError as error:
-            self._note(Corrupt(f"{error.filename} is missing", file=os.path.basename(str(error.filename))), what)
+            self._note(
+                CorruptCheckpointError(f"{error.filename} is missing", file=os.path.basename(str(error.filename))), what
+            )
 
     def _note(self, damage: SidestreamError, what: str) -> None:
         self.damages.setdefault(getattr(damage, "fqn", None) or what, _damage(damage))
@@ -412,7 +468,7 @@ class Verification:
     def _tell(self, nbytes: int) -> None:
         self.done_bytes += nbytes
         if self.progress is not None:
-            call(self.progress, self.done_bytes, self.total_bytes)
+            run_in_calling_thread(self.progress, self.done_bytes, self.total_bytes)
 
     async def _in_parallel(self, items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, None]]) -> None:
         queue = iter(items)
@@ -430,20 +486,22 @@ def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk |
 
 def _differences(
     manifest: Manifest, raw: bytes | bytearray, attribute: str, file: str = METADATA_NAME
-) -> list[Corrupt]:
+) -> list[CorruptCheckpointError]:
     """Return the places where ``.metadata`` contradicts the manifest; ``attribute`` is the name of the one that points
     to the manifest."""
     try:
         metadata = run_sliced(read_dcp_description(raw))
-    except UnsupportedCheckpoint as error:
+    except UnsupportedCheckpointError as error:
         if not manifest.exact:
             raise
-        return [Corrupt(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
+        return [CorruptCheckpointError(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
     compared = gathered(compare_metadata(manifest, metadata))
     found = [one for one in compared if one is not None]
     pointer = metadata.attributes.get(attribute)
     if pointer is None or not raw.endswith(attribute_end(attribute, pointer)):
-        found.append(Corrupt(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file))
+        found.append(
+            CorruptCheckpointError(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file)
+        )
     return found
 
 
@@ -465,6 +523,6 @@ def _runs(pieces: list[Piece]) -> Steps[list[list[Piece]]]:
 
 def _damage(error: SidestreamError) -> Damage:
     message = printable_lines(str(error.args[0]))
-    if isinstance(error, Corrupt):
+    if isinstance(error, CorruptCheckpointError):
         return Damage(message, error.file, error.fqn, error.offset)
     return Damage(message)

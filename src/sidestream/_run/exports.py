@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._runtime.tasks import finish
+from .._runtime.tasks import run_shielded
 from .._runtime.threads import Deadline, time_limit
 from .._save.sinks import Export, PendingExport, all_ended, exports_in, sinks_of
 from .._storage import parse_step, step_name
-from ..errors import InvalidOption
+from ..errors import InvalidOptionError
 from ..options import Durability, check_count
 from .maintenance import Upkeep
 
@@ -34,11 +34,13 @@ class Exports:
         if keep is not None:
             check_count("exports_keep", keep)
             if not all(one.counts_steps for one in self._wanted):
-                raise InvalidOption("exports_keep= needs {step} in the last part of the URL of each export")
+                raise InvalidOptionError("exports_keep= needs {step} in the last part of the URL of each export")
         for sink in sinks_of(self._wanted, f"{run}/{step_name(0, 1)}", step=0, durability=durability):
             parent, _, name = sink.url.rpartition("/")
             if parent == run and parse_step(name) is not None:
-                raise InvalidOption(f"{sink.url} would be taken for a step of the run: export to another directory")
+                raise InvalidOptionError(
+                    f"{sink.url} would be taken for a step of the run: export to another directory"
+                )
         self._every, self._keep = every, keep
         self._durability: Durability = durability
         self._timeout_s = timeout_s
@@ -52,10 +54,11 @@ class Exports:
         sinks = sinks_of(self._wanted, target, step=step, durability=self._durability)
         return tuple(PendingExport(sink) for sink in sinks)
 
-    def watch_over(self, exports: Sequence[PendingExport]) -> None:
-        """Wait for these in ``ended``, and apply ``keep`` after each of them. They belong to a save that will end."""
+    def watch_over(self, exports: Sequence[PendingExport], *, deletes: bool) -> None:
+        """Wait for these in ``ended``, and, if this process ``deletes``, apply ``keep`` after each of them. They belong
+        to a save that will end."""
         self._pending = [*(one for one in self._pending if not one.done()), *exports]
-        for one in exports if self._keep is not None else ():
+        for one in exports if deletes and self._keep is not None else ():
             one.when_done(self._pruning.request)
 
     async def ended(self) -> None:
@@ -67,7 +70,7 @@ class Exports:
         """Cancel all exports, and wait until they have cleaned up."""
         for one in self._pending:
             one.cancel()
-        await finish(self.ended)
+        await run_shielded(self.ended)
 
     async def _prune(self) -> None:
         assert self._keep is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .._runtime.display import Displayed, Table
 from .._runtime.public import public
 from .pruning import Pruned
 
@@ -12,18 +13,24 @@ __all__ = ["Health"]
 
 
 @public
-@dataclass(frozen=True, slots=True)
-class Health:
-    """What a ``Checkpointer`` knows about itself; nothing is looked up for it.
+@dataclass(frozen=True, slots=True, repr=False)
+class Health(Displayed):
+    """What a ``Checkpointer`` knows about itself. Nothing is read from storage for it.
 
-    ``in_flight`` saves are on their way. ``last_saved`` is the step that it last committed, ``since_saved_s`` seconds
-    ago. ``failures`` has the errors of saves that nobody has awaited, ``retention`` why the last pass of retention
-    failed, ``sweeping`` why what dead writers left could not be looked for or deleted, ``damaged`` the directories that
-    did not verify, ``passed_over`` those that ``restore`` took an older step for, ``leases`` what went wrong with
-    leases. ``pruned`` is the last pass that succeeded.
+    Attributes:
+        pending: How many saves have begun and not ended.
+        last_saved: The step that it committed last.
+        since_saved_s: The seconds since then.
+        failures: The errors of saves that were not retrieved.
+        retention: Why the last pass of retention failed.
+        sweeping: Why the files of dead writers could not be found or deleted.
+        damaged: Directories that did not verify, and why.
+        passed_over: Directories in whose place ``restore`` took another one, and why.
+        leases: What failed about leases, by directory.
+        pruned: What the last pass of retention did that succeeded.
     """
 
-    in_flight: int
+    pending: int
     last_saved: int | None
     since_saved_s: float | None
     failures: tuple[str, ...]
@@ -39,3 +46,15 @@ class Health:
         """Whether there is nothing to look after."""
         wrong = (self.failures, self.retention, self.sweeping, self.damaged, self.passed_over, self.leases)
         return not any(wrong)
+
+    def _summary(self) -> str:
+        last = "no step saved" if self.last_saved is None else f"step {self.last_saved} saved"
+        ago = "" if self.since_saved_s is None else f" {self.since_saved_s:.0f} s ago"
+        return f"{'ok' if self.ok else 'not ok'}: {last}{ago}, {self.pending} pending"
+
+    def _table(self) -> Table:
+        rows = [["save", error] for error in self.failures]
+        rows += [[what, text] for what, text in (("retention", self.retention), ("sweeping", self.sweeping)) if text]
+        for what, found in (("damaged", self.damaged), ("passed over", self.passed_over), ("lease", self.leases)):
+            rows += [[f"{what} {name}", text] for name, text in found.items()]
+        return Table(("what", "problem"), rows, len(rows))

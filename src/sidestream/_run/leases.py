@@ -22,17 +22,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from .._runtime.abandoned import Watched, watch
-from .._runtime.tasks import accompany, finish
+from .._runtime.abandoned import RegisteredOperation, register
+from .._runtime.tasks import create_owned_task, run_shielded
 from .._runtime.threads import Deadline, time_limit
-from .._storage import BytesBody, Store
-from ..errors import AccessDenied, NoSpace, SidestreamError
+from .._storage import LEASES, BytesBody, Store
+from ..errors import AccessDeniedError, NoSpaceError, SidestreamError
 
 __all__ = ["Lease", "Leases", "Seen", "parse_lease"]
 
 Kind = Literal["read", "save", "delete"]
 
-_DIRECTORY = ".leases"
+_DIRECTORY = LEASES
 _NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>read|save|delete)(?P<ttl>[0-9]{1,9})\.[0-9a-f]{32}")
 _RENEWALS = 4  # within the time that a lease lasts
 _CALL_S = 30.0
@@ -72,8 +72,8 @@ class Leases:
         self.trouble: dict[str, str] = {}
 
     async def take(self, directory: str, kind: Kind) -> Lease:
-        """Put a lease, and keep it alive until it is released. Raises what the storage raises, ``AccessDenied`` where
-        this process may not write. A cancel leaves at most a file that expires."""
+        """Put a lease, and keep it alive until it is released. Raises what the storage raises, ``AccessDeniedError``
+        where this process may not write. A cancel leaves at most a file that expires."""
         lease = Lease(self, self._store, directory, kind, self._ttl_s / 10 if kind == "delete" else self._ttl_s)
         await lease.put()
         return lease
@@ -89,7 +89,7 @@ class Leases:
         whoever reads."""
         try:
             return await self.take(directory, "read")
-        except (AccessDenied, NoSpace):  # reading has to work there too
+        except (AccessDeniedError, NoSpaceError):  # reading has to work there too
             return None
 
     async def seen(self) -> list[Seen]:
@@ -125,7 +125,7 @@ class Lease:
         self._files: list[str] = []
         self._put_at = time.monotonic()
         self._renewing: asyncio.Task[None] | None = None
-        self._watch: Watched | None = None
+        self._registration: RegisteredOperation | None = None
 
     @property
     def doubtful(self) -> bool:
@@ -139,11 +139,11 @@ class Lease:
             await self.release()
             raise
         self.renew()
-        self._watch = watch(self)
+        self._registration = register(self)
 
     def renew(self) -> None:
         """Put it again and again, the first time when a part of its time is over."""
-        self._renewing = accompany(self._renew(), f"sidestream lease {self.directory}")
+        self._renewing = create_owned_task(self._renew(), f"sidestream lease {self.directory}")
 
     def owns(self, seen: Seen) -> bool:
         return f"{_DIRECTORY}/{seen.name}" in self._files
@@ -151,9 +151,9 @@ class Lease:
     async def release(self) -> None:
         """Give it back, cancelled or not. Never raises what the storage raises: what is left expires."""
         self.abandon()
-        if self._watch is not None:
-            self._watch.end()
-        await finish(self._remove)
+        if self._registration is not None:
+            self._registration.end()
+        await run_shielded(self._remove)
 
     # --- after the end of the loop that renews the lease ---
 
@@ -176,12 +176,12 @@ class Lease:
 
     def drop(self) -> None:
         """Release the lease as far as possible; files that cannot be removed expire. Called in a thread."""
-        from .._storage.clients.io_loop import Call  # imports fsspec
+        from .._storage.clients.io_loop import LoopCall  # imports fsspec
 
         names, self._files = self._files, []
         if names:
             with suppress(SidestreamError), time_limit(Deadline.after(_CALL_S)):
-                Call(partial(self._store.remove, names)).result("releasing a lease")
+                LoopCall(partial(self._store.remove, names)).result("releasing a lease")
 
     async def _put_one(self) -> None:
         name = f"{_DIRECTORY}/{self.directory}.{self._kind}{max(1, round(self._ttl_s))}.{uuid.uuid4().hex}"

@@ -18,7 +18,7 @@ _log = logging.getLogger("sidestream")
 class Upkeep:
     """Runs ``work`` once for any number of requests that come while it runs.
 
-    A failure, raised or returned, is logged, stands in ``error`` until a run succeeds, and is ``unheard`` until
+    A failure, raised or returned, is logged, stands in ``error`` until a run succeeds, and is ``unretrieved`` until
     somebody has been told; the same kind of failure in the next run is not told again.
     """
 
@@ -28,7 +28,7 @@ class Upkeep:
         self._task: asyncio.Task[None] | None = None
         self._requested = False
         self.error: Exception | None = None
-        self.unheard: Exception | None = None
+        self.unretrieved: Exception | None = None
 
     def request(self) -> None:
         """On the loop. Returns at once."""
@@ -56,6 +56,6 @@ class Upkeep:
             except Exception as failure:  # also of a policy of the user's own
                 error = failure
             if error is not None and type(error) is not type(self.error):
-                self.unheard = error
+                self.unretrieved = error
                 _log.error("%s: %s: %s", self._name, type(error).__name__, printable_lines(str(error)))
             self.error = error

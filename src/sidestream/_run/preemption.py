@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
 
-from .._runtime.tasks import accompany
-from ..errors import InvalidOption, printable_lines
+from .._runtime.tasks import create_owned_task
+from ..errors import InvalidOptionError, printable_lines
 from ..options import check_choice, check_timeout
 
 __all__ = ["Preemption", "Then"]
@@ -40,7 +40,9 @@ class Preemption:
         check_timeout(grace_s)
         check_choice("then", then, Then)
         if threading.current_thread() is not threading.main_thread():
-            raise InvalidOption("on_preemption: signals reach the main thread only, and this loop runs in another one")
+            raise InvalidOptionError(
+                "on_preemption: signals reach the main thread only, and this loop runs in another one"
+            )
         self.requested: int | None = None
         self._signals = tuple(signals)
         self._work = work
@@ -55,7 +57,7 @@ class Preemption:
                 self._loop.add_signal_handler(number, self._on_signal, number)
             except (ValueError, OSError, RuntimeError, NotImplementedError, TypeError) as error:
                 self.uninstall()
-                raise InvalidOption(f"on_preemption: signal {number!r} cannot be caught here: {error}") from error
+                raise InvalidOptionError(f"on_preemption: signal {number!r} cannot be caught here: {error}") from error
 
     def uninstall(self) -> None:
         """Leave the signals to their defaults again. What has begun goes on."""
@@ -75,10 +77,10 @@ class Preemption:
             self._end(number)
             return
         self.requested = number
-        self._task = accompany(self._run(number), "sidestream preemption")
+        self._task = create_owned_task(self._run(number), "sidestream preemption")
 
     async def _run(self, number: int) -> None:
-        saving = accompany(self._save(), "sidestream preemption, saving")
+        saving = create_owned_task(self._save(), "sidestream preemption, saving")
         done, _ = await asyncio.wait([saving], timeout=self._grace_s)
         if not done:
             _log.error("the grace time of %g s is over, and not everything has been saved", self._grace_s)

@@ -13,7 +13,7 @@ from .._load.open.steps import Step, look_at
 from .._load.verify import verify_at
 from .._runtime.public import public
 from .._storage import Leftover, Location, Store, target_of_attempt
-from ..errors import CheckpointNotFound, Corrupt, StorageError
+from ..errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from ..options import Durability
 from .leases import Leases
 from .retention import Retention, SavedStep, doomed, keeps_all, needs_metadata
@@ -71,7 +71,7 @@ class Pruner:
     _known: dict[str, Step] = field(default_factory=dict)
     _saved: dict[str, SavedStep] = field(default_factory=dict)
     _verified: set[str] = field(default_factory=set)
-    _damaged: dict[str, Corrupt] = field(default_factory=dict)
+    _damaged: dict[str, CorruptCheckpointError] = field(default_factory=dict)
     _first_seen: dict[str, float] = field(default_factory=dict)
 
     async def run(self, protected: Callable[[], Collection[int]]) -> Pruned:
@@ -104,7 +104,7 @@ class Pruner:
         )
 
     @property
-    def damaged(self) -> dict[str, Corrupt]:
+    def damaged(self) -> dict[str, CorruptCheckpointError]:
         """Directories that did not verify, and why."""
         return dict(self._damaged)
 
@@ -183,7 +183,7 @@ class Pruner:
             try:
                 async with aclosing(self.store.source(step.name)) as source:
                     metadata = await metadata_of(source, step.marker)
-            except (Corrupt, FileNotFoundError) as error:
+            except (CorruptCheckpointError, FileNotFoundError) as error:
                 if await look_at(self.store, step) is not None:  # and not deleted by another process
                     self._damaged[step.name] = _unreadable(step, error)
         return SavedStep(step.step, step.generation, step.marker.saved_at, metadata)
@@ -192,15 +192,15 @@ class Pruner:
         if step.name in self._verified:
             return True
         try:
-            report = await verify_at(Location(self.store, step.name, f"{self.url}/{step.name}"))
-        except CheckpointNotFound:  # another process has deleted it meanwhile
+            report = await verify_at(Location(self.store, step.name, f"{self.url}/{step.name}"), run=self.url)
+        except CheckpointNotFoundError:  # another process has deleted it meanwhile
             return False
         now = await look_at(self.store, step)
         if now is None or (report.ok and now.marker != step.marker):
             return False  # another process has deleted it while it was read, which goes on to the end all the same
         if not report.ok:
             first, many = report.damaged[0], len(report.damaged)
-            self._damaged[step.name] = Corrupt(
+            self._damaged[step.name] = CorruptCheckpointError(
                 f"{step.name} does not verify ({many} places, the first: {first.message}); it is not counted, and "
                 "nothing is deleted because of it",
                 file=first.file,
@@ -230,5 +230,7 @@ class Pruner:
         return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)
 
 
-def _unreadable(step: Step, error: Exception) -> Corrupt:
-    return Corrupt(f"{step.name}: its manifest cannot be read ({error}); it is not counted, and not deleted")
+def _unreadable(step: Step, error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{step.name}: its manifest cannot be read ({error}); it is not counted, and not deleted"
+    )

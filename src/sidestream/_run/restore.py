@@ -9,12 +9,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._group import Member, Operation, together
-from .._load.api import LoadOptions, LoadReport, PassedOver, load_from
+from .._group import Member, Operation, run_together
+from .._load.api import LoadReport, LoadRequest, PassedOver, load_from
 from .._load.open.steps import Step, look_at
 from .._runtime.threads import current_deadline
 from .._storage import Location, Store
-from ..errors import CheckpointNotFound, Corrupt, Incomplete, NotShared, RankFailures, SidestreamError
+from ..errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    RankFailuresError,
+    SidestreamError,
+    StorageNotSharedError,
+)
 from ..events import LoadContext, LoadFellBack, emit
 from .leases import Lease, Leases
 from .steps import named_steps, still_listed
@@ -46,9 +53,9 @@ class Restoring:
     url: str
     leases: Leases
     wish: Wish
-    options: LoadOptions
+    request: LoadRequest
     step: int | None = None
-    _passed: list[tuple[Step, Corrupt]] = field(default_factory=list)
+    _passed: list[tuple[Step, CorruptCheckpointError]] = field(default_factory=list)
 
     @property
     def passed_over(self) -> dict[str, str]:
@@ -56,8 +63,8 @@ class Restoring:
         return {step.name: str(error) for step, error in self._passed}
 
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
-        """The report of the load; None if there is no step that the wish admits. Raises ``Corrupt`` if all that it
-        admits are damaged, or the first is and no other will do."""
+        """The report of the load; None if there is no step that the wish admits. Raises ``CorruptCheckpointError`` if
+        all that it admits are damaged, or the first is and no other will do."""
         while True:
             excluded = [step.name for step, _ in self._passed]
             chosen = await choose(self.store, self.leases, self.wish, excluded)
@@ -67,9 +74,12 @@ class Restoring:
             step, lease = chosen
             try:
                 report = await self._load(step, state)
-            except (CheckpointNotFound, Incomplete):  # deleted before it was leased, or without asking: look again
+            except (
+                CheckpointNotFoundError,
+                IncompleteCheckpointError,
+            ):  # deleted before it was leased, or without asking: look again
                 continue
-            except Corrupt as error:
+            except CorruptCheckpointError as error:
                 if lease is None and step.damage is None and await look_at(self.store, step) is None:
                     continue  # deleted under a reader that could take no lease
                 self._passed.append((step, error))
@@ -86,8 +96,8 @@ class Restoring:
     async def _load(self, step: Step, state: Mapping[str, Any]) -> LoadReport:
         if step.damage is not None:
             raise step.damage
-        context, options = _context(self.url, step), _options(self.options, self.wish)
-        return await load_from(Location(self.store, step.name, context.url), state, options, context)
+        context, request = _context(self.url, step), _request(self.request, self.wish)
+        return await load_from(Location(self.store, step.name, context.url), state, request, context)
 
     def _give_up(self) -> None:
         """The damage of the newest one, if there is none that is good."""
@@ -109,11 +119,10 @@ class RestoringTogether:
     url: str
     leases: Leases
     wish: Wish
-    options: LoadOptions
-    rank_wait_s: float
+    request: LoadRequest
     step: int | None = None
     _passed: list[tuple[Step, SidestreamError]] = field(default_factory=list)
-    _missed: tuple[Step, RankFailures] | None = None
+    _missed: tuple[Step, RankFailuresError] | None = None
     """What other ranks than rank 0 did not find in the last round."""
 
     @property
@@ -121,21 +130,21 @@ class RestoringTogether:
         return {step.name: str(error) for step, error in self._passed}
 
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
-        """The report of the load; None if there is no step that the wish admits. Raises ``RankFailures``: by
-        ``NotShared`` of rank 0 if a step that it sees is not there for others."""
+        """The report of the load; None if there is no step that the wish admits. Raises ``RankFailuresError``: by
+        ``StorageNotSharedError`` of rank 0 if a step that it sees is not there for others."""
         while True:
             attempt = _Attempt(self, state)
-            operation = self.member.begin("restore", current_deadline(), self.rank_wait_s)
+            operation = self.member.begin("restore", current_deadline(), self.request.options.rank_wait_s)
             self._missed = None
             try:
-                report = await together(attempt.run, operation)
-            except RankFailures as failures:
+                report = await run_together(attempt.run, operation)
+            except RankFailuresError as failures:
                 kinds = {failure.kind for failure in failures.failures}
-                if attempt.step is not None and kinds == {CheckpointNotFound.__name__}:
+                if attempt.step is not None and kinds == {CheckpointNotFoundError.__name__}:
                     if all(failure.rank for failure in failures.failures):
                         self._missed = attempt.step, failures
                     continue  # it was deleted before it was leased, or rank 0 finds that it was not
-                if attempt.step is None or kinds != {Corrupt.__name__}:
+                if attempt.step is None or kinds != {CorruptCheckpointError.__name__}:
                     raise
                 self._passed.append((attempt.step, failures))
                 if not self.wish.or_older:
@@ -173,11 +182,11 @@ class _Attempt:
         self.step = Step(answer["step"], answer["generation"], answer["name"])
         self.leased = answer["leased"]
         if answer["damage"] is not None:
-            raise Corrupt(answer["damage"])
+            raise CorruptCheckpointError(answer["damage"])
         context = _context(restoring.url, self.step)
         where = Location(restoring.store, self.step.name, context.url)
-        options = _options(restoring.options, restoring.wish)
-        return await load_from(where, self._state, options, context, operation)
+        request = _request(restoring.request, restoring.wish)
+        return await load_from(where, self._state, request, context, operation)
 
     async def _choose(self, _: Sequence[bytes]) -> bytes:
         """On rank 0."""
@@ -192,7 +201,8 @@ class _Attempt:
         return json.dumps({**told, "damage": None if step.damage is None else str(step.damage)}).encode()
 
     async def _check_shared(self) -> None:
-        """Raises ``NotShared`` if the step that others did not find in the last round is there for rank 0."""
+        """Raises ``StorageNotSharedError`` if the step that others did not find in the last round is there for rank
+        0."""
         if self._missed is None:
             return
         step, failures = self._missed
@@ -200,16 +210,18 @@ class _Attempt:
         if seen is not None and seen.damage is None:  # not gone, nor going
             ranks = ", ".join(str(failure.rank) for failure in failures.failures[:_RANKS_SHOWN])
             text = f"rank 0 sees this step, others do not (rank {ranks}): is the directory on storage that all share?"
-            raise NotShared(2, text, f"{self._restoring.url}/{step.name}")
+            raise StorageNotSharedError(2, text, f"{self._restoring.url}/{step.name}")
 
 
-def _options(options: LoadOptions, wish: Wish) -> LoadOptions:
+def _request(request: LoadRequest, wish: Wish) -> LoadRequest:
     """Return how a step is loaded.
 
-    What a step lacks stays as it is in the targets ("partial"), so where an older step may follow, a damaged one must
-    not leave what was read of it there.
+    What a step lacks may stay as it is in the target, so where an older step may follow, a damaged one must not leave
+    there what was read of it.
     """
-    return replace(options, atomic=True) if wish.or_older and "partial" in options.strict else options
+    if not (wish.or_older and request.tolerance.missing):
+        return request
+    return replace(request, options=replace(request.options, atomic=True))
 
 
 def _context(run: str, step: Step, *, rank: int = 0, world: int = 1) -> LoadContext:

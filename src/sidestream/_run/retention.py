@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from .._runtime.public import public
-from ..errors import InvalidOption
+from ..errors import InvalidOptionError
 from ..options import check_choice, check_count
 
 __all__ = [
@@ -106,7 +106,7 @@ class KeepEvery(_Policy):
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.seconds is None):
-            raise InvalidOption("KeepEvery takes either steps= or seconds=")
+            raise InvalidOptionError("KeepEvery takes either steps= or seconds=")
         check_count("KeepEvery(steps or seconds)", self.steps if self.seconds is None else self.seconds)
 
     def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
@@ -132,7 +132,7 @@ class KeepBest(_Policy):
 
     def __post_init__(self) -> None:
         if type(self.metric) is not str or not self.metric:
-            raise InvalidOption(f"KeepBest: metric={self.metric!r} has to be a key of the metadata")
+            raise InvalidOptionError(f"KeepBest: metric={self.metric!r} has to be a key of the metadata")
         check_count("KeepBest(n)", self.n)
         check_choice("mode", self.mode, Mode)
 

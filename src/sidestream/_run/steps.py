@@ -7,19 +7,44 @@ from collections.abc import Collection, Iterable, Mapping
 
 from .._format.marker import METADATA_NAME
 from .._load.open.steps import Step, look_at, steps_among
-from .._runtime.threads import current_deadline, io_threads, politely
+from .._runtime.threads import current_deadline, io_threads, yielding_gil
 from .._storage import Store
-from ..errors import InvalidOption
+from ..errors import InvalidOptionError
 
-__all__ = ["check_run", "list_generations", "list_steps", "named_steps", "next_generation", "still_listed"]
+__all__ = ["Generations", "check_run", "list_generations", "list_steps", "named_steps", "still_listed"]
+
+_REMEMBERED = 256
+"""For how many steps, at least, the last generation that was started is remembered."""
 
 _MANIFEST = re.compile("manifest-[0-9a-f]{32}")
 
 
-async def next_generation(store: Store, step: int) -> int:
-    """The first generation of ``step`` for which nothing stands in the way, be it committed, damaged or foreign."""
-    found = await named_steps(store, step)
-    return max((found.generation for found in found), default=0) + 1
+class Generations:
+    """The generations of the steps of one run that this process saves. ``most`` saves may go on at once."""
+
+    def __init__(self, store: Store, most: int) -> None:
+        self._store = store
+        self._remembered = max(_REMEMBERED, 2 * most)
+        self._started: dict[int, int] = {}  # the highest generation that a recent save was started for
+
+    async def next(self, step: int) -> int:
+        """Return the first generation of ``step`` for which nothing stands in the way, be it committed, damaged,
+        foreign, or started here."""
+        found = await named_steps(self._store, step)
+        return max(self._started.get(step, 0), *(found.generation for found in found), 0) + 1
+
+    def started(self, step: int, generation: int) -> None:
+        """A save of this generation was started. Old steps are forgotten: their saves are found in the listing."""
+        self._started.pop(step, None)
+        self._started[step] = generation
+        while len(self._started) > self._remembered:
+            del self._started[next(iter(self._started))]
+
+    async def claim(self, step: int) -> int:
+        """As ``next``, and no other save of this process gets it."""
+        generation = await self.next(step)
+        self.started(step, generation)
+        return generation
 
 
 async def list_steps(store: Store) -> list[Step]:
@@ -61,7 +86,7 @@ async def list_generations(store: Store, known: Mapping[str, Step]) -> list[Step
 
 async def named_steps(store: Store, step: int | None = None) -> list[Step]:
     """Return every directory that is named like a step, or like ``step``; newest step and highest generation first.
-    Raises ``InvalidOption`` if there is none because the root is a checkpoint and not a run."""
+    Raises ``InvalidOptionError`` if there is none because the root is a checkpoint and not a run."""
     names = await store.directories()
     found = await io_threads().run(steps_among, names)
     if not found:
@@ -70,7 +95,8 @@ async def named_steps(store: Store, step: int | None = None) -> list[Step]:
 
 
 async def check_run(store: Store) -> None:
-    """Raise ``InvalidOption`` if the root of ``store`` is a checkpoint: the checkpoints of a run are in directories."""
+    """Raise ``InvalidOptionError`` if the root of ``store`` is a checkpoint: the checkpoints of a run are in
+    directories."""
     try:
         names = await store.sizes(".")
     except FileNotFoundError:
@@ -78,7 +104,7 @@ async def check_run(store: Store) -> None:
     if METADATA_NAME not in names and not await io_threads().run(_has_own_manifest, names):
         return
     run = store.url.rstrip("/").rpartition("/")[0]
-    raise InvalidOption(
+    raise InvalidOptionError(
         f"{store.url} is a checkpoint, not a run. A run is the directory that contains its checkpoints, here {run}: "
         "use that url, or read this checkpoint with sidestream.load or open_checkpoint"
     )
@@ -86,4 +112,4 @@ async def check_run(store: Store) -> None:
 
 def _has_own_manifest(names: Iterable[str]) -> bool:
     """In a worker thread: whether a save of sidestream has written its manifest."""
-    return any(_MANIFEST.fullmatch(name) for name in politely(names))
+    return any(_MANIFEST.fullmatch(name) for name in yielding_gil(names))

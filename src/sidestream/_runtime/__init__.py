@@ -1,1 +1,1 @@
-"""What every other room needs: threads, tasks, the GIL, calls into user code, private torch names."""
+"""The base of all other rooms: threads, tasks, the GIL, calls into user code, private torch names."""

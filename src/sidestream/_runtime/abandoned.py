@@ -22,28 +22,28 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 __all__ = [
-    "Abandoned",
-    "Noted",
-    "Remains",
-    "Watched",
-    "hop",
-    "keep",
-    "noted",
+    "LoopOperations",
+    "OperationResources",
+    "RegisteredOperation",
+    "ThreadWork",
     "put_back",
-    "supervised_here",
+    "register",
+    "registered",
+    "supervised_tasks",
     "take_abandoned",
-    "watch",
+    "track_task",
+    "waiting_for_thread",
 ]
 
 _log = logging.getLogger("sidestream")
 
-Keeping = Literal["supervised", "accompanying"]
+TaskKind = Literal["supervised", "owned"]
 
 _GRACE_S = 5.0
 """How long a wait for a thread continues past the thread's deadline, as in ``Threads``."""
 
 
-class Remains(Protocol):
+class OperationResources(Protocol):
     """The resources that an operation leaves behind when its loop never runs again."""
 
     @property
@@ -64,8 +64,8 @@ class Remains(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
-    """An operation that leaves only threads; its hops stop them."""
+class ThreadWork:
+    """An operation whose only resources are threads, which its waits stop."""
 
     what: str
     done: str
@@ -78,33 +78,33 @@ class Noted:
         return self.done
 
 
-class Watched:
-    """The entry of one operation; ``end()`` removes it."""
+class RegisteredOperation:
+    """The entry of one operation in the registry of its loop, until ``end()``."""
 
-    __slots__ = ("_home", "_remains", "holds_loop")
+    __slots__ = ("_operations", "_resources", "holds_loop")
 
-    def __init__(self, home: Abandoned, remains: Remains, holds_loop: bool) -> None:
-        self._home: Abandoned | None = home
-        self._remains: Remains | None = remains
+    def __init__(self, operations: LoopOperations, resources: OperationResources, holds_loop: bool) -> None:
+        self._operations: LoopOperations | None = operations
+        self._resources: OperationResources | None = resources
         self.holds_loop = holds_loop
 
     @property
-    def remains(self) -> Remains:
+    def resources(self) -> OperationResources:
         """The resources of an operation that has not ended."""
-        assert self._remains is not None
-        return self._remains
+        assert self._resources is not None
+        return self._resources
 
     def end(self) -> None:
-        """Remove the entry because the operation has ended by itself. Does nothing outside of its loop: there, the
-        caller is a coroutine that is being destroyed, and its operation has not ended."""
-        home = self._home
-        if home is not None and asyncio._get_running_loop() is home.loop():
-            home.watches.discard(self)
-            home.tidy()
-            self._home = self._remains = None  # which may refer to this entry
+        """Remove the entry, because the operation has ended. Does nothing outside of its loop, where the caller is a
+        coroutine that is being destroyed before its operation has ended."""
+        operations = self._operations
+        if operations is not None and asyncio._get_running_loop() is operations.loop():
+            operations.registrations.discard(self)
+            operations.tidy()
+            self._operations = self._resources = None  # which may refer to this entry
 
 
-class Abandoned:
+class LoopOperations:
     """All operations of sidestream that are in flight on one loop.
 
     The loop is referred to strongly only while something is in flight that needs it: an idle loop that is dropped is
@@ -114,27 +114,27 @@ class Abandoned:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = weakref.ref(loop)
         self.thread = threading.current_thread()
-        self.tasks: dict[asyncio.Task[Any], Keeping] = {}
-        self.hops: dict[object, tuple[Future[Any], Callable[[], None], float]] = {}
-        self.watches: set[Watched] = set()
+        self.tasks: dict[asyncio.Task[Any], TaskKind] = {}
+        self.thread_waits: dict[object, tuple[Future[Any], Callable[[], None], float]] = {}
+        self.registrations: set[RegisteredOperation] = set()
         self._held: asyncio.AbstractEventLoop | None = None
 
     # --- on the loop ---
 
     def tidy(self) -> None:
         """Keep the loop alive while an operation needs it; remove this object from the registry when none does."""
-        if self.tasks or self.hops or any(one.holds_loop for one in self.watches):
+        if self.tasks or self.thread_waits or any(one.holds_loop for one in self.registrations):
             self._held = self.loop()
         else:
             self._held = None
-            if not self.watches:
+            if not self.registrations:
                 with _lock:
                     _all.discard(self)
 
-    # --- anywhere ---
+    # --- in any thread ---
 
     def reason(self, *, at_exit: bool) -> str | None:
-        """The reason why the loop will not run again, or None while it may."""
+        """Return the reason why the loop will not run again, or None if it may."""
         loop = self.loop()
         if loop is None:
             return "its event loop was dropped"
@@ -146,144 +146,144 @@ class Abandoned:
             return "the thread of its event loop has ended"
         if at_exit:
             return "the process ends, and its event loop was not closed"
-        expiring = [one.remains.expires_at for one in self.watches if one.holds_loop]
+        expiring = [one.resources.expires_at for one in self.registrations if one.holds_loop]
         if expiring and time.monotonic() > max(expiring) + _GRACE_S:
             return "its event loop has stopped running, and its deadline has passed"
         return None
 
     def release(self, reason: str, patience_s: float | None = None) -> None:
-        """End all operations that were in flight. Called in a thread without a loop. ``patience_s`` bounds the wait for
-        threads; the default is their deadlines."""
-        hops, watches = list(self.hops.values()), list(self.watches)
-        for _, stop, _ in hops:
+        """End all operations that are in flight. Call it in a thread without a loop. ``patience_s`` bounds the wait for
+        threads; by default their deadlines do."""
+        waits, registrations = list(self.thread_waits.values()), list(self.registrations)
+        for _, stop, _ in waits:
             stop()
-        for one in watches:
-            with _logged("stopping", one.remains.what):
-                one.remains.abandon()
-        stuck = not self._hops_end(hops, patience_s)
-        for one in watches:
-            with _logged("ending", one.remains.what):
-                done = one.remains.leave(stuck=stuck)
+        for one in registrations:
+            with _logged("stopping", one.resources.what):
+                one.resources.abandon()
+        stuck = not self._wait_for_threads(waits, patience_s)
+        for one in registrations:
+            with _logged("ending", one.resources.what):
+                done = one.resources.leave(stuck=stuck)
                 if done is not None:
-                    _log.warning("%s: %s before that had ended; %s", one.remains.what, reason, done)
+                    _log.warning("%s: %s before that had ended; %s", one.resources.what, reason, done)
         for task in list(self.tasks):
             _close(task)
         self.tasks.clear()
-        self.hops.clear()
-        self.watches.clear()
+        self.thread_waits.clear()
+        self.registrations.clear()
         self._held = None
 
-    def _hops_end(self, hops: list[Any], patience_s: float | None) -> bool:
-        until = max((at for _, _, at in hops if at < math.inf), default=0.0) + _GRACE_S
+    def _wait_for_threads(self, waits: list[Any], patience_s: float | None) -> bool:
+        until = max((at for _, _, at in waits if at < math.inf), default=0.0) + _GRACE_S
         timeout_s = max(_GRACE_S, until - time.monotonic()) if patience_s is None else patience_s
-        return not wait([future for future, _, _ in hops], timeout_s).not_done
+        return not wait([future for future, _, _ in waits], timeout_s).not_done
 
 
 _lock = threading.Lock()
-_homes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Abandoned] = weakref.WeakKeyDictionary()
-_all: set[Abandoned] = set()
+_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopOperations] = weakref.WeakKeyDictionary()
+_all: set[LoopOperations] = set()
 
 
-def _here() -> Abandoned:
+def _of_running_loop() -> LoopOperations:
     loop = asyncio.get_running_loop()
-    home = _homes.get(loop)
-    if home is None:
+    operations = _by_loop.get(loop)
+    if operations is None:
         with _lock:
-            home = _homes.setdefault(loop, Abandoned(loop))
-    if home.thread is not threading.current_thread():
-        home.thread = threading.current_thread()
-    if home not in _all:
+            operations = _by_loop.setdefault(loop, LoopOperations(loop))
+    if operations.thread is not threading.current_thread():
+        operations.thread = threading.current_thread()
+    if operations not in _all:
         with _lock:
-            _all.add(home)
-    return home
+            _all.add(operations)
+    return operations
 
 
-def watch(remains: Remains, *, holds_loop: bool = True) -> Watched:
+def register(resources: OperationResources, *, holds_loop: bool = True) -> RegisteredOperation:
     """Register an operation of the running loop until ``end()``. With ``holds_loop=False`` the entry does not keep the
-    loop alive, and ``remains`` must not refer to the loop."""
-    home = _here()
-    made = Watched(home, remains, holds_loop)
-    home.watches.add(made)
-    home.tidy()
-    return made
+    loop alive, and ``resources`` must not refer to the loop."""
+    operations = _of_running_loop()
+    registration = RegisteredOperation(operations, resources, holds_loop)
+    operations.registrations.add(registration)
+    operations.tidy()
+    return registration
 
 
 @contextmanager
-def noted(what: str, done: str, expires_at: float) -> Iterator[None]:
-    """Register the operation ``what`` for the time of the ``with`` block. If the loop ends meanwhile, the log names the
-    operation and says ``done``."""
-    watched = watch(Noted(what, done, expires_at))
+def registered(what: str, done: str, expires_at: float) -> Iterator[None]:
+    """Register the operation ``what`` for the time of the ``with`` block. If the loop ends during this time, a warning
+    names the operation, and ``done`` as its outcome."""
+    registration = register(ThreadWork(what, done, expires_at))
     try:
         yield
     finally:
-        watched.end()
+        registration.end()
 
 
 @contextmanager
-def hop(future: Future[Any], stop: Callable[[], None], until: float) -> Iterator[None]:
-    """Register that a task of the running loop waits for a thread, which resolves ``future``. If the loop ends
-    meanwhile, ``stop`` is called and the thread is waited for."""
-    home, key = _here(), object()
-    home.hops[key] = (future, stop, until)
-    home.tidy()
+def waiting_for_thread(future: Future[Any], stop: Callable[[], None], until: float) -> Iterator[None]:
+    """Register that a task of the running loop waits for a thread, which resolves ``future``. If the loop ends during
+    the ``with`` block, its cleanup calls ``stop`` and waits for the thread."""
+    operations, key = _of_running_loop(), object()
+    operations.thread_waits[key] = (future, stop, until)
+    operations.tidy()
     try:
         yield
     finally:
-        if asyncio._get_running_loop() is home.loop():
-            home.hops.pop(key, None)
-            home.tidy()
+        if asyncio._get_running_loop() is operations.loop():
+            operations.thread_waits.pop(key, None)
+            operations.tidy()
 
 
-def keep(task: asyncio.Task[Any], keeping: Keeping) -> None:
+def track_task(task: asyncio.Task[Any], kind: TaskKind) -> None:
     """Keep a reference to ``task`` of the running loop until it has ended. If the loop ends first, close its
     coroutine."""
-    home = _here()
-    home.tasks[task] = keeping
-    home.tidy()
+    operations = _of_running_loop()
+    operations.tasks[task] = kind
+    operations.tidy()
     task.add_done_callback(_forget_task)
 
 
-def supervised_here() -> set[asyncio.Task[Any]]:
-    """The supervised tasks of the running loop."""
-    home = _homes.get(asyncio.get_running_loop())
-    return set() if home is None else {task for task, keeping in home.tasks.items() if keeping == "supervised"}
+def supervised_tasks() -> set[asyncio.Task[Any]]:
+    """Return the supervised tasks of the running loop."""
+    operations = _by_loop.get(asyncio.get_running_loop())
+    return set() if operations is None else {task for task, kind in operations.tasks.items() if kind == "supervised"}
 
 
 def _forget_task(task: asyncio.Task[Any]) -> None:
-    home = _homes.get(task.get_loop())
-    if home is not None:
-        home.tasks.pop(task, None)
-        home.tidy()
+    operations = _by_loop.get(task.get_loop())
+    if operations is not None:
+        operations.tasks.pop(task, None)
+        operations.tidy()
 
 
-def take_abandoned(*, at_exit: bool = False) -> list[tuple[Abandoned, str]]:
+def take_abandoned(*, at_exit: bool = False) -> list[tuple[LoopOperations, str]]:
     """Return the loops that have ended with operations in flight, each with the reason. Each loop is returned once."""
     if not _all:
         return []
-    found: list[tuple[Abandoned, str]] = []
-    for home in list(_all):
-        reason = home.reason(at_exit=at_exit)
+    found: list[tuple[LoopOperations, str]] = []
+    for operations in list(_all):
+        reason = operations.reason(at_exit=at_exit)
         if reason is not None:
             with _lock:
-                if home not in _all:
+                if operations not in _all:
                     continue
-                _all.discard(home)
-                loop = home.loop()
+                _all.discard(operations)
+                loop = operations.loop()
                 if loop is not None:
-                    _homes.pop(loop, None)
-            found.append((home, reason))
+                    _by_loop.pop(loop, None)
+            found.append((operations, reason))
     return found
 
 
-def put_back(home: Abandoned) -> None:
-    """Return ``one`` to the registry, because its operations could not be ended now."""
+def put_back(operations: LoopOperations) -> None:
+    """Put ``operations`` back into the registry, because they could not be ended now."""
     with _lock:
-        _all.add(home)
+        _all.add(operations)
 
 
 @contextmanager
 def _logged(doing: str, what: str) -> Iterator[None]:
-    """Log an error of one operation, so that the others are still ended."""
+    """Log an error of one operation and suppress it, so that the others are still ended."""
     try:
         yield
     except Exception as error:
@@ -294,7 +294,7 @@ def _logged(doing: str, what: str) -> Iterator[None]:
 
 def _close(task: asyncio.Task[Any]) -> None:
     """Destroy the coroutine of a task that never takes another step, so that nothing in its frames is kept alive."""
-    task._log_destroy_pending = False  # type: ignore[attr-defined]  # what became of it has been logged
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # its outcome has been logged
     coroutine: Any = task.get_coro()
     # A cancel scope in it raises because no loop runs, and so does each await in its ``finally``.
     with suppress(Exception, asyncio.CancelledError):
@@ -302,9 +302,9 @@ def _close(task: asyncio.Task[Any]) -> None:
 
 
 def _forget_after_fork() -> None:
-    global _all, _homes, _lock
-    _of_the_parent.append((_all, _homes))  # in the child none of these operations is run or destroyed
-    _all, _homes, _lock = set(), weakref.WeakKeyDictionary(), threading.Lock()
+    global _all, _by_loop, _lock
+    _of_the_parent.append((_all, _by_loop))  # in the child none of these operations is run or destroyed
+    _all, _by_loop, _lock = set(), weakref.WeakKeyDictionary(), threading.Lock()
 
 
 _of_the_parent: list[Any] = []

@@ -19,7 +19,15 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
-__all__ = ["Caller", "Surroundings", "by_caller", "call", "is_serving", "surroundings", "withdrawn_with_caller"]
+__all__ = [
+    "Caller",
+    "ThreadState",
+    "calling_thread_state",
+    "in_calling_thread",
+    "is_serving",
+    "run_in_calling_thread",
+    "withdraw_if_interrupted",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,12 +39,12 @@ class Interrupted(Exception):
     """Code of the caller ended by ``KeyboardInterrupt`` or ``SystemExit``, which its thread raises."""
 
 
-class _Left(Exception):
+class _CallerLeft(Exception):
     """The calling thread has stopped waiting."""
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ThreadState:
     """The state of a thread: the device of its accelerator, torch's default device, autograd's modes and context
     variables. Streams are not included, because work on another thread's stream would not be ordered with the other
     work of this thread."""
@@ -49,8 +57,8 @@ class Surroundings:
     inference: bool
 
     @classmethod
-    def here(cls) -> Surroundings:
-        """The state of this thread. Does not initialize an accelerator."""
+    def here(cls) -> ThreadState:
+        """Return the state of this thread. Does not initialize an accelerator."""
         accelerator, index = _current_device()
         return cls(
             contextvars.copy_context(),
@@ -88,21 +96,21 @@ def _current_device() -> tuple[str | None, int | None]:
 
 
 class Withdrawable(Protocol):
-    """An operation that the caller's code has started, and that nobody will await if that code is interrupted."""
+    """An operation that the caller's code has started. If that code is interrupted, no code will await it."""
 
     def withdraw(self) -> None:
-        """End it without waiting. May be called several times."""
+        """End the operation without waiting for it. May be called several times."""
 
 
-class _Piece(Generic[T]):
-    """Code for the calling thread, and what it returned or raised.
+class _QueuedCode(Generic[T]):
+    """Code that the calling thread shall run, and its result or error.
 
-    No ``Future``: a signal that interrupts one of its methods can leave its lock acquired for ever.
+    Not a ``Future``, because a signal that interrupts one of its methods can leave its lock acquired for ever.
     """
 
     def __init__(self, code: Callable[[], T]) -> None:
         self._code = code
-        self._results: list[T] = []  # one, when the code has returned
+        self._results: list[T] = []  # the one result, when the code has returned
         self._error: BaseException | None = None
         self._settled = False
         self._bell: SimpleQueue[None] = SimpleQueue()
@@ -110,7 +118,7 @@ class _Piece(Generic[T]):
         self.started: list[Withdrawable] = []
 
     def run(self) -> None:
-        """Run the code. Where a signal interrupts that, ``give_up`` has to be called."""
+        """Run the code. If a signal interrupts it, the thread has to call ``give_up``."""
         self.begun = True
         try:
             self._results.append(self._code())
@@ -123,13 +131,13 @@ class _Piece(Generic[T]):
         self._bell.put(None)
 
     def give_up(self) -> None:
-        """End the wait for a piece that has not run, or not to its end. A result that there is already is delivered:
+        """End the wait for code that has not run to its end. A result that exists already is still delivered, because
         it may be an operation that has to be cancelled."""
         if not self._settled and not self._results:
             for operation in self.started:
                 operation.withdraw()
             if self._error is None:
-                self._error = Interrupted("interrupted") if self.begun else _Left()
+                self._error = Interrupted("interrupted") if self.begun else _CallerLeft()
         self._settled = True
         self._bell.put(None)
 
@@ -138,7 +146,7 @@ class _Piece(Generic[T]):
         self._bell.get()
         if self._error is None:
             return self._results.pop()
-        error, self._error = self._error, None  # or the error's traceback and this piece would refer to each other
+        error, self._error = self._error, None  # or the error's traceback and this object would refer to each other
         try:
             raise error
         finally:
@@ -149,40 +157,41 @@ class Caller:
     """A thread that waits for a blocking call. Call ``wait`` and then ``leave`` in that thread; the other methods may
     be called in any thread.
 
-    A signal may interrupt the wait between any two instructions. So no method takes a lock, and a piece of code stays
-    in the queue until it has been run.
+    A signal may interrupt the wait between any two instructions. So no method takes a lock, and code stays in the queue
+    until it has been run.
     """
 
     def __init__(self) -> None:
-        self.surroundings = Surroundings.here()
-        self._pieces: deque[_Piece[Any]] = deque()
+        self.state = ThreadState.here()
+        self._queue: deque[_QueuedCode[Any]] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._waits = True
         self._ended = False
 
     def adopt(self) -> None:
-        """Let this thread run the caller's code that this task and its children call from now on."""
+        """Make ``run_in_calling_thread`` use this thread, in the current task and the tasks that it creates from now
+        on."""
         _caller.set(self)
 
     def run(self, code: Callable[[], T]) -> T:
         """Block until the calling thread has run ``code``. If that thread has stopped waiting, run ``code`` here with
         its state."""
-        piece = _Piece(code)
-        self._pieces.append(piece)
+        queued = _QueuedCode(code)
+        self._queue.append(queued)
         self._bell.put(None)
-        if not self._waits and self._withdraw(piece):
-            return self.surroundings.run(code)
+        if not self._waits and self._withdraw(queued):
+            return self.state.run(code)
         try:
-            return piece.result()
-        except _Left:
+            return queued.result()
+        except _CallerLeft:
             pass
         finally:
-            del piece  # its error refers to this frame
-        return self.surroundings.run(code)
+            del queued  # its error refers to this stack frame
+        return self.state.run(code)
 
-    def _withdraw(self, piece: _Piece[Any]) -> bool:
+    def _withdraw(self, queued: _QueuedCode[Any]) -> bool:
         try:
-            self._pieces.remove(piece)
+            self._queue.remove(queued)
         except ValueError:
             return False
         return True
@@ -194,9 +203,9 @@ class Caller:
 
     def wait(self, begin: Callable[[], None], interrupt: Callable[[], None]) -> None:
         """Call ``begin`` and run queued code until ``end``. An exception that a signal raises meanwhile
-        (``KeyboardInterrupt``) calls ``interrupt``, which has to make ``end`` be called even where ``begin`` was
+        (``KeyboardInterrupt``) calls ``interrupt``, which has to cause a call of ``end`` even if ``begin`` was
         interrupted. The exception is raised at the end, so that the cleanup can still call objects of the caller. A
-        second one is raised at once."""
+        second exception is raised at once."""
         try:
             begin()
             self._serve()
@@ -207,13 +216,13 @@ class Caller:
 
     def _serve(self) -> None:
         while True:
-            while self._pieces:
-                piece = self._pieces[0]
-                if piece.begun:  # a signal came while it ran
-                    piece.give_up()
+            while self._queue:
+                queued = self._queue[0]
+                if queued.begun:  # a signal came while it ran
+                    queued.give_up()
                 else:
-                    _run_piece(piece)
-                self._pieces.popleft()
+                    _run_queued(queued)
+                self._queue.popleft()
             if self._ended:
                 return
             self._bell.get()
@@ -221,54 +230,55 @@ class Caller:
     def leave(self) -> None:
         """Record that the calling thread has stopped waiting, or never waited."""
         self._waits = False
-        while self._pieces:
-            self._pieces.popleft().give_up()
+        while self._queue:
+            self._queue.popleft().give_up()
 
 
-def _run_piece(piece: _Piece[Any]) -> None:
+def _run_queued(queued: _QueuedCode[Any]) -> None:
     outer = is_serving()
-    _serving.now, _serving.piece = True, piece
+    _serving.now, _serving.queued = True, queued
     try:
-        piece.run()
+        queued.run()
     finally:
-        _serving.now, _serving.piece = outer, None
+        _serving.now, _serving.queued = outer, None
 
 
-def withdrawn_with_caller(operation: Withdrawable) -> None:
-    """Withdraw ``operation`` if an interrupt of the blocking call whose code runs in this thread drops its result."""
-    piece = getattr(_serving, "piece", None)
-    if piece is not None:
-        piece.started.append(operation)
+def withdraw_if_interrupted(operation: Withdrawable) -> None:
+    """Arrange that ``operation`` is withdrawn if an interrupt of the blocking call whose code runs in this thread drops
+    its result."""
+    queued = getattr(_serving, "queued", None)
+    if queued is not None:
+        queued.started.append(operation)
 
 
 _caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("sidestream_caller", default=None)
 
 
-def call(code: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call ``code(*args, **kwargs)``, which is the caller's code or runs it: in the thread that waits for this blocking
-    call if there is one, otherwise in this thread. Blocks until it has returned."""
+def run_in_calling_thread(code: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call ``code``, which is the caller's code or runs it, in the thread that waits for this blocking call. If there
+    is no such thread, call it in this thread. Blocks until it has returned."""
     caller = _caller.get()
     if caller is None:
         return code(*args, **kwargs)
     return caller.run(partial(code, *args, **kwargs))
 
 
-def by_caller(code: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that ``call`` runs it."""
+def in_calling_thread(code: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function so that ``run_in_calling_thread`` runs it."""
 
     @wraps(code)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        return call(code, *args, **kwargs)
+        return run_in_calling_thread(code, *args, **kwargs)
 
     return called
 
 
-def surroundings() -> Surroundings:
-    """The state of the thread that waits for this blocking call if there is one, otherwise of this thread."""
+def calling_thread_state() -> ThreadState:
+    """Return the state of the thread that waits for this blocking call, or of this thread if there is none."""
     caller = _caller.get()
-    return Surroundings.here() if caller is None else caller.surroundings
+    return ThreadState.here() if caller is None else caller.state
 
 
 def is_serving() -> bool:
-    """Whether this thread runs code on behalf of a blocking call that it waits for."""
+    """Return whether this thread runs code on behalf of a blocking call that it waits for."""
     return getattr(_serving, "now", False)

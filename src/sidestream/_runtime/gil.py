@@ -1,16 +1,17 @@
-"""A busy event loop lets the threads that work for it have the interpreter.
+"""Cooperative scheduling of the GIL between a busy event loop and the threads that work for it.
 
-A loop that always has something to do polls its selector between two callbacks. That lets go of the GIL, but for a
-microsecond, and a thread that was asleep needs some fifty to wake up: it finds the GIL taken again. Nor does it ever
-demand it, as a thread does that has waited for a switch interval, because each such moment begins its wait anew
-(``take_gil`` in CPython). Where a core is free for it, a thread that came back from a system call was measured to wait
-0.2 s (median) beside a loop whose callbacks take 0.1 ms, and 0.7 s beside one of 1 ms (``benchmarks/turns.py``).
-Meanwhile the loop woke it up in vain, thousands of times, and lost a sixth of its speed by that.
+A busy loop polls its selector between two callbacks. That releases the GIL for about a microsecond, but a sleeping
+thread needs about fifty to wake up, and finds the GIL taken again. The thread never requests the GIL either: it would
+do so after waiting for one switch interval, and each of those short releases restarts that interval (``take_gil`` in
+CPython). With a free core, a thread that returned from a system call waited 0.2 s (median) beside a loop whose
+callbacks take 0.1 ms, and 0.7 s beside callbacks of 1 ms (``benchmarks/turns.py``). Meanwhile the loop woke the thread
+thousands of times in vain, which cost the loop a sixth of its speed.
 
-So the loop gives turns: once in each switch interval (``sys.getswitchinterval()``, 5 ms, here never less) it sleeps, if
-somebody has been woken up since the last time. A thread that can choose comes when it is its turn (``rest()``), and one
-that wants the GIL back for a moment only, many times, says so (``burst()``). The GIL is back when those who have come
-have let go of it: each of them may have it for a few milliseconds.
+So the loop gives turns. Once in each switch interval (``sys.getswitchinterval()``, 5 ms, here never less) it sleeps
+briefly if a thread has been woken up since the last turn. A thread that computes waits for the next turn with
+``yield_gil()``. A thread that makes many short calls that release the GIL runs them in ``holding_gil()``, so that the
+loop does not take the GIL between them. The loop continues when the threads have released the GIL; each of them may
+hold it for a few milliseconds.
 """
 
 from __future__ import annotations
@@ -29,46 +30,49 @@ from weakref import WeakKeyDictionary, WeakSet
 
 try:
     from resource import RUSAGE_SELF, RUSAGE_THREAD, getrusage
-except ImportError:  # Linux has it
+except ImportError:  # not on Linux
 
-    def _wakings() -> int | None:
+    def _context_switches() -> int | None:
+        """Return None: the system does not count context switches."""
         return None
 else:
 
-    def _wakings() -> int | None:
-        """How often other threads have gone to sleep by themselves: waiting for the GIL, they do so each time that they
-        are woken up in vain. None if nobody counts that (gVisor)."""
+    def _context_switches() -> int | None:
+        """Return the number of voluntary context switches of the other threads: a thread that waits for the GIL makes
+        one each time that it is woken up in vain. None if the system does not count them (gVisor)."""
         together = getrusage(RUSAGE_SELF).ru_nvcsw
         return together - getrusage(RUSAGE_THREAD).ru_nvcsw if together else None
 
 
-__all__ = ["awaited", "burst", "give_turns", "no_more_turns", "rest", "slice_s"]
+__all__ = ["give_turns", "holding_gil", "slice_s", "stop_turns", "wrap_thread_future", "yield_gil"]
 
 T = TypeVar("T")
 
 _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
-# The system adds some 60 us. A thread has to wake up meanwhile, on a core that may be asleep too: with 60 us alone
-# many naps were in vain.
+# The system adds some 60 us. A thread has to wake up during this time, on a core that may be asleep too: with 60 us
+# alone many naps were too short.
 _NAP_S = 200e-6
 _SLICE_S = 1e-3
-_BUSY_SLICE_S = 3e-3  # slices of 1 ms need three turns, 5 ms apart, for what is done in one of these
-_BURST_S = 1e-3
+_BUSY_SLICE_S = 3e-3  # slices of 1 ms would need three turns, 5 ms apart, for the same work
+_HOLD_S = 1e-3
 _REST_S = 10e-6
-_EARLY_S = 100e-6  # so that whoever rests is there when the turn comes
-_BUSY = 0.5  # of the time
+_EARLY_S = 100e-6  # so that the thread is awake when the turn begins
+_BUSY = 0.5  # the share of the time in which a busy loop runs
 _MOST_INTERVALS = 16
 _LEAST_INTERVAL_S, _MOST_INTERVAL_S = 5e-3, 20e-3
 
 
-def awaited(work: Future[T]) -> asyncio.Future[T]:
-    """``work``, which threads do, for a task of the running loop; meanwhile the loop gives them turns."""
+def wrap_thread_future(work: Future[T]) -> asyncio.Future[T]:
+    """Return an asyncio future for ``work``, which a thread does. Until it has ended, the running loop gives turns."""
     give_turns(work)
     return asyncio.wrap_future(work)
 
 
 def give_turns(work: Future[Any]) -> None:
-    """Until ``work``, which threads do, has ended, the running loop gives turns while it is busy. Returns at once. Does
-    nothing where no loop runs, or there is no GIL."""
+    """Make the running loop give turns while it is busy, until ``work``, which threads do, has ended.
+
+    Returns at once. Does nothing where no loop runs, and on a Python without a GIL.
+    """
     if not _has_gil():
         return
     try:
@@ -76,44 +80,46 @@ def give_turns(work: Future[Any]) -> None:
     except RuntimeError:
         return
     if loop not in _of_loops:
-        _of_loops[loop] = _Turns()
+        _of_loops[loop] = _LoopTurns()
     _of_loops[loop].until_ended(work, loop)
 
 
-def no_more_turns(work: Future[Any]) -> None:
-    """``work`` is given up, though it may never end."""
-    with suppress(KeyError):  # it had none
+def stop_turns(work: Future[Any]) -> None:
+    """Stop giving turns for ``work``, which may never end."""
+    with suppress(KeyError):  # this loop has given none
         _of_loops[asyncio.get_running_loop()].give_up(work)
 
 
-def rest() -> None:
-    """In a thread: let go of the GIL, if only for a moment, and do not want it back before the next turn."""
+def yield_gil() -> None:
+    """Release the GIL in a worker thread until the next turn; for 10 us if no loop is busy."""
     wait_s = _next_turn_at - time.monotonic() - _EARLY_S
     time.sleep(min(max(_REST_S, wait_s), _interval_s()))
 
 
 def slice_s() -> float:
-    """How long a thread may keep the GIL until it rests: beside a busy loop longer, as the next turn is far away."""
+    """Return how many seconds a worker thread may hold the GIL before it calls ``yield_gil``. The time is longer beside
+    a busy loop, where the next turn is further away."""
     return _BUSY_SLICE_S if _next_turn_at > time.monotonic() else _SLICE_S
 
 
 @contextmanager
-def burst() -> Iterator[None]:
-    """In a thread, around many short calls that each let go of the GIL: the loop does not take it back in between.
+def holding_gil() -> Iterator[None]:
+    """Keep the loop from taking the GIL between the calls of a worker thread in the ``with`` block.
 
-    For 1 ms at most, in the next turn; what takes longer goes on in the one after it.
+    For many short calls that each release the GIL. The loop waits for at most 1 ms in the next turn; the calls that
+    remain continue in the turn after it.
     """
     ended = threading.Lock()
     with ended:
-        _bursts.add(ended)
+        _gil_holders.add(ended)
         try:
             yield
         finally:
-            _bursts.discard(ended)
+            _gil_holders.discard(ended)
 
 
-class _Turns:
-    """Those of one loop, which nothing in here refers to: a closed one is not kept."""
+class _LoopTurns:
+    """The turns of one loop. Holds no reference to the loop, so that a closed loop is collected."""
 
     def __init__(self) -> None:
         self._works: WeakSet[Future[Any]] = WeakSet()
@@ -121,7 +127,7 @@ class _Turns:
         self._planned = False
         self._intervals = 1
         self._seen = _clocks()
-        self._wakings = _wakings()
+        self._context_switches = _context_switches()
 
     def until_ended(self, work: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
         self._works.add(work)
@@ -142,13 +148,13 @@ class _Turns:
         (before, ran_before), (now, ran) = self._seen, _clocks()
         share = (ran - ran_before) / max(now - before, 1e-9)
         if share > _BUSY:
-            _next_turn_at = math.inf  # it is now
+            _next_turn_at = math.inf  # the turn is now
             try:
                 self._nap()
-            finally:  # a signal may end it, and the loop
+            finally:  # a signal may end the nap, and the loop
                 _next_turn_at = 0.0
             self._intervals = 1
-        else:  # threads get the GIL while it sleeps, and it is not to be woken up for nothing
+        else:  # threads get the GIL while the loop sleeps, and waking it would gain nothing
             self._intervals = min(2 * self._intervals, _MOST_INTERVALS)
         self._seen = _clocks()
         wait_s = self._intervals * _interval_s()
@@ -158,51 +164,54 @@ class _Turns:
         self._plan(loop)
 
     def _nap(self) -> None:
-        if _bursts:
-            _let_them_end()
-        elif self._somebody_was_woken():
+        if _gil_holders:
+            _wait_for_holders()
+        elif self._thread_was_woken():
             time.sleep(_NAP_S)
-            self._wakings = _wakings()  # who came, and has gone to sleep again, is no reason for the next one
+            # Counted again: a thread that slept again after this turn does not justify the next one.
+            self._context_switches = _context_switches()
 
-    def _somebody_was_woken(self) -> bool:
-        """Since the last time. If not, all are in system calls, or compute without the GIL."""
-        before, self._wakings = self._wakings, _wakings()
-        return self._wakings is None or self._wakings != before
+    def _thread_was_woken(self) -> bool:
+        """Return whether a thread was woken up since the last call. If not, all threads are in system calls or compute
+        without the GIL."""
+        before, self._context_switches = self._context_switches, _context_switches()
+        return self._context_switches is None or self._context_switches != before
 
     def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_at(max(self._due, loop.time()), self._give, loop)
         self._planned = True
 
 
-def _let_them_end() -> None:
-    end = time.monotonic() + _BURST_S
-    for ended in list(_bursts):
+def _wait_for_holders() -> None:
+    end = time.monotonic() + _HOLD_S
+    for ended in list(_gil_holders):
         if ended.acquire(timeout=max(0.0, end - time.monotonic())):
             ended.release()
 
 
 def _interval_s() -> float:
-    """Programs that make the switch interval small want latency, not a loop that sleeps all the time."""
+    """Return the seconds between two turns. Bounded from below: a program with a small switch interval wants a short
+    latency, not a loop that sleeps all the time."""
     return min(max(sys.getswitchinterval(), _LEAST_INTERVAL_S), _MOST_INTERVAL_S)
 
 
 def _clocks() -> tuple[float, float]:
-    """Seconds, and those of them in which this thread has been running."""
+    """Return the time in seconds, and the CPU time of this thread in seconds."""
     return time.monotonic(), time.thread_time()
 
 
-_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopTurns] = WeakKeyDictionary()
 _next_turn_at = 0.0
-"""Of whichever busy loop said so last; in the past when none is busy any more, infinite during a turn: who looks then
-has just done his bit, and the next one is an interval away."""
-_bursts: set[threading.Lock] = set()
-"""Each is held while it lasts."""
+"""When the busy loop that wrote this last gives its next turn (``time.monotonic`` seconds). In the past if no loop is
+busy. Infinite during a turn: a thread that reads it then has just had its slice, and waits for one interval."""
+_gil_holders: set[threading.Lock] = set()
+"""One lock for each running ``holding_gil`` block, held until the block ends."""
 
 
 def _forget_after_fork() -> None:
     global _next_turn_at
     _next_turn_at = 0.0
-    _bursts.clear()
+    _gil_holders.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,4 +1,4 @@
-"""How fast a stage may read its sources."""
+"""A limit on the rate at which a stage reads its sources."""
 
 from __future__ import annotations
 
@@ -7,36 +7,38 @@ import time
 
 from .threads import Stop
 
-__all__ = ["Pace"]
+__all__ = ["RateLimiter"]
 
 
-class Pace:
-    """At most ``bytes_per_second`` (None: as fast as it goes), until somebody is in a hurry: a writer at the fence."""
+class RateLimiter:
+    """A limit of ``bytes_per_second`` (None: no limit), until ``lift_limit()``: code that waits at the fence lifts
+    it."""
 
     def __init__(self, bytes_per_second: float | None) -> None:
         self._rate = bytes_per_second
         self._changed = threading.Condition()
-        self._hurried = bytes_per_second is None
+        self._lifted = bytes_per_second is None
         self._due = time.monotonic()
 
-    def hurry(self) -> None:
+    def lift_limit(self) -> None:
+        """Remove the limit, also for threads that wait in ``spend``."""
         with self._changed:
-            self._hurried = True
+            self._lifted = True
             self._changed.notify_all()
 
     def spend(self, nbytes: int, stop: Stop) -> None:
-        """Wait until ``nbytes`` more may follow what went before. Raises ``Closed`` when ``stop`` is set."""
-        if self._rate is None or self._hurried:
+        """Block until ``nbytes`` more bytes may be read. Raises ``ClosedError`` when ``stop`` is set."""
+        if self._rate is None or self._lifted:
             return
         with stop.waking(self._wake), self._changed:
             self._due = max(self._due, time.monotonic()) + nbytes / self._rate
-            while (rest := self._due - time.monotonic()) > 0 and not self._in_a_hurry():
+            while (rest := self._due - time.monotonic()) > 0 and not self._is_lifted():
                 stop.check()
                 self._changed.wait(rest)
         stop.check()
 
-    def _in_a_hurry(self) -> bool:
-        return self._hurried
+    def _is_lifted(self) -> bool:
+        return self._lifted
 
     def _wake(self) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""URLs as they may be shown: credentials never reach a message, a log or a file."""
+"""Removing credentials from URLs, so that none reaches a message, a log or a file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ _QUERY = re.compile(rf"({_URL}[^\s\"'<>?#]+)[?#][^\s\"'<>]*", re.IGNORECASE)
 
 
 def redacted(text: str) -> str:
-    """``text`` whose URLs have lost what may be a secret: user and password, query and fragment. Local paths, and
-    everything else, stay as they are."""
+    """Return ``text`` without the user, password, query and fragment of the URLs in it, which may hold secrets. Local
+    paths and all other text stay unchanged."""
     return _USER.sub(r"\1", _QUERY.sub(r"\1", text))

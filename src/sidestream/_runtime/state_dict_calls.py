@@ -1,9 +1,10 @@
-"""``state_dict()`` and ``load_state_dict()`` of the caller's objects: in one order on all ranks, and watched.
+"""Calls of ``state_dict()`` and ``load_state_dict()`` of the caller's objects, monitored, in the same order on all
+ranks.
 
-Both may be collectives (FSDP). Ranks that call them in the order of their own dicts are in different collectives at the
-same time, and wait for each other for ever. So objects are called level by level (first the objects in the state, then
-the objects in their state dicts) and within a level in the order of their paths, with keys compared as the strings that
-make up names. A rank that lacks an object skips it; the order of the others is the same.
+Both methods may be collectives (FSDP). If ranks called them in the order of their own dicts, they would enter different
+collectives at the same time and wait for each other for ever. So objects are called level by level (first the objects
+in the state, then the objects in their state dicts), and within a level in the order of their paths, with keys compared
+as the strings that make up names. A rank that lacks an object skips it; the order of the others is the same.
 """
 
 from __future__ import annotations
@@ -20,22 +21,32 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .caller import call
+from .caller import run_in_calling_thread
 
-__all__ = ["LEAVES", "Found", "Look", "ask", "asked_in_order", "find_objects", "in_order", "key_order", "watched"]
+__all__ = [
+    "LEAVES",
+    "FoundObject",
+    "ListContents",
+    "call_state_dict",
+    "find_objects",
+    "in_order",
+    "key_order",
+    "monitored",
+    "state_dicts_in_order",
+]
 
 _log = logging.getLogger("sidestream")
 
 LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, bytes, complex, type(None)})
 _SLICE = 1024  # values examined between two yields: up to a few microseconds each
-_PATIENCE_S = 5.0
+_LATE_S = 5.0
 
-Look: TypeAlias = Callable[[Any], Iterable[tuple[Any, Any]] | None]
+ListContents: TypeAlias = Callable[[Any], Iterable[tuple[Any, Any]] | None]
 """Returns the contents of a container by key (of a list: by index), nothing for a leaf, and None for an object whose
 ``state_dict()`` is to be called. The result stays valid if the container is changed."""
 
 
-class Found(NamedTuple):
+class FoundObject(NamedTuple):
     """An object and its place: its path as sort keys, and its name."""
 
     order: tuple[str, ...]
@@ -44,22 +55,23 @@ class Found(NamedTuple):
 
 
 def key_order(key: object, *, index: bool = False) -> str:
-    """The sort key of ``key``. ``index``: ``key`` is a position in a list."""
+    """Return the text by which ``key`` is sorted. ``index``: ``key`` is a position in a list."""
     return f"{key:020d}" if index else str(key)
 
 
-def in_order(found: Iterable[Found]) -> list[Found]:
+def in_order(found: Iterable[FoundObject]) -> list[FoundObject]:
+    """Return ``found`` in the order in which all ranks call these objects."""
     return sorted(found, key=lambda one: one.order)
 
 
-def find_objects(start: Found, look: Look) -> Iterator[Found | None]:
+def find_objects(start: FoundObject, look: ListContents) -> Iterator[FoundObject | None]:
     """Yield every object in ``start.instance``, itself included, unordered; yield None whenever other tasks should run.
 
     Nothing but ``look`` is called. An object in several places is found in the first of them, and a container that
     contains itself is walked once.
     """
     stack = [start]
-    seen: dict[int, Found] = {}
+    seen: dict[int, FoundObject] = {}
     count = 0
     while stack:
         here = stack.pop()
@@ -77,17 +89,20 @@ def find_objects(start: Found, look: Look) -> Iterator[Found | None]:
                 yield None
             if type(item) in LEAVES:
                 continue
-            stack.append(Found((*order, key_order(key, index=index)), f"{name}.{key}" if name else str(key), item))
+            stack.append(
+                FoundObject((*order, key_order(key, index=index)), f"{name}.{key}" if name else str(key), item)
+            )
 
 
-def asked_in_order(state: Any, look: Look, known: dict[int, tuple[Any, Any]]) -> Iterator[bool]:
-    """Call ``state_dict()`` of every object in ``state``, once: ``known`` has each by its id, with its answer.
+def state_dicts_in_order(state: Any, look: ListContents, known: dict[int, tuple[Any, Any]]) -> Iterator[bool]:
+    """Call ``state_dict()`` of every object in ``state`` once. ``known`` receives each object with its state dict, by
+    the object's id.
 
     Yields True after each level, and False whenever other tasks should run.
     """
-    level = [Found((), "", state)]
+    level = [FoundObject((), "", state)]
     while level:
-        found: dict[int, Found] = {}
+        found: dict[int, FoundObject] = {}
         for start in level:
             for one in find_objects(start, look):
                 if one is None:
@@ -98,53 +113,56 @@ def asked_in_order(state: Any, look: Look, known: dict[int, tuple[Any, Any]]) ->
                         found[id(one.instance)] = one
         level = []
         for one in in_order(found.values()):
-            answer = ask(one)
+            answer = call_state_dict(one)
             known[id(one.instance)] = (one.instance, answer)  # kept, so that no other object gets its id
             level.append(one._replace(instance=answer))
             yield False
         yield True
 
 
-def ask(one: Found) -> Any:
-    """Call and return its ``state_dict()``."""
-    with watched(one.name, one.instance, "state_dict"):
-        return call(one.instance.state_dict)
+def call_state_dict(one: FoundObject) -> Any:
+    """Return the ``state_dict()`` of the object, called in the thread of the caller."""
+    with monitored(one.name, one.instance, "state_dict"):
+        return run_in_calling_thread(one.instance.state_dict)
 
 
 # --- calls that do not return ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Call:
+class _MonitoredCall:
+    """A call in progress. ``since``: when it began (``time.monotonic`` seconds). ``logged``: a warning has been
+    logged."""
+
     since: float
     name: str
     instance: Any
     method: str
-    told: bool = False
+    logged: bool = False
 
 
-class _Watch:
+class _Monitor:
     """The calls into objects that are in progress, and a thread that monitors them. The thread runs while there are
     such calls and for a few seconds more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[int, _Call] = {}
-        self._watched = False
+        self._calls: dict[int, _MonitoredCall] = {}
+        self._running = False
 
-    def begin(self, name: str, instance: Any, method: str) -> _Call:
-        one = _Call(time.monotonic(), name, instance, method)
+    def begin(self, name: str, instance: Any, method: str) -> _MonitoredCall:
+        one = _MonitoredCall(time.monotonic(), name, instance, method)
         with self._lock:
             self._calls[id(one)] = one
-            start, self._watched = not self._watched, True
+            start, self._running = not self._running, True
         if start:
             try:
                 threading.Thread(target=self._run, name="sidestream-watch", daemon=True).start()
             except RuntimeError:  # the system cannot start another thread, or the interpreter ends
-                self._watched = False
+                self._running = False
         return one
 
-    def end(self, one: _Call) -> None:
+    def end(self, one: _MonitoredCall) -> None:
         with self._lock:
             del self._calls[id(one)]
 
@@ -152,21 +170,21 @@ class _Watch:
         while True:
             with self._lock:
                 if not self._calls:
-                    self._watched = False
+                    self._running = False
                     return
                 now = time.monotonic()
-                silent = [one for one in self._calls.values() if not one.told]
-                late = [one for one in silent if one.since + _PATIENCE_S <= now]
-                due = min((one.since for one in silent if one.since + _PATIENCE_S > now), default=now) + _PATIENCE_S
+                unlogged = [one for one in self._calls.values() if not one.logged]
+                late = [one for one in unlogged if one.since + _LATE_S <= now]
+                due = min((one.since for one in unlogged if one.since + _LATE_S > now), default=now) + _LATE_S
                 for one in late:
-                    one.told = True
+                    one.logged = True
             for one in late:
-                _tell(one)
-            del silent, late
+                _log_late_call(one)
+            del unlogged, late
             time.sleep(due - now)
 
 
-def _tell(one: _Call) -> None:
+def _log_late_call(one: _MonitoredCall) -> None:
     _log.warning(
         "%s%s: %s.%s() has not returned for %d s, and blocks the thread that called it. If it calls a collective, "
         "every rank has to make the same call; ranks that wait for this one raise at their timeout_s",
@@ -185,24 +203,24 @@ def _this_rank() -> str:
     return f"rank {dist.get_rank()} of {dist.get_world_size()}: "
 
 
-_watch = _Watch()
+_monitor = _Monitor()
 
 
 def _after_fork() -> None:
-    global _watch
-    _watch = _Watch()
+    global _monitor
+    _monitor = _Monitor()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager
-def watched(name: str, instance: Any, method: str) -> Iterator[None]:
-    """Monitor a call of ``method`` of the object at ``name``: a thread logs a call that has not returned after 5 s. A
-    thread does it because such a call blocks the loop."""
-    watch = _watch
-    one = watch.begin(name, instance, method)
+def monitored(name: str, instance: Any, method: str) -> Iterator[None]:
+    """Monitor a call of ``method`` of the object at ``name`` during the ``with`` block. If it has not returned after 5
+    s, a thread logs a warning; a timer of the loop could not, because such a call blocks the loop."""
+    monitor = _monitor
+    one = monitor.begin(name, instance, method)
     try:
         yield
     finally:
-        watch.end(one)
+        monitor.end(one)

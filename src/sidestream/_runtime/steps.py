@@ -40,7 +40,7 @@ def in_turn(works: Iterable[Steps[T]]) -> Steps[list[T]]:
 
 
 def at_once(steps: Steps[T]) -> T:
-    """Return the result of ``steps`` without a pause, where their number is small."""
+    """Run ``steps`` without a pause and return their result. For small numbers of steps."""
     try:
         while True:
             next(steps)

@@ -1,4 +1,4 @@
-"""Tasks that outlive the call that started them, and steps that a cancel must not cut short."""
+"""Tasks that outlive the call that started them, and coroutines that a cancel must not interrupt."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 import anyio
 
-from ..errors import Corrupt, SidestreamError, WrongLoop
-from .abandoned import keep, supervised_here
+from ..errors import CorruptCheckpointError, SidestreamError, WrongLoopError
+from .abandoned import supervised_tasks, track_task
 from .threads import time_limit
 
 __all__ = [
-    "accompany",
-    "drain",
-    "finish",
+    "check_no_running_loop",
+    "create_owned_task",
     "first_error",
     "in_parallel",
-    "refuse_on_a_loop",
+    "run_shielded",
     "running_loop",
     "runs_in_trio",
     "supervise",
+    "wait_for_supervised",
 ]
 
 
@@ -30,33 +30,39 @@ _WORKERS = 4
 
 
 def running_loop(what: str) -> asyncio.AbstractEventLoop:
-    """The loop that runs this code. Raises ``WrongLoop`` where there is none."""
+    """Return the asyncio loop that runs this code. Raises ``WrongLoopError``, which names ``what``, if there is
+    none."""
     if runs_in_trio():
-        raise WrongLoop(
+        raise WrongLoopError(
             f"{what} needs a running event loop of asyncio, and this code runs in trio: call sidestream.blocking in a "
             "thread, with trio.to_thread.run_sync(), or run the program with asyncio"
         )
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        raise WrongLoop(f"{what} needs a running event loop; use sidestream.blocking where there is none") from None
+        raise WrongLoopError(
+            f"{what} needs a running event loop; use sidestream.blocking where there is none"
+        ) from None
 
 
-def refuse_on_a_loop(what: str) -> None:
-    """Raise ``WrongLoop`` if ``what``, which blocks its thread, would block an event loop."""
+def check_no_running_loop(what: str) -> None:
+    """Raise ``WrongLoopError`` if an event loop runs in this thread, which ``what`` would block."""
     if runs_in_trio():
-        raise WrongLoop(
+        raise WrongLoopError(
             f"{what} would block the event loop of trio: call it in a thread, with trio.to_thread.run_sync()"
         )
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise WrongLoop(f"{what} would block this event loop: await the functions of sidestream instead")
+    raise WrongLoopError(
+        f"{what} would block this event loop: await the functions of sidestream instead. If a synchronous framework "
+        "makes this call in a notebook, run it in: with sidestream.blocking.stopping_the_loop(): ..."
+    )
 
 
 def runs_in_trio() -> bool:
-    """Whether a task of trio runs this code. In trio's guest mode a loop of asyncio runs in this thread too."""
+    """Return whether a task of trio runs this code. In trio's guest mode a loop of asyncio runs in this thread too."""
     current_task = getattr(sys.modules.get("trio.lowlevel"), "current_task", None)
     if current_task is None:
         return False
@@ -71,45 +77,44 @@ def runs_in_trio() -> bool:
 
 
 def supervise(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Run ``work`` on the running loop; a strong reference is kept until it has ended.
+    """Start a task that runs ``work`` on the running loop, and keep a strong reference to it until it has ended.
 
-    ``work`` must not raise: it delivers every failure to whoever awaits its result. When the loop is closed by
-    ``asyncio.run`` it is cancelled and waited for; when the loop ends otherwise, its coroutine is closed.
+    ``work`` must not raise; it sets its failures on the futures that callers await. If ``asyncio.run`` ends the loop,
+    it cancels the task and waits for it. If the loop ends in another way, the coroutine is closed.
     """
-    task = _outlives(work, name)
-    keep(task, "supervised")
+    task = _create_task(work, name)
+    track_task(task, "supervised")
     return task
 
 
-def accompany(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Run ``work`` beside its owner, who keeps the task, cancels it and waits for it; ``drain`` does not wait for it.
-
-    Like what is supervised, it must not raise."""
-    task = _outlives(work, name)
-    keep(task, "accompanying")
+def create_owned_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Start a task that runs ``work``. The caller owns it: the caller cancels it and waits for it, and
+    ``wait_for_supervised`` does not. ``work`` must not raise."""
+    task = _create_task(work, name)
+    track_task(task, "owned")
     return task
 
 
-def _outlives(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Start a task without the deadline of the call that starts it."""
+def _create_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Start a task that does not inherit the deadline of the current call."""
     with time_limit(None):
         return asyncio.get_running_loop().create_task(work, name=name)
 
 
-async def drain() -> None:
-    """Wait until everything supervised on this loop has ended."""
-    while tasks := supervised_here():
+async def wait_for_supervised() -> None:
+    """Wait until all supervised tasks of this loop have ended."""
+    while tasks := supervised_tasks():
         await asyncio.wait(tasks)
 
 
-async def finish(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run ``work()`` to its end, however often this task is cancelled meanwhile; the cancel is raised afterwards.
+async def run_shielded(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run ``work()`` to its end, however often this task is cancelled. A cancel is raised afterwards.
 
-    anyio's shield alone does not do: ``Task.cancel()`` and ``asyncio.timeout`` go through it. ``work`` must be safe to
-    run again: a closing loop cancels every task there is, the one that runs ``work`` included, once.
+    The shield of anyio is not enough, because ``Task.cancel()`` and ``asyncio.timeout`` pass through it. ``work`` must
+    be safe to run again: a closing loop cancels all tasks once, including the one that runs ``work``.
 
     Does nothing where no loop runs: there, the caller is a coroutine that is being closed because its loop has ended,
-    and ``_abandoned`` has released its resources.
+    and its registered resources have been released (``abandoned.py``).
     """
     if asyncio._get_running_loop() is None:
         return
@@ -133,12 +138,12 @@ async def finish(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 def _begin(work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
     task = asyncio.get_running_loop().create_task(work())
-    keep(task, "accompanying")
+    track_task(task, "owned")
     return task
 
 
 async def in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run ``work`` in several tasks, which share a queue. Raises ``first_error`` of what they raise."""
+    """Run ``work`` in several tasks, which share a queue. Raises the ``first_error`` of their errors."""
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(_WORKERS):
@@ -148,10 +153,10 @@ async def in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the one error to raise for a group: ``Corrupt`` if there is one, or else the first error of sidestream, or
-    else the first error."""
+    """Return the error to raise for a group of errors: a ``CorruptCheckpointError`` if there is one, or else the first
+    error of sidestream, or else the first error."""
     flat: list[BaseException] = []
     for error in errors.exceptions:
         flat.extend(error.exceptions if isinstance(error, BaseExceptionGroup) else [error])
     ours = [error for error in flat if isinstance(error, SidestreamError)]
-    return next((error for error in ours if isinstance(error, Corrupt)), (ours or flat)[0])
+    return next((error for error in ours if isinstance(error, CorruptCheckpointError)), (ours or flat)[0])

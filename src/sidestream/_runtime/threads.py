@@ -1,8 +1,8 @@
-"""Deadlines, and the one way off the event loop.
+"""Deadlines, and the threads that work for event loops. All work off the loop goes through ``Threads``.
 
-``asyncio.to_thread`` and ``anyio.to_thread.run_sync`` abandon their thread when the task is cancelled natively; the
-thread then goes on writing into a buffer or descriptor that has been given to somebody else. ``Threads.run`` waits for
-its thread under ``Task.cancel()``, ``asyncio.timeout`` and anyio scopes alike, and only then lets the cancel through.
+``asyncio.to_thread`` and ``anyio.to_thread.run_sync`` abandon their thread when the task is cancelled natively. The
+thread then continues to write into a buffer or descriptor that other code may use by now. ``Threads.run`` waits for its
+thread under ``Task.cancel()``, ``asyncio.timeout`` and anyio scopes alike, and raises the cancel afterwards.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 import anyio
 
-from ..errors import Closed, DeadlineExceeded, ForkedProcess, out_of_memory
-from .abandoned import hop, put_back, take_abandoned
-from .gil import awaited, burst, no_more_turns, rest, slice_s
+from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, out_of_memory
+from .abandoned import put_back, take_abandoned, waiting_for_thread
+from .gil import holding_gil, slice_s, stop_turns, wrap_thread_future, yield_gil
+from .marks import mark_stuck
 from .steps import Steps, chunked, collected
 
 __all__ = [
@@ -38,15 +39,14 @@ __all__ = [
     "Stop",
     "Threads",
     "TorchThreads",
-    "burst",
+    "clear_gradually",
     "current_deadline",
+    "end_abandoned",
     "gathered",
+    "holding_gil",
     "in_background",
     "interpreter_ends",
     "io_threads",
-    "let_go",
-    "look_for_abandoned",
-    "politely",
     "read_threads",
     "release_in_background",
     "result_of",
@@ -54,10 +54,11 @@ __all__ = [
     "sliced",
     "time_limit",
     "wait_for_change",
+    "yielding_gil",
 ]
 
 with suppress(ImportError):
-    import_module("anyio._backends._asyncio")  # or the first cancel scope imports it, for 100 ms, on the running loop
+    import_module("anyio._backends._asyncio")  # or the first cancel scope imports it on the running loop, for 100 ms
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,36 +66,41 @@ E = TypeVar("E", bound=BaseException)
 Ts = TypeVarTuple("Ts")
 
 _GRACE_S = 5.0
-"""How long past the deadline a thread that was told to stop is waited for before it is left to its system call."""
+"""How long past the deadline ``Threads.wait`` waits for a thread that was signalled to stop, before it leaves the
+thread in its system call."""
 
-_STEPS_BETWEEN_LOOKS = 8  # at the clock
+_STEPS_PER_CLOCK = 8  # between two readings of the clock
 
-_LEAVING_S = 3.0
-"""How long the interpreter waits at its end for work that calls torch. A process ends within 5 s, also one whose stager
-is being closed: to give up the stages of that takes another second."""
+_TORCH_WORK_S = 3.0
+"""How long the interpreter waits at its end for work that calls torch. A process must end within 5 s, also while its
+stager is being closed, which takes another second to cancel its stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point in time (``time.monotonic`` seconds) by which an operation has to have ended."""
+    """The time by which an operation has to end: ``at`` in ``time.monotonic`` seconds, ``timeout_s`` after its
+    start."""
 
     at: float
     timeout_s: float
 
     @classmethod
     def after(cls, timeout_s: float) -> Deadline:
+        """Return the deadline that is ``timeout_s`` from now."""
         return cls(time.monotonic() + timeout_s, timeout_s)
 
     def remaining_s(self) -> float:
+        """Return the seconds until the deadline, or 0."""
         return max(0.0, self.at - time.monotonic())
 
     def check(self, doing: str) -> None:
-        """Raise ``DeadlineExceeded`` when the time is over."""
+        """Raise ``DeadlineExceededError`` if the deadline has passed. ``doing`` names the work in its message."""
         if self.remaining_s() == 0.0:
             raise self.exceeded(doing)
 
-    def exceeded(self, doing: str) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{doing}: not done within timeout_s={self.timeout_s:g}")
+    def exceeded(self, doing: str) -> DeadlineExceededError:
+        """Return the error to raise for ``doing``."""
+        return DeadlineExceededError(f"{doing}: not done within timeout_s={self.timeout_s:g}")
 
 
 _deadline: ContextVar[Deadline | None] = ContextVar("sidestream_deadline", default=None)
@@ -102,22 +108,23 @@ _deadline: ContextVar[Deadline | None] = ContextVar("sidestream_deadline", defau
 
 @contextmanager
 def time_limit(deadline: Deadline | None) -> Iterator[None]:
-    """Make ``deadline`` that of every wait within: of this task, of the tasks that it creates, and of the threads in
-    which ``Threads.run`` works for it. None: waits have no deadline.
+    """Set the deadline of all waits in the ``with`` block: of this task, of the tasks that it creates, and of the
+    threads in which ``Threads.run`` works for it. None: these waits have no deadline.
 
-    The innermost limit counts, also where it is later than the one around it: to clean up after a deadline has passed
-    takes time of its own.
+    The innermost limit counts, also where it is later than the one around it, because cleaning up after a deadline has
+    passed needs time of its own.
     """
     token = _deadline.set(deadline)
     try:
         yield
     finally:
-        with suppress(ValueError):  # the coroutine is closed by other code than its task: its loop has ended
+        with suppress(ValueError):  # the coroutine is closed outside of its task, because its loop has ended
             _deadline.reset(token)
 
 
 def current_deadline() -> Deadline:
-    """Return the deadline of the innermost ``time_limit`` around the caller, which has to have one."""
+    """Return the deadline of the innermost ``time_limit`` around the caller. Raises ``RuntimeError`` if there is
+    none."""
     deadline = _deadline.get()
     if deadline is None:
         raise RuntimeError("no time_limit() is in force here: every wait on storage needs one")
@@ -125,9 +132,9 @@ def current_deadline() -> Deadline:
 
 
 class Stop:
-    """A request to stop, for threads: long loops look at it between two chunks.
+    """A flag that asks threads to stop. Long loops check it between two chunks of work.
 
-    A thread that sleeps on something else (a condition, a queue) does so under ``waking``.
+    A thread that waits for something else (a condition, a queue) waits inside ``waking``.
     """
 
     __slots__ = ("__weakref__", "_event", "_lock", "_wakers")
@@ -140,7 +147,8 @@ class Stop:
 
     @contextmanager
     def waking(self, waker: Callable[[], None]) -> Iterator[None]:
-        """Within, ``set()`` calls ``waker`` in its own thread; it must not block."""
+        """Make ``set()`` call ``waker`` during the ``with`` block, in the thread that calls ``set()``. ``waker`` must
+        not block."""
         with self._lock:
             self._wakers.append(waker)
         try:
@@ -160,38 +168,50 @@ class Stop:
         return self._event.is_set()
 
     def check(self) -> None:
-        """Raise ``Closed`` in a worker thread; the task that waits for it raises its own ``CancelledError`` instead."""
+        """Raise ``ClosedError`` if the flag is set. A task that waits for the thread raises its own ``CancelledError``
+        instead."""
         if self._event.is_set():
-            raise Closed("stopped before the work was done")
+            raise ClosedError("stopped before the work was done")
+
+
+class Lull(Protocol):
+    """What a thread does while there is no work for it."""
+
+    def due_s(self) -> float | None:
+        """Return in how many seconds ``run`` is to be called; None: not before the next work has been done."""
+
+    def run(self, busy: Callable[[], bool]) -> None:
+        """Do something that does not call torch; soon after ``busy()`` is true it has to return. Must not raise."""
 
 
 class Threads(Executor):
-    """At most ``size`` threads of our own, started as they are needed.
+    """A pool of at most ``size`` daemon threads, started when they are needed.
 
-    Not a ``ThreadPoolExecutor``: that one takes no more work once the interpreter has begun to end, which is when a
-    save that is in flight still has to be finished or cleaned up. These threads are daemons; whoever needs their work
-    waits for it.
+    Not a ``ThreadPoolExecutor``, which accepts no work once the interpreter has begun to end, although a save in flight
+    must be finished or cleaned up then. Code that needs the result of a thread has to wait for it, because daemon
+    threads do not keep the process alive.
     """
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, size: int, lull: Lull | None = None) -> None:
         self._pid = os.getpid()
         self._name = name
+        self._lull = lull
         self._size = size
         self._lock = threading.Lock()
         self._count = 0
         self._started: list[threading.Thread] = []
         self._closed = False
-        # Not a Semaphore: a KeyboardInterrupt within its Python code leaves it locked, for ever and for all threads.
+        # Not a Semaphore: a KeyboardInterrupt inside its Python code leaves it locked for ever, for all threads.
         self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._work: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_WorkItem | None] = queue.SimpleQueue()
         weakref.finalize(self, self._work.put, None).atexit = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run ``fn`` in a thread, under the deadline of the caller. Raises ``Closed``, and ``ForkedProcess`` in a child
-        of the process that made it."""
+        """Run ``fn`` in a thread, under the deadline of the caller. Raises ``ClosedError`` after ``close()``, and
+        ``ForkedProcessError`` in a forked child of the process that made the pool."""
         if os.getpid() != self._pid:
-            raise ForkedProcess("this handle was made before os.fork(); make a new one in the child")
-        look_for_abandoned()
+            raise ForkedProcessError("this handle was made before os.fork(); make a new one in the child")
+        end_abandoned()
         future: Future[T] = Future()
         deadline, name = _deadline.get(), getattr(fn, "__name__", "work").strip("_")
 
@@ -206,26 +226,28 @@ class Threads(Executor):
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            look_for_abandoned()  # the loop that waited for this thread may have ended
+            end_abandoned()  # the loop that waited for this thread may have ended
 
         with self._lock:
             if self._closed:
-                raise Closed("these threads take no more work: their owner was closed")
-            item = _Item(work, self._left())
+                raise ClosedError("these threads take no more work: their owner was closed")
+            item = _WorkItem(work, self._on_dropped())
             self._work.put(item)
             try:
                 self._idle.get_nowait()
             except queue.Empty:
                 if self._count < self._size:
-                    self._start_thread(future, item.left)
+                    self._start_thread(future, item.dropped)
         return future
 
-    def _left(self) -> Callable[[], object]:
-        """Return what the thread calls when it refers to nothing of the work any more."""
+    def _on_dropped(self) -> Callable[[], object]:
+        """Return the function that the thread calls when it has dropped all references to the work."""
         return _nothing
 
     def _start_thread(self, future: Future[T], left: Callable[[], object]) -> None:
-        thread = threading.Thread(target=_serve, args=(self._work, self._idle), name=self._name, daemon=True)
+        thread = threading.Thread(
+            target=_serve, args=(self._work, self._idle, self._lull), name=self._name, daemon=True
+        )
         try:
             thread.start()
             self._count += 1
@@ -243,17 +265,18 @@ class Threads(Executor):
         stop: Stop | None = None,
         idle: bool = False,
     ) -> T:
-        """Run ``fn`` in a thread and return what it returns; when this returns or raises, the thread has left ``fn``.
+        """Run ``fn`` in a thread and return its result. When this returns or raises, the thread has left ``fn``.
 
         A cancel sets ``stop`` and is raised after the thread has ended. When the deadline passes, ``stop`` is set too,
-        and ``DeadlineExceeded`` is raised if ``fn`` then gives up. Work that no thread has begun by then is never done.
+        and ``DeadlineExceededError`` is raised if ``fn`` ends without a result then. Work that no thread has begun by
+        then is never begun.
 
-        There is one exception: a thread that sits in a system call for 5 s after the deadline is left behind, and the
-        error says so (``left_behind``). So that this is safe, ``fn`` owns what it uses: it opens and closes its own
-        descriptors and holds its own references.
+        There is one exception: a thread that stays in a system call for 5 s after the deadline is left behind, and the
+        error is marked (``mark_stuck``). So that this is safe, ``fn`` must own what it uses: it opens and closes its
+        own descriptors and holds its own references.
 
-        Meanwhile a busy loop lets the thread have the interpreter now and then (``_turns``), unless it is ``idle``:
-        something that sleeps for as long as nothing happens.
+        While it waits, a busy loop gives turns to the thread (``gil.py``). With ``idle=True`` it does not: for work
+        that sleeps until something happens.
         """
         name = fn.__name__.strip("_")
         future = self.submit(lambda: _within(name, fn, *args))
@@ -265,7 +288,8 @@ class Threads(Executor):
         *args: *Ts,
         stop: Stop | None = None,
     ) -> T:
-        """``run``, for a function that returns steps: the thread runs them in slices and returns their result."""
+        """Run the steps that ``fn`` returns in a thread, in slices of time, and return their result, as ``run``
+        does."""
         name = fn.__name__.strip("_")
         future = self.submit(lambda: _within(name, lambda: run_sliced(fn(*args))))
         return await self.wait(future, name, stop=stop)
@@ -278,14 +302,14 @@ class Threads(Executor):
         stop: Stop | None = None,
         idle: bool = False,
     ) -> T:
-        """``run``, of work called ``name`` that has been submitted before."""
-        waiter = asyncio.wrap_future(future) if idle else awaited(future)
+        """Wait for work that was submitted before, as ``run`` does. ``name`` names the work in errors."""
+        waiter = asyncio.wrap_future(future) if idle else wrap_thread_future(future)
         waiter.add_done_callback(_consume)
         cancelled: asyncio.CancelledError | None = None
         expired = False
         deadline = _deadline.get()
         until = math.inf if deadline is None else deadline.at
-        with hop(future, partial(_stop_work, future, stop), until), anyio.CancelScope(shield=True):
+        with waiting_for_thread(future, partial(_stop_work, future, stop), until), anyio.CancelScope(shield=True):
             while not waiter.done():
                 patience = None if deadline is None else _GRACE_S if expired else deadline.remaining_s()
                 try:
@@ -298,27 +322,27 @@ class Threads(Executor):
                     continue
                 if expired:
                     with self._lock:
-                        self._count -= 1  # another one may take the place of the thread that hangs
-                    no_more_turns(future)
-                    raise _left_behind(cancelled or deadline.exceeded(f"a system call of {name}()"))
+                        self._count -= 1  # a new thread may take the place of the one that hangs
+                    stop_turns(future)
+                    raise mark_stuck(cancelled or deadline.exceeded(f"a system call of {name}()"))
                 expired = True
                 _stop_work(future, stop)
         if cancelled is not None:
             raise cancelled
-        expired = expired or (deadline is not None and deadline.remaining_s() == 0)  # other work stopped this one then
-        if expired and deadline is not None and (waiter.cancelled() or isinstance(waiter.exception(), Closed)):
+        expired = expired or (deadline is not None and deadline.remaining_s() == 0)  # other work has set ``stop``
+        if expired and deadline is not None and (waiter.cancelled() or isinstance(waiter.exception(), ClosedError)):
             raise deadline.exceeded(f"{name}()")
         return waiter.result()
 
     def close(self) -> None:
-        """Take no more work; threads end when what was submitted has ended. Does not wait for them."""
+        """Accept no more work. The threads end after the work that was submitted. Does not wait for them."""
         with self._lock:
             self._closed = True
             self._work.put(None)
 
     def join(self, deadline: Deadline) -> bool:
-        """Block until the threads have ended, after ``close()``; the calling thread may be one of them. Returns False
-        if ``deadline`` passes first. A thread refers to the result of its work until then."""
+        """Block until the threads have ended, after ``close()``. Returns False if ``deadline`` passes first. The
+        calling thread may be one of them. A thread holds a reference to the result of its work until it has ended."""
         with self._lock:
             others = [one for one in self._started if one is not threading.current_thread()]
         for thread in others:
@@ -327,8 +351,8 @@ class Threads(Executor):
 
 
 def result_of(future: Future[T], stop: Stop, name: str) -> T:
-    """Wait in a thread for the result of ``future``. Raises ``Closed`` when ``stop`` is set, and ``DeadlineExceeded``,
-    which says that ``name`` was waited for."""
+    """Wait in a thread for the result of ``future``, which ``name`` describes in errors. Raises ``ClosedError`` when
+    ``stop`` is set, and ``DeadlineExceededError``."""
     woken: Future[None] = Future()
     deadline = current_deadline()
     try:
@@ -342,11 +366,12 @@ def result_of(future: Future[T], stop: Stop, name: str) -> T:
             raise deadline.exceeded(name)
         return future.result(0)
     finally:
-        del future  # an error refers to this frame, and the result to staged memory
+        del future  # an error refers to this stack frame, and the result to staged memory
 
 
 def wait_for_change(changed: threading.Condition, stop: Stop, name: str) -> None:
-    """Wait in a thread that holds the lock of ``changed`` until it is notified. Raises what ``result_of`` raises."""
+    """Wait in a thread until ``changed``, whose lock the thread holds, is notified. Raises what ``result_of``
+    raises."""
 
     def wake() -> None:
         with changed:
@@ -378,7 +403,7 @@ _work = _Work()
 
 
 def _within(name: str, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Call ``fn`` in a thread, as work of this name. A failed allocation raises a typed error."""
+    """Call ``fn`` in a thread as the work ``name``. A failed allocation raises a typed error."""
     before, _work.name = _work.name, name
     try:
         return fn(*args)
@@ -400,34 +425,34 @@ class TorchThreads(Threads):
     in a call without C++ frames around it.
     """
 
-    def _left(self) -> Callable[[], object]:
-        # Not the future of the work: it is done before the thread drops the arguments and the result, and to destroy
+    def _on_dropped(self) -> Callable[[], object]:
+        # Not the future of the work: it is done before the thread drops the arguments and the result, and destroying
         # a tensor or an event is a call of torch too.
         left: Future[None] = Future()
-        _calling_torch.add(left)
-        left.add_done_callback(_calling_torch.discard)
+        _torch_work.add(left)
+        left.add_done_callback(_torch_work.discard)
         return partial(_resolve, left)
 
 
 class _Pause:
-    """Ends the slices of time in which a worker thread keeps the GIL. Within ``Threads.run``, ``DeadlineExceeded`` is
-    raised when the deadline of that call has passed: an event loop can stop waiting for a thread, but nothing stops the
-    thread itself.
+    """The end of each slice of time in which a worker thread holds the GIL. Raises ``DeadlineExceededError`` inside of
+    ``Threads.run`` when the deadline of that call has passed, because an event loop can stop waiting for a thread but
+    cannot stop it.
 
-    Pure Python keeps the GIL for a switch interval (5 ms) otherwise, again and again, and the loop waits as long each
-    time; ``sleep(0)`` releases it for too short a time for another thread to acquire it.
+    Without slices, pure Python holds the GIL for one switch interval (5 ms) after the other, and the loop waits for
+    each. ``sleep(0)`` releases the GIL for too short a time for another thread to acquire it.
     """
 
     def __init__(self) -> None:
-        self._rested = time.perf_counter()
+        self._yielded_at = time.perf_counter()
 
     def if_due(self) -> None:
         """Release the GIL if the slice (``slice_s()``) is over."""
-        if time.perf_counter() - self._rested > slice_s():
+        if time.perf_counter() - self._yielded_at > slice_s():
             if (deadline := _deadline.get()) is not None:
                 deadline.check(f"{_work.name}()")
-            rest()
-            self._rested = time.perf_counter()
+            yield_gil()
+            self._yielded_at = time.perf_counter()
 
 
 def run_sliced(steps: Steps[T]) -> T:
@@ -435,7 +460,7 @@ def run_sliced(steps: Steps[T]) -> T:
     pause = _Pause()
     try:
         while True:
-            for _ in range(_STEPS_BETWEEN_LOOKS):
+            for _ in range(_STEPS_PER_CLOCK):
                 next(steps)
             pause.if_due()
     except StopIteration as end:
@@ -460,9 +485,9 @@ def gathered(items: Iterable[T], every: int = 32) -> list[T]:
     return run_sliced(collected(items, every))
 
 
-def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
-    """Iterate in a worker thread, in slices of time. The clock is read after each ``every`` items, because a pause
-    costs about as much as some hundred of them."""
+def yielding_gil(items: Iterable[T], every: int = 32) -> Iterator[T]:
+    """Iterate over ``items`` in a worker thread, in slices of time. The clock is read once for every ``every`` items; a
+    pause costs about as much as a hundred of them."""
     pause = _Pause()
     for number, item in enumerate(items, 1):
         yield item
@@ -470,62 +495,63 @@ def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
             pause.if_due()
 
 
-class _Shrinks(Protocol):
+class _Emptied(Protocol):
     def __len__(self) -> int: ...
 
     def popitem(self) -> object: ...
 
 
-def let_go(*containers: _Shrinks | list[Any]) -> None:
-    """In a worker thread: empty them bit by bit. Freed all at once, 10,000 records hold the GIL for milliseconds."""
+def clear_gradually(*containers: _Emptied | list[Any]) -> None:
+    """Empty containers in a worker thread, in slices of time. Freeing 10,000 records at once would hold the GIL for
+    milliseconds."""
     for container in containers:
         drop = container.pop if isinstance(container, list) else container.popitem
-        for some in politely(chunked(range(len(container)), 32), 1):
+        for some in yielding_gil(chunked(range(len(container)), 32), 1):
             for _ in some:
                 drop()
 
 
 @dataclass(slots=True)
-class _Item:
-    """Work for a thread. ``left`` is called by the thread when it has dropped ``work`` and all that it refers to."""
+class _WorkItem:
+    """Work for a thread. ``dropped`` is called by the thread when it has dropped ``work`` and all that it refers to."""
 
     work: Callable[[], None] | None
-    left: Callable[[], object]
+    dropped: Callable[[], object]
 
 
 def _nothing() -> None:
-    """Do nothing: threads that do not call torch are not waited for at exit."""
+    """Do nothing, because the interpreter does not wait for threads that do not call torch."""
 
 
 def _resolve(left: Future[None]) -> None:
-    """Mark ``left`` as done, once. ``Future.cancel`` would not wake ``concurrent.futures.wait``."""
+    """Mark ``dropped`` as done, once. ``Future.cancel`` would not wake ``concurrent.futures.wait``."""
     with suppress(InvalidStateError):
         left.set_result(None)
 
 
-def _serve(work: queue.SimpleQueue[_Item | None], idle: queue.SimpleQueue[None]) -> None:
+def _serve(work: queue.SimpleQueue[_WorkItem | None], idle: queue.SimpleQueue[None], lull: Lull | None) -> None:
     while True:
-        item = work.get()
+        try:
+            item = work.get(timeout=None if lull is None else lull.due_s())
+        except queue.Empty:
+            assert lull is not None
+            lull.run(lambda: not work.empty())
+            continue
         if item is None:
             work.put(None)  # for the next thread
             return
         if item.work is not None:
             item.work()
         item.work = None
-        item.left()
+        item.dropped()
         del item  # an idle thread keeps nothing alive
         idle.put(None)
 
 
 def _stop_work(future: Future[T], stop: Stop | None) -> None:
-    """Work that has not begun never will; work that has is asked to end."""
+    """Cancel work that no thread has begun, or signal it to stop."""
     if not future.cancel() and stop is not None:
         stop.set()
-
-
-def _left_behind(error: E) -> E:
-    error.left_behind = True  # type: ignore[attr-defined]
-    return error
 
 
 def _consume(future: asyncio.Future[T]) -> None:
@@ -544,34 +570,35 @@ def in_background(work: Callable[[], object], name: str) -> Future[object]:
 
 
 def release_in_background(work: Callable[[], object], name: str) -> Future[object]:
-    """``in_background``, for work that releases resources: the interpreter waits for it at its end, for up to 5 s."""
+    """Run ``work``, which releases resources, as ``in_background`` does. The interpreter waits for it at its end, for
+    up to 5 s."""
     release = in_background(work, name)
     _releases.add(release)
     release.add_done_callback(_releases.discard)
     return release
 
 
-def look_for_abandoned() -> None:
-    """End, in the background, the operations that were in flight on event loops that have ended. Costs nothing if there
-    are none. Does nothing once the interpreter ends: ``_end_work`` then releases them in the main thread."""
+def end_abandoned() -> None:
+    """End the operations that were in flight on event loops that have ended, in the background. Costs nothing if there
+    are none. Does nothing once the interpreter ends, when ``_end_work`` releases them in the main thread."""
     if _ending:
         return
-    for home, reason in take_abandoned():
+    for operations, reason in take_abandoned():
         try:
-            release_in_background(partial(home.release, reason), "sidestream-abandoned")
+            release_in_background(partial(operations.release, reason), "sidestream-abandoned")
         except RuntimeError:  # the system cannot start another thread
-            put_back(home)
+            put_back(operations)
 
 
 _stops: weakref.WeakSet[Stop] = weakref.WeakSet()
-_calling_torch: set[Future[Any]] = set()
+_torch_work: set[Future[Any]] = set()
 _releases: set[Future[Any]] = set()
 _ending = False
 _RELEASES_S = 5.0
 
 
 def interpreter_ends() -> bool:
-    """Whether the interpreter is about to end: work that calls torch must not be started any more."""
+    """Return whether the interpreter is about to end, so that no work that calls torch may be started."""
     return _ending
 
 
@@ -587,10 +614,10 @@ def _end_work() -> None:
     _ending = True
     for stop in _all_stops():
         stop.set()
-    _wait_for_all(_calling_torch, _LEAVING_S)
+    _wait_for_all(_torch_work, _TORCH_WORK_S)
     _wait_for_all(_releases, _RELEASES_S)
-    for home, reason in take_abandoned(at_exit=True):
-        home.release(reason, _RELEASES_S)
+    for operations, reason in take_abandoned(at_exit=True):
+        operations.release(reason, _RELEASES_S)
 
 
 def _wait_for_all(futures: set[Future[Any]], timeout_s: float) -> None:
@@ -612,7 +639,7 @@ _shared_lock = threading.Lock()
 
 
 def io_threads() -> Threads:
-    """The pool for storage and planning that all saves and loads of this process share."""
+    """Return the pool for storage and planning that all saves and loads of this process share."""
     global _shared
     with _shared_lock:
         if _shared is None:
@@ -625,8 +652,8 @@ _READ_THREADS = 16
 
 
 def read_threads() -> Threads:
-    """The pool of threads that read checkpoints, which all loads of this process share. Loads whose files do not answer
-    occupy these threads, and none of those that saves need."""
+    """Return the pool of threads that read checkpoints, which all loads of this process share. It is separate from
+    ``io_threads`` so that loads whose files do not respond take no thread from saves."""
     global _reading
     with _shared_lock:
         if _reading is None:
@@ -637,8 +664,8 @@ def read_threads() -> Threads:
 def _forget_after_fork() -> None:
     global _shared, _reading, _shared_lock, _stops
     _shared, _reading, _shared_lock = None, None, threading.Lock()
-    _stops = weakref.WeakSet()  # those of the parent may be locked, and their threads are not here
-    _calling_torch.clear()
+    _stops = weakref.WeakSet()  # the locks of the parent's may be held, by threads that the child does not have
+    _torch_work.clear()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,15 +1,16 @@
-"""What is private about torch, or depends on its version. Nothing else asks torch such things."""
+"""Private names of torch, and what depends on its version. No other module uses such names."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from ..errors import UnsupportedTensor
+from ..errors import UnsupportedTensorError
 
 __all__ = [
     "TORCH_VERSION",
@@ -18,6 +19,7 @@ __all__ = [
     "TransformedStreams",
     "attributes_of",
     "check_tensor",
+    "convert_all",
     "copyable",
     "cuda_library",
     "dtype_from_name",
@@ -25,6 +27,7 @@ __all__ = [
     "empty_kernel",
     "extent_bytes",
     "group_store",
+    "guard_of",
     "has_shards",
     "lazy_bits",
     "neg_view",
@@ -46,7 +49,7 @@ TORCH_VERSION = torch.__version__.split("+")[0]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What DCP calls Stateful: an object that gives and takes its own state dict (modules, optimizers, loaders)."""
+    """DCP's protocol of an object with a state dict of its own (modules, optimizers, data loaders)."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -79,31 +82,38 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"`` for ``torch.bfloat16``."""
+    """Return the name of a dtype: ``"bfloat16"`` for ``torch.bfloat16``."""
     return _NAMES[dtype]
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Raises ``KeyError`` for a name that this version of torch has no dtype for."""
+    """Return the dtype of this name. Raises ``KeyError`` if this version of torch has none."""
     return _DTYPES[name]
 
 
+def convert_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each of ``sources`` into its target, converted to the target's dtype, with one release of the GIL for
+    all."""
+    torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
+
+
 def storage_key(tensor: torch.Tensor) -> int:
-    """Which storage ``tensor`` is a view of, as long as somebody refers to that: its address changes when it is
-    resized, and two storages may lie at one address (``torch.from_numpy`` of two slices)."""
+    """Return a number that identifies the storage of ``tensor`` while a reference to the storage exists. The address
+    does not: it changes when the storage is resized, and two storages may have the same address (``torch.from_numpy``
+    of two slices)."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def view_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Which view of which storage it is: equal for tied tensors of one dtype. Not by address: that of each storage that
-    was freed is 0, and what was copied from them before is not the same."""
+    """Return a key of the storage and the view of it, which is equal for tied tensors of one dtype. It does not use
+    addresses: each freed storage has the address 0, and what was copied from two of them earlier may differ."""
     place = (storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
     return (*place, lazy_bits(tensor))
 
 
 def check_tensor(tensor: torch.Tensor, fqn: str, verb: str = "save", *, held: bool = False) -> None:
-    """Refuse by name what bytes alone cannot represent. Of a tensor whose bytes are ``held`` elsewhere already the
-    storage may be gone."""
+    """Raise ``UnsupportedTensorError``, which names ``fqn``, for a tensor that bytes alone cannot represent. ``held``:
+    the bytes are kept elsewhere already, so the storage may have been freed."""
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         problem = _plain_problem(tensor, held)
@@ -120,7 +130,7 @@ def check_tensor(tensor: torch.Tensor, fqn: str, verb: str = "save", *, held: bo
     if problem is not None and tensor.is_meta and verb != "save":
         problem = 'a meta tensor, which has no bytes: allocate them with module.to_empty(device="cpu")'
     if problem is not None:
-        raise UnsupportedTensor(f"{fqn}: cannot {verb} {problem}")
+        raise UnsupportedTensorError(f"{fqn}: cannot {verb} {problem}")
 
 
 attributes_of: Callable[[torch.Tensor], Any] = object.__getstate__
@@ -129,13 +139,15 @@ none. ``vars()`` would create a dict on every tensor."""
 
 
 def with_attributes(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> torch.Tensor:
+    """Set ``attributes`` on ``tensor`` and return it."""
     if attributes:
         vars(tensor).update(attributes)
     return tensor
 
 
 def tensor_class(module: str, name: str) -> type[torch.Tensor] | None:
-    """A class of tensors, without importing ``module`` (a second or more): while nobody has, there are none."""
+    """Return a class of tensors, or None if ``module`` has not been imported: then no tensor of this class exists. The
+    import would take a second or more."""
     return getattr(sys.modules.get(module), name, None)
 
 
@@ -154,7 +166,7 @@ def _plain_problem(tensor: torch.Tensor, held: bool) -> str | None:
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:
-    """How much of its storage the tensor reaches into."""
+    """Return the number of bytes from the beginning of the storage to the last element of ``tensor``."""
     if tensor.numel() == 0:
         return 0
     if tensor.is_contiguous():
@@ -170,16 +182,49 @@ _LAZY = sum(
 
 
 def lazy_bits(tensor: torch.Tensor) -> int:
-    """Whether its elements are to be read conjugated or negated: not 0 then, and another number for each.
+    """Return the bits that say that the elements of ``tensor`` are to be read conjugated or negated; 0 for neither.
 
-    ``is_conj()`` and ``is_neg()`` let go of the GIL (torch 2.13): asked for each of 10,000 tensors, beside a loop that
-    waits for it, that costs more than all else.
+    ``is_conj()`` and ``is_neg()`` release the GIL (torch 2.13). Called for each of 10,000 tensors, beside a loop that
+    waits for the GIL, they would take longer than everything else.
     """
     return int(_keys_of(tensor).raw_repr()) & _LAZY
 
 
+def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool] | None:
+    """Return a function that compares as many tensors with ``tensors``: their types, dtypes, devices, shapes, strides
+    and lazy bits. It takes 0.1 us for each, refers to none, and may find a difference where there is none. None: this
+    version of torch has none that is known to work.
+
+    It is what compiled code asks before it runs. Nothing of the compiler is imported for it.
+    """
+    return _guard(tensors) if _guards_work() else None
+
+
+def _guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    shapes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
+    guards: Any = torch._C._dynamo.guards
+    made = guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+    return lambda others: bool(made.check(*others))
+
+
+@cache
+def _guards_work() -> bool:
+    with torch.inference_mode(False):
+        plain, wave = torch.zeros(2, 3, device="cpu"), torch.zeros(2, dtype=torch.complex64, device="cpu")
+        others = [plain[:1], plain[0], plain.t().contiguous().t(), plain.view(torch.int32), neg_view(plain)]
+        try:
+            same, waves = _guard([plain, wave]), _guard([wave])
+            return (
+                same([plain.data, wave.data])
+                and not any(same([other, wave]) for other in others)
+                and not waves([wave.conj()])
+            )
+        except (AttributeError, TypeError, RuntimeError, SystemError):
+            return False
+
+
 def _plain_keys() -> frozenset[int]:
-    """The dispatch keys of dense tensors in host memory: those that autograd follows, and those of inference mode."""
+    """Return the dispatch keys of dense tensors in host memory, created with autograd and in inference mode."""
     with torch.inference_mode():
         inference = torch.empty(0, device="cpu")
     with torch.inference_mode(False):
@@ -191,14 +236,14 @@ _PLAIN_KEYS = _plain_keys()
 
 
 def on_host_as_is(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is dense, in host memory, and neither conjugated nor negated lazily. One comparison, which knows
-    no more than that: False for a tensor of a kind that it has not heard of."""
+    """Return whether a tensor is dense, in host memory, and neither conjugated nor negated lazily. This is one
+    comparison; it returns False for tensors of unknown kinds."""
     return int(_keys_of(tensor).raw_repr()) in _PLAIN_KEYS
 
 
 def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``tensor``, which is in host memory, row by row as bytes, without lazy conjugation or
-    negation. A new tensor only if they are not in memory like that."""
+    """Return the elements of ``tensor``, which is in host memory, as bytes in row-major order, without lazy conjugation
+    or negation. The result is a copy only if they are not in memory in this form."""
     plain = copyable(tensor.detach()).resolve_conj().resolve_neg().contiguous()
     # Not reshape(-1): it keeps the stride of a tensor with one element, and view() wants 1.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
@@ -218,16 +263,16 @@ def copyable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with the bit that says that its elements are to be read negated."""
+    """Return a view of ``tensor`` whose elements are read negated."""
     view: torch.Tensor = torch._neg_view(tensor)
     return view
 
 
 def outside_compile(work: Callable[[], None]) -> Callable[..., None]:
-    """A hook that calls ``work`` as it is written, also from code that ``torch.compile`` traces.
+    """Return a hook that calls ``work`` uncompiled, also from code that ``torch.compile`` traces.
 
-    What ``torch.compiler.disable`` does, without its import of the compiler (a second or more) by those who do not
-    compile: the attribute keeps a trace from inlining the hook, the frame evaluator is off while it runs.
+    It does what ``torch.compiler.disable`` does, without importing the compiler (a second or more) in programs that do
+    not compile: the attribute keeps a trace from inlining the hook, and the frame evaluator is off while it runs.
     """
     evaluator = torch._C._dynamo.eval_frame
 
@@ -242,19 +287,19 @@ def outside_compile(work: Callable[[], None]) -> Callable[..., None]:
     return hook
 
 
-# --- of torch.distributed, for those that have it ---
+# --- torch.distributed, where it is available ---
 
 _SHARD_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 def has_shards(tensor: torch.Tensor) -> bool:
-    """Whether a tensor says that it holds shards of a larger one, as torch's ``CheckpointableTensor`` does (a protocol,
-    from 2.14 on): any tensor with these attributes is one."""
+    """Return whether a tensor holds shards of a larger one, by the attributes of torch's protocol
+    ``CheckpointableTensor`` (from 2.14 on): any tensor with these attributes does."""
     return hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in _SHARD_ATTRIBUTES)
 
 
 class HeldShard(NamedTuple):
-    """One shard: where it begins in the whole, its sizes, and where it begins in the tensor that holds it."""
+    """One shard: its offsets in the whole tensor, its sizes, and its offsets in the tensor that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -262,19 +307,19 @@ class HeldShard(NamedTuple):
 
 
 def shards_held(tensor: Any, fqn: str) -> tuple[tuple[int, ...], tuple[HeldShard, ...]]:
-    """The shape of the whole, and the shards of it in ``tensor``, of which ``has_shards`` is true. Raises
-    ``UnsupportedTensor`` where the attributes contradict each other or the tensor."""
+    """Return the shape of the whole tensor, and the shards of it in ``tensor``, for which ``has_shards`` is true.
+    Raises ``UnsupportedTensorError`` if the attributes contradict each other or the tensor."""
     try:
         shape = tuple(map(int, tensor.global_shape))
-        told = zip(tensor.global_offsets, tensor.local_sizes, tensor.local_offsets, strict=True)
-        shards = tuple(HeldShard(*(tuple(map(int, one)) for one in shard)) for shard in told)
+        described = zip(tensor.global_offsets, tensor.local_sizes, tensor.local_offsets, strict=True)
+        shards = tuple(HeldShard(*(tuple(map(int, one)) for one in shard)) for shard in described)
         for shard in shards:
             for limits, begins in ((shape, shard.offsets), (tuple(tensor.shape), shard.local)):
                 inside = zip(begins, shard.sizes, limits, strict=True)
                 if any(begin < 0 or size < 0 or begin + size > limit for begin, size, limit in inside):
                     raise ValueError("a shard that lies outside")
     except (TypeError, ValueError) as error:
-        raise UnsupportedTensor(
+        raise UnsupportedTensorError(
             f"{fqn}: its attributes {', '.join(_SHARD_ATTRIBUTES)} do not describe shards of one tensor in a tensor of "
             f"shape {tuple(tensor.shape)}: {error}"
         ) from error
@@ -282,18 +327,19 @@ def shards_held(tensor: Any, fqn: str) -> tuple[tuple[int, ...], tuple[HeldShard
 
 
 def with_shards_of(tensor: torch.Tensor, attributes: Sequence[Any]) -> torch.Tensor:
-    """``tensor`` with the attributes that ``shard_attributes`` has read of another one."""
+    """Set on ``tensor`` the attributes that ``shard_attributes`` has read from another tensor, and return it."""
     for name, value in zip(_SHARD_ATTRIBUTES, attributes, strict=True):
         setattr(tensor, name, value)
     return tensor
 
 
 def shard_attributes(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the attributes that describe the shards in ``tensor``, for ``with_shards_of``."""
     return tuple(getattr(tensor, name) for name in _SHARD_ATTRIBUTES)
 
 
 def group_store(process_group: Any) -> tuple[Any, str]:
-    """The store that the job's default group was made with, and a name in it that only ``process_group`` has."""
+    """Return the store that the job's default group was made with, and a key in it that only ``process_group`` uses."""
     from torch.distributed import distributed_c10d
 
     store = distributed_c10d.PrefixStore("sidestream", distributed_c10d._get_default_store())
@@ -302,14 +348,15 @@ def group_store(process_group: Any) -> tuple[Any, str]:
 
 
 Run: TypeAlias = tuple[int, int, int]
-"""Of one dimension of a sharded tensor: where the run begins in the whole, its length, where it begins in the local
-tensor."""
+"""A run of indices along one dimension of a sharded tensor: its start in the whole tensor, its length, and its start in
+the local tensor."""
 
 
 def shard_runs(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> tuple[tuple[Run, ...], ...] | None:
-    """Which elements of a ``DTensor`` this rank has, as runs along each dimension; None if it is not in the mesh.
+    """Return the elements of a ``DTensor`` that this rank has, as runs along each dimension; None if the rank is not in
+    the mesh.
 
-    Placements apply from left to right, as torch does it; those that cut a dimension in strides may leave several runs.
+    Placements apply from left to right, as in torch. A strided placement may leave several runs in a dimension.
     """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -341,7 +388,7 @@ def _runs_of(indices: list[int]) -> Iterator[Run]:
 
 
 def _picked(runs: Sequence[Run], pieces: Sequence[Run]) -> Iterator[Run]:
-    """Those parts of ``runs`` whose places in the local tensor are in ``pieces``, with new places."""
+    """Yield the parts of ``runs`` whose local indices are in ``pieces``, with new local indices."""
     for low, count, new in pieces:
         for start, size, at in runs:
             first, last = max(low, at), min(low + count, at + size)
@@ -349,18 +396,18 @@ def _picked(runs: Sequence[Run], pieces: Sequence[Run]) -> Iterator[Run]:
                 yield start + first - at, last - first, new + first - low
 
 
-# --- of torch.distributed.checkpoint, whose import takes a second: only who works inside of it asks for these ---
+# --- torch.distributed.checkpoint, whose import takes a second: only code that needs it anyway calls these ---
 
 
 def storage_info(file: str, offset: int, nbytes: int, transforms: Sequence[str] = ()) -> Any:
-    """What stock DCP's ``.metadata`` says about the place of an item."""
+    """Return the record in stock DCP's ``.metadata`` of the file, offset and size of an item."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, nbytes, list(transforms) or None)
 
 
 class TransformedStreams:
-    """What DCP's stream extensions make of the bytes of an item."""
+    """The bytes of items as DCP's stream extensions transform them."""
 
     def __init__(self, extensions: Sequence[Any]) -> None:
         from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
@@ -368,7 +415,7 @@ class TransformedStreams:
         self._transforms = _StorageWriterTransforms(list(extensions))
 
     def transform(self, item: Any, stream: Any) -> tuple[Any, tuple[str, ...]]:
-        """A stream that writes to ``stream`` until it is closed, which leaves that one open, and the descriptors for
-        whoever reads the item."""
+        """Return a stream that writes transformed bytes to ``stream``, and the descriptors that readers of the item
+        need. Closing the returned stream leaves ``stream`` open."""
         transformed, descriptors = self._transforms.transform_save_stream(item, stream)
         return transformed, tuple(descriptors)

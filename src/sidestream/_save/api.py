@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,36 +15,44 @@ from .._group import GroupChoice, Member, Operation, deadline_of, group_of
 from .._layout.metadata import encode_metadata
 from .._layout.save_layout import SavePlan, plan_save
 from .._layout.values import copy_value
-from .._runtime.caller import by_caller
+from .._runtime.caller import in_calling_thread
 from .._runtime.public import public
-from .._runtime.tasks import finish, running_loop
-from .._runtime.threads import Deadline, run_sliced
+from .._runtime.tasks import run_shielded, running_loop
+from .._runtime.threads import Deadline, io_threads, run_sliced
 from .._staging import AsyncStager, Captured, PlanCache, capture
-from .._storage import FileSource, Location, Where, check_sources, locate_directory
-from .._worker.client import Saver, choose_saver
-from ..errors import InvalidOption
-from ..options import (
-    RANK_WAIT_S,
-    Digest,
-    Durability,
-    SaverChoice,
-    StorePolicy,
-    check_choice,
-    check_seconds,
-    check_timeout,
-)
+from .._storage import FileSource, Location, check_sources, locate_directory
+from .._worker.client import Worker, choose_worker
+from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError
+from ..options import SaveOptions, Storage, options_of, storage_of
 from .group import FailedSave, Group, planning_of
 from .layouts import AgreedLayout, NativeLayout
-from .operation import SaveOperation, Solo
-from .order import SaveOrder
-from .pending import PendingSave, SaveInfo, SaveWork
+from .operation import SaveOperation, SaveOrder, Solo
+from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
-from .stage import LaidOutStage
+from .stage import LaidOutStage, LayOut, SavedAs
 from .writer import LiveWriter, Stager
 
-__all__ = ["Stager", "async_save", "save", "start_save", "start_together"]
+__all__ = [
+    "STREAM_BYTES",
+    "Export",
+    "PendingExport",
+    "PendingSave",
+    "SaveInfo",
+    "SaveProgress",
+    "SaveWork",
+    "SavedAs",
+    "Stager",
+    "Worker",
+    "async_save",
+    "completed",
+    "plan_alone",
+    "prewarm",
+    "save",
+    "start_save",
+    "start_together",
+]
 
-_STREAM_BYTES = 256 << 20
+STREAM_BYTES = 256 << 20
 
 
 @public
@@ -52,85 +61,76 @@ async def save(
     url: str | os.PathLike[str],
     *,
     stager: AsyncStager | Stager | None = None,
-    snapshot: bool = True,
-    durability: Durability = "fsync",
     metadata: Mapping[str, Any] | None = None,
-    timeout_s: float = 600.0,
-    rank_wait_s: float = RANK_WAIT_S,
-    digest: Digest | None = None,
-    saver: SaverChoice = "thread",
-    storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
-    process_group: GroupChoice = None,
-    planner: Any = None,
-    overwrite: bool = False,
-    export: Export | Sequence[Export] | None = None,
     files: Mapping[str, FileSource] | None = None,
+    export: Export | Sequence[Export] | None = None,
+    overwrite: bool = False,
+    process_group: GroupChoice = None,
+    storage_options: Mapping[str, Any] | None = None,
+    storage: Storage | None = None,
+    options: SaveOptions | None = None,
 ) -> SaveInfo:
-    """Save ``state`` to the new directory or prefix ``url``; when this returns the checkpoint is visible and durable.
+    """Save ``state`` to ``url``, and return when the checkpoint is visible and durable.
 
-    ``state`` is what DCP takes: nested dicts and lists of tensors, plain values, and objects with ``state_dict()``.
-    What is saved is what they hold at the call, provided that no tensor changes before it is staged (``async_save``
-    tells when that is). ``stager`` brings warm memory from save to save; without one, memory is mapped for this save
-    alone. ``snapshot=False`` is for weights that nobody changes while they are saved, and for hosts with less memory
-    than the state has: it passes through 256 MiB of memory, and ``staged`` is done when nearly everything is written.
-    ``durability="flush"`` leaves out the syncs. ``metadata`` is a mapping of plain data (metrics, configuration) that
-    can be read without the state; stock DCP ignores it. ``digest="blake3"`` keeps a cryptographic digest of each block
-    beside its checksum (extra ``digest``). ``saver`` says who writes: threads of this process, or a process of its own,
-    which leaves the interpreter to the trainer (``SaverChoice``). The whole save has ``timeout_s``.
+    Where ``torch.distributed`` is initialized this is a call of all ranks together, each with its own part of the state
+    (``docs/ranks.md``). Whatever one rank raises then becomes the same ``RankFailuresError`` on all of them.
 
-    ``url`` is a path, or what fsspec understands: ``s3://``, ``gs://``, ``az://``, ``memory://`` and so on, with
-    ``storage_options`` as fsspec users write them. ``filesystem`` is an fsspec file system that has them already, or a
-    store of your own (``sidestream.options.BlobStore``). ``store_policy`` has the settings of the requests.
+    Cancelling leaves nothing behind and raises ``CancelledError``. If the commit has been sent by then, it is finished,
+    and the checkpoint is there.
 
-    Where ``torch.distributed`` is initialized this is a call of all ranks together, or of those in ``process_group``,
-    each with its own part of the state (``docs/ranks.md``); ``process_group="alone"`` saves from this process only.
-    Then everything that any rank raises becomes ``RankFailures`` on all of them. ``rank_wait_s`` is how long a rank
-    waits for the others to make the call; after 5 s it logs a warning that names the ranks that have not.
+    Args:
+        state: What DCP takes: nested dicts and lists of tensors, plain values, and objects with ``state_dict()``. The
+            checkpoint has what they hold at the call, provided that no tensor changes before it is staged
+            (``async_save`` says when that is).
+        url: The new directory or prefix: a path, or what fsspec understands (``s3://``, ``gs://``, ``az://``,
+            ``memory://`` and so on).
+        stager: A stager whose memory is used from save to save. None: memory is mapped for this save alone. metadata:
+        Plain data that can be read without the state, such as metrics or a configuration. Stock DCP ignores it. files:
+        Sidecar files that are committed with the checkpoint: by name their content, or the path of a regular file
+            of this machine; 64 MiB at most each. Paths are read before ``staged`` is done. ``Checkpoint.file`` returns
+            them. With several ranks those of rank 0 count.
+        export: A ``sidestream.HF``, or several, to write beside the checkpoint (``docs/exports.md``). This call waits
+        for
+            them. An export that fails does not fail the save.
+        overwrite: Replace the checkpoint that is at ``url``. Readers find the old one or the new one, never neither. On
+            object storage this needs puts on a condition. Of several saves at the same time one succeeds.
+        process_group: The ranks that save together; ``"alone"`` saves from this process only.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage at ``url`` is reached.
+        options: How the save is done: durability, writer, names, dtypes, limits. None: ``SaveOptions()``.
 
-    ``planner``, a ``SavePlanner`` of torch, decides what is saved under which name (``docs/ranks.md``). It is asked in
-    a thread, about the staged copy; then the checkpoint is one that DCP's planning has made, string keys and all.
+    Returns:
+        What was committed. ``SaveInfo.exports`` has for each export its report, or the error that it failed with.
 
-    ``overwrite=True`` replaces a checkpoint: readers find the old one or the new one, never neither. With several ranks
-    all give it. A directory that is not a checkpoint is a ``Conflict`` as before. On object storage it needs puts on a
-    condition, and ``InvalidOption`` is raised without them; of several saves at the same time one succeeds, the others
-    raise ``Conflict``.
-
-    ``files`` are sidecar files that are committed with the checkpoint: by name their content, or the path of a regular
-    file of this machine, of 64 MiB at most each. Paths are read before ``staged`` is done. ``Checkpoint.file`` returns
-    them. With several ranks those of rank 0 count.
-
-    ``export``, a ``sidestream.HF`` or several, is written beside the checkpoint (``docs/exports.md``). This call waits
-    for it; ``SaveInfo.exports`` has its report, or the error that it failed with, which does not fail the save.
-
-    Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption``, ``MissingExtra`` before
-    anything is written, ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``,
-    ``ArenaExhausted``, ``SaverLost``, ``PlannerFailed``, ``DeadlineExceeded``: then nothing is visible, what was
-    written has been removed, and older checkpoints are untouched. ``NotDurable`` and ``OutcomeUnknown`` tell of a
-    commit that was sent and did not end well. Cancelling leaves nothing behind either, unless the commit had been sent:
-    then it is finished, and the checkpoint is there.
+    Raises:
+        InvalidOptionError, MissingExtraError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError: The call or
+        the
+            state is wrong; nothing was written.
+        CheckpointExistsError: The target is not empty, or it is not a checkpoint that ``overwrite=True`` could replace;
+            or another save was committed first.
+        NoSpaceError, AccessDeniedError, StorageError, ArenaExhaustedError, WriterProcessError, PlannerError,
+        DeadlineExceededError: Nothing is visible, what was written has been removed, and older checkpoints are
+        unchanged. NotDurableError: The checkpoint is visible, but a sync failed. OutcomeUnknownError: The commit was
+        sent, and its result could not be read back.
     """
     pending = async_save(
         state,
         url,
         stager=stager,
-        snapshot=snapshot,
-        durability=durability,
         metadata=metadata,
-        timeout_s=timeout_s,
-        rank_wait_s=rank_wait_s,
-        digest=digest,
-        saver=saver,
-        storage_options=storage_options,
-        filesystem=filesystem,
-        store_policy=store_policy,
-        process_group=process_group,
-        planner=planner,
-        overwrite=overwrite,
-        export=export,
         files=files,
+        export=export,
+        overwrite=overwrite,
+        process_group=process_group,
+        storage_options=storage_options,
+        storage=storage,
+        options=options,
     )
+    return await completed(pending)
+
+
+async def completed(pending: PendingSave) -> SaveInfo:
+    """Wait for a save and its exports. A cancel cancels all of them, and waits until they have cleaned up."""
     try:
         info = await pending
         await all_ended(pending.exports)
@@ -138,8 +138,8 @@ async def save(
         for one in pending.exports:
             one.cancel()
         pending.cancel()
-        await finish(pending.ended)
-        await finish(partial(all_ended, pending.exports))
+        await run_shielded(pending.ended)
+        await run_shielded(partial(all_ended, pending.exports))
         raise
     return replace(info, exports=tuple(one.report_or_error() for one in pending.exports))
 
@@ -150,58 +150,58 @@ def async_save(
     url: str | os.PathLike[str],
     *,
     stager: AsyncStager | Stager | None = None,
-    snapshot: bool = True,
-    durability: Durability = "fsync",
     metadata: Mapping[str, Any] | None = None,
-    timeout_s: float = 600.0,
-    rank_wait_s: float = RANK_WAIT_S,
-    digest: Digest | None = None,
-    saver: SaverChoice = "thread",
-    storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
-    process_group: GroupChoice = None,
-    planner: Any = None,
-    overwrite: bool = False,
-    export: Export | Sequence[Export] | None = None,
     files: Mapping[str, FileSource] | None = None,
+    export: Export | Sequence[Export] | None = None,
+    overwrite: bool = False,
+    process_group: GroupChoice = None,
+    storage_options: Mapping[str, Any] | None = None,
+    storage: Storage | None = None,
+    options: SaveOptions | None = None,
 ) -> PendingSave:
-    """Start what ``save`` does and return at once. Needs a running event loop.
+    """Start what ``save`` does, and return at once. Needs a running event loop.
 
-    ``await pending.staged`` before the tensors change, ``await pending`` for the ``SaveInfo``. Plain values are copied
-    here and now. Raises what is wrong with ``url`` and options at once; the rest is raised by ``pending``: credentials
-    that cannot be found, and what is wrong with a tensor or value of ``state``, before anything has been written.
+    Await ``pending.staged`` before the tensors change, and ``pending`` for the ``SaveInfo``. Plain values are copied
+    during this call. It raises what is wrong with ``url`` and the options. Everything else is raised by ``pending``,
+    also credentials that cannot be found and what is wrong with a tensor or value of ``state``; nothing has been
+    written then.
+
+    Args:
+        state, url, stager, metadata, files, export, overwrite, process_group, storage_options, storage, options: As for
+            ``save``.
+
+    Returns:
+        The save in progress. It goes on if nobody awaits it, and is logged if it fails and nobody retrieves the error.
+
+    Raises:
+        InvalidOptionError, MissingExtraError: The call is wrong; nothing was started.
+        WrongLoopError: No event loop of asyncio runs in this thread.
     """
     running_loop("async_save")
+    options = options_of(options, SaveOptions)
     member = group_of(process_group)
     wanted = exports_in(export)
     exports: list[PendingExport] = []
 
     def start(operation: Operation | None) -> SaveOperation:
-        if not snapshot and stager is not None:
-            raise InvalidOption(
-                "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
+        if options.streaming and stager is not None:
+            raise InvalidOptionError(
+                "streaming=True passes through memory of its own: leave out stager=, or give that one a budget"
             )
-        check_seconds("rank_wait_s", rank_wait_s)
-        location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+        location = locate_directory(url, storage_of(storage_options, storage))
         if overwrite:
             location.store.check_replaces()
-        sinks = sinks_of(wanted, location.url, step=None, durability=durability)
-        if operation is None or operation.rank == 0:
-            exports.extend(map(PendingExport, sinks))
+        sinks = sinks_of(wanted, location.url, step=None, durability=options.durability)
+        exports.extend(map(PendingExport, sinks))
         return start_save(
             state,
             location,
+            options,
             stager=stager,
-            durability=durability,
-            timeout_s=timeout_s,
-            budget_bytes=None if snapshot else _STREAM_BYTES,
             metadata=encode_metadata(metadata),
-            digest=digest,
             operation=operation,
             member=member,
-            saver=choose_saver(saver, location.store),
-            planner=planner,
+            worker=choose_worker(options.writer, location.store),
             exports=exports,
             overwrite=overwrite,
             files=files,
@@ -209,7 +209,7 @@ def async_save(
 
     if member is None or member.group.world == 1:
         return PendingSave(start(None), tuple(exports))
-    operation = member.begin("save", deadline_of(timeout_s), rank_wait_s)
+    operation = member.begin("save", deadline_of(options.timeout_s), options.rank_wait_s)
     work = start_together(start, operation, str(url))
     return PendingSave(work, tuple(exports))
 
@@ -222,23 +222,19 @@ def start_together(start: Callable[[Operation], SaveWork], operation: Operation,
         return FailedSave(operation, url, error)
 
 
-@by_caller
+@in_calling_thread
 def start_save(
     state: Mapping[str, Any],
     location: Location,
+    options: SaveOptions,
     *,
     stager: AsyncStager | Stager | None,
-    durability: Durability,
-    timeout_s: float,
     step: int | None = None,
     generation: int = 1,
-    budget_bytes: int | None = None,
     metadata: Node = None,
-    digest: Digest | None = None,
-    saver: tuple[Saver | None, bool] = (None, False),
+    worker: tuple[Worker | None, bool] = (None, False),
     operation: Operation | None = None,
     member: Member | None = None,
-    planner: Any = None,
     exports: Sequence[PendingExport] = (),
     overwrite: bool = False,
     files: Mapping[str, FileSource] | None = None,
@@ -246,44 +242,45 @@ def start_save(
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
 
     Runs in the thread of a blocking call: copies are ordered after the work that was enqueued on its current streams.
-    ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
+    The caller runs the result, or abandons it.
 
-    ``exports`` read the snapshot if one process saves without a planner; otherwise rank 0 exports the checkpoint.
+    ``exports`` read the snapshot if one process saves without a planner; otherwise they read the checkpoint, and ranks
+    divide their files.
 
-    ``operation`` is there where several ranks save. A ``member`` alone in its group saves as any process does, unless
+    ``operation`` is set where several ranks save. A ``member`` alone in its group saves as any process does, unless
     it has tensors that only a group can describe.
     """
-    check_choice("durability", durability, Durability)
-    check_timeout(timeout_s)
-    if digest is not None:
-        check_choice("digest", digest, Digest)
-    deadline = Deadline.after(timeout_s)
+    deadline = Deadline.after(options.timeout_s)
     own = stager is None or isinstance(stager, AsyncStager)
-    captured = capture(state, copy_value) if own and planner is None else None
+    saved_as = SavedAs(options.names, options.dtype)
+    saved_as.check(own=own)
+    captured = capture(state, copy_value) if own and options.planner is None else None
     if operation is None and member is not None and captured is not None and captured.sharded:
         operation = member.begin("save", deadline)
     order = SaveOrder(
         location,
-        durability,
+        options.durability,
         deadline,
         step,
         generation,
-        budget_bytes,
-        digest,
+        STREAM_BYTES if options.streaming else None,
+        options.digest,
         metadata,
         operation,
-        *saver,
+        *worker,
         kind="replacement" if overwrite else "directory",
         files=check_sources(files) if operation is None or operation.rank == 0 else {},
+        exports=tuple(one.url for one in exports),
     )
-    if planner is not None:
+    if options.planner is not None:
         from .planner.save import start_planned  # imports DCP, as the planner has done
 
-        planned = start_planned(order, state, planner, stager)
+        planned = start_planned(order, state, options.planner, stager)
         planned.exports = exports
         return planned
     if operation is None:
-        stage = LaidOutStage(order, state, captured, stager, _plan_save, len(exports))
+        lay_out = saved_as.applied(plan_alone, location.url, others=False)
+        stage = LaidOutStage(order, state, captured, stager, lay_out, len(exports))
         return SaveOperation(
             order=order,
             writer=LiveWriter(order, stage),
@@ -293,11 +290,49 @@ def start_save(
             snapshots=stage.snapshots,
         )
     planning = planning_of(order, operation)
-    writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, planning.lay_out))
+    lay_out = saved_as.applied(planning.lay_out, location.url, others=True)
+    writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, lay_out))
     group = Group(order, operation, planning)
     layout = AgreedLayout(order, planning)
     return SaveOperation(order=order, writer=writer, layout=layout, coordinator=group, exports=exports)
 
 
-def _plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
+async def prewarm(
+    state: Mapping[str, Any] | int | None,
+    stager: AsyncStager | Stager,
+    worker: tuple[Worker | None, bool],
+    *,
+    plan: LayOut | None,
+) -> None:
+    """Do now what the first save of ``state`` (or of so many bytes) would have to: start the writer process, map
+    staging memory and, if it needs no other ranks, ``plan``."""
+    process, falls_back = worker
+    if process is not None and falls_back:
+        await io_threads().run(process.start)
+    elif process is not None:
+        await process.up()
+    if state is None or not isinstance(stager, AsyncStager):
+        return
+    if isinstance(state, int):
+        await stager.prewarm(state)
+    else:
+        await _prewarm_for(stager, state, plan)
+    if process is not None:
+        await process.share(stager.shared_memory())
+
+
+async def _prewarm_for(stager: AsyncStager, state: Mapping[str, Any], plan: LayOut | None) -> None:
+    try:
+        captured = capture(state, copy_value)
+    except UnsafeObjectError:  # for the save to say: its planner may leave that out
+        await stager.prewarm(state)
+        return
+    await stager.prewarm_for(captured)
+    if plan is not None and not captured.sharded:
+        with suppress(InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError):  # as above
+            await io_threads().run(plan, stager.plans, stager.budget_bytes, captured)
+
+
+def plan_alone(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
+    """Plan the save of one process, in a thread."""
     return run_sliced(plan_save(plans, budget_bytes, captured))

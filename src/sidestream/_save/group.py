@@ -22,7 +22,7 @@ from .._runtime.threads import (
     time_limit,
 )
 from .._storage import Outcome
-from ..errors import NotDurable, OutcomeUnknown, RankFailures, SidestreamError
+from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
 from .group_planning import Planning, Terms
 from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared
 from .order import Lifecycle, SaveOrder
@@ -47,7 +47,8 @@ def planning_of(order: SaveOrder, operation: Operation) -> Planning:
 
 
 def terms_of(order: SaveOrder, *, planner: bool = False) -> Terms:
-    return Terms(order.location.name, order.durability, order.digest, planner)
+    exports = ", ".join(url.rpartition("/")[2] for url in order.exports)
+    return Terms(order.location.name, order.durability, order.digest, planner, exports)
 
 
 def maker_of_attempt(order: SaveOrder) -> Callable[[], None]:
@@ -122,7 +123,7 @@ class Group:
         told = json.loads(answer)
         order.transaction.outcome = "committed"
         if "not_durable" in told:
-            raise NotDurable(told["not_durable"])
+            raise NotDurableError(told["not_durable"])
         return Committed(told["nbytes"], told["seconds"])
 
     async def _commit(self, layout: SharedLayout, packed: Sequence[bytes]) -> bytes:
@@ -133,18 +134,18 @@ class Group:
         receipts = [receipt for receipt, _ in received]
         await check_shared(order, receipts)
         files = await threads.run(layout.files, receipts)
-        if not await operation.seal():
+        if not await operation.make_irrevocable():
             raise Stopped
         times = [seconds for _, seconds in received]
         self._reply = self._answer(receipts, times)
         try:
             await transaction.commit(files)
-        except NotDurable as error:
+        except NotDurableError as error:
             return json.dumps({"not_durable": str(error)}).encode()
         except asyncio.CancelledError:
             if transaction.outcome != "committed":
                 raise
-            operation.went_on = True
+            operation.step_completed = True
             operation.answer("commit", self._answer(receipts, times))
             raise
         order.lifecycle.mark("committed")
@@ -163,7 +164,7 @@ class Group:
     async def fail(self, error: BaseException) -> Committed:
         """Raise what all ranks raise; return only if the checkpoint turns out to be there."""
         operation, order = self._operation, self._order
-        if operation.went_on or (isinstance(error, NotDurable) and order.outcome == "committed"):
+        if operation.step_completed or (isinstance(error, NotDurableError) and order.outcome == "committed"):
             order.transaction.outcome = "committed"
             operation.close()
             raise error
@@ -183,18 +184,18 @@ class Group:
         its place where that is not known."""
         order = self._order
         if isinstance(error, asyncio.CancelledError) and order.outcome == "unknown":
-            return OutcomeUnknown(
+            return OutcomeUnknownError(
                 f"rank 0 was cancelled after the commit of {order.location.url} was sent, and whether it took place "
                 "could not be read back. Nothing was deleted; look whether it is there"
             )
         return error
 
-    async def _look_back(self, verdict: RankFailures) -> None:
+    async def _look_back(self, verdict: RankFailuresError) -> None:
         """Find out the outcome where rank 0 has died in its commit, or does not know it."""
         order, first = self._order, verdict.failures[0]
-        if first.rank == 0 and first.kind == "OutcomeUnknown":
+        if first.rank == 0 and first.kind == "OutcomeUnknownError":
             order.transaction.outcome = "unknown"
-        alone = first.rank == 0 and first.kind in ("RankDied", "DeadlineExceeded") and first.step != "commit"
+        alone = first.rank == 0 and first.kind in ("RankDied", "DeadlineExceededError") and first.step != "commit"
         if self._operation.step != "commit" or not alone:
             return
         planned = self._planning.planned
@@ -260,19 +261,19 @@ class Group:
         if operation.step != "commit":
             return
         transaction = self._order.transaction
-        from .._storage.clients.io_loop import Call  # imports fsspec
+        from .._storage.clients.io_loop import LoopCall  # imports fsspec
 
         wait([operation.verdict], min(operation.deadline.remaining_s(), _READ_BACK_S))
         transaction.outcome = "unknown"
         with time_limit(Deadline.after(_READ_BACK_S)):
-            seen = Call(self._seen).result("reading back")
+            seen = LoopCall(self._seen).result("reading back")
         if seen == "committed" or operation.verdict.done():
             transaction.outcome = seen
 
 
 def _pack(receipt: RankReceipt, layout: SharedLayout, seconds: Mapping[str, float]) -> bytes:
     """Called in a worker thread."""
-    head = json.dumps({"files": receipt.files, "seconds": seconds}).encode()
+    head = json.dumps({"files": receipt.files, "crcs": receipt.crcs, "seconds": seconds}).encode()
     return struct.pack("<Q", len(head)) + head + layout.pack(receipt)
 
 
@@ -286,5 +287,5 @@ def _unpack(packed: Sequence[bytes], layout: SharedLayout) -> Steps[list[tuple[R
         (end,) = struct.unpack_from("<Q", raw)
         told = json.loads(raw[start : start + end])
         content = layout.unpack(rank, raw[start + end :])
-        received.append((RankReceipt(told["files"], content), told["seconds"]))
+        received.append((RankReceipt(told["files"], content, told["crcs"]), told["seconds"]))
     return received

@@ -23,7 +23,7 @@ from .._layout.sharded.rank_layout import EncodedValues, RankPlan, encode_values
 from .._layout.sharded.rank_table import LocalTable, Row, local_table, parse_rows
 from .._runtime.threads import run_sliced
 from .._staging import Captured, PlanCache
-from ..errors import InvalidOption
+from ..errors import InvalidOptionError
 
 __all__ = ["Agreement", "Planned", "Planning", "Terms", "check_terms"]
 
@@ -74,6 +74,8 @@ class Terms:
     digest: str | None
     planner: bool = False
     """Whether a planner of the caller plans."""
+    exports: str = ""
+    """Where to, because all ranks export together."""
 
     def pack(self) -> dict[str, Any]:
         return {
@@ -81,6 +83,7 @@ class Terms:
             "durability": self.durability,
             "digest": self.digest,
             "planner": self.planner,
+            "exports": self.exports,
         }
 
 
@@ -197,19 +200,19 @@ def _agreements(operation: Operation) -> _Agreements:
 
 
 def check_terms(told: Sequence[Mapping[str, Any]]) -> None:
-    """On rank 0: do all mean the same by this call? Raises ``InvalidOption``."""
-    for name in ("target", "durability", "digest", "planner"):
+    """On rank 0: do all mean the same by this call? Raises ``InvalidOptionError``."""
+    for name in ("target", "durability", "digest", "planner", "exports"):
         said = {one[name]: rank for rank, one in reversed(list(enumerate(told)))}
         if len(said) > 1:
             (one, rank), (other, another) = list(said.items())[:2]
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"ranks that save together have to say the same: {name} is {one!r} on rank {rank} and {other!r} on "
                 f"rank {another}"
             )
 
 
 def _compare_values(tables: Sequence[Sequence[Row]], digests: Sequence[Mapping[str, str]]) -> None:
-    """Raises ``InvalidOption`` where one name stands for different plain values: which of them would be saved?"""
+    """Raises ``InvalidOptionError`` where one name stands for different plain values: which of them would be saved?"""
     first: dict[str, tuple[int, str]] = {}
     differ: dict[str, tuple[int, int]] = {}
     for rank, (rows, values) in enumerate(zip(tables, digests, strict=True)):
@@ -220,7 +223,7 @@ def _compare_values(tables: Sequence[Sequence[Row]], digests: Sequence[Mapping[s
                 differ.setdefault(fqn, (known[0], rank))
     if differ:
         shown = [f"{fqn} (ranks {one} and {other})" for fqn, (one, other) in list(differ.items())[:_LISTED]]
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"{len(differ)} plain values differ between ranks, and one of each could be saved: {', '.join(shown)}; "
             'give what belongs to a rank a name of its own, such as {"rng": {f"rank{rank}": ...}}'
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._format.checksum import crc32
+from .._format.checksum import crc32, join_blocks, unpack_crcs
 from .._format.dcp.described import Described, describe
 from .._format.dcp.shared import places_of_chunks, places_of_values, shared_metadata
 from .._format.manifest import metadata_line, write_root
@@ -23,8 +23,7 @@ from .._runtime.torch_probes import TORCH_VERSION
 from .._storage import BytesBody
 from ..errors import SidestreamError
 from .group_planning import Planned, Planning
-from .operation import RankReceipt
-from .order import SaveOrder
+from .operation import RankReceipt, SaveOrder
 
 __all__ = ["AgreedLayout", "NativeLayout", "commit_files", "sidecar_files", "with_sidecars"]
 
@@ -56,17 +55,29 @@ class NativeLayout:
     async def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
         names = {name: self._order.transaction.committed_name(name) for name in plan.files}
         files = {names[name]: nbytes for name, nbytes in plan.files.items()}
-        return RankReceipt(files, lambda: run_sliced(plan.describe(written, names)))
+        crcs = await io_threads().run(_file_crcs, plan, written, names)
+        return RankReceipt(files, lambda: run_sliced(plan.describe(written, names)), crcs)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
         files = commit_files(_about(self._order, receipts), self._order.saved_at, receipts[0].content())
         return {**sidecar_files(self._order), **files}
 
 
+def _file_crcs(plan: SavePlan | RankPlan, sums: Sequence[BlockSums], names: Mapping[str, str]) -> dict[str, int]:
+    """Return the CRC of each data file, by its name in the checkpoint. Called in a worker thread."""
+    crcs = {names[plan.values_file]: crc32(plan.values)} if plan.values else {}
+    for number, (layout, of_shard) in enumerate(zip(plan.shards, sums, strict=True)):
+        crcs[names[plan.shard_file(number)]] = of_shard.whole(layout)
+    return crcs
+
+
 def _about(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Manifest:
     """Return the manifest of a save without its entries."""
     files = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
-    about = Manifest(order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata)
+    crcs = {name: crc for receipt in receipts for name, crc in receipt.crcs.items()}
+    about = Manifest(
+        order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata, file_crcs=crcs
+    )
     return with_sidecars(about, order)
 
 
@@ -79,13 +90,14 @@ def with_sidecars(manifest: Manifest, order: SaveOrder) -> Manifest:
     """Return ``manifest`` with the sidecar files and their checksums. Called in a worker thread."""
     digest = order.digest if manifest.digest is not None else None
     sidecars: dict[str, TensorEntry] = {}
+    files, file_crcs = dict(manifest.files), dict(manifest.file_crcs)
     for name, content in order.sidecars.items():
         file, nbytes = order.transaction.sidecar_name(name), len(content)
         crcs, digests = checksums_of(content, digest)
         chunk = Chunk((0,), (nbytes,), file, 0, nbytes, 0, crcs, digests=digests)
         sidecars[name] = TensorEntry((name,), "uint8", (nbytes,), (chunk,))
-    sizes = {one.chunks[0].file: one.nbytes for one in sidecars.values()}
-    return replace(manifest, files={**manifest.files, **sizes}, sidecars=sidecars)
+        files[file], file_crcs[file] = nbytes, join_blocks(list(unpack_crcs(crcs)), nbytes)
+    return replace(manifest, files=files, sidecars=sidecars, file_crcs=file_crcs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,4 +204,5 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
         run_sliced(places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks)) if new else b"",
         places_of_values((fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values),
     )
-    return RankReceipt({names[name]: nbytes for name, nbytes in plan.files.items()}, content), part
+    crcs = _file_crcs(plan, sums, names)
+    return RankReceipt({names[name]: nbytes for name, nbytes in plan.files.items()}, content, crcs), part

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from .._runtime.tasks import finish
+from .._runtime.tasks import run_shielded
 from .._runtime.threads import io_threads, time_limit
 from .._storage import Outcome
-from ..errors import Aborted, NotShared
+from ..errors import SaveAbortedError, StorageNotSharedError
 from .order import SaveOrder
 from .pending import SaveInfo, SaveProgress
 from .sinks import PendingExport
@@ -27,6 +27,7 @@ __all__ = [
     "Layout",
     "RankReceipt",
     "SaveOperation",
+    "SaveOrder",
     "SharedLayout",
     "Solo",
     "Writer",
@@ -36,11 +37,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RankReceipt:
-    """What one rank has written: the sizes of its data files by their names in the checkpoint, and what the layout has
-    to know to describe their content."""
+    """What one rank has written: the sizes of its data files by their names in the checkpoint, what the layout has to
+    know to describe their content, and the CRC-32 of those files that it is known of."""
 
     files: Mapping[str, int]
     content: Any
+    crcs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -127,8 +129,8 @@ class Coordinator(Protocol):
 
 
 async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> None:
-    """Raise ``NotShared`` if this process, which commits, does not find what the ranks have written; ``Conflict`` if
-    another save has removed it, which has replaced the target meanwhile."""
+    """Raise ``StorageNotSharedError`` if this process, which commits, does not find what the ranks have written;
+    ``CheckpointExistsError`` if another save has removed it, which has replaced the target meanwhile."""
     expected = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
     try:
         found = await order.location.store.sizes(order.transaction.path_of())
@@ -137,7 +139,7 @@ async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Non
     lost = [name for name, nbytes in expected.items() if found.get(name) != nbytes]
     if lost:
         await order.transaction.check_not_overtaken()
-        raise NotShared(
+        raise StorageNotSharedError(
             2,
             f"ranks wrote {len(expected)} files, and rank 0 does not see {len(lost)} of them "
             f"({', '.join(lost[:4])}): save to storage that all ranks share",
@@ -208,8 +210,9 @@ class SaveOperation:
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         lifecycle = self.order.lifecycle
         try:
-            for export, snapshot in zip(self.exports, self.snapshots or (None,) * len(self.exports), strict=True):
-                export.begin(self.order, snapshot)
+            snapshots = self.snapshots or (None,) * len(self.exports)
+            for number, (export, snapshot) in enumerate(zip(self.exports, snapshots, strict=True)):
+                export.begin(self.order, number, snapshot)
             self.snapshots = ()
             with time_limit(self.order.deadline):
                 committed = await self._run(staged)
@@ -238,11 +241,11 @@ class SaveOperation:
             committed = await coordinator.commit(receipt, self.layout)
             lifecycle.mark("committed")
             if self.order.transaction.attempt.kind == "replacement":
-                await finish(self.order.transaction.remove_replaced)
+                await run_shielded(self.order.transaction.remove_replaced)
         except BaseException as error:
             committed = await coordinator.fail(error)
         finally:
-            await finish(self.writer.release)
+            await run_shielded(self.writer.release)
         coordinator.close()
         return committed
 
@@ -258,7 +261,7 @@ class SaveOperation:
                 with suppress(Exception):
                     await self.writer.ended()
 
-            await finish(ended)
+            await run_shielded(ended)
             raise
 
     def abandon(self) -> None:
@@ -273,4 +276,4 @@ class SaveOperation:
             self.writer.leave()
             self.coordinator.leave(stuck=stuck)
         finally:
-            self.order.lifecycle.failed(Aborted("the event loop has ended"), self.outcome)
+            self.order.lifecycle.failed(SaveAbortedError("the event loop has ended"), self.outcome)

@@ -12,9 +12,9 @@ from typing import Literal
 from .._format.records import Node
 from .._group import Operation
 from .._runtime.threads import Deadline, Stop, Threads
-from .._storage import Attempt, Body, FileSource, Kind, Location, Outcome, Transaction, read_sources
-from .._worker.client import Saver
-from ..errors import Skipped
+from .._storage import Attempt, Body, FileSource, Kind, Location, Outcome, Space, Transaction, read_sources
+from .._worker.client import Worker
+from ..errors import SidestreamError, SkippedError
 from ..events import (
     SaveCommitted,
     SaveContext,
@@ -27,7 +27,7 @@ from ..events import (
     SaveWritten,
     emit,
 )
-from ..options import Apart, Digest, Durability
+from ..options import Digest, Durability, IndependentPart
 
 __all__ = ["Lifecycle", "SaveOrder"]
 
@@ -84,7 +84,9 @@ class Lifecycle:
     def failed(self, error: BaseException, outcome: Outcome) -> None:
         """Emit the end of a save that was not acknowledged, unless it has ended before or never started."""
         with self._lock:
-            if isinstance(error, Skipped):
+            if isinstance(error, SidestreamError):
+                error.about(phase=self._phase, url=self._save.url, step=self._save.step)
+            if isinstance(error, SkippedError):
                 self._emit(SaveSkipped(self._save, str(error)))
             else:
                 self._emit(SaveFailed(self._save, self._phase, type(error).__name__, str(error), outcome))
@@ -111,22 +113,28 @@ class SaveOrder:
     metadata: Node = None
     operation: Operation | None = None
     """Set for a save of several ranks together."""
-    saver: Saver | None = None
+    worker: Worker | None = None
     """The process that writes; None: threads of this process."""
     fall_back: bool = False
     """Whether threads write where no process can be started."""
-    apart: Apart | None = None
+    part: IndependentPart | None = None
     """Set for a save of one rank's part, in the target itself."""
     kind: Kind = "directory"
     """What becomes visible, where that does not follow from ``operation`` and ``apart``."""
+    replaces_export: bool = False
+    """Whether an export takes the place of one that is there."""
     files: Mapping[str, FileSource] = field(default_factory=dict)
     """The sidecar files, by name."""
+    exports: tuple[str, ...] = ()
+    """The URLs of the exports beside it."""
     own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
     verb: Literal["save", "export", "convert", "copy"] = "save"
     lifecycle: Lifecycle = field(init=False, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _begun: list[Transaction] = field(default_factory=list, init=False, repr=False, compare=False)
+    space: Space = field(default_factory=Space, init=False, repr=False, compare=False)
+    """The space that it takes on file systems of this machine, with its exports."""
     sidecars: dict[str, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The content of ``files``, which ``read_files`` has read."""
 
@@ -137,8 +145,8 @@ class SaveOrder:
         rank, world = 0, 1
         if self.operation is not None:
             rank, world = self.operation.rank, self.operation.world
-        elif self.apart is not None:
-            rank, world = self.apart.rank, self.apart.world_size
+        elif self.part is not None:
+            rank, world = self.part.rank, self.part.world_size
         run = None if self.step is None else self.location.store.url
         url = self.location.url
         return SaveContext(self.verb, url, run=run, step=self.step, generation=self.generation, rank=rank, world=world)
@@ -150,11 +158,15 @@ class SaveOrder:
         with self._lock:
             if not self._begun:
                 kind = self.kind
-                if self.apart is not None:
+                if self.replaces_export and self.location.store.capabilities.rename:
+                    kind = "replacement"
+                if self.part is not None:
                     kind = "part"
                 elif self.operation is not None and self.operation.rank:
-                    kind = "joined"
-                attempt = Attempt(self.location.name, kind, self.save_id, self.durability)
+                    kind = "joined_files" if kind == "files" else "joined"
+                in_run = self.step is not None
+                replaces = self.replaces_export and kind == "files"
+                attempt = Attempt(self.location.name, kind, self.save_id, self.durability, in_run, replaces)
                 self._begun.append(self.location.store.begin(attempt))
             return self._begun[0]
 
@@ -174,15 +186,15 @@ class SaveOrder:
     @property
     def reported_id(self) -> str:
         """The save id that is reported to the caller."""
-        return self.save_id if self.apart is None else self.apart.save_id
+        return self.save_id if self.part is None else self.part.save_id
 
     def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
-        """Write ``files`` into the attempt, in ``threads`` or by the saver process. Blocks; raises what
-        ``Transaction.write`` raises, and ``SaverLost``."""
-        if self.saver is None:
+        """Write ``files`` into the attempt, in ``threads`` or by the writer process. Blocks; raises what
+        ``Transaction.write`` raises, and ``WriterProcessError``."""
+        if self.worker is None:
             self.transaction.write(files, threads=threads, stop=stop)
         else:
-            self.saver.write(
+            self.worker.write(
                 self.transaction,
                 files,
                 threads=threads,

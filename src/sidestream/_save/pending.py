@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from .._runtime.abandoned import watch
+from .._runtime.abandoned import register
+from .._runtime.display import Displayed, Table, readable_bytes
 from .._runtime.public import public
 from .._runtime.tasks import supervise
-from .._runtime.threads import look_for_abandoned, release_in_background
+from .._runtime.threads import end_abandoned, release_in_background
 from .._storage import Outcome
-from ..errors import Aborted, Skipped, printable_lines
+from ..errors import SaveAbortedError, SkippedError, printable_lines
 from ..options import Durability
 from .sinks import PendingExport
 
@@ -26,12 +27,20 @@ _log = logging.getLogger("sidestream")
 
 
 @public
-@dataclass(frozen=True, slots=True)
-class SaveInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveInfo(Displayed):
     """A checkpoint that is committed and, with ``durability="fsync"``, durable.
 
-    ``nbytes`` counts its data files; ``seconds`` has the phases ``staged`` (until the sources may change), ``written``
-    (until all data is on storage) and ``committed`` (until acknowledged), each measured from the call.
+    Attributes:
+        url: The checkpoint.
+        save_id: The id of the save that wrote it.
+        step, generation: The step of a run, and how many saves of that step came before, plus 1. None and 1 elsewhere.
+        nbytes: The bytes of its data files.
+        durability: Whether its files and directories were synced.
+        seconds: How long it took from the call until the sources could change (``"staged"``), until all data was on
+            storage (``"written"``) and until the commit was acknowledged (``"committed"``).
+        exports: For each export of a ``save`` its ``ConvertReport``, or the error that it failed with. Empty for what
+            ``async_save`` started.
     """
 
     url: str
@@ -42,7 +51,15 @@ class SaveInfo:
     durability: Durability
     seconds: Mapping[str, float]
     exports: tuple[Any, ...] = ()
-    """Of a ``save`` with ``export=``: for each export its ``ConvertReport``, or the error that it failed with."""
+
+    def _summary(self) -> str:
+        took = self.seconds.get("committed")
+        return f"{self.url}: {readable_bytes(self.nbytes)}" + ("" if took is None else f" in {took:.2f} s")
+
+    def _table(self) -> Table:
+        rows = [[phase, f"{seconds:.3f} s"] for phase, seconds in self.seconds.items()]
+        rows += [[f"export {number}", str(one)] for number, one in enumerate(self.exports)]
+        return Table(("phase", "after"), rows, len(rows))
 
 
 @public
@@ -50,7 +67,7 @@ class SaveInfo:
 class SaveProgress:
     """How far a save is, in bytes of its shards: ``total_bytes`` (0 until it is planned), how many of them are in
     staging memory or have been, and how many need no memory any more: they were given to storage (the last sync and
-    the commit come after that). What a lost saver process had written counts again from 0."""
+    the commit come after that). What a lost writer process had written counts again from 0."""
 
     total_bytes: int = 0
     staged_bytes: int = 0
@@ -87,7 +104,7 @@ class SaveWork(Protocol):
 
 
 @public
-class PendingSave:
+class PendingSave(Displayed):
     """A save in progress. ``await`` it for its ``SaveInfo``, any number of times and from several tasks; a cancelled
     awaiter does not cancel the save, ``cancel()`` does. It belongs to the loop that started it."""
 
@@ -95,7 +112,7 @@ class PendingSave:
         loop = asyncio.get_running_loop()
         self._work = work
         self._exports = exports
-        self._heard = False
+        self._retrieved = False
         self._cancelling = False
         self._result: asyncio.Future[SaveInfo] = loop.create_future()
         self._staged: asyncio.Future[None] = loop.create_future()
@@ -103,12 +120,26 @@ class PendingSave:
         self._settled = False
         self._cut_off = False
         self._leaving: Future[Any] | None = None
-        self._watch = watch(_Unfinished(self))
+        self._registration = register(_Unfinished(self))
         self._task = supervise(self._run(), f"sidestream save {work.url}")
         self._task.add_done_callback(self._settle)
 
+    def _summary(self) -> str:
+        now = self.progress
+        state = self.outcome or ("staging" if not self._staged.done() else "writing")
+        total = readable_bytes(now.total_bytes)
+        return f"{self.url}: {state}, {readable_bytes(now.written_bytes)} of {total} written"
+
+    def _table(self) -> Table:
+        now = self.progress
+        counts = {"total": now.total_bytes, "staged": now.staged_bytes, "written": now.written_bytes}
+        return Table(
+            ("bytes", "so far"), ([what, readable_bytes(count)] for what, count in counts.items()), len(counts)
+        )
+
     @property
     def url(self) -> str:
+        """The checkpoint that is being saved."""
         return self._work.url
 
     @property
@@ -119,8 +150,7 @@ class PendingSave:
 
     @property
     def exports(self) -> tuple[PendingExport, ...]:
-        """One for each ``HF`` in ``export=``, in their order; over several ranks on rank 0 alone. They go on when the
-        save has ended."""
+        """One for each ``HF`` in ``export=``, in their order, on every rank. They go on when the save has ended."""
         return self._exports
 
     @property
@@ -135,16 +165,16 @@ class PendingSave:
         return self._work.progress
 
     @property
-    def unheard(self) -> BaseException | None:
+    def unretrieved(self) -> BaseException | None:
         """The error that this save ended with, if nobody has awaited it. To be skipped by a policy is none."""
-        if self._heard or not self._result.done() or self._result.cancelled():
+        if self._retrieved or not self._result.done() or self._result.cancelled():
             return None
         error = self._result.exception()
-        return None if isinstance(error, Skipped) else error
+        return None if isinstance(error, SkippedError) else error
 
-    def hear(self) -> None:
+    def mark_retrieved(self) -> None:
         """The error has been told to somebody by other means."""
-        self._heard = True
+        self._retrieved = True
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on the loop once ``done()``."""
@@ -152,7 +182,7 @@ class PendingSave:
 
     def done(self) -> bool:
         """Whether the save has ended, one way or the other, and has nothing left to clean up."""
-        look_for_abandoned()
+        end_abandoned()
         return self._settled if self._leaving is None else self._leaving.done()
 
     def cancel(self) -> bool:
@@ -174,7 +204,7 @@ class PendingSave:
         try:
             return (yield from asyncio.shield(self._result).__await__())
         finally:
-            self._heard = self._heard or self._result.done()
+            self._retrieved = self._retrieved or self._result.done()
 
     async def _run(self) -> None:
         """The edge of the background: everything ends in the two futures."""
@@ -199,7 +229,7 @@ class PendingSave:
 
     def _end(self) -> None:
         self._settled = True
-        self._watch.end()
+        self._registration.end()
         for export in self._exports:  # also of a save that never began
             export.saved(self._work.outcome)
 
@@ -228,14 +258,14 @@ class PendingSave:
         if error is not None:
             _log.warning("the files of the attempt to save %s could not be removed: %s", self.url, error)
 
-    def _aborted(self) -> Aborted:
+    def _aborted(self) -> SaveAbortedError:
         outcome = self._work.outcome
-        return Aborted(f"the event loop was closed while {self.url} was being saved (outcome: {outcome})")
+        return SaveAbortedError(f"the event loop was closed while {self.url} was being saved (outcome: {outcome})")
 
     def _fail(self, error: BaseException) -> None:
         self._result.set_exception(error)
         self._result.exception()  # asyncio would log it too; __del__ says it once, and says more
-        if isinstance(error, Skipped) and not self._staged.done():
+        if isinstance(error, SkippedError) and not self._staged.done():
             self._staged.set_result(None)
         if not self._staged.done():
             self._staged.set_exception(error)
@@ -248,12 +278,12 @@ class PendingSave:
         with suppress(RuntimeError, asyncio.InvalidStateError):
             self._staged.set_result(None)
         self._result.done() and self._result.exception()
-        self._heard = self._settled = True
+        self._retrieved = self._settled = True
         if self._leaving is not None and not self._leaving.done():
             self._leaving.set_result(None)
 
     def __del__(self) -> None:
-        error = self.unheard if hasattr(self, "_task") else None
+        error = self.unretrieved if hasattr(self, "_task") else None
         if error is not None:
             text = printable_lines(f"{type(error).__name__}: {error}")
             _log.error("saving %s failed, and the error was not retrieved: %s", self.url, text)

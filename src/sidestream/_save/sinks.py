@@ -9,12 +9,13 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from .._group import Operation, prepare_together
 from .._runtime.public import public
-from .._runtime.tasks import finish, supervise
+from .._runtime.tasks import run_shielded, supervise
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from .._staging import SnapshotReader, clean
 from .._storage import Location, Outcome
-from ..errors import InvalidOption, SnapshotLost, printable_lines
+from ..errors import InvalidOptionError, SnapshotLostError, printable_lines
 from ..options import Durability
 from .order import SaveOrder
 
@@ -34,19 +35,19 @@ class Sink(Protocol):
     async def prepare(self) -> None:
         """Read what it needs besides the state. Called first, under the deadline of the save."""
 
-    def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> Any:
-        """Read the windows of a snapshot, one after the other. Called in a thread. Memory of a window is kept for as
-        long as any view or tensor over it exists."""
+    def read(self, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> Any:
+        """Read the windows of the snapshot of ``save``, one after the other. Called in a thread. Memory of a window is
+        kept for as long as any view or tensor over it exists."""
 
     async def finish(self, read: Any) -> Any:
         """Return the result of the sink, given what ``read`` has returned. The snapshot has been released."""
 
     async def undo(self, error: BaseException) -> None:
         """Remove what ``read`` and ``finish`` have left behind, after the ``error`` that ended them. A thread may hang
-        in ``read`` still. After ``SnapshotLost`` ``read_checkpoint`` starts over."""
+        in ``read`` still. After ``SnapshotLostError`` ``read_checkpoint`` starts over."""
 
-    async def read_checkpoint(self, checkpoint: Location) -> Any:
-        """Read the committed checkpoint, and return the result of the sink."""
+    async def read_checkpoint(self, checkpoint: Location, ranks: Operation | None) -> Any:
+        """Read the committed checkpoint, and return the result of the sink. ``ranks``: all ranks do so together."""
 
 
 class Export(Protocol):
@@ -57,7 +58,7 @@ class Export(Protocol):
         """Whether the names of the exports of a run differ in their last part, by the step."""
 
     def sink(self, *, step: int | None, durability: Durability) -> Sink:
-        """Return the sink of one save. Raises ``InvalidOption``."""
+        """Return the sink of one save. Raises ``InvalidOptionError``."""
 
     async def prune(self, keep: int, *, durability: Durability) -> None:
         """Delete the exports of a run but for the ``keep`` of the highest steps. Raises what the storage raises."""
@@ -69,7 +70,7 @@ class PendingExport:
     awaiter does not cancel the export, ``cancel()`` does. The checkpoint does not depend on it: an export that fails is
     logged, and raises its error where it is awaited.
 
-    Raises ``SnapshotLost`` if the save has failed, so that there is nothing to export.
+    Raises ``SnapshotLostError`` if the save has failed, so that there is nothing to export.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -112,11 +113,14 @@ class PendingExport:
 
     # --- what the save does ---
 
-    def begin(self, order: SaveOrder, snapshot: SnapshotReader[Any] | None) -> None:
-        """Read ``snapshot`` in a thread; None: read the checkpoint when it is committed."""
+    def begin(self, order: SaveOrder, number: int, snapshot: SnapshotReader[Any] | None) -> None:
+        """Read ``snapshot`` in a thread; None: read the checkpoint when it is committed. ``number`` counts the exports
+        of the save, which several ranks make together."""
         if self._result.done():  # cancelled before the save began
             if snapshot is not None:
                 snapshot.close()
+            if order.operation is not None:
+                _following(order, number).report(asyncio.CancelledError())
             return
 
         def settle(_: object) -> None:
@@ -126,7 +130,7 @@ class PendingExport:
             if not self._result.done():
                 self._result.cancel()
 
-        self._task = supervise(self._run(order, snapshot), f"sidestream export to {self.url}")
+        self._task = supervise(self._run(order, number, snapshot), f"sidestream export to {self.url}")
         self._task.add_done_callback(settle)
 
     def saved(self, outcome: Outcome) -> None:
@@ -134,14 +138,18 @@ class PendingExport:
         if not self._saved.done():
             self._saved.set_result(outcome)
         if self._task is None and not self._result.done():
-            self._fail(SnapshotLost(f"nothing was exported to {self.url}, because the save did not begin"))
+            self._fail(SnapshotLostError(f"nothing was exported to {self.url}, because the save did not begin"))
 
     # --- the task ---
 
-    async def _run(self, order: SaveOrder, snapshot: SnapshotReader[Any] | None) -> None:
+    async def _run(self, order: SaveOrder, number: int, snapshot: SnapshotReader[Any] | None) -> None:
         """The edge of the background: everything ends in the future."""
         try:
-            self._result.set_result(await self._outcome(order, snapshot))
+            if order.operation is None:
+                result = await self._outcome(order, snapshot)
+            else:
+                result = await self._outcome_together(order, number)
+            self._result.set_result(result)
         except asyncio.CancelledError:
             self._result.cancel()
         except Exception as error:
@@ -159,45 +167,71 @@ class PendingExport:
         if snapshot is not None:
             try:
                 with time_limit(order.deadline):
-                    return await self._sink.finish(await _read_in_thread(self._sink, snapshot))
+                    return await self._sink.finish(await _read_in_thread(self._sink, snapshot, order))
             except (Exception, asyncio.CancelledError) as error:
-                await finish(partial(self._sink.undo, error))
-                if not isinstance(error, SnapshotLost):
+                await run_shielded(partial(self._sink.undo, error))
+                if not isinstance(error, SnapshotLostError):
                     raise
         if await asyncio.shield(self._saved) != "committed":
-            raise SnapshotLost(
+            raise SnapshotLostError(
                 f"the snapshot could not be read to its end, and {order.location.url} was not saved, which could have "
                 "been read in its place"
             )
         with time_limit(Deadline.after(order.deadline.timeout_s)):
-            return await self._sink.read_checkpoint(order.location)
+            return await self._sink.read_checkpoint(order.location, None)
+
+    async def _outcome_together(self, order: SaveOrder, number: int) -> Any:
+        """With several ranks: each of them exports a part of the checkpoint. A rank that does not take part tells the
+        others, which do not wait for it then."""
+        try:
+            saved = await asyncio.shield(self._saved)
+        except asyncio.CancelledError as cancel:
+            _following(order, number).report(cancel)
+            raise
+        ranks = _following(order, number)
+        if saved != "committed":
+            lost = SnapshotLostError(f"nothing was exported to {self.url}, because {order.location.url} was not saved")
+            ranks.report(lost)
+            raise lost
+        with time_limit(ranks.deadline):
+            if ranks.rank == 0:
+                await prepare_together(ranks, self._sink.prepare)
+            return await self._sink.read_checkpoint(order.location, ranks)
 
 
-async def _read_in_thread(sink: Sink, snapshot: SnapshotReader[Any]) -> Any:
+def _following(order: SaveOrder, number: int) -> Operation:
+    """Begin what the ranks do together after the save."""
+    assert order.operation is not None
+    return order.operation.follow(number, "export", Deadline.after(order.deadline.timeout_s))
+
+
+async def _read_in_thread(sink: Sink, snapshot: SnapshotReader[Any], save: SaveOrder) -> Any:
     """Of its own, because an export may hang for ever."""
     threads, stop = Threads("sidestream-export", 1), Stop()
     try:
-        return await threads.run(_read, sink, snapshot, stop, stop=stop)
+        return await threads.run(_read, sink, snapshot, save, stop, stop=stop)
     finally:
         threads.close()
 
 
 def exports_in(export: Export | Sequence[Export] | None) -> tuple[Export, ...]:
-    """Return the exports that ``export=`` names. Raises ``InvalidOption``."""
+    """Return the exports that ``export=`` names. Raises ``InvalidOptionError``."""
     found = () if export is None else tuple(export) if isinstance(export, Sequence) else (export,)
     for one in found:
         if not callable(getattr(one, "sink", None)):
-            raise InvalidOption(f"export={one!r} has to be a sidestream.HF, or a list of them")
+            raise InvalidOptionError(f"export={one!r} has to be a sidestream.HF, or a list of them")
     return found
 
 
 def sinks_of(exports: Sequence[Export], target: str, *, step: int | None, durability: Durability) -> list[Sink]:
-    """Return the sinks of a save to the URL ``target``. Raises ``InvalidOption`` where two write to one place."""
+    """Return the sinks of a save to the URL ``target``. Raises ``InvalidOptionError`` where two write to one place."""
     sinks = [one.sink(step=step, durability=durability) for one in exports]
     places = [target, *(sink.url for sink in sinks)]
     for one, other in itertools.permutations(places, 2):
         if f"{one}/".startswith(f"{other}/"):
-            raise InvalidOption(f"{one} lies in {other}: a checkpoint and each of its exports need places of their own")
+            raise InvalidOptionError(
+                f"{one} lies in {other}: a checkpoint and each of its exports need places of their own"
+            )
     return sinks
 
 
@@ -207,9 +241,9 @@ async def all_ended(exports: Sequence[PendingExport]) -> None:
         await export.ended()
 
 
-def _read(sink: Sink, snapshot: SnapshotReader[Any], stop: Stop) -> Any:
+def _read(sink: Sink, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> Any:
     try:
-        return sink.read(snapshot, stop)
+        return sink.read(snapshot, save, stop)
     except Exception as error:
         raise clean(error, "the thread of an export") from None  # its frames refer to staged memory
     except BaseException as error:  # SystemExit in this thread is not the end of the program

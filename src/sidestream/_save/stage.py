@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 from .._format.digest import digest_of
 from .._format.shard import BlockSums, ShardLayout
+from .._layout.renamed_state import renamed_state
 from .._layout.values import copy_value
-from .._runtime.threads import Stop
-from .._staging import AsyncStager, Captured, PlanCache, SnapshotReader, Staging, capture
+from .._runtime.threads import Stop, run_sliced
+from .._staging import AsyncStager, Captured, PlanCache, SnapshotReader, Staging, borrow, capture, give_back
 from .._storage import Body, BytesBody, ShardBody
+from ..errors import InvalidOptionError
+from ..options import Dtypes, Names
 from .order import SaveOrder
 from .pending import SaveProgress
 from .writer import FirstCopy, Stage, Stager
 
-__all__ = ["LaidOutStage"]
+__all__ = ["LaidOutStage", "SavedAs"]
 
 _PATIENCE_S = 20.0
 
@@ -43,8 +47,38 @@ LayOut: TypeAlias = Callable[[PlanCache, int, Captured], Any]
 """Plan a save, in the stager's thread, given the stager's cache of plans and its budget in bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class SavedAs:
+    """The names and dtypes that a state gets in the checkpoint (``SaveOptions``)."""
+
+    names: Names | None = None
+    dtype: Dtypes | None = None
+
+    def check(self, *, own: bool) -> None:
+        """Raise ``InvalidOptionError`` if these are given for a save without a stager of our ``own``."""
+        given = [name for name, one in (("names=", self.names), ("dtype=", self.dtype)) if one is not None]
+        if given and not own:
+            raise InvalidOptionError(
+                f"{' and '.join(given)} need a stager of sidestream, which renames and converts while it copies: leave "
+                "out stager=, or pass a sidestream.AsyncStager()"
+            )
+
+    def applied(self, lay_out: LayOut, url: str, *, others: bool) -> LayOut:
+        """Return ``lay_out`` of the state under its new names, with its new dtypes. ``others``: a mapping may contain
+        names of other ranks."""
+        if self.names is None and self.dtype is None:
+            return lay_out
+        names, dtype = self.names, self.dtype
+
+        def renamed(plans: PlanCache, budget_bytes: int, captured: Captured) -> object:
+            captured = run_sliced(renamed_state(captured, names, dtype, url, others=others))
+            return lay_out(plans, budget_bytes, captured)
+
+        return renamed
+
+
 class LaidOutStage(Stage):
-    """The stage of a save that plans its files itself. Without a stager of ours, memory is mapped for this save alone.
+    """The stage of a save that plans its files itself. Without a stager of ours, one is borrowed for this save alone.
 
     ``readers`` sinks read the staged memory too. ``captured`` is None where a stager of another kind makes the first
     copy. It may use its memory again for the next stage, so ours is a second copy, and the sources are free when that
@@ -62,7 +96,7 @@ class LaidOutStage(Stage):
     ) -> None:
         super().__init__()
         if order.digest is not None:
-            digest_of(order.digest)  # raises MissingExtra where it is not installed
+            digest_of(order.digest)  # raises MissingExtraError where it is not installed
         self._order = order
         self._lay_out = lay_out
         self._captured = captured
@@ -70,8 +104,8 @@ class LaidOutStage(Stage):
         if isinstance(stager, AsyncStager):
             self._stager = stager
         else:
-            timeout_s = order.deadline.timeout_s
-            self._stager = self.own = AsyncStager(budget_bytes=order.budget_bytes, timeout_s=timeout_s)
+            shared, timeout_s = order.worker is not None, order.deadline.timeout_s
+            self._stager = self.own = borrow(order.budget_bytes, shared=shared, timeout_s=timeout_s)
             self._foreign = None if stager is None else (state, stager)
         self._second_free: Future[None] = Future()
         self._given_way = False
@@ -98,12 +132,14 @@ class LaidOutStage(Stage):
         self.snapshots = tuple(SnapshotReader(staging, number) for number in range(self._readers))
 
     def _launch(self, captured: Captured, readers: int = 0) -> Staging[Any]:
-        stager, saver = self._stager, self._order.saver
-        if saver is not None:
+        stager, worker = self._stager, self._order.worker
+        if worker is not None:
             stager.share()
         planned = partial(self._lay_out, stager.plans, stager.budget_bytes)
-        filler = None if saver is None else saver.filler()
-        staging = self._staging = stager.launch(captured, planned, self._order.deadline, filler=filler, readers=readers)
+        filler = None if worker is None else worker.filler()
+        staging = self._staging = stager.launch(
+            captured, planned, self._order.deadline, filler=filler, readers=readers, passes=worker is None
+        )
         if self._given_way:
             staging.release()
         return staging
@@ -165,6 +201,10 @@ class LaidOutStage(Stage):
     def drop(self) -> None:
         if self._first is not None:
             self._first.drop()
+
+    def give_back(self) -> bool:
+        order = self._order
+        return self.own is not None and give_back(self.own, order.budget_bytes, shared=order.worker is not None)
 
     def progress(self) -> SaveProgress:
         laid = None if self._staging is None else self._staging.laid

@@ -16,13 +16,20 @@ from inspect import iscoroutinefunction
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from .._runtime.caller import withdrawn_with_caller
-from .._runtime.state_dict_calls import Found, ask, in_order, key_order
+from .._runtime.caller import withdraw_if_interrupted
+from .._runtime.state_dict_calls import FoundObject, call_state_dict, in_order, key_order
 from .._runtime.threads import Deadline, Stop, Threads, release_in_background, result_of, time_limit
 from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager, Staging
 from .._storage import WRITE_THREADS, Body
-from ..errors import Aborted, Closed, DeadlineExceeded, InvalidOption, SidestreamError, Skipped
+from ..errors import (
+    ClosedError,
+    DeadlineExceededError,
+    InvalidOptionError,
+    SaveAbortedError,
+    SidestreamError,
+    SkippedError,
+)
 from .order import Lifecycle, SaveOrder
 from .pending import SaveProgress
 
@@ -94,6 +101,10 @@ class Stage(ABC):
     def drop(self) -> None:
         """Drop the references to staged memory."""
 
+    def give_back(self) -> bool:
+        """Keep the stager that was made for this save for the next one. Returns False if it has to be closed."""
+        return False
+
     @abstractmethod
     def progress(self) -> SaveProgress: ...
 
@@ -131,7 +142,7 @@ class LiveWriter:
             stage.launch()
             self._launched = True
             order.lifecycle.started()  # before the writing thread can report a plan
-            withdrawn_with_caller(self)
+            withdraw_if_interrupted(self)
             launch.succeeded.put(True)
             stage.settle()
         except BaseException:  # also of a signal
@@ -166,10 +177,16 @@ class LiveWriter:
             stopped = self._stop.is_set()
             await _ended(copied, _GRACE_S if stopped else max(self._order.deadline.remaining_s(), _GRACE_S))
         self._stage.drop()
-        if self._stage.own is not None:
+        if self._stage.own is not None and not (self._ended_well() and self._stage.give_back()):
             hangs = copied is not None and not copied.done()
-            with suppress(DeadlineExceeded):  # a device hangs; the save itself reports its outcome
+            with suppress(DeadlineExceededError):  # a device hangs; the save itself reports its outcome
                 await self._stage.own.aclose_by(Deadline.after(0.0 if hangs else _GRACE_S))
+
+    def _ended_well(self) -> bool:
+        """Whether everything has been staged and written, so that no thread of this save uses the stager any more."""
+        used = (self._done, self._stage.copied)
+        ended = all(one is not None and one.done() and not one.cancelled() for one in used)
+        return ended and not self._stop.is_set() and all(Future.exception(one) is None for one in used if one)
 
     def progress(self) -> SaveProgress:
         return self._stage.progress()
@@ -182,7 +199,7 @@ class LiveWriter:
         """End a save that nobody will await, and remove what it wrote. For the launching thread; does not wait."""
         self._withdrawn = True
         self.interrupt()
-        self._order.lifecycle.failed(Aborted("the caller was interrupted"), "absent")
+        self._order.lifecycle.failed(SaveAbortedError("the caller was interrupted"), "absent")
         if self._done is not None and self._launched:  # the thread may have ended before it could see that
             self._done.add_done_callback(lambda _: release_in_background(self._discard, "sidestream-abandoned"))
 
@@ -215,10 +232,13 @@ class LiveWriter:
 
     def _write(self) -> tuple[Any, Any]:
         order, stage, stop = self._order, self._stage, self._stop
-        if order.saver is not None:
-            order.saver.start()  # while the plan is made
+        if order.worker is not None:
+            order.worker.start()  # while the plan is made
         plan = stage.plan(stop)  # what cannot be saved is refused before anything is made
         order.lifecycle.planned(order.reported_id)
+        nbytes = getattr(plan, "nbytes", None)  # a planner of the caller tells no sizes
+        if nbytes is not None:
+            order.space.take(order.transaction, nbytes, alone=True)
         if self._ready is not None:
             self._ready(stop)
         order.write(stage.files(plan), threads=self._threads, stop=stop)  # ranks know the id of the save now
@@ -243,7 +263,7 @@ def _resolve(staged: asyncio.Future[None], lifecycle: Lifecycle, free: asyncio.F
         lifecycle.staged()
     if staged.done():
         return
-    if error is None or isinstance(error, (Skipped, Closed)):
+    if error is None or isinstance(error, (SkippedError, ClosedError)):
         staged.set_result(None)
     else:
         staged.set_exception(error)
@@ -252,17 +272,17 @@ def _resolve(staged: asyncio.Future[None], lifecycle: Lifecycle, free: asyncio.F
 
 class FirstCopy:
     """The copy that a stager of another kind makes, as it does under DCP: in the thread of the caller, from state
-    dicts. Raises ``InvalidOption``."""
+    dicts. Raises ``InvalidOptionError``."""
 
     def __init__(self, state: Mapping[str, Any], stager: Stager) -> None:
         if not callable(getattr(stager, "stage", None)) or iscoroutinefunction(stager.stage):
-            raise InvalidOption(f"stager={stager!r} has no plain method stage(state_dict)")
+            raise InvalidOptionError(f"stager={stager!r} has no plain method stage(state_dict)")
         if not isinstance(state, Mapping):
-            raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
+            raise InvalidOptionError(f"state is a mapping, not a {type(state).__name__}")
         objects = in_order(
-            Found((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
+            FoundObject((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
         )
-        answers = {id(one.instance): ask(one) for one in objects}
+        answers = {id(one.instance): call_state_dict(one) for one in objects}
         self._stager: Any = stager
         self._copy: Any = stager.stage({key: answers.get(id(item), item) for key, item in state.items()})
 
@@ -272,8 +292,8 @@ class FirstCopy:
         return self._copy if isinstance(self._copy, Future) else None
 
     def wait(self, stop: Stop) -> Any:
-        """Return the copy when it is complete, once. Called in a thread. Raises what the stager raised, ``Closed`` when
-        ``stop`` is set, and ``DeadlineExceeded``."""
+        """Return the copy when it is complete, once. Called in a thread. Raises what the stager raised, ``ClosedError``
+        when ``stop`` is set, and ``DeadlineExceededError``."""
         copy = self._copy
         try:
             if isinstance(copy, Future):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease
+from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing
+from .cached import borrow, give_back, set_cache_bytes
 from .captured import Captured, capture
 from .composite import Composite, Form, Sharding, consists_of_others, dismantle, settled
 from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, Driver, TorchDriver
-from .fill import Filler, Piece
+from .fill import Filler, FillPiece
 from .future import StagingFuture
 from .host import HostEngine, memory_behind, move, raw_start
-from .image import Copy, ImageLayout, StagedImage
+from .image import Columns, Copies, Copy, ImageLayout, StagedImage
 from .plans import PlanCache, fingerprint
+from .small import columns_of
 from .snapshot import SnapshotReader
 from .stage import Staging, clean
 from .stager import AsyncStager
@@ -19,22 +21,24 @@ from .tree import StagedState
 
 __all__ = [
     "PAGE_BYTES",
+    "Allocation",
     "Arena",
     "ArenaStatistics",
     "AsyncStager",
     "Backing",
     "Captured",
+    "Columns",
     "Composite",
+    "Copies",
     "Copy",
     "CudaDriver",
     "DeviceEngine",
     "Driver",
+    "FillPiece",
     "Filler",
     "Form",
     "HostEngine",
     "ImageLayout",
-    "Lease",
-    "Piece",
     "PlanCache",
     "Sharding",
     "SnapshotReader",
@@ -44,13 +48,17 @@ __all__ = [
     "Staging",
     "StagingFuture",
     "TorchDriver",
+    "borrow",
     "capture",
     "clean",
+    "columns_of",
     "consists_of_others",
     "dismantle",
     "fingerprint",
+    "give_back",
     "memory_behind",
     "move",
     "raw_start",
+    "set_cache_bytes",
     "settled",
 ]

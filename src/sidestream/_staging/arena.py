@@ -20,6 +20,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -29,16 +30,32 @@ from functools import cache
 from typing import Any, Literal, Protocol
 
 from .._runtime.threads import Deadline, Stop
-from ..errors import ArenaExhausted, Closed, DeadlineExceeded
+from ..errors import ArenaExhaustedError, ClosedError, DeadlineExceededError
+from .drain import Drain
 from .registration import Fate, Pinner, Registration, give_back, register, settle
 
-__all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Backing", "Lease", "SharedMemory", "whole_pages"]
+__all__ = [
+    "PAGE_BYTES",
+    "SEGMENT_BYTES",
+    "Allocation",
+    "Arena",
+    "ArenaStatistics",
+    "Backing",
+    "SharedMemory",
+    "whole_pages",
+]
 
 PAGE_BYTES = 4096
+SEGMENT_BYTES = 8 << 20
+"""At least."""
 _HUGE_PAGE_BYTES = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which no module names
-_POPULATED_BYTES = 16 << 20  # meanwhile nobody else in the process can map memory: some 6 ms
+_REMOVE = 9  # MADV_REMOVE
+_POPULATED_BYTES = 4 << 20  # meanwhile nobody else in the process can map memory, or start a thread: 1 to 8 ms
+_GAP_S = 0.2e-3  # for whoever waits for that
 _GROWTH_BYTES = 256 << 20  # touched in one go, before the first copy into it
+_STEP_BYTES = 32 << 20  # while there is little: the first window is written while memory for the next is touched
+_STEP_SHARE = 4  # of what there is
 _UNREGISTERED_S = 5.0  # how long even a lease with ``at_once`` waits for memory that is being unregistered
 _numbers = itertools.count(1)
 _SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
@@ -119,7 +136,7 @@ class _Segment:
         return self.free == [(0, self.nbytes)]
 
 
-class Lease:
+class Allocation:
     """``nbytes`` of page-aligned host memory. Its holder has to ``release()`` it; what is referenced stays valid."""
 
     __slots__ = ("__weakref__", "_arena", "_array", "_memory", "nbytes", "start")
@@ -150,7 +167,7 @@ class Lease:
     def array(self) -> ctypes.Array[ctypes.c_char]:
         """The memory; whatever is made from it (``torch.frombuffer``, ``memoryview``) keeps it from being reused."""
         if self._array is None:
-            raise Closed("this lease was released")
+            raise ClosedError("this lease was released")
         return self._array
 
     @property
@@ -169,7 +186,7 @@ class Lease:
 class Arena:
     """Leases out of at most ``budget_bytes`` of mapped memory. All methods may be called from any thread."""
 
-    def __init__(self, budget_bytes: int, *, segment_bytes: int = 8 << 20, backing: Backing = "private") -> None:
+    def __init__(self, budget_bytes: int, *, segment_bytes: int = SEGMENT_BYTES, backing: Backing = "private") -> None:
         self.budget_bytes = budget_bytes
         self._segment_bytes = segment_bytes
         self._backing = backing
@@ -183,6 +200,9 @@ class Arena:
         self._returned: queue.SimpleQueue[tuple[_Segment | None, int, int] | _Ended | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._reserved = self._leased = self._peak = self._leases = self._waiters = 0
+        self._touched_bytes_per_s = 0.0  # the last time that memory was mapped
+        self._given_back = 0
+        """Bytes of all leases that have ended."""
         self._leaving = self._kept = 0
         """Reserved bytes of segments that were dropped and are registered, and of those the ones that stay so."""
         self._closed = threading.Event()
@@ -196,28 +216,30 @@ class Arena:
         coming: Callable[[], Iterable[int]] = tuple,
         at_once: bool = False,
         spare_offers: bool = False,
-    ) -> Lease:
+        drain: Drain | None = None,
+    ) -> Allocation:
         """Wait for ``nbytes`` (rounded up to pages) and return them with undefined contents. Blocks: not for the loop.
         ``coming()`` returns the sizes of the leases that follow. If memory has to be mapped, memory for some of them is
         mapped too, and memory that they need is not used. ``at_once``: wait only for memory that is being unregistered.
-        With ``spare_offers`` nothing is taken back that was only offered (``Lease.offer``).
+        With ``spare_offers`` nothing is taken back that was only offered (``Allocation.offer``). ``drain`` says how
+        long to wait for memory that is in use before memory is mapped.
 
-        Raises ``ArenaExhausted`` at once if they can never fit the budget, and when ``deadline`` passes; ``Closed``
-        when ``stop`` is set or the arena is closed meanwhile.
+        Raises ``ArenaExhaustedError`` at once if they can never fit the budget, and when ``deadline`` passes;
+        ``ClosedError`` when ``stop`` is set or the arena is closed meanwhile.
         """
         size = whole_pages(nbytes)
         if size > self.budget_bytes:
-            raise ArenaExhausted(
+            raise ArenaExhaustedError(
                 f"{size} bytes of staging memory are needed at once, the budget is {self.budget_bytes}: "
                 "raise budget_bytes= of the stager"
             )
-        request = _Request(size, coming, deadline, stop, at_once, spare_offers)
+        request = _Request(size, coming, deadline, stop, at_once, spare_offers, drain)
         with stop.waking(self.wake):
             segment, start = self._acquire(request)
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
         back = (segment, start, start + size)
         weakref.finalize(array, self._give_back, self._returned, self._closed, self._pid, back).atexit = False
-        return Lease(self, segment.memory, start, array, nbytes)
+        return Allocation(self, segment.memory, start, array, nbytes)
 
     def share(self) -> None:
         """From here on lease memory that another process can be handed; what is private is dropped as it falls free.
@@ -228,7 +250,7 @@ class Arena:
         return [s.memory for s in list(self._segments) if s.memory.descriptor is not None]  # type: ignore[misc]
 
     def take_offer(self, take_back: Callable[[], None], *, by_sink: bool) -> Callable[[], None]:
-        """See ``Lease.offer``."""
+        """See ``Allocation.offer``."""
         key, offers = object(), self._sink_offers if by_sink else self._offers
         offers[key] = take_back
         if self._waiters:
@@ -259,6 +281,12 @@ class Arena:
         self._collect()
         return self.budget_bytes - self._leased - self._kept
 
+    @property
+    def given_back_bytes(self) -> int:
+        """The bytes of all leases that have ended."""
+        self._collect()
+        return self._given_back
+
     def make_way(self, sizes: Sequence[int]) -> None:
         """Prepare for leases of ``sizes``, which will be requested in this order and held together. If they fit into
         the budget, but neither into the free extents nor into memory that can still be mapped, idle segments are
@@ -273,8 +301,47 @@ class Arena:
             if 0 < excess <= idle and not _hold(self._free_sizes(), wanted):
                 self._drop_idle_segments(excess)
 
+    def grow_for(self, sizes: Sequence[int], busy: Callable[[], bool], most: int) -> bool:
+        """Map and touch what is missing for leases of ``sizes`` that are held together, up to ``most`` bytes within the
+        budget. Return False if memory is in use, and once ``busy()`` is true."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            self._drain()
+            if self._leases or self._closed.is_set():
+                return False
+            left, most = _missing(self._free_sizes(), map(whole_pages, sizes)), min(most, self.budget_bytes)
+            while left and self._pinner is None:
+                wanted = _segment_bytes(left, most - self._staying(), self._segment_bytes, _GROWTH_BYTES)
+                if self._reserved + wanted > most:
+                    break
+                segment = _Segment(_map(wanted, self._backing), wanted, [(0, wanted)])
+                if not _touch_range(_address(segment.memory), wanted, busy):
+                    return False
+                self._segments.append(segment)
+                self._reserved += wanted
+                left = _missing([wanted], left)
+            return True
+        except ArenaExhaustedError:  # the next stage says so, if it needs memory
+            return True
+        finally:
+            self._turn.release()
+
+    def trim_idle(self, most: int = 0) -> None:
+        """Unmap segments that are not in use until there are ``most`` bytes, unless a device knows them or a stage
+        waits for memory."""
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            self._drain()
+            if self._pinner is None:
+                self._drop_idle_segments(self._reserved - most, _discard)
+        finally:
+            self._turn.release()
+
     def trim(self, deadline: Deadline) -> None:
-        """Unmap the segments that are not in use. Blocks until they are unregistered. Raises ``DeadlineExceeded``."""
+        """Unmap the segments that are not in use. Blocks until they are unregistered. Raises
+        ``DeadlineExceededError``."""
         if not self._turn.acquire(timeout=deadline.remaining_s()):
             raise deadline.exceeded("trim(), which had to wait for a stage that waits for memory,")
         try:
@@ -286,9 +353,9 @@ class Arena:
 
     def settle(self, deadline: Deadline) -> None:
         """Wait until all memory that is no longer in use has been unmapped, except memory that cannot be unregistered.
-        Raises ``DeadlineExceeded``."""
+        Raises ``DeadlineExceededError``."""
         if self._leaving and not settle(deadline):
-            raise DeadlineExceeded(
+            raise DeadlineExceededError(
                 f"registered memory was not released within timeout_s={deadline.timeout_s:g}: the device does not "
                 "respond; the memory stays mapped until it does"
             )
@@ -344,9 +411,15 @@ class Arena:
                 self._drop_private()
             request.stop.check()
             if self._closed.is_set():
-                raise Closed("the stager was closed while a stage waited for memory")
-            found = self._take(size) or self._grow(size, request.coming)
+                raise ClosedError("the stager was closed while a stage waited for memory")
+            found = self._take(size)
+            if found is None:
+                if self._recycles(request):
+                    continue
+                found = self._grow(size, request.coming)
             if found is not None:
+                if request.drain is not None:
+                    request.drain.leased(size)
                 self._leased += size
                 self._leases += 1
                 self._peak = max(self._peak, self._leased)
@@ -366,9 +439,21 @@ class Arena:
                     continue
                 raise self._exhausted(request) from None
 
+    def _recycles(self, request: _Request) -> bool:
+        """Wait for memory that is in use, unless it is better to map memory now. Returns whether it has waited."""
+        if request.drain is None or request.at_once or self._pinner is not None or not self._touched_bytes_per_s:
+            return False
+        patience_s = request.drain.patience_s(request.size, self._given_back, self._touched_bytes_per_s)
+        patience_s = min(patience_s, request.deadline.remaining_s())
+        if patience_s <= 0:
+            return False
+        with suppress(queue.Empty):
+            self._put_back(self._returned.get(timeout=patience_s))
+        return True
+
     def _take_back(self) -> bool:
         """Take one offer, if there is any. Those of sinks come first, the oldest before the others: a sink starts over
-        from a checkpoint, while a save whose saver process is lost ends without the memory that it has offered."""
+        from a checkpoint, while a save whose writer process is lost ends without the memory that it has offered."""
         for offers in (self._sink_offers, self._offers):
             for key in list(offers):
                 take_back = offers.pop(key, None)
@@ -377,9 +462,9 @@ class Arena:
                     return True
         return False
 
-    def _exhausted(self, request: _Request) -> ArenaExhausted:
+    def _exhausted(self, request: _Request) -> ArenaExhaustedError:
         kept = f" and {self._kept} cannot be unregistered" if self._kept else ""
-        return ArenaExhausted(
+        return ArenaExhaustedError(
             f"no {request.size} bytes of staging memory became free within {request.deadline.timeout_s:g} s: "
             f"{self._leased} of {self.budget_bytes} are leased{kept}; release() staged state dicts, or raise "
             "budget_bytes="
@@ -421,16 +506,23 @@ class Arena:
 
     def _grow(self, size: int, coming: Callable[[], Iterable[int]]) -> tuple[_Segment, int] | None:
         sizes = [size, *map(whole_pages, coming())]
-        wanted = _segment_bytes(sizes, self.budget_bytes - self._staying(), self._segment_bytes)
+        room, most = self.budget_bytes - self._staying(), _GROWTH_BYTES
+        if self._pinner is None:
+            most = min(most, max(_STEP_BYTES, self._reserved // _STEP_SHARE))
+        wanted = _segment_bytes(sizes, room, self._segment_bytes, most)
         excess = self._staying() + wanted - self.budget_bytes
         if excess > 0 and excess <= sum(segment.nbytes for segment in self._segments if segment.idle()):
             self._drop_idle_segments(excess)
         if self._reserved + wanted > self.budget_bytes:
             return None
         if wanted >= _SEGMENT_LIMIT_BYTES:
-            raise ArenaExhausted(f"{wanted} bytes of staging memory in one piece: less than 512 GiB can be registered")
+            raise ArenaExhaustedError(
+                f"{wanted} bytes of staging memory in one piece: less than 512 GiB can be registered"
+            )
         segment = _Segment(_map(wanted, self._backing), wanted)
+        begun = time.perf_counter()
         _touch(segment.memory, wanted)
+        self._touched_bytes_per_s = wanted / max(time.perf_counter() - begun, 1e-9)
         if self._pinner is not None:
             self._register(segment, *self._pinner)
         segment.free = [(size, wanted)] if wanted > size else []
@@ -438,13 +530,14 @@ class Arena:
         self._reserved += wanted
         return segment, 0
 
-    def _drop_idle_segments(self, nbytes: int) -> None:
+    def _drop_idle_segments(self, nbytes: int, then: Callable[[_Memory, int], None] = lambda *_: None) -> None:
         """Smallest first: many small segments that no large lease fits give way to one that it does."""
         for segment in sorted((s for s in self._segments if s.idle()), key=lambda s: s.nbytes):
             if nbytes <= 0:
                 return
             self._segments.remove(segment)
             self._count_out(segment)
+            then(segment.memory, segment.nbytes)
             nbytes -= segment.nbytes
 
     def _drop_private(self) -> None:
@@ -490,6 +583,7 @@ class Arena:
             self._end(returned)
             return
         segment, start, end = returned
+        self._given_back += end - start
         self._leased -= end - start
         self._leases -= 1
         if segment is None:
@@ -525,6 +619,7 @@ class _Request:
     stop: Stop
     at_once: bool
     spare_offers: bool
+    drain: Drain | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -540,14 +635,15 @@ def whole_pages(nbytes: int) -> int:
     return max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
 
 
-def _segment_bytes(sizes: Sequence[int], room: int, least: int) -> int:
+def _segment_bytes(sizes: Sequence[int], room: int, least: int, most: int) -> int:
     """Return the size of the segment to map for the first of ``sizes`` if ``room`` bytes of the budget are left.
 
-    The segment holds as many whole leases as are worth touching at once, so that no part of it remains unused. It is
-    rounded up to huge pages if the later leases leave room for that."""
+    The segment holds as many whole leases as are worth touching at once (``most`` bytes, unless the first one is
+    larger), so that no part of it remains unused. It is rounded up to huge pages if the later leases leave room for
+    that."""
     expected, everything = sizes[0], sum(sizes)
     for size in sizes[1:]:
-        if expected + size > _GROWTH_BYTES:
+        if expected + size > most:
             break
         expected += size
     wanted = max(least, -(-expected // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
@@ -558,16 +654,22 @@ def _segment_bytes(sizes: Sequence[int], room: int, least: int) -> int:
 
 
 def _hold(free: list[int], sizes: Iterable[int]) -> bool:
-    """Whether leases of ``sizes`` fit into extents of ``free`` bytes, with each lease in the best-fitting extent."""
-    free = sorted(free)
+    """Whether leases of ``sizes`` fit into extents of ``free`` bytes."""
+    return not _missing(free, sizes)
+
+
+def _missing(free: list[int], sizes: Iterable[int]) -> list[int]:
+    """Return those of ``sizes`` that do not fit into extents of ``free`` bytes, with each in the best-fitting one."""
+    free, missing = sorted(free), list[int]()
     for size in sizes:
         index = bisect_left(free, size)
         if index == len(free):
-            return False
+            missing.append(size)
+            continue
         rest = free.pop(index) - size
         if rest:
             insort(free, rest)
-    return True
+    return missing
 
 
 def _nothing() -> None:
@@ -583,7 +685,7 @@ def _map(nbytes: int, backing: Backing) -> _Memory:
         else:
             memory = _Memory(-1, nbytes)
     except OSError as error:
-        raise ArenaExhausted(f"the system granted no {nbytes} bytes of memory: {error}") from error
+        raise ArenaExhaustedError(f"the system granted no {nbytes} bytes of memory: {error}") from error
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
@@ -605,9 +707,11 @@ def _map_memfd(nbytes: int) -> _Memory:
 
 
 def _touch(memory: mmap.mmap, nbytes: int) -> None:
-    """Fault all pages in, in a few threads, without the GIL."""
-    anchor = ctypes.c_char.from_buffer(memory)
-    base = ctypes.addressof(anchor)
+    """Fault all pages in, without the GIL; many of them in a few threads."""
+    base = _address(memory)
+    if nbytes <= 2 * _STEP_BYTES:  # another thread would save some milliseconds, and cost twice as much
+        _touch_range(base, nbytes)
+        return
     share = -(-nbytes // max(1, min(4, (os.cpu_count() or 1) // 2)))  # the program needs the other cores
     share = -(-share // PAGE_BYTES) * PAGE_BYTES
     threads = [
@@ -626,14 +730,34 @@ def _touch(memory: mmap.mmap, nbytes: int) -> None:
             thread.join()
 
 
-def _touch_range(address: int, nbytes: int) -> None:
-    """The kernel's own way takes half of the time (a fifth with huge pages), where it has one: Linux 5.14."""
-    done = 0
-    if sys.platform == "linux":
-        while done < nbytes and _madvise(address + done, min(nbytes - done, _POPULATED_BYTES), _POPULATE_WRITE) == 0:
-            done += min(nbytes - done, _POPULATED_BYTES)
-    if done < nbytes:
-        ctypes.memset(address + done, 0, nbytes - done)
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _touch_range(address: int, nbytes: int, busy: Callable[[], bool] | None = None) -> bool:
+    """The kernel's own way takes half of the time (a fifth with huge pages), where it has one: Linux 5.14. With
+    ``busy`` it does not hurry, and returns False if it has ended early."""
+    done, populates = 0, sys.platform == "linux"
+    while done < nbytes:
+        if busy is not None:
+            time.sleep(_GAP_S)
+            if busy():
+                return False
+        size = min(nbytes - done, _POPULATED_BYTES)
+        populates = populates and _madvise(address + done, size, _POPULATE_WRITE) == 0
+        if not populates:
+            ctypes.memset(address + done, 0, size)
+        done += size
+    return True
+
+
+def _discard(memory: _Memory, nbytes: int) -> None:
+    """Give the pages back to the system, piece by piece and without the GIL, which unmapping them would hold."""
+    advice = _REMOVE if memory.descriptor is not None else getattr(mmap, "MADV_DONTNEED", None)
+    if advice is None:
+        return
+    for done in range(0, nbytes, _POPULATED_BYTES):
+        _madvise(_address(memory) + done, min(_POPULATED_BYTES, nbytes - done), advice)
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .._runtime.public import public
 from .._runtime.threads import Deadline
-from ..errors import DeadlineExceeded, UnsafeObject
+from ..errors import DeadlineExceededError, UnsafeObjectError
 from .stager import AsyncStager
 from .tree import StagedState
 
@@ -45,7 +45,7 @@ class BlockingAsyncStager:
 
     def stage(self, state_dict: Mapping[str, Any]) -> StagedState:
         """A copy of ``state_dict`` in host memory. Blocks. Raises what ``AsyncStager.stage`` and its future raise, and
-        ``UnsafeObject`` for a value that ``type_check`` refuses."""
+        ``UnsafeObjectError`` for a value that ``type_check`` refuses."""
         if not self.cache_staged_state_dict:
             self._stager.trim()
         future = self._stager.stage(state_dict, convert=_check_type if self.type_check else copy.deepcopy)
@@ -55,7 +55,9 @@ class BlockingAsyncStager:
         except TimeoutError as error:
             if future.done():
                 raise
-            raise DeadlineExceeded(f"the state dict was not copied within timeout_s={self._timeout_s:g}") from error
+            raise DeadlineExceededError(
+                f"the state dict was not copied within timeout_s={self._timeout_s:g}"
+            ) from error
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -71,5 +73,7 @@ class BlockingAsyncStager:
 
 def _check_type(value: Any) -> Any:
     if value is not None and not isinstance(value, _EXPECTED):
-        raise UnsafeObject(f"type_check expects tensors, numbers, strings, bytes and containers, not {type(value)}")
+        raise UnsafeObjectError(
+            f"type_check expects tensors, numbers, strings, bytes and containers, not {type(value)}"
+        )
     return copy.deepcopy(value)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from .._runtime.state_dict_calls import LEAVES, asked_in_order
+from .._runtime.state_dict_calls import LEAVES, state_dicts_in_order
 from .._runtime.torch_probes import Stateful, attributes_of, has_shards, storage_key, with_attributes
-from ..errors import InvalidOption, UnsafeObject
+from ..errors import InvalidOptionError, UnsafeObjectError
 from .composite import Composite, dismantle, settled
 
 __all__ = ["Captured", "capture", "named"]
@@ -48,20 +48,22 @@ class Captured:
     held: set[int] = field(default_factory=set)
     sharded: bool = False
     """Whether some of it is shards of a larger tensor."""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """What tensors are converted to while they are staged, by FQN; the others keep their dtype."""
 
 
 def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepcopy) -> Captured:
     """Take hold of ``state`` without touching the bytes of a tensor.
 
-    ``convert`` copies a value of a type that is not a container; what it raises becomes ``UnsafeObject``. Raises
-    ``InvalidOption`` if ``state`` is no mapping or contains itself, ``UnsupportedTensor`` for a tensor that has no
-    bytes. Dicts stay dicts (of any mapping), lists lists; tuples and what is in them keep their types.
+    ``convert`` copies a value of a type that is not a container; what it raises becomes ``UnsafeObjectError``. Raises
+    ``InvalidOptionError`` if ``state`` is no mapping or contains itself, ``UnsupportedTensorError`` for a tensor that
+    has no bytes. Dicts stay dicts (of any mapping), lists lists; tuples and what is in them keep their types.
 
     Everything keeps the order of the caller's dicts, except the calls of ``state_dict()``, which have the same order on
     all ranks.
     """
     if not isinstance(state, Mapping):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"state is a mapping from names to tensors, values and objects with state_dict(), not a "
             f'{type(state).__name__}; write {{"model": model}}'
         )
@@ -77,7 +79,7 @@ class _Walk:
         self.sharded = False
         self._convert = convert
         self._answers: dict[int, tuple[Any, Any]] = {}
-        self._asking = asked_in_order(state, _contents, self._answers)
+        self._asking = state_dicts_in_order(state, _contents, self._answers)
 
     def mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[Any, Any]:
         if _PLAIN_TENSORS.issuperset(map(type, value.values())) and not any(map(attributes_of, value.values())):
@@ -106,7 +108,7 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             return self.tensor(value, path)
         if depth > _MAX_DEPTH:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"{path[:200]}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself"
             )
         if isinstance(value, list):
@@ -133,7 +135,9 @@ class _Walk:
             if level_done and id(instance) in self._answers:
                 break
         if id(instance) not in self._answers:
-            raise InvalidOption("the state was changed while its objects returned their state_dict(); do not change it")
+            raise InvalidOptionError(
+                "the state was changed while its objects returned their state_dict(); do not change it"
+            )
         return self._answers[id(instance)][1]
 
     def inside(self, value: Any, path: str, depth: int) -> Any:
@@ -160,7 +164,7 @@ class _Walk:
         try:
             return self._convert(value)
         except Exception as error:
-            raise UnsafeObject(f"{path}: a {type(value).__qualname__} cannot be copied: {error}") from error
+            raise UnsafeObjectError(f"{path}: a {type(value).__qualname__} cannot be copied: {error}") from error
 
 
 def _carried(tensor: torch.Tensor) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._runtime.torch_probes import has_shards, shard_attributes, shard_runs, shards_held, tensor_class, with_shards_of
-from ..errors import UnsupportedTensor
+from ..errors import UnsupportedTensorError
 
 __all__ = ["Composite", "Form", "Sharding", "consists_of_others", "dismantle", "settled"]
 
@@ -77,12 +77,12 @@ class Composite:
 
 
 def dismantle(tensor: torch.Tensor, path: str) -> Composite | None:
-    """The parts of ``tensor``, or None if it is a plain one. Raises ``UnsupportedTensor``, naming ``path``."""
+    """The parts of ``tensor``, or None if it is a plain one. Raises ``UnsupportedTensorError``, naming ``path``."""
     kind = type(tensor)
     if (fake := tensor_class("torch._subclasses.fake_tensor", "FakeTensor")) and isinstance(tensor, fake):
-        raise UnsupportedTensor(f"{path}: cannot save a fake tensor: it has no bytes")
+        raise UnsupportedTensorError(f"{path}: cannot save a fake tensor: it has no bytes")
     if torch.nn.parameter.is_lazy(tensor):
-        raise UnsupportedTensor(f"{path}: cannot save an uninitialized {kind.__name__}: run the module once first")
+        raise UnsupportedTensorError(f"{path}: cannot save an uninitialized {kind.__name__}: run the module once first")
     if (sharded := tensor_class("torch.distributed._shard.sharded_tensor", "ShardedTensor")) and kind is sharded:
         return _sharded(tensor, path)
     if (dtensor := tensor_class("torch.distributed.tensor", "DTensor")) and isinstance(tensor, dtensor):
@@ -134,7 +134,7 @@ def _part(tensor: torch.Tensor, path: str) -> torch.Tensor | Composite:
 
 def _dtensor(tensor: Any, path: str) -> Composite:
     if any(placement.is_partial() for placement in tensor.placements):
-        raise UnsupportedTensor(
+        raise UnsupportedTensorError(
             f"{path}: a DTensor with a Partial placement holds a share of a sum that nobody has added up yet; "
             "redistribute() it first"
         )

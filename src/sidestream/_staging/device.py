@@ -17,25 +17,33 @@ from typing import Any, Literal
 
 import torch
 
-from .._runtime.rate import Pace
-from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, politely
+from .._runtime.rate import RateLimiter
+from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, yielding_gil
 from .._runtime.torch_probes import extent_bytes, lazy_bits, neg_view, storage_key
-from ..errors import ArenaExhausted, CapturingGraph, Closed, DeviceFailed, InvalidOption, SidestreamError
-from .arena import Lease
+from ..errors import (
+    ArenaExhaustedError,
+    ClosedError,
+    DeviceError,
+    GraphCaptureError,
+    InvalidOptionError,
+    SidestreamError,
+)
+from .arena import Allocation
 from .captured import named
 from .driver import Driver
-from .host import HostEngine, check_extent, move, raw_start, rows_with
+from .host import HostEngine, check_extent, elements_of, move, pieces_in, raw_start, rows_with
 from .image import Copy
 
 __all__ = ["DeviceEngine", "DeviceStage", "StageMode", "held_back"]
 
-StageMode = Literal["lazy", "snapshot", "hybrid"]
+StageMode = Literal["lazy", "eager", "hybrid"]
 
 _SMALL_BYTES = 1 << 20
 _CHUNK_BYTES = (32 << 20, 512 << 20)
 _SCRATCH_BYTES = 256 << 20
 _GAP_BYTES = 24 << 20
 _EVERY = 64
+_CONVERTED_BYTES = 8 << 20  # at a time, in device memory that the next piece uses again
 _NAMED = 3  # keys in a message
 # What torch.cat is known to take on every device; the others go as raw bytes.
 _GATHERED_AS_THEY_ARE = frozenset(
@@ -47,7 +55,7 @@ _CHUNKS = 350  # a stream's queue takes some 1,000 operations before a launch bl
 def held_back(sizes: Sequence[int], mode: StageMode, lazily_bytes: float, free_bytes: float) -> set[int]:
     """Which storages to copy on the device first, by index: in hybrid mode the last ones, those that would not be
     copied within the ``lazily_bytes`` that pass before the next fence, as far as half of the free memory takes them."""
-    if mode == "snapshot":
+    if mode == "eager":
         return set(range(len(sizes)))
     if mode == "lazy":
         return set()
@@ -78,7 +86,7 @@ class _Side:
     clones: dict[int, torch.Tensor]
     lazily: bool
     """Whether sources are still read after the call."""
-    small: Lease | None = None
+    small: Allocation | None = None
     begun: bool = False
     since_gap: int = 0
     last: Any = None
@@ -130,14 +138,14 @@ class DeviceStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DevicePart:
     """What one device contributes to one image: done when ``end`` has passed and ``scatter`` is in place."""
 
     stage: DeviceStage
     side: _Side
     end: Any
     scatter: tuple[Copy, ...]
-    lease: Lease
+    lease: Allocation
 
 
 class DeviceEngine:
@@ -160,10 +168,10 @@ class DeviceEngine:
         self._lock = threading.Lock()
 
     def check_not_capturing(self, streams: Iterable[Any]) -> None:
-        """Raise ``CapturingGraph`` if a graph is being captured on one of ``streams``."""
+        """Raise ``GraphCaptureError`` if a graph is being captured on one of ``streams``."""
         for stream in streams:
             if self.driver.capturing(stream):
-                raise CapturingGraph(
+                raise GraphCaptureError(
                     f"a graph is being captured on {stream}, and staging cannot be part of a graph: "
                     "call stage() and fence() before or after the capture"
                 )
@@ -183,8 +191,8 @@ class DeviceEngine:
         """Fix what ``tensors`` hold at this point of the caller's current streams. Launches, and does not wait.
 
         ``volatile`` are keys of storages that forward changes: like small ones they are copied on the device now.
-        ``root`` has the names of the tensors, for messages. Raises ``ArenaExhausted`` if the device has no memory for
-        the copies, ``CapturingGraph`` before anything is enqueued, ``DeviceFailed``.
+        ``root`` has the names of the tensors, for messages. Raises ``ArenaExhaustedError`` if the device has no memory
+        for the copies, ``GraphCaptureError`` before anything is enqueued, ``DeviceError``.
         """
         stage = DeviceStage({}, tensors, root)
         try:
@@ -215,7 +223,7 @@ class DeviceEngine:
         try:
             self.check_not_capturing([*currents.values(), *wait_streams])
         except (AttributeError, TypeError) as error:
-            raise InvalidOption(f"wait_streams={wait_streams!r} must be streams of the device: {error}") from error
+            raise InvalidOptionError(f"wait_streams={wait_streams!r} must be streams of the device: {error}") from error
         for device, views in groups.items():
             current = currents[device]
             for stream in wait_streams:
@@ -243,11 +251,11 @@ class DeviceEngine:
             if index in chosen or key in volatile:
                 try:
                     clones[key] = self.driver.clone(_raw(views[key].untyped_storage()))
-                except ArenaExhausted as error:
+                except ArenaExhaustedError as error:
                     if key in volatile:  # needs its copy in every mode
                         raise
-                    if mode == "snapshot":
-                        raise ArenaExhausted(
+                    if mode == "eager":
+                        raise ArenaExhaustedError(
                             f'{error}, or stage with mode="lazy", or with "hybrid", which takes what is free'
                         ) from error
                     break  # the rest is copied lazily
@@ -296,7 +304,7 @@ class DeviceEngine:
                     self.driver.wait(self.driver.current_stream(device), event)
 
     def check_fence(self, stage: DeviceStage) -> None:
-        """Raise ``CapturingGraph`` if a graph is being captured on a stream that ``fence`` would make wait."""
+        """Raise ``GraphCaptureError`` if a graph is being captured on a stream that ``fence`` would make wait."""
         with failing("at the fence", stage.names):
             self.check_not_capturing([self.driver.current_stream(device) for device in list(stage.sides)])
 
@@ -320,13 +328,15 @@ class DeviceEngine:
             self.driver.enter(device)
         return device
 
-    def lease_scratch(self, stage: DeviceStage, lease: Callable[[int], Lease]) -> None:
+    def lease_scratch(self, stage: DeviceStage, lease: Callable[[int], Allocation]) -> None:
         """Take host memory for the small tensors, before any other memory of this stage is taken."""
         for side in stage.sides.values():
             if side.scratch:
                 side.small = lease(side.scratch_bytes)
 
-    def issue(self, stage: DeviceStage, copies: Iterable[Copy], lease: Lease, *, pace: Pace, stop: Stop) -> list[Part]:
+    def issue(
+        self, stage: DeviceStage, copies: Iterable[Copy], lease: Allocation, *, pace: RateLimiter, stop: Stop
+    ) -> list[DevicePart]:
         """Enqueue ``copies`` into ``lease``. Every part that is returned has to be given to ``watch`` or ``land``.
 
         When this raises, nothing writes into ``lease``.
@@ -334,7 +344,7 @@ class DeviceEngine:
         by_device: dict[Hashable, list[Copy]] = {}
         for copy in copies:
             by_device.setdefault(self.driver.device_of(copy.source), []).append(copy)
-        parts: list[Part] = []
+        parts: list[DevicePart] = []
         try:
             for device, mine in by_device.items():
                 with failing(f"while enqueueing copies from {device}", stage.names):
@@ -348,8 +358,8 @@ class DeviceEngine:
         return parts
 
     def _issue_side(
-        self, stage: DeviceStage, device: Hashable, copies: list[Copy], lease: Lease, pace: Pace, stop: Stop
-    ) -> Part:
+        self, stage: DeviceStage, device: Hashable, copies: list[Copy], lease: Allocation, pace: RateLimiter, stop: Stop
+    ) -> DevicePart:
         side = stage.sides[device]
         chunk_bytes = self._chunk_bytes or _chunk_bytes(sum(copy.nbytes for copy in copies))
         scatter = []
@@ -366,13 +376,22 @@ class DeviceEngine:
                 if storage_key(copy.source) in side.slots:
                     scatter.append(copy)
                 else:
+                    pieces = (copy,) if copy.dtype is None else pieces_in(copy, _CONVERTED_BYTES)
                     with failing(f"while enqueueing a copy from {device}", partial(_names_of, stage, copy)):
-                        self._copy(side, self._source(side, copy), lease, copy.offset, chunk_bytes, pace, stop)
+                        for piece in pieces:
+                            self._copy(side, self._source(side, piece), lease, piece.offset, chunk_bytes, pace, stop)
         side.last = self.driver.record(side.stream)
-        return Part(stage, side, side.last, tuple(scatter), lease)
+        return DevicePart(stage, side, side.last, tuple(scatter), lease)
 
     def _copy(
-        self, side: _Side, raw: torch.Tensor, lease: Lease, offset: int, chunk_bytes: int, pace: Pace, stop: Stop
+        self,
+        side: _Side,
+        raw: torch.Tensor,
+        lease: Allocation,
+        offset: int,
+        chunk_bytes: int,
+        pace: RateLimiter,
+        stop: Stop,
     ) -> None:
         for start in range(0, raw.nbytes, chunk_bytes):
             size = min(chunk_bytes, raw.nbytes - start)
@@ -390,7 +409,11 @@ class DeviceEngine:
         clone = side.clones.get(storage_key(tensor))
         if clone is not None:
             tensor = _replica(tensor, clone.untyped_storage())
-        if start is None:
+        if copy.dtype is not None:
+            tensor, skip = elements_of(copy._replace(source=tensor))
+            check_extent(tensor.untyped_storage(), extent_bytes(tensor))
+            tensor, start = self.driver.converted(tensor, copy.dtype), skip * copy.dtype.itemsize
+        elif start is None:
             tensor, start = rows_with(tensor, copy.skip, copy.nbytes)
             check_extent(tensor.untyped_storage(), extent_bytes(tensor))
             tensor = self.driver.contiguous(tensor)
@@ -399,11 +422,11 @@ class DeviceEngine:
 
     # --- one thread per device ---
 
-    def watch(self, part: Part, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
+    def watch(self, part: DevicePart, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
         """Call ``done``, in the device's thread, when everything of ``part`` is in host memory, or with the error."""
         try:
             self._waiter(part.side.device).submit(self.land, part, stop, done)
-        except Closed:  # the stager was closed meanwhile, but copies are in flight
+        except ClosedError:  # the stager was closed meanwhile, but copies are in flight
             self.land(part, stop, done)
 
     def watch_ready(self, stage: DeviceStage, done: Callable[[BaseException | None], None]) -> None:
@@ -431,19 +454,19 @@ class DeviceEngine:
             error = translated(failure, "while waiting for the copies on it", stage.names)
         done(error)
 
-    def land(self, part: Part, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
+    def land(self, part: DevicePart, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
         """What ``watch`` does, in the calling thread."""
         error: BaseException | None = None
         try:
             self.driver.enter(part.side.device)
             self.driver.synchronize(part.end)
-            for copy in politely(part.scatter, _EVERY):
+            for copy in yielding_gil(part.scatter, _EVERY):
                 self._scatter(part, copy, stop)
         except BaseException as failure:
             error = translated(failure, f"while waiting for copies from {part.side.device}", part.stage.names)
         done(error)
 
-    def _scatter(self, part: Part, copy: Copy, stop: Stop) -> None:
+    def _scatter(self, part: DevicePart, copy: Copy, stop: Stop) -> None:
         small = part.side.small
         assert small is not None
         at, nbytes = part.side.slots[storage_key(copy.source)]
@@ -473,7 +496,7 @@ class DeviceEngine:
 
 @contextmanager
 def failing(phase: str, names: Callable[[], Sequence[str]] = tuple) -> Iterator[None]:
-    """Convert errors of the device in the ``with`` block to ``DeviceFailed``, which names the ``phase`` and the
+    """Convert errors of the device in the ``with`` block to ``DeviceError``, which names the ``phase`` and the
     keys."""
     try:
         yield
@@ -485,19 +508,19 @@ def failing(phase: str, names: Callable[[], Sequence[str]] = tuple) -> Iterator[
 
 
 def translated(error: BaseException, phase: str, names: Callable[[], Sequence[str]]) -> BaseException:
-    """Return ``error`` as the library raises it: a ``DeviceFailed``, unless it is an error of sidestream or not one of
+    """Return ``error`` as the library raises it: a ``DeviceError``, unless it is an error of sidestream or not one of
     a device."""
-    ours = isinstance(error, SidestreamError) and not (isinstance(error, DeviceFailed) and error.phase is None)
+    ours = isinstance(error, SidestreamError) and not (isinstance(error, DeviceError) and error.call is None)
     if ours or not isinstance(error, Exception):
         return error
     found = names()
     keys = ", ".join(found[:_NAMED]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
     text = str(error).partition("\n")[0]  # torch appends advice for debugging
-    kind = "" if isinstance(error, DeviceFailed) else f"{type(error).__name__}: "
-    return DeviceFailed(
+    kind = "" if isinstance(error, DeviceError) else f"{type(error).__name__}: "
+    return DeviceError(
         f"{keys + ': ' if keys else ''}the device failed {phase}: {kind}{text}; the cause may be earlier work of the "
         "device; if every call fails from now on, restart the process",
-        phase=phase,
+        call=phase,
     )
 
 
@@ -531,5 +554,5 @@ def _replica(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tenso
     return neg_view(view) if tensor.is_neg() else view
 
 
-def _host(lease: Lease, start: int, nbytes: int) -> torch.Tensor:
+def _host(lease: Allocation, start: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(lease.array, dtype=torch.uint8, count=nbytes, offset=start)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from .._runtime.torch_probes import copyable, empty_kernel
-from ..errors import ArenaExhausted, UnsupportedTensor
+from ..errors import ArenaExhaustedError, UnsupportedTensorError
 from .registration import Pinner
 from .runtime import CudaRuntime
 
@@ -42,7 +42,7 @@ class Driver(Protocol):
         """A new stream that is not ordered with any other."""
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within, ``copy``, ``contiguous`` and ``gap`` go to ``stream`` instead of the current one."""
+        """Within, ``copy``, ``contiguous``, ``converted`` and ``gap`` go to ``stream`` instead of the current one."""
 
     def record(self, stream: Any) -> Any:
         """A new event that marks the end of what ``stream`` has been given so far."""
@@ -55,13 +55,17 @@ class Driver(Protocol):
 
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """The bytes of ``sources`` (row-major, of one dtype and device) joined in new device memory, as uint8. Raises
-        ``ArenaExhausted`` if there is not enough."""
+        ``ArenaExhaustedError`` if there is not enough."""
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy of ``source`` in new device memory. Raises ``ArenaExhausted`` if there is not enough."""
+        """A copy of ``source`` in new device memory. Raises ``ArenaExhaustedError`` if there is not enough."""
 
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
         """The elements of ``source`` row by row, in device memory, without lazy conjugation or negation."""
+
+    def converted(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The elements of ``source`` row by row, converted to another dtype, in new device memory. Raises
+        ``ArenaExhaustedError`` if there is not enough."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Put ``source`` (uint8) into ``target`` (uint8, host memory) without waiting for it."""
@@ -125,6 +129,10 @@ class TorchDriver:
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
         with _device_memory(source.device, source.nbytes):
             return copyable(source.resolve_conj().resolve_neg()).contiguous().view(source.dtype)
+
+    def converted(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        with _device_memory(source.device, source.numel() * dtype.itemsize), torch.no_grad():
+            return source.to(dtype, memory_format=torch.contiguous_format)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         copyable(target).copy_(copyable(source), non_blocking=True)
@@ -222,7 +230,7 @@ def _device_memory(device: torch.device, nbytes: int) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ArenaExhausted(
+        raise ArenaExhaustedError(
             f"{device} has no {nbytes} bytes left for copies of what must not wait: free device memory"
         ) from error
 
@@ -240,15 +248,15 @@ def _leave_captures_alone() -> int | None:
 
 
 def driver_for(device: torch.device) -> Driver:
-    """The driver for tensors on ``device``. Raises ``UnsupportedTensor`` where torch has no streams for it."""
+    """The driver for tensors on ``device``. Raises ``UnsupportedTensorError`` where torch has no streams for it."""
     if device.type == "cuda":
         return CudaDriver()
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if current is None or current.type != device.type:
-        raise UnsupportedTensor(f"torch.accelerator does not know {device}: save tensor.cpu()")
+        raise UnsupportedTensorError(f"torch.accelerator does not know {device}: save tensor.cpu()")
     try:
         torch.Stream(device)
         torch.Event(device.type)
     except (RuntimeError, NotImplementedError) as error:
-        raise UnsupportedTensor(f"torch has no streams and events for {device}: save tensor.cpu()") from error
+        raise UnsupportedTensorError(f"torch has no streams and events for {device}: save tensor.cpu()") from error
     return TorchDriver(device.type)

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._runtime.threads import Deadline
 from .._runtime.torch_probes import outside_compile
-from ..errors import ArenaExhausted, DeadlineExceeded
+from ..errors import ArenaExhaustedError, DeadlineExceededError
 from .device import DeviceEngine
 from .stage import Staging
 
@@ -44,24 +44,25 @@ class Forecast:
 def hold_back(stagings: Sequence[Staging[Any]], engine: DeviceEngine | None, deadline: Deadline) -> None:
     """The caller writes nothing, on the host or on its current streams, before ``stagings`` have read their sources.
 
-    Device copies are waited for on the device: this blocks only until they are enqueued. Raises ``ArenaExhausted`` if
-    a stage still waits for memory when ``deadline`` passes, ``DeadlineExceeded`` if it is late for another reason.
+    Device copies are waited for on the device: this blocks only until they are enqueued. Raises ``ArenaExhaustedError``
+    if a stage still waits for memory when ``deadline`` passes, ``DeadlineExceededError`` if it is late for another
+    reason.
     """
     for staging in stagings:
         if staging.device is not None and engine is not None:
             engine.check_fence(staging.device)
     for staging in stagings:
-        staging.pace.hurry()
+        staging.pace.lift_limit()
     for staging in stagings:
         if staging.reads_later:
             wait([staging.issued], deadline.remaining_s())
             if not staging.issued.done() and staging.waiting:
-                raise ArenaExhausted(
+                raise ArenaExhaustedError(
                     f"a stage found no memory within timeout_s={deadline.timeout_s:g}, and its sources must not change "
                     "before it has: release() staged state dicts, raise budget_bytes=, or choose when_full="
                 )
             if not staging.issued.done():
-                raise DeadlineExceeded(f"a stage was not copied within timeout_s={deadline.timeout_s:g}")
+                raise DeadlineExceededError(f"a stage was not copied within timeout_s={deadline.timeout_s:g}")
         if staging.device is not None and engine is not None:
             engine.fence(staging.device)
 

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from .._runtime.threads import Deadline, Steps, Stop, sliced
-from ..errors import UnsupportedTensor
-from .arena import Lease, SharedMemory
+from ..errors import UnsupportedTensorError
+from .arena import Allocation, SharedMemory
 from .host import check_extent, raw_start
 from .image import Copy, ImageLayout
 
-__all__ = ["BATCH_BYTES", "FIRST_BATCH_BYTES", "Filler", "Piece", "check_sources", "pieces_of"]
+__all__ = ["BATCH_BYTES", "FIRST_BATCH_BYTES", "FillPiece", "Filler", "check_sources", "pieces_of"]
 
 FIRST_BATCH_BYTES = 64 << 20  # so that writing begins soon
 BATCH_BYTES = 256 << 20
 _WORTH_BYTES = 64 << 10  # on average: of smaller pieces, to say where they are takes as long as to copy them
 
 
-class Piece(NamedTuple):
+class FillPiece(NamedTuple):
     """``nbytes`` at ``address`` of this process belong at ``offset`` of ``memory``."""
 
     memory: SharedMemory
@@ -30,37 +30,37 @@ class Piece(NamedTuple):
 class Filler(Protocol):
     """Somebody who reads the memory of this process, and takes none of its time."""
 
-    def fill(self, pieces: Sequence[Piece], *, deadline: Deadline, stop: Stop) -> bool:
+    def fill(self, pieces: Sequence[FillPiece], *, deadline: Deadline, stop: Stop) -> bool:
         """Block until all ``pieces`` are where they belong; False if they may not be. Nothing reads or writes any of it
-        when this returns or raises. Raises ``Closed`` when ``stop`` is set, ``DeadlineExceeded``."""
+        when this returns or raises. Raises ``ClosedError`` when ``stop`` is set, ``DeadlineExceededError``."""
 
 
 @sliced
-def pieces_of(layout: ImageLayout, lease: Lease) -> Steps[list[Piece] | None]:
+def pieces_of(layout: ImageLayout, lease: Allocation) -> Steps[list[FillPiece] | None]:
     """What a filler of this image is told; None if it has to be, or had better be, copied here.
 
-    Raises ``UnsupportedTensor`` if the memory of a source is gone.
+    Raises ``UnsupportedTensorError`` if the memory of a source is gone.
     """
     memory = lease.shared
     if memory is None or layout.nbytes < _WORTH_BYTES * len(layout.copies):
         return None
-    found: list[Piece] = []
+    found: list[FillPiece] = []
     for copy in layout.copies:
         yield
         address = _address(copy)
         if address is None:
             return None
-        found.append(Piece(memory, address, lease.start + copy.offset, copy.nbytes))
+        found.append(FillPiece(memory, address, lease.start + copy.offset, copy.nbytes))
     return found or None
 
 
 @sliced
-def check_sources(layout: ImageLayout, pieces: Sequence[Piece]) -> Steps[None]:
-    """Raise ``UnsupportedTensor`` unless the sources are still where ``pieces`` says."""
+def check_sources(layout: ImageLayout, pieces: Sequence[FillPiece]) -> Steps[None]:
+    """Raise ``UnsupportedTensorError`` unless the sources are still where ``pieces`` says."""
     for copy, piece in zip(layout.copies, pieces, strict=True):
         yield
         if _address(copy) != piece.address:
-            raise UnsupportedTensor("the storage of a tensor was resized while it was staged: fence() first")
+            raise UnsupportedTensorError("the storage of a tensor was resized while it was staged: fence() first")
 
 
 def _address(copy: Copy) -> int | None:

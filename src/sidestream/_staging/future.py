@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
-from ..errors import Skipped
+from ..errors import SkippedError
 
 __all__ = ["Copied", "StagingFuture", "ended", "raise_first"]
 
@@ -27,20 +27,20 @@ class StagingFuture(Future[T], Generic[T]):
     def __init__(self, like: StagingFuture[Any] | None = None) -> None:
         """``like``: another future of the same stage; an error that was heard from one was heard from both."""
         super().__init__()
-        self._hearing: _Hearing = _Hearing() if like is None else like._hearing
+        self._retrieval: _Retrieval = _Retrieval() if like is None else like._retrieval
         self.set_running_or_notify_cancel()
 
     @property
-    def heard(self) -> bool:
+    def retrieved(self) -> bool:
         """Whether somebody has been given the error, or does not want it."""
-        return self._hearing.heard
+        return self._retrieval.retrieved
 
-    def hear(self) -> None:
+    def mark_retrieved(self) -> None:
         """Nobody needs to be told any more how this ended."""
-        self._hearing.hear()
+        self._retrieval.mark_retrieved()
 
-    def when_heard(self, callback: Callable[[], None]) -> None:
-        self._hearing.callback = callback
+    def on_retrieved(self, callback: Callable[[], None]) -> None:
+        self._retrieval.callback = callback
 
     def failure(self) -> BaseException | None:
         """The error it ended with, if it has, without taking it for heard."""
@@ -55,25 +55,25 @@ class StagingFuture(Future[T], Generic[T]):
             return super().result(timeout)
         except BaseException as error:
             if error is self.failure():
-                self.hear()
+                self.mark_retrieved()
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
         if error is not None:
-            self.hear()
+            self.mark_retrieved()
         return error
 
 
-class _Hearing:
+class _Retrieval:
     """Whether an error was heard, for all futures of one stage."""
 
     def __init__(self) -> None:
-        self.heard = False
+        self.retrieved = False
         self.callback: Callable[[], None] | None = None
 
-    def hear(self) -> None:
-        self.heard = True
+    def mark_retrieved(self) -> None:
+        self.retrieved = True
         callback, self.callback = self.callback, None
         if callback is not None:
             callback()
@@ -112,5 +112,5 @@ async def ended(stage: StagingFuture[Any]) -> None:
 def raise_first(stages: Sequence[StagingFuture[Any]]) -> None:
     """Raise the first error of ``stages`` that have ended; the others remain to be heard of. Skipped is not failed."""
     for stage in stages:
-        if stage.failure() is not None and not isinstance(stage.failure(), Skipped):
+        if stage.failure() is not None and not isinstance(stage.failure(), SkippedError):
             stage.result(0)

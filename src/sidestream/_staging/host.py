@@ -8,27 +8,23 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from typing import TypeAlias
 
 import torch
 
-from .._runtime.rate import Pace
-from .._runtime.threads import Stop, TorchThreads, politely
-from .._runtime.torch_probes import copyable, extent_bytes, lazy_bits
-from ..errors import UnsupportedTensor
-from .image import Copy
+from .._runtime.rate import RateLimiter
+from .._runtime.threads import Stop, TorchThreads, yielding_gil
+from .._runtime.torch_probes import convert_all, copyable, extent_bytes, lazy_bits
+from ..errors import UnsupportedTensorError
+from .image import Copies, Copy
+from .small import copy_run, memmove_holding_gil
 
-__all__ = ["HostEngine", "check_extent", "memory_behind", "move", "raw_start", "rows_with"]
+__all__ = ["HostEngine", "check_extent", "elements_of", "memory_behind", "move", "pieces_in", "raw_start", "rows_with"]
 
 _CHUNK_BYTES = 16 << 20
-_HOLD_GIL_BYTES = 256 << 10
+_HOLD_GIL_BYTES = 256 << 10  # some 25 us; above, ctypes releases it
 _STRIDED_ELEMENTS = 1 << 15
 _UNIT_COPIES = 64
-
-# Below 256 KiB (some 25 us) the copy is made while the GIL is held: releasing it costs up to a switch interval (5 ms)
-# to get it back from a busy thread, which 10,000 small tensors cannot afford. Above, ctypes releases it.
-_memmove_holding_gil = ctypes.PyDLL(None).memmove
-_memmove_holding_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove_holding_gil.restype = ctypes.c_void_p
 
 
 class HostEngine:
@@ -44,11 +40,11 @@ class HostEngine:
         self._helper_count = count - 1
 
     def fill(
-        self, copies: Sequence[Copy], base: int, *, advance: Callable[[int], None], pace: Pace, stop: Stop
+        self, copies: Sequence[Copy], base: int, *, advance: Callable[[int], None], pace: RateLimiter, stop: Stop
     ) -> None:
         """Make all ``copies`` into the memory at address ``base``; ``advance`` is told up to which offset it is filled.
 
-        No thread writes into it any more when this returns or raises. Raises ``Closed`` when ``stop`` is set.
+        No thread writes into it any more when this returns or raises. Raises ``ClosedError`` when ``stop`` is set.
         """
         crew = _Crew(_units(copies), advance)
         others: list[Future[None]] = []
@@ -69,31 +65,45 @@ class HostEngine:
         if self._helpers is not None:
             self._helpers.close()
 
-    def _work(self, crew: _Crew, base: int, pace: Pace, stop: Stop) -> None:
-        breath = politely(itertools.repeat(None), every=1)
+    def _work(self, crew: _Crew, base: int, pace: RateLimiter, stop: Stop) -> None:
+        breath = yielding_gil(itertools.repeat(None), every=1)
         while (index := crew.take()) is not None:
             try:
                 stop.check()
-                for copy in crew.units[index]:
-                    pace.spend(copy.nbytes, stop)
-                    self.copy(copy, base + copy.offset, stop=stop)
-                if len(crew.units[index]) > 1:  # a large copy has let go of the GIL itself
+                unit = crew.units[index]
+                self._make(unit, base, pace, stop)
+                if len(unit) > 1:  # a large copy has let go of the GIL itself
                     next(breath)
             except BaseException as error:
                 crew.fail(error)
                 return
             crew.finish(index)
 
+    def _make(self, unit: _Unit, base: int, pace: RateLimiter, stop: Stop) -> None:
+        if isinstance(unit, _Run) and copy_run(unit.copies, unit.first, unit.last, base):
+            pace.spend(unit.nbytes, stop)
+            return
+        for copy in unit:
+            pace.spend(copy.nbytes, stop)
+            if copy.dtype is None:
+                self.copy(copy, base + copy.offset, stop=stop)
+        converted = [copy for copy in unit if copy.dtype is not None]
+        if converted:
+            self.convert(converted, base)
+
     def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
         """Put ``copy`` at host ``address``.
 
-        Raises ``UnsupportedTensor`` if the memory of the source is gone, ``Closed`` when ``stop`` is set.
+        Raises ``UnsupportedTensorError`` if the memory of the source is gone, ``ClosedError`` when ``stop`` is set.
         """
+        if copy.dtype is not None:
+            self.convert([copy], address - copy.offset)
+            return
         start = raw_start(copy)
         if start is not None and copy.nbytes <= _HOLD_GIL_BYTES:  # as below, for tensors that come in thousands
             storage = copy.source.untyped_storage()
             check_extent(storage, start + copy.nbytes)
-            _memmove_holding_gil(address, storage.data_ptr() + start, copy.nbytes)
+            memmove_holding_gil(address, storage.data_ptr() + start, copy.nbytes)
         elif start is not None:
             storage = copy.source.untyped_storage()
             for done, size in _chunks(copy.nbytes):
@@ -108,6 +118,30 @@ class HostEngine:
             whole = torch.empty(rows.shape, dtype=rows.dtype)
             self._gather(rows, whole.data_ptr(), whole.nbytes, stop)
             move(whole.data_ptr() + skip, address, copy.nbytes)
+
+    def convert(self, copies: Sequence[Copy], base: int) -> None:
+        """Make ``copies``, all of which have a dtype, into the memory at address ``base``. One call of torch for all of
+        them, in pieces that it copies in this thread: beside a busy thread each call waits for the GIL.
+
+        Raises ``UnsupportedTensorError`` if the memory of a source is gone.
+        """
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for copy in copies:
+            assert copy.dtype is not None
+            raw = (ctypes.c_char * copy.nbytes).from_address(base + copy.offset)
+            target, (source, skip) = torch.frombuffer(raw, dtype=copy.dtype), elements_of(copy)
+            check_extent(source.untyped_storage(), extent_bytes(source))
+            if source.numel() > target.numel():  # rows that the copy needs only a part of
+                rows = torch.empty(source.shape, dtype=copy.dtype)
+                with torch.no_grad():
+                    convert_all(*zip(*_pieces(rows, source), strict=True))
+                source = rows.view(-1)[skip : skip + target.numel()]
+            pairs = _pieces(target.view(source.shape), source)
+            targets += [one for one, _ in pairs]
+            sources += [one for _, one in pairs]
+        with torch.no_grad():
+            convert_all(targets, sources)
 
     @staticmethod
     def _gather(source: torch.Tensor, address: int, nbytes: int, stop: Stop) -> None:
@@ -125,7 +159,7 @@ class HostEngine:
 def move(source: int, target: int, nbytes: int) -> None:
     """Copy memory that stays where it is."""
     if nbytes <= _HOLD_GIL_BYTES:  # without the generator, whose cost shows with thousands of small tensors
-        _memmove_holding_gil(target, source, nbytes)
+        memmove_holding_gil(target, source, nbytes)
         return
     for done, size in _chunks(nbytes):
         _memmove(target + done, source + done, size)
@@ -149,14 +183,14 @@ def memory_behind(view: memoryview) -> ctypes.Array[ctypes.c_char]:
 
 
 def check_extent(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Raise ``UnsupportedTensor`` if ``storage`` has fewer bytes by now."""
+    """Raise ``UnsupportedTensorError`` if ``storage`` has fewer bytes by now."""
     if storage.nbytes() < nbytes:
-        raise UnsupportedTensor("the storage of a tensor was freed or shrunk while it was staged: fence() first")
+        raise UnsupportedTensorError("the storage of a tensor was freed or shrunk while it was staged: fence() first")
 
 
 def _memmove(target: int, source: int, nbytes: int) -> None:
     if nbytes <= _HOLD_GIL_BYTES:
-        _memmove_holding_gil(target, source, nbytes)
+        memmove_holding_gil(target, source, nbytes)
     else:
         ctypes.memmove(target, source, nbytes)
 
@@ -176,10 +210,32 @@ def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tens
     return [pair for row in range(rows) for pair in _pieces(target[row], source[row])]
 
 
+class _Run:
+    """Small copies that are made together."""
+
+    def __init__(self, copies: Copies, first: int, last: int) -> None:
+        self.copies, self.first, self.last = copies, first, last
+        self.nbytes = sum(copies.columns.sizes[first:last])
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __iter__(self) -> Iterator[Copy]:
+        return iter(self.copies[self.first : self.last])
+
+
+_Unit: TypeAlias = tuple[Copy, ...] | _Run
+
+
+def _end(unit: _Unit) -> int:
+    last = unit.copies[unit.last - 1] if isinstance(unit, _Run) else unit[-1]
+    return last.offset + last.nbytes
+
+
 class _Crew:
     """Units of work that several threads take in turn, and how far they have got without a hole."""
 
-    def __init__(self, units: Sequence[tuple[Copy, ...]], advance: Callable[[int], None]) -> None:
+    def __init__(self, units: Sequence[_Unit], advance: Callable[[int], None]) -> None:
         self.units = units
         self._advance = advance
         self._lock = threading.Lock()
@@ -202,8 +258,7 @@ class _Crew:
             while self._complete < len(self.units) and self._done[self._complete]:
                 self._complete += 1
             if self._complete > before:
-                last = self.units[self._complete - 1][-1]
-                self._advance(last.offset + last.nbytes)
+                self._advance(_end(self.units[self._complete - 1]))
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
@@ -215,7 +270,19 @@ class _Crew:
             raise self._error
 
 
-def _units(copies: Iterable[Copy]) -> list[tuple[Copy, ...]]:
+def _units(copies: Sequence[Copy]) -> list[_Unit]:
+    if not isinstance(copies, Copies):
+        return [*_general_units(copies)]
+    units: list[_Unit] = []
+    done = 0
+    for first, last in copies.columns.runs:
+        units += _general_units(copies[done:first])
+        units.append(_Run(copies, first, last))
+        done = last
+    return [*units, *_general_units(copies[done:])]
+
+
+def _general_units(copies: Iterable[Copy]) -> list[tuple[Copy, ...]]:
     """Some 16 MiB each: large copies cut into pieces, small ones taken together."""
     units: list[tuple[Copy, ...]] = []
     group: list[Copy] = []
@@ -224,11 +291,8 @@ def _units(copies: Iterable[Copy]) -> list[tuple[Copy, ...]]:
         if held + copy.nbytes > _CHUNK_BYTES or len(group) == _UNIT_COPIES:
             units.append(tuple(group))
             group, held = [], 0
-        start = raw_start(copy)
-        if copy.nbytes > _CHUNK_BYTES and start is not None:
-            for done in range(0, copy.nbytes, _CHUNK_BYTES):
-                size = min(_CHUNK_BYTES, copy.nbytes - done)
-                units.append((Copy(copy.source, copy.offset + done, size, start + done),))
+        if copy.nbytes > _CHUNK_BYTES and (raw_start(copy) is not None or _flat(copy.source)):
+            units += [(piece,) for piece in pieces_in(copy, _CHUNK_BYTES)]
         else:
             group.append(copy)
             held += copy.nbytes
@@ -236,14 +300,43 @@ def _units(copies: Iterable[Copy]) -> list[tuple[Copy, ...]]:
     return [unit for unit in units if unit]
 
 
+def pieces_in(copy: Copy, nbytes: int) -> Iterator[Copy]:
+    """Cut ``copy`` into pieces of at most ``nbytes``, a multiple of the size of every element."""
+    start = raw_start(copy)
+    for done in range(0, copy.nbytes, nbytes):
+        size = min(nbytes, copy.nbytes - done)
+        if start is None:
+            yield Copy(copy.source, copy.offset + done, size, None, copy.skip + done, copy.dtype)
+        else:
+            yield Copy(copy.source, copy.offset + done, size, start + done)
+
+
 def raw_start(copy: Copy) -> int | None:
-    """Where in the storage of its source the bytes begin; None if they have to be gathered element by element."""
+    """Where in the storage of its source the bytes begin; None if they have to be gathered, or converted, element by
+    element."""
     if copy.storage_start is not None:
         return copy.storage_start
-    source = copy.source
-    if source.is_contiguous() and not lazy_bits(source):
-        return _start(source) + copy.skip
+    if copy.dtype is None and _flat(copy.source):
+        return _start(copy.source) + copy.skip
     return None
+
+
+def elements_of(copy: Copy) -> tuple[torch.Tensor, int]:
+    """Return the part of its source that a copy with a dtype needs, and how many elements of that come before."""
+    assert copy.dtype is not None
+    source = copy.source
+    first, count = copy.skip // copy.dtype.itemsize, copy.nbytes // copy.dtype.itemsize
+    if count == source.numel():
+        return source, 0
+    if _flat(source):
+        return source.view(-1)[first : first + count], 0
+    rows, skip = rows_with(source, first * source.itemsize, count * source.itemsize)
+    return rows, skip // source.itemsize
+
+
+def _flat(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in memory one after the other, as they are."""
+    return tensor.is_contiguous() and not lazy_bits(tensor)
 
 
 def rows_with(tensor: torch.Tensor, skip: int, nbytes: int) -> tuple[torch.Tensor, int]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, overload
 
 import torch
 
 from .._runtime.threads import Deadline, Stop
-from ..errors import ArenaExhausted, Closed, SidestreamError, SnapshotLost
-from .arena import Lease
+from ..errors import ArenaExhaustedError, ClosedError, SidestreamError, SnapshotLostError
+from .arena import Allocation
 
-__all__ = ["Copy", "ImageLayout", "StagedImage"]
+__all__ = ["Columns", "Copies", "Copy", "ImageLayout", "StagedImage"]
 
 
 class Copy(NamedTuple):
@@ -21,6 +22,7 @@ class Copy(NamedTuple):
 
     ``storage_start`` is None for the elements of ``source`` in row-major order, whatever its strides, of which the
     first ``skip`` bytes are left out; otherwise it is where in the storage of ``source`` a raw run of bytes begins.
+    With a ``dtype`` the elements are converted to that, and all numbers of bytes are those of converted elements.
     """
 
     source: torch.Tensor
@@ -28,6 +30,59 @@ class Copy(NamedTuple):
     nbytes: int
     storage_start: int | None = None
     skip: int = 0
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Copies without their sources, column by column, sorted by offset. A record for each would be one more object for
+    the garbage collector to walk."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    starts: tuple[int | None, ...]
+    skips: tuple[int, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    runs: tuple[tuple[int, int], ...]
+    """The copies of small runs of bytes, some next to each other at a time: first and last, which is not one of them.
+    ``columns_of`` finds them."""
+
+    @property
+    def of_copies(self) -> tuple[tuple[Any, ...], ...]:
+        """All but the runs, in the order of the fields of ``Copy``."""
+        return self.offsets, self.sizes, self.starts, self.skips, self.dtypes
+
+
+class Copies(Sequence[Copy]):
+    """Copies that are kept as columns, and their sources."""
+
+    __slots__ = ("columns", "sources")
+
+    def __init__(self, columns: Columns, sources: Sequence[torch.Tensor]) -> None:
+        self.columns = columns
+        self.sources = sources
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __iter__(self) -> Iterator[Copy]:
+        return self._some(slice(None))
+
+    @overload
+    def __getitem__(self, index: int) -> Copy: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Copy]: ...
+    def __getitem__(self, index: int | slice) -> Copy | list[Copy]:
+        if isinstance(index, slice):
+            return list(self._some(index))
+        return Copy(self.sources[index], *(column[index] for column in self.columns.of_copies))
+
+    def _some(self, which: slice) -> Iterator[Copy]:
+        columns = (column[which] for column in self.columns.of_copies)
+        return map(_copy_of, zip(self.sources[which], *columns, strict=True))
+
+
+_copy_of = partial(tuple.__new__, Copy)  # as Copy(...) would make them, in a third of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +90,7 @@ class ImageLayout:
     """An image of ``nbytes`` and the copies that fill it, sorted by offset. What no copy covers is left undefined."""
 
     nbytes: int
-    copies: tuple[Copy, ...]
+    copies: Sequence[Copy]
 
 
 class StagedImage:
@@ -43,7 +98,7 @@ class StagedImage:
 
     The reader may write where no copy goes (framing), at any time after ``wait`` has returned once. ``others`` are the
     numbers of further readers, which read payloads only. Memory that only they need is offered to stages that wait for
-    memory; when it is taken back, they raise ``SnapshotLost``.
+    memory; when it is taken back, they raise ``SnapshotLostError``.
     """
 
     def __init__(self, nbytes: int, others: Collection[int] = ()) -> None:
@@ -52,7 +107,7 @@ class StagedImage:
         self._withdraw: Callable[[], None] | None = None  # the offer
         self._taken = False
         self._changed = threading.Condition()
-        self._lease: Lease | None = None
+        self._lease: Allocation | None = None
         self._filled = -1
         self._wanted = 0  # the reader waits for so many bytes
         self._error: BaseException | None = None
@@ -61,7 +116,7 @@ class StagedImage:
 
     # --- the stager's side ---
 
-    def begin(self, lease: Lease) -> None:
+    def begin(self, lease: Allocation) -> None:
         """Take over ``lease``, into which one writer writes from now on until its ``finish()``."""
         with self._changed:
             self._lease = lease
@@ -102,8 +157,8 @@ class StagedImage:
     def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
         """Block until the first ``end`` bytes have been staged and return a view of the whole image.
 
-        Raises what made the stage fail, ``DeadlineExceeded``, ``ArenaExhausted`` if it has no memory by then, or
-        ``Closed`` once ``stop`` is set.
+        Raises what made the stage fail, ``DeadlineExceededError``, ``ArenaExhaustedError`` if it has no memory by then,
+        or ``ClosedError`` once ``stop`` is set.
         """
         with stop.waking(self._wake), self._changed:
             self._wanted = end
@@ -114,13 +169,13 @@ class StagedImage:
                 if not self._changed.wait(deadline.remaining_s()):
                     raise self._late(deadline)
             if self._lease is None or self._released:
-                raise Closed("this image was released")
+                raise ClosedError("this image was released")
             return self._lease.view
 
     def _late(self, deadline: Deadline) -> SidestreamError:
         if self._lease is not None:
             return deadline.exceeded(f"staging of {self.nbytes} bytes")
-        return ArenaExhausted(
+        return ArenaExhaustedError(
             f"no {self.nbytes} bytes of staging memory became free within {deadline.timeout_s:g} s: "
             "release() staged state dicts, or raise budget_bytes="
         )
@@ -135,10 +190,10 @@ class StagedImage:
         """How much of it is in memory, as far as is known."""
         return max(self._filled, 0)
 
-    def lease(self) -> Lease:
+    def lease(self) -> Allocation:
         """The memory itself, for whoever takes it over when the stage has ended."""
         if self._lease is None:
-            raise Closed("this image has no memory")
+            raise ClosedError("this image has no memory")
         return self._lease
 
     def release(self) -> None:
@@ -154,12 +209,14 @@ class StagedImage:
         """Block until all of it has been staged, and return a view of it, of which only payloads have defined contents.
         Memory that is taken back stays as it is until the last view or tensor over it is gone.
 
-        Raises ``SnapshotLost`` if the memory was taken back, what made the stage fail, ``DeadlineExceeded``, and
-        ``Closed`` once ``stop`` is set.
+        Raises ``SnapshotLostError`` if the memory was taken back, what made the stage fail, ``DeadlineExceededError``,
+        and ``ClosedError`` once ``stop`` is set.
         """
         with stop.waking(self._wake), self._changed:
             if reader not in self._others:
-                raise SnapshotLost("this window was read before, or the state did not fit into free staging memory")
+                raise SnapshotLostError(
+                    "this window was read before, or the state did not fit into free staging memory"
+                )
             while self._filled < self.nbytes:
                 stop.check()
                 if self._error is not None:
@@ -167,7 +224,7 @@ class StagedImage:
                 if not self._changed.wait(deadline.remaining_s()):
                     raise deadline.exceeded(f"staging of {self.nbytes} bytes")
             if self._lease is None or self._taken:
-                raise SnapshotLost("the staged memory was taken back for another stage")
+                raise SnapshotLostError("the staged memory was taken back for another stage")
             return self._lease.view.toreadonly()
 
     def leave(self, reader: int) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from .._runtime.threads import Deadline, interpreter_ends
-from ..errors import ArenaExhausted
+from ..errors import ArenaExhaustedError
 
 __all__ = ["Fate", "Pinner", "Registration", "give_back", "register", "settle"]
 
@@ -33,10 +33,10 @@ class Pinner(Protocol):
     """Registers host memory with a device, so that the copy engine of the device can access it."""
 
     def register(self, device: Hashable, address: int, nbytes: int) -> None:
-        """Register memory. Raises ``ArenaExhausted`` if there is too little memory for it, ``DeviceFailed``."""
+        """Register memory. Raises ``ArenaExhaustedError`` if there is too little memory for it, ``DeviceError``."""
 
     def unregister(self, device: Hashable, address: int) -> None:
-        """End a registration. Called in a dedicated thread. Raises ``DeviceFailed`` if the memory remains
+        """End a registration. Called in a dedicated thread. Raises ``DeviceError`` if the memory remains
         registered."""
 
 
@@ -54,7 +54,7 @@ class Registration:
 def register(
     pinner: Pinner, device: Hashable, address: int, nbytes: int, ended: Callable[[Fate], None]
 ) -> Registration:
-    """Register memory. Blocks. Raises what ``pinner`` raises, and ``ArenaExhausted`` if the system cannot start a
+    """Register memory. Blocks. Raises what ``pinner`` raises, and ``ArenaExhaustedError`` if the system cannot start a
     thread."""
     _unregistering.start()
     pinner.register(device, address, nbytes)
@@ -93,7 +93,9 @@ class _Unregistering:
             try:
                 thread.start()
             except RuntimeError as error:
-                raise ArenaExhausted(f"the system could not start a thread to unregister memory: {error}") from error
+                raise ArenaExhaustedError(
+                    f"the system could not start a thread to unregister memory: {error}"
+                ) from error
             self._thread = thread
 
     def settle(self, deadline: Deadline) -> bool:

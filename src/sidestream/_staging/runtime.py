@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._runtime.torch_probes import cuda_library
-from ..errors import ArenaExhausted, DeviceFailed
+from ..errors import ArenaExhaustedError, DeviceError
 
 __all__ = ["CudaRuntime"]
 
@@ -27,25 +27,27 @@ class CudaRuntime:
         self._library = cuda_library()
 
     def synchronize(self, event: Any) -> None:
-        """Block until ``event``, which has been recorded, has completed. Raises ``DeviceFailed``."""
+        """Block until ``event``, which has been recorded, has completed. Raises ``DeviceError``."""
         if self._library is None:
             event.synchronize()
         else:
             self._check(self._library.cudaEventSynchronize(event.cuda_event), "cudaEventSynchronize")
 
     def register(self, address: int, nbytes: int) -> None:
-        """Register memory. Raises ``ArenaExhausted`` if there is too little, ``DeviceFailed``."""
+        """Register memory. Raises ``ArenaExhaustedError`` if there is too little, ``DeviceError``."""
         library: Any = self._library or torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(library.cudaHostRegister(address, nbytes, _PORTABLE))
         try:
             self._check(code, f"cudaHostRegister of {nbytes} bytes")
-        except DeviceFailed as error:
+        except DeviceError as error:
             if code != _OUT_OF_MEMORY:
                 raise
-            raise ArenaExhausted(f"{error}: lower budget_bytes=, or raise the memory limit of the container") from None
+            raise ArenaExhaustedError(
+                f"{error}: lower budget_bytes=, or raise the memory limit of the container"
+            ) from None
 
     def unregister(self, address: int) -> None:
-        """End a registration. Raises ``DeviceFailed``."""
+        """End a registration. Raises ``DeviceError``."""
         library: Any = self._library or torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._check(int(library.cudaHostUnregister(address)), "cudaHostUnregister")
 
@@ -57,4 +59,4 @@ class CudaRuntime:
         else:
             self._library.cudaGetLastError()  # or the next kernel of this thread raises it
             text = self._library.cudaGetErrorString(code).decode()
-        raise DeviceFailed(f"{call}: CUDA error: {text} (cudaError {code})")
+        raise DeviceError(f"{call}: CUDA error: {text} (cudaError {code})")

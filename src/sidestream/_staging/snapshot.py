@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from .._runtime.threads import Stop, current_deadline, result_of
-from ..errors import Closed, SnapshotLost
+from ..errors import ClosedError, SnapshotLostError
 from .stage import Laid, Staging
 
 __all__ = ["SnapshotReader"]
@@ -20,9 +20,9 @@ class SnapshotReader(Generic[P]):
 
     Each window is read once, in any order, by one thread at a time. Its memory is kept until the last view or tensor
     over it is gone, so the reader drops one window before it reads the next. When another stage waits for memory, all
-    windows that are not being read can be taken back, and ``window`` raises ``SnapshotLost``. The same is raised for a
-    state that does not fit into free memory, so that it only passes through, and where the save has stopped the copies.
-    Call ``close``.
+    windows that are not being read can be taken back, and ``window`` raises ``SnapshotLostError``. The same is raised
+    for a state that does not fit into free memory, so that it only passes through, and where the save has stopped the
+    copies. Call ``close``.
     """
 
     def __init__(self, staging: Staging[P], number: int) -> None:
@@ -30,21 +30,21 @@ class SnapshotReader(Generic[P]):
         self._number = number
 
     def plan(self, stop: Stop) -> P:
-        """Block until it is known what lies where, and return that. Raises what made the stage fail, ``Closed`` once
-        ``stop`` is set, and ``DeadlineExceeded``."""
+        """Block until it is known what lies where, and return that. Raises what made the stage fail, ``ClosedError``
+        once ``stop`` is set, and ``DeadlineExceededError``."""
         try:
             return result_of(self._staging.laid, stop, "planning")
-        except Closed as error:
+        except ClosedError as error:
             raise _lost(error, stop) from error
 
     @contextmanager
     def window(self, index: int, stop: Stop) -> Iterator[memoryview]:
         """Block until a window has been staged, and return its memory for the time of the context. Only the payloads in
-        it have defined contents. Raises what ``plan`` raises, and ``SnapshotLost``."""
+        it have defined contents. Raises what ``plan`` raises, and ``SnapshotLostError``."""
         image = self._staging.images[index]
         try:
             view = image.read(self._number, deadline=current_deadline(), stop=stop)
-        except Closed as error:
+        except ClosedError as error:
             raise _lost(error, stop) from error
         try:
             yield view
@@ -57,6 +57,6 @@ class SnapshotReader(Generic[P]):
         self._staging.leave(self._number)
 
 
-def _lost(error: Closed, stop: Stop) -> Closed | SnapshotLost:
+def _lost(error: ClosedError, stop: Stop) -> ClosedError | SnapshotLostError:
     """Return the error to raise for ``error``, which says that the copies were stopped, unless ``stop`` is set."""
-    return error if stop.is_set() else SnapshotLost("the save has ended before everything was staged")
+    return error if stop.is_set() else SnapshotLostError("the save has ended before everything was staged")

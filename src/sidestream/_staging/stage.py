@@ -9,11 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from .._runtime.rate import Pace
+from .._runtime.rate import RateLimiter
 from .._runtime.threads import Deadline, Stop
-from ..errors import Closed, DeadlineExceeded, SidestreamError, Skipped, without_frames
+from ..errors import ClosedError, DeadlineExceededError, SidestreamError, SkippedError, without_frames
 from .captured import Captured
 from .device import DeviceStage
+from .drain import Drain
 from .fill import Filler
 from .future import StagingFuture
 from .image import ImageLayout, StagedImage
@@ -45,7 +46,7 @@ class Staging(Generic[P]):
         self,
         captured: Captured,
         deadline: Deadline,
-        pace: Pace,
+        pace: RateLimiter,
         *,
         device: DeviceStage | None,
         host: bool,
@@ -67,6 +68,10 @@ class Staging(Generic[P]):
         self.stop = Stop()
         self.filler: Filler | None = None
         """Who fills images in place of the stager, as long as that works."""
+        self.passes = False
+        """Whether its reader releases each image as soon as it can."""
+        self.drain: Drain | None = None
+        """How fast the memory that it was given comes back; None where it does not before everything is staged."""
         self.waiting = False
         """Whether it is waiting for memory right now."""
         self.then: Callable[[], None] = _nothing
@@ -110,10 +115,10 @@ class Staging(Generic[P]):
         self.laid.set_result(plan.without_sources())
 
     def commit(self) -> None:
-        """From here on a newer stage does not supersede this one. Raises ``Skipped`` if one has."""
+        """From here on a newer stage does not supersede this one. Raises ``SkippedError`` if one has."""
         with self._lock:
             if self._superseded:
-                raise Skipped("a newer stage has taken the place of this one, which had not begun")
+                raise SkippedError("a newer stage has taken the place of this one, which had not begun")
             self._committed = True
 
     @property
@@ -167,7 +172,9 @@ class Staging(Generic[P]):
         refers to their memory and to the sources until it has."""
         self._resolve(
             self.free,
-            DeadlineExceeded(f"{error}: do not change the sources before the device responds; it may still read them"),
+            DeadlineExceededError(
+                f"{error}: do not change the sources before the device responds; it may still read them"
+            ),
         )
         self._resolve(self.copied, error)
         self._go_on()
@@ -218,7 +225,7 @@ class Staging(Generic[P]):
 
     def release(self) -> None:
         """Stop what is still being copied, and give the memory back once nothing writes into it. Idempotent."""
-        self.copied.hear()
+        self.copied.mark_retrieved()
         with self._lock:
             self._released = True
         self._give_up()
@@ -259,5 +266,5 @@ def clean(error: BaseException, where: str) -> BaseException:
 def given_up(staging: Staging[Any]) -> SidestreamError:
     """The error of a stage that was stopped before it began."""
     if staging.superseded:
-        return Skipped("a newer stage has taken the place of this one, which had not begun")
-    return Closed("this stage was given up before it had ended")
+        return SkippedError("a newer stage has taken the place of this one, which had not begun")
+    return ClosedError("this stage was given up before it had ended")

@@ -22,35 +22,37 @@ import torch
 
 from .._runtime.gil import give_turns
 from .._runtime.public import public
-from .._runtime.rate import Pace
-from .._runtime.tasks import finish, running_loop
+from .._runtime.rate import RateLimiter
+from .._runtime.tasks import run_shielded, running_loop
 from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, time_limit
 from ..errors import (
-    ArenaExhausted,
-    AsyncOnly,
-    Closed,
-    DeadlineExceeded,
-    ForkedProcess,
-    InvalidOption,
+    ArenaExhaustedError,
+    AsyncOnlyError,
+    ClosedError,
+    DeadlineExceededError,
+    ForkedProcessError,
+    InvalidOptionError,
     SidestreamError,
-    Skipped,
+    SkippedError,
 )
 from ..options import WhenFull, check_choice, check_count, check_timeout
-from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease, SharedMemory, whole_pages
+from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, SharedMemory, whole_pages
 from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
+from .drain import Drain
 from .driver import Driver, driver_for
 from .fence import Forecast, guard, hold_back
-from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, Piece, check_sources, pieces_of
+from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, FillPiece, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
+from .idle import Idle
 from .image import Copy, ImageLayout, StagedImage
-from .ledger import Ledger, raise_all
 from .plans import PlanCache
 from .stage import Laid, Staging, clean, given_up
 from .tree import StagedState, StagePlan, plan_stage
+from .unretrieved import UnretrievedErrors, raise_all
 
-__all__ = ["AsyncStager"]
+__all__ = ["AsyncStager", "half_of_memory"]
 
 _GRACE_S = 5.0
 _STOPPED_S = 1.0
@@ -66,17 +68,17 @@ class AsyncStager:
 
     ``budget_bytes`` bounds the host memory that is mapped at any time (None: half of the machine's memory).
     ``when_full`` says what becomes of a stage that finds none free: ``"wait"`` up to ``timeout_s``, ``"fail"`` with
-    ``ArenaExhausted``, ``"skip"`` with ``Skipped``, or ``"latest"``: wait, but give way to the next stage.
+    ``ArenaExhaustedError``, ``"skip"`` with ``SkippedError``, or ``"latest"``: wait, but give way to the next stage.
 
     ``mode="lazy"``: copies go on after ``stage()`` has returned, and the sources must not change before
     ``synchronize_staging()``, ``fence()`` or a ``guard()`` says so; a source that does change has undefined contents in
-    the copy (that tensor alone). ``mode="snapshot"``: the sources may change when ``stage()`` returns; tensors on a
+    the copy (that tensor alone). ``mode="eager"``: the sources may change when ``stage()`` returns; tensors on a
     device are copied there first, in stream order (as much device memory again), those in host memory before it
     returns. ``mode="hybrid"``: as lazy, but what would not be copied before the next fence, as far as earlier stages
     tell, is copied on the device first, within half of its free memory.
 
-    ``backing="shared"`` stages into memory that a saver process can be handed, from the first byte; a save with
-    ``saver="process"`` asks for it too, and what was private until then is mapped anew. A forked child sees later
+    ``backing="shared"`` stages into memory that a writer process can be handed, from the first byte; a save with
+    ``writer="process"`` asks for it too, and what was private until then is mapped anew. A forked child sees later
     stages in it.
 
     ``max_bytes_per_second`` slows the copies down until a writer waits at the fence. A stager belongs to no loop and
@@ -104,20 +106,21 @@ class AsyncStager:
         if budget_bytes is not None:
             check_count("budget_bytes", budget_bytes)
         if max_bytes_per_second is not None and not max_bytes_per_second > 0:
-            raise InvalidOption(f"max_bytes_per_second={max_bytes_per_second!r} has to be positive")
+            raise InvalidOptionError(f"max_bytes_per_second={max_bytes_per_second!r} has to be positive")
         self._mode: StageMode = mode
         self._when_full: WhenFull = when_full
         self._bytes_per_second = max_bytes_per_second
         self._timeout_s = timeout_s
         self._host = engine if isinstance(engine, HostEngine) else engine.host if engine else HostEngine()
         self._device = engine if isinstance(engine, DeviceEngine) else None
-        self._arena = Arena(_half_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
+        self._arena = Arena(half_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
         self._plans = PlanCache()
         self._forecast = Forecast()
-        self._threads = TorchThreads("sidestream-stage", 1)
+        self._idle = Idle(self._arena)
+        self._threads = TorchThreads("sidestream-stage", 1, self._idle)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._ledger = Ledger()
+        self._unretrieved = UnretrievedErrors()
         self._stagings: list[Staging[Any]] = []
         self._read: list[Staging[Any]] = []  # those that further readers read
         self._closed = False
@@ -136,9 +139,9 @@ class AsyncStager:
         What is staged is what the tensors hold after everything that the current streams, and ``wait_streams``, have
         been given so far; values that are not tensors, numbers, strings or containers are copied by ``convert``. The
         result is a ``StagedState`` in host memory with the same structure, strides and shared storages. Raises
-        ``Closed``, ``CapturingGraph``, ``InvalidOption`` and ``UnsafeObject`` at once; the future raises
-        ``UnsupportedTensor`` for what has no bytes, ``ArenaExhausted`` when the budget does not suffice, and
-        ``Skipped``. Cancelling an awaiter leaves the copy going.
+        ``ClosedError``, ``GraphCaptureError``, ``InvalidOptionError`` and ``UnsafeObjectError`` at once; the future
+        raises ``UnsupportedTensorError`` for what has no bytes, ``ArenaExhaustedError`` when the budget does not
+        suffice, and ``SkippedError``. Cancelling an awaiter leaves the copy going.
         """
         return self.launch_state(state_dict, Deadline.after(self._timeout_s), wait_streams, convert)[1]
 
@@ -147,15 +150,17 @@ class AsyncStager:
         self._check_process()
         stagings = self._in_flight()
         for staging in stagings:
-            staging.pace.hurry()
-        return Copied([one for one in self._ledger.unheard() if one.done()] + [staging.free for staging in stagings])
+            staging.pace.lift_limit()
+        return Copied(
+            [one for one in self._unretrieved.unretrieved() if one.done()] + [staging.free for staging in stagings]
+        )
 
     def fence(self, timeout_s: float | None = None) -> None:
         """What the caller does next, on the host or on its current streams, comes after the reading of the sources.
 
         Copies from a device are waited for on the device; copies from host memory, and copies that could not be
-        enqueued for want of memory, block the calling thread. Raises what a stage raised, ``ArenaExhausted``,
-        ``DeadlineExceeded``, ``CapturingGraph``. On the loop, await ``synchronize_staging()`` instead.
+        enqueued for want of memory, block the calling thread. Raises what a stage raised, ``ArenaExhaustedError``,
+        ``DeadlineExceededError``, ``GraphCaptureError``. On the loop, await ``synchronize_staging()`` instead.
         """
         self._check_process()
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
@@ -163,7 +168,7 @@ class AsyncStager:
         for staging in stagings:
             self._forecast.fenced(staging)
         hold_back(stagings, self._device, deadline)
-        raise_first(self._ledger.unheard())
+        raise_first(self._unretrieved.unretrieved())
 
     def guard(self, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Call ``fence()`` before each ``optimizer.step()``; None: before each step of any optimizer, which is what
@@ -191,12 +196,12 @@ class AsyncStager:
         warmed: StagingFuture[None] = StagingFuture()
         nbytes = min(nbytes, self.budget_bytes)
         self._threads.submit(self._warm, warmed, nbytes, on_device[:1], Deadline.after(self._timeout_s))
-        self._ledger.track(warmed)
+        self._unretrieved.track(warmed)
         return warmed
 
     def trim(self) -> None:
         """Unmap the memory that is not in use; the next stage maps memory again. Blocks: memory that is registered with
-        a device is unregistered first, in a thread of the library. Raises ``DeadlineExceeded`` if that takes
+        a device is unregistered first, in a thread of the library. Raises ``DeadlineExceededError`` if that takes
         ``timeout_s``."""
         self._arena.trim(Deadline.after(self._timeout_s))
 
@@ -217,12 +222,38 @@ class AsyncStager:
         nbytes = sum(tensor.nbytes + 4096 + (PAGE_BYTES if tensor.nbytes >= 1 << 16 else 0) for tensor in tensors)
         return self._prewarm(nbytes, tensors)
 
+    @property
+    def has_device(self) -> bool:
+        """Whether anything was staged from a device."""
+        return self._device is not None
+
+    @property
+    def wanted_bytes(self) -> int:
+        """How much memory it has, or will have when it has grown to the size of the state that it saves."""
+        return max(self._arena.statistics().reserved_bytes, self._idle.wanted_bytes)
+
+    def set_aside(self, nbytes: int) -> None:
+        """Nothing is staged for a while: keep ``nbytes`` of memory at most, for ten minutes."""
+        self._threads.submit(self._set_aside, nbytes)
+
+    def _set_aside(self, nbytes: int) -> None:
+        self._arena.trim_idle(nbytes)
+        self._idle.set_aside(nbytes)
+
+    def retire(self) -> None:
+        """Close in the stager's thread, where nothing is staged any more. Does not wait."""
+        self._closed = True
+        self._threads.submit(self._arena.trim_idle)
+        self._threads.submit(self._arena.close)
+        self._threads.close()
+        self._host.close()
+
     def shared_memory(self) -> list[SharedMemory]:
         """All of it that there is now and that another process can be handed."""
         return self._arena.shared_memory()
 
     def share(self) -> None:
-        """From here on memory is such that a saver process can be handed it."""
+        """From here on memory is such that a writer process can be handed it."""
         self._arena.share()
 
     def launch(
@@ -234,18 +265,20 @@ class AsyncStager:
         *,
         filler: Filler | None = None,
         readers: int = 0,
+        passes: bool = False,
     ) -> Staging[P]:
         """Launch the filling of the images that ``lay_out`` plans, in order; it is called in the stager's thread.
 
         Memory is leased image by image, so that a state larger than the budget passes through if earlier images are
         released as they are read. Whoever reads them calls ``settle()`` when it is ready to. Where this process would
         copy host memory without being waited for, and at its full speed, ``filler`` does it. ``readers`` is the number
-        of further readers, each of which reads it through a ``SnapshotReader``.
+        of further readers, each of which reads it through a ``SnapshotReader``. ``passes``: the first reader releases
+        each image as soon as it can, so that memory may be used again within this stage.
         """
         staging = self._launch(
-            captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler, readers=readers
+            captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler, readers=readers, passes=passes
         )
-        self._ledger.track(staging.copied)
+        self._unretrieved.track(staging.copied)
         return staging
 
     def launch_state(
@@ -267,16 +300,16 @@ class AsyncStager:
             lambda staging: _deliver(staging, future),
             outcome=future,
         )
-        self._ledger.track(future)
+        self._unretrieved.track(future)
         self.settle(staging)
         return staging, future
 
     def settle(self, staging: Staging[Any]) -> None:
-        """Keep the promise of ``mode="snapshot"`` for sources in host memory, which are copied before this returns: it
+        """Keep the promise of ``mode="eager"`` for sources in host memory, which are copied before this returns: it
         blocks for that, for memory if there is none, and no longer than the stage's deadline."""
-        if self._mode == "snapshot" and staging.host:
+        if self._mode == "eager" and staging.host:
             for earlier in self._in_flight():
-                earlier.pace.hurry()
+                earlier.pace.lift_limit()
             wait([staging.issued], staging.deadline.remaining_s())
 
     # --- DCP's AsyncStager protocol ---
@@ -288,9 +321,9 @@ class AsyncStager:
     def close(self) -> None:
         """Take no more stages, let those in flight end, and give the memory back when the last reference is gone.
 
-        Blocks. A stage that has not ended within ``timeout_s`` is stopped: its future raises ``Closed``, and this
-        raises ``DeadlineExceeded``. Memory that a device may still write to stays mapped until the device responds.
-        Raises the first error of a stage that has not been retrieved. Does nothing in a forked child."""
+        Blocks. A stage that has not ended within ``timeout_s`` is stopped: its future raises ``ClosedError``, and this
+        raises ``DeadlineExceededError``. Memory that a device may still write to stays mapped until the device
+        responds. Raises the first error of a stage that has not been retrieved. Does nothing in a forked child."""
         self.close_by(Deadline.after(self._timeout_s))
 
     def close_by(self, deadline: Deadline) -> None:
@@ -298,8 +331,8 @@ class AsyncStager:
         if os.getpid() != self._pid:
             return
         self._closed = True
-        ended = self._ledger.wait(deadline.remaining_s())
-        stages = self._ledger.unheard()
+        ended = self._unretrieved.wait(deadline.remaining_s())
+        stages = self._unretrieved.unretrieved()
         self._shut_down(deadline)
         if not ended:
             raise self._not_ended()
@@ -309,7 +342,7 @@ class AsyncStager:
 
     async def aclose(self) -> None:
         """As ``close()``, without blocking the loop. Cancelling it stops the stages in flight: their futures raise
-        ``Closed``."""
+        ``ClosedError``."""
         await self.aclose_by(Deadline.after(self._timeout_s))
 
     async def aclose_by(self, deadline: Deadline) -> None:
@@ -321,17 +354,17 @@ class AsyncStager:
         grace = Deadline.after(_GRACE_S)
         try:
             async with asyncio.timeout(deadline.remaining_s()):
-                await self._ledger.settled()
+                await self._unretrieved.settled()
             grace = deadline
         except TimeoutError as error:
             raise self._not_ended() from error
         finally:
-            stages = self._ledger.unheard()
-            await finish(partial(self._shut_down_off_loop, grace))
+            stages = self._unretrieved.unretrieved()
+            await run_shielded(partial(self._shut_down_off_loop, grace))
         raise_all(stages)
 
-    def _not_ended(self) -> DeadlineExceeded:
-        return DeadlineExceeded(
+    def _not_ended(self) -> DeadlineExceededError:
+        return DeadlineExceededError(
             f"stages in flight did not end within timeout_s={self._timeout_s:g} and were abandoned: their futures "
             "raise Closed; memory that a device may still write to stays mapped until the device responds"
         )
@@ -347,7 +380,7 @@ class AsyncStager:
     def _shut_down(self, deadline: Deadline) -> None:
         ended = self._stop_stages()
         if self._device is not None:
-            with suppress(Closed):  # the engine's threads are needed until the last stage has been issued
+            with suppress(ClosedError):  # the engine's threads are needed until the last stage has been issued
                 self._threads.submit(self._device.close)
         self._threads.close()
         self._host.close()
@@ -369,15 +402,17 @@ class AsyncStager:
         for staging in stagings:
             staging.stop.set()
         if stagings:
-            self._ledger.wait(_STOPPED_S)
+            self._unretrieved.wait(_STOPPED_S)
         left = self._in_flight()
         for staging in left:
             if staging.device is not None:
-                staging.forsake(Closed("the stager was closed before the device completed the copies of this stage"))
+                staging.forsake(
+                    ClosedError("the stager was closed before the device completed the copies of this stage")
+                )
         return not left
 
     def __enter__(self) -> NoReturn:
-        raise AsyncOnly(
+        raise AsyncOnlyError(
             "enter an AsyncStager with: async with sidestream.AsyncStager() as stager; in code without an event loop "
             "call close() at the end"
         )
@@ -406,6 +441,7 @@ class AsyncStager:
         outcome: StagingFuture[Any] | None = None,
         filler: Filler | None = None,
         readers: int = 0,
+        passes: bool = False,
     ) -> Staging[P]:
         self._check_usable()
         on_device = self._split(captured.tensors)
@@ -421,13 +457,14 @@ class AsyncStager:
             )
             captured.held.update(stage.held)
         host = len(on_device) < len(captured.tensors)
-        pace = Pace(self._bytes_per_second)
+        pace = RateLimiter(self._bytes_per_second)
         staging: Staging[P] = Staging(
             captured, deadline, pace, device=stage, host=host, outcome=outcome, readers=readers
         )
         staging.then = partial(self._ended, staging, then)
-        if stage is None and self._mode != "snapshot" and self._bytes_per_second is None:
+        if stage is None and self._mode != "eager" and self._bytes_per_second is None:
             staging.filler = filler
+        staging.passes = passes and stage is None
         if stage is not None and self._device is not None and not staging.reads_later:
             self._device.watch_ready(stage, staging.freed)
         try:
@@ -467,8 +504,10 @@ class AsyncStager:
         try:
             staging.stop.check()
             self._fill(staging, lay_out)
+            if staging.passes:
+                self._idle.passed(tuple([image.nbytes for image in staging.images]))
         except BaseException as failure:
-            stopped = isinstance(failure, Closed) and staging.stop.is_set()
+            stopped = isinstance(failure, ClosedError) and staging.stop.is_set()
             error = clean(given_up(staging) if stopped else failure, "the stager's thread")
             staging.fail(error)
         staging.issued.set_result(None)
@@ -476,7 +515,11 @@ class AsyncStager:
 
     def _fill(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
         plan = lay_out(staging.take())
-        staging.lay(plan, stays=self._stays(staging, plan))
+        stays = self._stays(staging, plan)
+        staging.lay(plan, stays=stays)
+        staging.passes = staging.passes and not stays
+        if staging.passes and not self._idle.grows_to([image.nbytes for image in staging.images]):
+            staging.drain = Drain(self._arena.given_back_bytes)
         if staging.device is not None and self._device is not None:
             device = self._device.enter(staging.device)
             if device is not None:
@@ -539,23 +582,23 @@ class AsyncStager:
             return
         sizes = deque([*scratch, *behind])
 
-        def lease(nbytes: int) -> Lease:
+        def lease(nbytes: int) -> Allocation:
             sizes.popleft()
             return self._lease(staging, nbytes, lambda: sizes)
 
         self._device.lease_scratch(staging.device, lease)
 
-    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image]) -> list[list[Piece]]:
+    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image]) -> list[list[FillPiece]]:
         """Move what is filled next from ``left`` to ``batch``, with memory: one image, or where somebody else fills
         them, as many as make it worth the asking and find memory without waiting. Returns with what, for each of those.
         """
-        pieces: list[list[Piece]] = []
+        pieces: list[list[FillPiece]] = []
         room = BATCH_BYTES if staging.images[0].whole else FIRST_BATCH_BYTES
         while left and (not batch or (pieces and room >= left[0][0].nbytes)):
             layout, image = left[0]
             try:
                 lease = self._lease(staging, layout.nbytes, partial(_behind, left), at_once=bool(batch))
-            except ArenaExhausted:
+            except ArenaExhaustedError:
                 if not batch:
                     raise
                 break
@@ -568,7 +611,7 @@ class AsyncStager:
             pieces.append(found)
         return pieces
 
-    def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: list[list[Piece]]) -> None:
+    def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: list[list[FillPiece]]) -> None:
         """Without the time of this process; what is left in ``batch`` then is not filled."""
         assert staging.filler is not None
         if not staging.filler.fill(list(chain.from_iterable(pieces)), deadline=staging.deadline, stop=staging.stop):
@@ -585,7 +628,7 @@ class AsyncStager:
         through = sum(map(whole_pages, scratch))
         largest = through + (whole_pages(max(images)) if images else 0)
         if largest > self.budget_bytes:
-            raise ArenaExhausted(
+            raise ArenaExhaustedError(
                 f"{largest} bytes of staging memory are needed at once, the budget is {self.budget_bytes}: "
                 "raise budget_bytes= of the stager"
             )
@@ -595,15 +638,15 @@ class AsyncStager:
 
     def _full(self, nbytes: int) -> SidestreamError:
         if self._when_full == "skip":
-            return Skipped(f"no {nbytes} bytes of staging memory are free, and when_full is 'skip'")
-        return ArenaExhausted(
+            return SkippedError(f"no {nbytes} bytes of staging memory are free, and when_full is 'skip'")
+        return ArenaExhaustedError(
             f"no {nbytes} bytes of staging memory are free: release() staged state dicts, raise budget_bytes=, or "
             "choose another when_full="
         )
 
     def _lease(
         self, staging: Staging[Any], nbytes: int, coming: Callable[[], Iterable[int]], *, at_once: bool = False
-    ) -> Lease:
+    ) -> Allocation:
         # What is free may be in pieces: policies that do not wait do not wait for the first image either.
         refuse = self._when_full in ("skip", "fail") and not staging.committed
         device = staging.device
@@ -617,8 +660,9 @@ class AsyncStager:
                     coming=coming,
                     at_once=at_once or refuse,
                     spare_offers=at_once and not refuse,
+                    drain=staging.drain,
                 )
-        except ArenaExhausted as error:
+        except ArenaExhaustedError as error:
             if refuse:
                 raise self._full(nbytes) from error
             raise
@@ -670,12 +714,12 @@ class AsyncStager:
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise ForkedProcess("this stager was made before os.fork(); make a new one in the child")
+            raise ForkedProcessError("this stager was made before os.fork(); make a new one in the child")
 
     def _check_usable(self) -> None:
         self._check_process()
         if self._closed:
-            raise Closed("this stager is closed; make a new one")
+            raise ClosedError("this stager is closed; make a new one")
 
 
 def _behind(left: deque[_Image]) -> Iterable[int]:
@@ -701,7 +745,7 @@ def _deliver(staging: Staging[StagePlan], future: StagingFuture[StagedState]) ->
         image.release()
 
 
-def _half_of_memory() -> int:
+def half_of_memory() -> int:
     """Of the machine's, or of what a control group allows this process."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from .._runtime.public import public
-from .._runtime.threads import Steps, gathered, politely, run_sliced
+from .._runtime.threads import Steps, gathered, run_sliced, yielding_gil
 from .._runtime.torch_probes import attributes_of, check_tensor, lazy_bits, storage_key, with_attributes
-from .arena import Lease
+from .arena import Allocation
 from .captured import Captured
 from .composite import Composite
 from .image import Copy, ImageLayout
-from .plans import PlanCache, fingerprint
+from .plans import PlanCache
 
 __all__ = ["StagePlan", "StagedState", "plan_stage"]
 
@@ -66,7 +66,7 @@ class StagePlan:
         """The plan without the copies, which refer to the tensors that it was made from."""
         return replace(self, images=())
 
-    def build(self, leases: Sequence[Lease]) -> StagedState:
+    def build(self, leases: Sequence[Allocation]) -> StagedState:
         """The state dict over ``leases``, each of which has been filled according to its image."""
         slots: dict[tuple[int, int], torch.Tensor] = {}
         tensors = gathered(_tensor(view, leases, slots) for view in self.views)
@@ -114,15 +114,14 @@ def plan_stage(plans: PlanCache, captured: Captured) -> StagePlan:
     """Lay out images for everything in ``captured``, as before if ``plans`` knows a state dict like this one.
 
     Tensors that share a storage share it in the copy too, and bytes that no tensor refers to are not copied. Raises
-    ``UnsupportedTensor`` for what cannot be staged. Nothing but the copies refers to a source.
+    ``UnsupportedTensorError`` for what cannot be staged. Nothing but the copies refers to a source.
     """
-    root = _template(captured.root, "", politely(itertools.count(), _EVERY), captured.held)
+    root = _template(captured.root, "", yielding_gil(itertools.count(), _EVERY), captured.held)
     return run_sliced(_planned(plans, root, captured.tensors))
 
 
 def _planned(plans: PlanCache, root: Any, tensors: list[torch.Tensor]) -> Steps[StagePlan]:
-    key = ("stage", (yield from fingerprint(tensors)))
-    views, images = yield from plans.get(key, lambda: _place(tensors))
+    views, images = yield from plans.get_for(tensors, "stage", lambda: _place(tensors))
     layouts: list[ImageLayout] = []
     for image in images:
         layouts.append((yield from image.over(tensors)))
@@ -261,7 +260,7 @@ def _runs(tensors: list[torch.Tensor]) -> Steps[list[_Run]]:
     return runs
 
 
-def _tensor(view: _View, leases: Sequence[Lease], slots: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+def _tensor(view: _View, leases: Sequence[Allocation], slots: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
     if view.nbytes == 0:
         return torch.empty(view.shape, dtype=view.dtype)
     slot = slots.get((view.image, view.start))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from .bodies import Body, BytesBody, ShardBody
 from .local.sources import FileSource, check_sources, is_plain_name, read_sources
 from .local.store import LocalStore
-from .names import parse_step, step_name, target_of_attempt
-from .object_store.names import id_of
+from .names import ABANDONED_AFTER_S, LEASES, parse_step, step_name, target_of_attempt
+from .object_store.names import id_of, is_unfinished
+from .space import Space
 from .store import Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction
-from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
+from .urls import EVERYDAY, Location, locate_directory, locate_run
 
 __all__ = [
+    "ABANDONED_AFTER_S",
     "EVERYDAY",
+    "LEASES",
     "WRITE_THREADS",
     "Attempt",
     "Body",
@@ -27,13 +30,14 @@ __all__ = [
     "RangeSource",
     "ReadRange",
     "ShardBody",
+    "Space",
     "Store",
     "StoreAddress",
     "Transaction",
-    "Where",
     "check_sources",
     "id_of",
     "is_plain_name",
+    "is_unfinished",
     "locate_directory",
     "locate_run",
     "parse_step",

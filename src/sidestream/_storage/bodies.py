@@ -1,4 +1,4 @@
-"""The files of a save as a store takes them, in the trainer and in its saver process alike. No torch."""
+"""The files of a save as a store takes them, in the trainer and in its writer process alike. No torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .._format.shard import BlockSums, Sealer, ShardLayout, Window
 from .._runtime.threads import (
     Deadline,
     Stop,
-    burst,
     current_deadline,
-    politely,
+    holding_gil,
     wait_for_change,
+    yielding_gil,
 )
 from ..options import Digest
 
-__all__ = ["Body", "BytesBody", "Image", "Part", "PiecesBody", "ShardBody", "ShowingPart"]
+__all__ = ["Body", "BytesBody", "FilePart", "Image", "PiecesBody", "ShardBody", "ShowingPart"]
 
 
-class Part(Protocol):
+class FilePart(Protocol):
     """Some of a file. Whoever takes it releases it, when it has been written or will not be."""
 
     @property
@@ -32,14 +32,14 @@ class Part(Protocol):
     def nbytes(self) -> int: ...
 
     def take(self, stop: Stop) -> memoryview:
-        """Block until the content is there. Raises what staging raised, ``Closed`` when ``stop`` is set."""
+        """Block until the content is there. Raises what staging raised, ``ClosedError`` when ``stop`` is set."""
 
     def release(self) -> None:
         """The memory may be used for something else. Idempotent; also for a part that was never taken."""
 
 
 @runtime_checkable
-class ShowingPart(Part, Protocol):
+class ShowingPart(FilePart, Protocol):
     """A part that goes through its content anyway, and can show it while it is still in the processor's cache."""
 
     def take_showing(self, stop: Stop, seen: Callable[[memoryview], object] | None) -> memoryview:
@@ -58,7 +58,7 @@ class Body(Protocol):
         """Whether every part begins on a page of memory and is a multiple of 4096 bytes, as direct I/O needs it."""
 
     @property
-    def parts(self) -> Sequence[Part]: ...
+    def parts(self) -> Sequence[FilePart]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,8 @@ class Image(Protocol):
     def nbytes(self) -> int: ...
 
     def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
-        """Block until ``end`` bytes are there. Raises what made the filling fail; ``Closed`` when ``stop`` is set."""
+        """Block until ``end`` bytes are there. Raises what made the filling fail; ``ClosedError`` when ``stop`` is
+        set."""
 
     def release(self) -> None:
         """The reader is done with it."""
@@ -124,7 +125,7 @@ class ShardBody:
         self.digest = digest
         self.written: set[int] = set()
         """Windows that need their memory no more, by number."""
-        self._sealer = Sealer(layout, None if digest is None else digest_of(digest), burst)
+        self._sealer = Sealer(layout, None if digest is None else digest_of(digest), holding_gil)
         pairs = enumerate(zip(layout.windows, images, strict=True))
         self.parts = tuple(
             _WindowPart(window, image, self._sealer, partial(self.written.add, number))
@@ -161,7 +162,7 @@ class _WindowPart:
         deadline = current_deadline()
         view = self.image.wait(self.nbytes, deadline=deadline, stop=stop)
         wait = partial(wait_for_change, stop=stop, name="checksums of the windows before")
-        for _ in politely(self.sealer.seal(view, self.window, wait=wait, seen=seen)):
+        for _ in yielding_gil(self.sealer.seal(view, self.window, wait=wait, seen=seen), every=1):
             stop.check()
         return view[: self.nbytes]
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 
-__all__ = ["attempt_name", "parse_step", "step_name", "target_of_attempt"]
+__all__ = ["ABANDONED_AFTER_S", "LEASES", "attempt_name", "parse_step", "step_name", "target_of_attempt"]
+
+ABANDONED_AFTER_S = 3600.0
+"""How long nobody has written to an attempt without a lease when it is taken for one of a dead process."""
+
+LEASES = ".leases"
+"""The directory of a run in which its leases lie."""
 
 _NUMBER = "0|[1-9][0-9]{0,17}"  # as Python formats it: another spelling would be a second directory for the same step
 _GENERATION = "[2-9]|[1-9][0-9]{1,8}"

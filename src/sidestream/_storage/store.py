@@ -44,7 +44,7 @@ class Files(Protocol):
     """The files of one directory, for threads that read them without an event loop."""
 
     def read(self, name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
-        """``Store.read``, in the calling thread. Raises ``Closed`` once ``stop`` is set."""
+        """``Store.read``, in the calling thread. Raises ``ClosedError`` once ``stop`` is set."""
 
 
 class RangeSource(Protocol):
@@ -52,7 +52,7 @@ class RangeSource(Protocol):
 
     A local directory is opened by the first request, in the thread that makes it, and every file is opened relative to
     it: all requests see one directory, also if it is renamed meanwhile and another one takes its place. Requests raise
-    what those of a ``Store`` raise, and ``Closed`` after ``aclose``.
+    what those of a ``Store`` raise, and ``ClosedError`` after ``aclose``.
     """
 
     @property
@@ -96,7 +96,8 @@ class Store(Protocol):
     """Directories of files under one root. Names are relative, with ``/`` between components.
 
     Every method is cancellable: when it raises ``CancelledError``, no thread touches a file or a buffer any more. All
-    raise ``StorageError`` (or a subclass) for what the storage refuses, ``DeadlineExceeded`` when ``deadline`` passes.
+    raise ``StorageError`` (or a subclass) for what the storage refuses, ``DeadlineExceededError`` when ``deadline``
+    passes.
     """
 
     @property
@@ -119,12 +120,12 @@ class Store(Protocol):
         """The name of the file that ``retire`` puts beside a checkpoint until the last of it is deleted, if it does."""
 
     def check_replaces(self) -> None:
-        """Raise ``InvalidOption`` if this store is known not to replace a checkpoint in one step."""
+        """Raise ``InvalidOptionError`` if this store is known not to replace a checkpoint in one step."""
 
     async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         """Write a new file, in a directory that need not exist yet. When this returns it is complete and, with
-        ``"fsync"``, its content is durable. Raises ``Conflict`` if it exists. A failure may leave a partial file
-        behind."""
+        ``"fsync"``, its content is durable. Raises ``CheckpointExistsError`` if it exists. A failure may leave a
+        partial file behind."""
 
     async def discard(self, leftover: str) -> None:
         """Delete what ``leftovers`` has listed, and everything in it. Does nothing if it is not there, or is being
@@ -134,6 +135,10 @@ class Store(Protocol):
         """End a committed checkpoint: it is invisible, with ``"fsync"`` durably, before its first byte is deleted.
 
         Interrupted, what remains is found by ``leftovers``. Does nothing if it is not there."""
+
+    async def collect(self, target: str, *, after_s: float) -> list[str]:
+        """Delete what killed processes have left of attempts at ``target`` that nobody has written to for ``after_s``,
+        and return its names. Those of a run are left to the run, which knows who has a lease."""
 
     async def leftovers(self) -> list[Leftover]:
         """Attempts and unfinished deletions under the root, by names that only sidestream makes; for ``discard``."""
@@ -146,7 +151,8 @@ class Store(Protocol):
         not exist. Files that were complete before the call are among them."""
 
     async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
-        """Fill every range. Raises ``Corrupt`` if the file ends before, ``FileNotFoundError`` if there is none.
+        """Fill every range. Raises ``CorruptCheckpointError`` if the file ends before, ``FileNotFoundError`` if there
+        is none.
 
         Ranges that lie close together are one request; how close is the store's own affair."""
 
@@ -171,7 +177,7 @@ class Store(Protocol):
         """With ``capabilities.mapping`` only: the first ``nbytes`` of a file as memory. Writing to it changes private
         copies of its pages, never the file.
 
-        Raises ``Corrupt`` if the file is shorter, ``FileNotFoundError`` if there is none."""
+        Raises ``CorruptCheckpointError`` if the file is shorter, ``FileNotFoundError`` if there is none."""
 
 
 class StoreSource:

@@ -14,13 +14,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from .._format.marker import TAIL_BYTES, Marker, find_marker
-from .._runtime.tasks import finish
+from .._runtime.marks import is_stuck
+from .._runtime.tasks import run_shielded
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
-from ..errors import Closed, Conflict, DeadlineExceeded, NotDurable, OutcomeUnknown, SidestreamError
-from ..options import Durability, StorePolicy
+from ..errors import (
+    CheckpointExistsError,
+    ClosedError,
+    DeadlineExceededError,
+    NotDurableError,
+    OutcomeUnknownError,
+    SidestreamError,
+)
+from ..options import Durability, Storage
 from .bodies import Body, BytesBody, PiecesBody
 from .names import attempt_name
 
@@ -28,13 +37,14 @@ __all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "StoreAddress", "Trans
 
 Outcome: TypeAlias = Literal["committed", "absent", "unknown"]
 
-Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "file", "part"]
+Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "joined_files", "file", "part"]
 """What a transaction makes visible.
 
 ``"directory"``: a checkpoint in a directory that does not exist or is empty. ``"replacement"``: the same, exchanged in
 one step with the directory that is there. ``"joined"``: files of a directory that another process has begun and will
-commit. ``"files"``: a directory of files that keep the names that they are given on every store. ``"file"``: one file,
-which is the target itself. ``"part"``: files in the target itself, which other processes write to as well.
+commit. ``"files"``: a directory of files that keep the names that they are given on every store. ``"joined_files"``:
+some of these, as ``"joined"``. ``"file"``: one file, which is the target itself. ``"part"``: files in the target
+itself, which other processes write to as well.
 """
 
 WRITE_THREADS = 4
@@ -51,11 +61,7 @@ class StoreAddress:
     """What another process on this machine opens the same store with: secrets included, which are never shown."""
 
     url: str = field(repr=False)
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    policy: StorePolicy | None = None
-
-    def __reduce__(self) -> Any:
-        raise TypeError("storage options hold credentials: they are not pickled")
+    storage: Storage = field(default_factory=Storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,10 @@ class Attempt:
     kind: Kind
     save_id: str
     durability: Durability
+    in_run: bool = False
+    """Whether a ``Checkpointer`` collects what killed saves have left of its target."""
+    replaces_export: bool = False
+    """For ``"files"`` in a store without directories: delete an export that is there first."""
 
     @property
     def name(self) -> str:
@@ -114,16 +124,16 @@ class Transaction(ABC):
         knows the next one.
 
         Raises:
-            Conflict: the target exists and is not what the kind of the transaction allows. Nothing is left behind.
-            NotShared: the attempt of another process, or of an earlier call, is not there.
-            Closed: ``stop`` is set.
-            StorageError, DeadlineExceeded: an attempt may be left behind, for ``discard``.
+            CheckpointExistsError: the target exists and is not what the kind of the transaction allows. Nothing is left
+            behind. StorageNotSharedError: the attempt of another process, or of an earlier call, is not there.
+            ClosedError: ``stop`` is set. StorageError, DeadlineExceededError: an attempt may be left behind, for
+            ``discard``.
         """
 
     @abstractmethod
     async def put(self, name: str, body: Body) -> None:
         """Write a small file. Its content is durable when this returns, as far as ``durability`` says; its name is so
-        after the commit. Raises ``Conflict`` if it exists."""
+        after the commit. Raises ``CheckpointExistsError`` if it exists."""
 
     @abstractmethod
     async def put_last(self, name: str, body: Body) -> None:
@@ -134,15 +144,15 @@ class Transaction(ABC):
     async def make_visible(self) -> None:
         """Make all files visible in one atomic step, then durable.
 
-        Raises ``Conflict``, having changed nothing, if the target is taken; ``NotDurable`` if the files are visible and
-        a sync failed. What a ``"replacement"`` replaced is in the attempt afterwards. A commit that may still be
-        carried out after this has raised is marked on the error, as ``left_behind``."""
+        Raises ``CheckpointExistsError``, having changed nothing, if the target is taken; ``NotDurableError`` if the
+        files are visible and a sync failed. What a ``"replacement"`` replaced is in the attempt afterwards. A commit
+        that may still be carried out after this has raised is marked on the error (``mark_stuck``)."""
 
     @abstractmethod
     def discard_here(self) -> None:
         """Delete the attempt, in the calling thread, with the files that other processes have written into it. Does
         nothing if nothing is there, and nothing in a forked child. From now on no attempt is made: the first ``write``
-        raises ``Closed``."""
+        raises ``ClosedError``."""
 
     @abstractmethod
     async def discard(self) -> None:
@@ -159,6 +169,16 @@ class Transaction(ABC):
         is passed over."""
 
     # --- what is the same for all ---
+
+    @property
+    def place(self) -> Path | None:
+        """The directory in which its files are written; None where that is no file system of this machine."""
+        return None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is written: the commit has been sent, or the attempt was discarded."""
+        return self._discarded or self.outcome != "absent"
 
     def sidecar_name(self, name: str) -> str:
         """Return what a sidecar file is called, before and after the commit."""
@@ -179,7 +199,7 @@ class Transaction(ABC):
         the discard too, which ends at its own deadline."""
         with self._making:
             if self._discarded:
-                raise Closed(f"{self.attempt.name} was discarded")
+                raise ClosedError(f"{self.attempt.name} was discarded")
             yield
 
     def _end_making(self) -> bool:
@@ -201,12 +221,12 @@ class Transaction(ABC):
 
         Raises:
             asyncio.CancelledError: see ``outcome``.
-            Conflict: the target is taken; ``"absent"``.
-            NotDurable: ``"committed"``, but a sync failed or timed out.
-            OutcomeUnknown: ``"unknown"``, because the read-back failed too. Nothing was deleted.
+            CheckpointExistsError: the target is taken; ``"absent"``.
+            NotDurableError: ``"committed"``, but a sync failed or timed out.
+            OutcomeUnknownError: ``"unknown"``, because the read-back failed too. Nothing was deleted.
         """
         if not files:
-            await finish(self._send_without_id)
+            await run_shielded(self._send_without_id)
             return
         *others, (name, last) = files.items()
         for other, pieces in others:
@@ -218,9 +238,9 @@ class Transaction(ABC):
         self.outcome = "unknown"
         try:
             await self.make_visible()
-        except DeadlineExceeded:
+        except DeadlineExceededError:
             raise
-        except NotDurable as error:
+        except NotDurableError as error:
             self.outcome = "committed"
             self._note_replaced(error)
             raise
@@ -237,10 +257,10 @@ class Transaction(ABC):
         try:
             await self.make_visible()
             self.outcome = "committed"
-        except Conflict:
+        except CheckpointExistsError:
             self.outcome = "absent"
             raise
-        except NotDurable as error:
+        except NotDurableError as error:
             self.outcome = "committed"
             self._note_replaced(error)
             raise
@@ -249,12 +269,12 @@ class Transaction(ABC):
             if isinstance(error, asyncio.CancelledError) or outcome == "absent":
                 raise
             if outcome == "committed":
-                committed = NotDurable(
+                committed = NotDurableError(
                     f"{target} is committed and complete, but publishing it did not end well: {error}"
                 )
                 self._note_replaced(committed)
                 raise committed from error
-            raise OutcomeUnknown(
+            raise OutcomeUnknownError(
                 f"the commit of {target} was sent, and whether it took place could not be read back: {error}. Nothing "
                 f"was deleted; look for {target}, and remove {self.attempt.name} if it is still there"
             ) from error
@@ -263,7 +283,7 @@ class Transaction(ABC):
                 self._look = None  # which refers to this object
 
     async def _after_failure(self, name: str, tail: bytes, error: BaseException) -> Outcome:
-        await finish(lambda: self._read_back(name, tail, getattr(error, "left_behind", False)))
+        await run_shielded(lambda: self._read_back(name, tail, is_stuck(error)))
         return self.outcome
 
     async def _read_back(self, name: str, tail: bytes, stuck: bool) -> None:
@@ -282,12 +302,12 @@ class Transaction(ABC):
     def settle(self, *, stuck: bool) -> None:
         """Find out the outcome, and delete what an absent attempt wrote. Called in a thread, when no other code uses
         the transaction. ``stuck``: a thread is left behind in a system call. Raises what the storage raises."""
-        from .clients.io_loop import Call  # imports fsspec
+        from .clients.io_loop import LoopCall  # imports fsspec
 
         look = self._look
         if self.outcome == "unknown" and look is not None:
             with time_limit(Deadline.after(_READ_BACK_S)):
-                Call(lambda: look(stuck)).result("reading back the outcome of the commit")
+                LoopCall(lambda: look(stuck)).result("reading back the outcome of the commit")
             self._look = None  # which refers to this object
         if self.outcome == "absent":
             self.discard_here()
@@ -303,15 +323,20 @@ class Transaction(ABC):
                     await self.discard()
             except SidestreamError as failure:
                 error.add_note(f"what it had written could not be removed: {failure}")
+                if isinstance(error, SidestreamError):
+                    error.about(left_behind=self.attempt.name)
 
-        await finish(discard)
-        if getattr(error, "left_behind", False):
+        await run_shielded(discard)
+        if is_stuck(error):
             attempt = self.attempt.name
+            if isinstance(error, SidestreamError):
+                error.about(left_behind=attempt)
             error.add_note(f"a thread hangs in a system call and may still write {attempt}; remove it if it appears")
 
     async def check_not_overtaken(self) -> None:
-        """Raise ``Conflict`` if this is a ``"replacement"`` that cannot be committed any more, because another save has
-        replaced its target meanwhile. Where an exchange commits, the last one stays, and there is no such case."""
+        """Raise ``CheckpointExistsError`` if this is a ``"replacement"`` that cannot be committed any more, because
+        another save has replaced its target meanwhile. Where an exchange commits, the last one stays, and there is no
+        such case."""
         return
 
     async def _discard_replaced(self) -> None:
@@ -319,7 +344,7 @@ class Transaction(ABC):
         attempt."""
         await self.discard()
 
-    def _note_replaced(self, error: NotDurable) -> None:
+    def _note_replaced(self, error: NotDurableError) -> None:
         """Add to ``error`` where the checkpoint is that was replaced by a commit which may not be durable: it is not
         deleted."""
         return
@@ -337,7 +362,7 @@ class _Ends(Protocol):
 
 
 async def marker_in(files: _Ends, name: str) -> Marker | None:
-    """Return the marker in the file ``name``; None if another writer made it. Raises ``Corrupt``."""
+    """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``."""
     return find_marker(await files.tail(name, TAIL_BYTES))
 
 

@@ -14,24 +14,23 @@ from fsspec.registry import known_implementations, registry
 from fsspec.utils import get_protocol
 
 from .._runtime.redact import redacted
-from ..errors import InvalidOption, MissingExtra
-from ..options import BlobStore, Capabilities, StorePolicy
+from ..errors import InvalidOptionError, MissingExtraError
+from ..options import BlobStore, Storage, StorePolicy, is_fsspec
 from .clients.credentials import CLOUDS, Client, Unmapped, client_for
 from .clients.engine import Engine, LateEngine, StoreEngine
 from .clients.fsspec import FsspecEngine
 from .clients.lazy import Kept, frozen
-from .local.store import LocalStore
+from .local.store import LocalStore, MarkedStore
 from .object_store.store import ObjectStore
 from .store import RangeSource, Store
 from .transaction import StoreAddress
 from .wrappers.file_cache import FileCache
 
-__all__ = ["EVERYDAY", "Location", "Where", "locate_directory", "locate_run"]
+__all__ = ["EVERYDAY", "Location", "locate_directory", "locate_run"]
 
 _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
 _OF_THE_INSTANCE = frozenset({"asynchronous", "loop", "skip_instance_cache"})
 _LOCAL = frozenset({"file", "local"})
-_TO_SAVE = ("put", "upload", "listing", "delete")
 _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
 
 _engines = Kept(16)
@@ -50,145 +49,99 @@ class Location:
         return self.store.source(self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """How a URL is to be understood: ``storage_options`` as fsspec users write them, or a ``filesystem`` object, and
-    the policy of the store. Neither options nor file system are ever shown."""
-
-    storage_options: Mapping[str, Any] | None = None
-    filesystem: Any = None
-    policy: StorePolicy | None = None
-
-    def __repr__(self) -> str:
-        return "Where(...)"
-
-    def __reduce__(self) -> Any:
-        raise TypeError("storage options hold credentials: they are not pickled")
-
-    def check(self) -> None:
-        if self.storage_options is not None and self.filesystem is not None:
-            raise InvalidOption("filesystem= has its options already: leave out storage_options=")
-        if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
-            raise InvalidOption("storage_options= has to be a dict of what the fsspec file system takes")
-        if self.policy is not None and not isinstance(self.policy, StorePolicy):
-            raise InvalidOption(f"store_policy={self.policy!r} has to be a sidestream.StorePolicy")
-        if self.filesystem is not None and not _is_fsspec(self.filesystem):
-            _check_store(self.filesystem)
-
-
-def _is_fsspec(filesystem: Any) -> bool:
-    return hasattr(filesystem, "cat_file") and not isinstance(filesystem, type)
-
-
-def _check_store(given: Any) -> None:
-    """Raise ``InvalidOption`` for what is not a ``BlobStore``."""
-    if isinstance(given, type):
-        raise InvalidOption(f"filesystem={given.__name__} is a class: pass an instance of it")
-    name = type(given).__name__
-    can = getattr(given, "capabilities", None)
-    if not isinstance(can, Capabilities):
-        raise InvalidOption(
-            f"filesystem={name} is neither an fsspec file system nor a sidestream.options.BlobStore: it has no "
-            "capabilities of the type sidestream.options.Capabilities"
-        )
-    offered = *("version", "replace") * can.versions, *("map",) * can.mapping
-    wanted = ("read", "size", *_TO_SAVE * can.listing, *offered)
-    if missing := [f"{one}()" for one in wanted if not callable(getattr(given, one, None))]:
-        raise InvalidOption(f"filesystem={name} lacks methods of a sidestream.options.BlobStore: {', '.join(missing)}")
-    if can.rename:
-        raise InvalidOption(
-            f"filesystem={name} has capabilities.rename, which only local directories have: leave it off"
-        )
-
-
-EVERYDAY = Where()
+EVERYDAY = Storage()
 """Nothing but the URL."""
 
 
-def locate_directory(url: str | os.PathLike[str], where: Where = EVERYDAY) -> Location:
-    """Where the checkpoint at ``url`` is. Raises ``InvalidOption`` for what cannot be a directory of its own,
-    ``MissingExtra`` where the client of its protocol is not installed."""
-    text, protocol = _parsed(url, where)
-    if _is_local(protocol, where):
+def locate_directory(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> Location:
+    """Where the checkpoint at ``url`` is. Raises ``InvalidOptionError`` for what cannot be a directory of its own,
+    ``MissingExtraError`` where the client of its protocol is not installed."""
+    text, protocol = _parsed(url, storage)
+    if _is_local(protocol, storage):
         path = _local_path(text)
         if not path.name:
-            raise InvalidOption(f"{path} is the root of the file system; a checkpoint needs a directory of its own")
-        return Location(LocalStore(path.parent), path.name, str(path))
+            raise InvalidOptionError(
+                f"{path} is the root of the file system; a checkpoint needs a directory of its own"
+            )
+        return Location(_local_store(path.parent, storage), path.name, str(path))
     parent, _, name = text.rstrip("/").rpartition("/")
     if not name or parent.endswith(":/"):
         if protocol != "memory" or not name:
-            raise InvalidOption(f"{redacted(text)} is a bucket; a checkpoint needs a prefix of its own in it")
+            raise InvalidOptionError(f"{redacted(text)} is a bucket; a checkpoint needs a prefix of its own in it")
         parent += "/"
-    store = _object_store(text, parent, protocol, where)
+    store = _object_store(text, parent, protocol, storage)
     return Location(store, name, f"{store.url}/{name}")
 
 
-def locate_run(url: str | os.PathLike[str], where: Where = EVERYDAY) -> tuple[Store, str]:
+def locate_run(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> tuple[Store, str]:
     """The store whose directories are the steps of a run, and the run's URL for messages."""
-    text, protocol = _parsed(url, where)
-    if _is_local(protocol, where):
+    text, protocol = _parsed(url, storage)
+    if _is_local(protocol, storage):
         path = _local_path(text)
-        return LocalStore(path), str(path)
-    store = _object_store(text, text.rstrip("/"), protocol, where)
+        return _local_store(path, storage), str(path)
+    store = _object_store(text, text.rstrip("/"), protocol, storage)
     return store, store.url
 
 
-def _parsed(url: str | os.PathLike[str], where: Where) -> tuple[str, str]:
-    where.check()
+def _parsed(url: str | os.PathLike[str], storage: Storage) -> tuple[str, str]:
     try:
         text = os.fspath(url)
     except TypeError:
         text = ""
     if type(text) is not str or not text or "\0" in text:
-        raise InvalidOption(f"{redacted(repr(url))} is not a path or URL")
+        raise InvalidOptionError(f"{redacted(repr(url))} is not a path or URL")
     protocol = get_protocol(text)
-    if where.filesystem is None:
+    if storage.filesystem is None:
         _check_address(text, protocol)
     return text, protocol
 
 
 def _check_address(text: str, protocol: str) -> None:
-    """Raise ``InvalidOption`` for a protocol that no package provides, and for ``~``.
+    """Raise ``InvalidOptionError`` for a protocol that no package provides, and for ``~``.
 
     ``~`` is refused and not expanded: ``torch.save`` and DCP make a directory of that name. So one string would name
     two places in one program, and a third place when another user runs it."""
     if protocol not in known_implementations and protocol not in registry:
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"{redacted(text)} has the unknown protocol {protocol}://; use a path, s3://, gs://, az://, or another "
             "protocol that fsspec knows"
         )
     if text == "~" or text.startswith("~/"):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"{text!r} begins with ~, which is expanded by a shell but not here: use os.path.expanduser({text!r}), or "
             f"{'./' + text!r} for a directory of that name"
         )
 
 
-def _is_local(protocol: str, where: Where) -> bool:
-    if where.filesystem is not None:
+def _is_local(protocol: str, storage: Storage) -> bool:
+    if storage.filesystem is not None:
         return False
-    if protocol in _LOCAL and where.storage_options:
-        raise InvalidOption("storage_options= is for object storage, and this is a local directory")
+    if protocol in _LOCAL and storage.options:
+        raise InvalidOptionError("storage_options= is for object storage, and this is a local directory")
     return protocol in _LOCAL
+
+
+def _local_store(root: Path, storage: Storage) -> LocalStore:
+    return MarkedStore(root) if storage.commit == "marker" else LocalStore(root)
 
 
 def _local_path(text: str) -> Path:
     return Path(strip_protocol(text) if "://" in text else text).absolute()
 
 
-def _object_store(text: str, base: str, protocol: str, where: Where) -> ObjectStore:
-    policy = where.policy or StorePolicy()
+def _object_store(text: str, base: str, protocol: str, storage: Storage) -> ObjectStore:
+    policy = storage.policy or StorePolicy()
     shown = redacted(base)
-    if where.filesystem is not None and not _is_fsspec(where.filesystem):
-        return _own_store(where.filesystem, base, policy)
-    if where.filesystem is not None:
-        root = where.filesystem._strip_protocol(base)
-        handed_in = FsspecEngine(where.filesystem, policy)
-        again = _made_again(where.filesystem, root, policy)
+    if storage.filesystem is not None and not is_fsspec(storage.filesystem):
+        return _own_store(storage.filesystem, base, policy)
+    if storage.filesystem is not None:
+        root = storage.filesystem._strip_protocol(base)
+        handed_in = FsspecEngine(storage.filesystem, policy)
+        again = _made_again(storage.filesystem, root, policy)
         return ObjectStore(handed_in, root, shown, policy, _cache(handed_in, policy), again)
-    options = dict(where.storage_options or {})
+    options = dict(storage.options or {})
     # Memory is this process's own.
-    address = None if protocol == "memory" else StoreAddress(base, where.storage_options, where.policy)
+    address = None if protocol == "memory" else StoreAddress(base, storage)
     client = _client(base, protocol, options, policy)
     if protocol in CLOUDS and policy.cache_dir is None:
         engine = _late(base, protocol, options, policy, client)
@@ -200,7 +153,7 @@ def _object_store(text: str, base: str, protocol: str, where: Where) -> ObjectSt
 
 def _own_store(store: BlobStore, base: str, policy: StorePolicy) -> ObjectStore:
     if policy.cache_dir is not None:
-        raise InvalidOption(f"cache_dir= needs an fsspec file system, not filesystem={type(store).__name__}")
+        raise InvalidOptionError(f"cache_dir= needs an fsspec file system, not filesystem={type(store).__name__}")
     root = base.rpartition("://")[2].strip("/")
     return ObjectStore(StoreEngine(store, root, policy), root, redacted(base), policy)
 
@@ -209,7 +162,7 @@ def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy
     """Of a cloud: what is wrong with the options is raised here, what only its client finds at the first request."""
     kind = CLOUDS[protocol]
     if client is None and find_spec(_PACKAGES[kind]) is None:
-        raise MissingExtra(f'{protocol}:// needs a client: pip install "sidestream[cloud]"', extra="cloud")
+        raise MissingExtraError(f'{protocol}:// needs a client: pip install "sidestream[cloud]"', extra="cloud")
 
     def make() -> Engine:
         if client is None:
@@ -239,17 +192,19 @@ def _client(base: str, protocol: str, options: Mapping[str, Any], policy: StoreP
     wanted = policy.engine == "obstore"
     if policy.engine == "fsspec" or policy.cache_dir is not None or protocol not in CLOUDS:
         if wanted:
-            raise InvalidOption(f'engine="obstore" has s3://, gs:// and az:// without a cache, not {redacted(base)}')
+            raise InvalidOptionError(
+                f'engine="obstore" has s3://, gs:// and az:// without a cache, not {redacted(base)}'
+            )
         return None
     if find_spec("obstore") is None:
         if wanted:
-            raise MissingExtra('engine="obstore" needs obstore: pip install "sidestream[cloud]"', extra="cloud")
+            raise MissingExtraError('engine="obstore" needs obstore: pip install "sidestream[cloud]"', extra="cloud")
         return None
     try:
         return client_for(protocol, base.partition("://")[2].partition("/")[0], options)
     except Unmapped as error:
         if wanted:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f'storage_options has {", ".join(error.names)}, which engine="obstore" has no words for; leave it to '
                 'engine="auto" to take fsspec'
             ) from None
@@ -274,11 +229,11 @@ def _through_fsspec(base: str, protocol: str, options: dict[str, Any], policy: S
         if protocol in ("s3", "s3a"):
             filesystem.retries = 1  # ours can be seen, know the deadline, and slow down
     except ImportError as error:
-        raise MissingExtra(
+        raise MissingExtraError(
             f'{protocol}:// needs a package: {error}. pip install "sidestream[cloud]"', extra="cloud"
         ) from error
     except ValueError as error:
-        raise InvalidOption(f"{redacted(base)}: {redacted(str(error))}") from None
+        raise InvalidOptionError(f"{redacted(base)}: {redacted(str(error))}") from None
     return FsspecEngine(filesystem, policy), root
 
 
@@ -288,7 +243,7 @@ def _made_again(filesystem: Any, root: str, policy: StorePolicy) -> StoreAddress
     if protocols[0] not in CLOUDS or getattr(filesystem, "storage_args", None) != ():
         return None
     options = {name: one for name, one in filesystem.storage_options.items() if name not in _OF_THE_INSTANCE}
-    return StoreAddress(f"{protocols[0]}://{root}", options, replace(policy, engine="fsspec"))
+    return StoreAddress(f"{protocols[0]}://{root}", Storage(options, policy=replace(policy, engine="fsspec")))
 
 
 def _without_bucket(base: str) -> str:

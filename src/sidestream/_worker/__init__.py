@@ -1,5 +1,5 @@
-"""The saver: who moves staged bytes to storage, threads of the trainer or a process of its own.
+"""The writer process, which moves staged bytes to storage in place of threads of the trainer.
 
-Both run the same code (``_storage/bodies``, and the stores). The process is handed memory, offsets and framing bytes;
-it plans nothing and commits nothing. What it imports (``main``, ``work``) pulls in no torch.
+Both run the same code (``_storage/bodies`` and the stores). The process receives memory, offsets and framing bytes; it
+plans nothing and commits nothing. The modules that it imports (``main``, ``work``) import no torch.
 """

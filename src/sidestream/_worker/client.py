@@ -1,4 +1,4 @@
-"""Who writes a save: threads of this process, or a saver process that is started when it is needed."""
+"""The writer processes of this process, one for each set of options, started when they are needed."""
 
 from __future__ import annotations
 
@@ -13,64 +13,68 @@ from typing import Any
 
 from .._runtime.threads import Stop, Threads, current_deadline, io_threads, result_of
 from .._storage import Body, Store, Transaction
-from ..errors import InvalidOption, SaverLost
-from ..options import SaverChoice, SaverProcess, check_saver
+from ..errors import InvalidOptionError, WriterProcessError
+from ..options import WriterChoice, WriterProcess, check_writer
 from .filling import LinkFiller
-from .job import Job, Order
-from .link import Handed, Link
+from .job import Job, JobOrder
+from .link import SharedSegment, WorkerLink
 from .process import available
 from .wire import Unsendable, pack
 
-__all__ = ["Saver", "choose_saver", "close_all", "saver_process"]
+__all__ = ["Worker", "choose_worker", "close_all", "worker_for"]
 
 _CLOSE_S = 1.0
 
 
-class Saver:
-    """The process for one set of options: there is one at most at a time, and a new one where it was lost."""
+class Worker:
+    """The writer process for one set of options. At most one exists at a time; a lost one is replaced."""
 
-    def __init__(self, options: SaverProcess) -> None:
+    def __init__(self, options: WriterProcess) -> None:
         self.options = options
         self._lock = threading.Lock()
-        self._link: Link | None = None
+        self._link: WorkerLink | None = None
         self._users = 0
 
     def start(self) -> Future[None]:
-        """Start it unless it is there, without waiting for more than a thread; the result is done when it is up."""
+        """Start the process unless it exists. Return a future that is done when the process is ready. Waits only for
+        the start of a thread."""
         return self._current().up
 
     async def up(self) -> None:
-        """Start it, and wait until it is ready. Raises ``SaverLost``, ``DeadlineExceeded``."""
+        """Start the process unless it exists, and wait until it is ready. Raises ``WriterProcessError`` and
+        ``DeadlineExceededError``."""
         stop = Stop()
         await io_threads().run(self._ready, stop, stop=stop)
 
-    async def hand(self, memories: Sequence[Handed]) -> None:
-        """Map ``memories`` there, so that no save has to, if it is up."""
+    async def share(self, memories: Sequence[SharedSegment]) -> None:
+        """Map ``memories`` in the process if it is up, so that no save has to wait for that."""
         link = self._link
         if link is not None and link.up.done() and link.lost is None:
-            await io_threads().run(_hand, link, memories)
+            await io_threads().run(_share, link, memories)
 
     def filler(self) -> LinkFiller | None:
-        """Who copies for a stage, if the process is up and may read the memory of this one."""
+        """Return an object that has the process copy for a stage; None if the process is not up or may not read the
+        memory of this process."""
         link = self._link
         return LinkFiller(link) if link is not None and link.reads_memory and link.lost is None else None
 
-    def hold(self) -> None:
-        """Somebody will come back: the process stays, once it was started, until as many have let go of it."""
+    def acquire(self) -> None:
+        """Take a reference, which keeps a started process alive until ``release()``."""
         with self._lock:
             self._users += 1
             if self._link is not None:
-                self._link.use(1)
+                self._link.add_users(1)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
+        """Give back a reference that ``acquire`` has taken."""
         with self._lock:
             self._users -= 1
             if self._link is not None:
-                self._link.use(-1)
+                self._link.add_users(-1)
 
     @property
     def pid(self) -> int | None:
-        """Of the process that is there now."""
+        """The PID of the current process, or None."""
         link = self._link
         return None if link is None or link.lost is not None else link.pid
 
@@ -84,10 +88,11 @@ class Saver:
         fall_back: bool = False,
         url: str = "",
     ) -> None:
-        """``Transaction.write``, with the same promises, in the process. This side makes the attempt; the process joins
-        it.
+        """Write ``files`` in the process, with the guarantees and errors of ``Transaction.write``. This process makes
+        the attempt, and the writer process joins it.
 
-        Raises ``SaverLost`` too, unless ``fall_back`` lets threads write where no process can be started.
+        Also raises ``WriterProcessError``. With ``fall_back``, threads of this process write if no writer process can
+        be started.
         """
         attempt = transaction.attempt
         transaction.write((), threads=threads, stop=stop)
@@ -96,114 +101,116 @@ class Saver:
             return
         assert transaction.address is not None
         joined = replace(attempt, kind="joined")
-        order = Order(transaction.address, joined, url or attempt.target, current_deadline())
-        self.hold()  # or it might end between being up and being asked
+        order = JobOrder(transaction.address, joined, url or attempt.target, current_deadline())
+        self.acquire()  # or the process might end before the request reaches it
         try:
             Job(order, files, stop).run(transaction, lambda: self._ready(stop), self.options.retries)
         finally:
-            self.let_go()
+            self.release()
 
     def _starts(self, stop: Stop) -> bool:
         try:
             self._ready(stop)
-        except SaverLost:
+        except WriterProcessError:
             return False
         return True
 
-    def _ready(self, stop: Stop) -> Link:
-        """A process that is up. Raises ``SaverLost``, ``Closed``, ``DeadlineExceeded``."""
+    def _ready(self, stop: Stop) -> WorkerLink:
+        """Return the link of a process that is ready. Raises ``WriterProcessError``, ``ClosedError`` and
+        ``DeadlineExceededError``."""
         link = self._current()
-        result_of(link.up, stop, "starting the saver process")
+        result_of(link.up, stop, "starting the writer process")
         return link
 
-    def _current(self) -> Link:
+    def _current(self) -> WorkerLink:
         with self._lock:
             if self._link is None or self._link.lost is not None:
-                self._link = Link(self.options)
-                self._link.use(self._users)
+                self._link = WorkerLink(self.options)
+                self._link.add_users(self._users)
             return self._link
 
     def close(self) -> None:
-        """End the process now; what it was writing fails. The next save starts another one."""
+        """End the process. Saves that it is writing fail; the next save starts another process."""
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
-            link.end("the saver process was ended", _CLOSE_S)
+            link.end("the writer process was ended", _CLOSE_S)
 
     def forget(self) -> None:
-        """In a forked child: the process is the parent's."""
+        """Close this side of the link in a forked child, because the process belongs to the parent."""
         if self._link is not None:
             self._link.close_after_fork()
 
 
-def _hand(link: Link, memories: Sequence[Handed]) -> None:
-    with suppress(SaverLost):  # the save that comes next starts another one
+def _share(link: WorkerLink, memories: Sequence[SharedSegment]) -> None:
+    with suppress(WriterProcessError):  # the next save starts another process
         for memory in memories:
-            link.hand(memory)
+            link.share(memory)
 
 
-def choose_saver(saver: SaverChoice, store: Store) -> tuple[Saver | None, bool]:
-    """Who writes to ``store`` (None: threads), and whether threads do where no process can be started.
+def choose_worker(worker: WriterChoice, store: Store) -> tuple[Worker | None, bool]:
+    """Return the writer process that writes to ``store`` (None: threads do), and whether threads write if no process
+    can be started.
 
-    Raises ``InvalidOption`` where a process was asked for and cannot write there.
+    Raises ``InvalidOptionError`` if a process was requested and cannot write to this store.
     """
-    check_saver(saver)
-    if saver == "thread":
+    check_writer(worker)
+    if worker == "thread":
         return None, False
-    if saver == "auto":
+    if worker == "auto":
         suits = available() and _obstacle(store, known_only=True) is None
-        return (saver_process(SaverProcess()), True) if suits else (None, False)
+        return (worker_for(WriterProcess()), True) if suits else (None, False)
     obstacle = _obstacle(store, known_only=False)
     if obstacle is not None:
-        raise InvalidOption(f'saver="process": {obstacle}; saver="thread" can write there')
-    return saver_process(saver if isinstance(saver, SaverProcess) else SaverProcess()), False
+        raise InvalidOptionError(f'writer="process": {obstacle}; writer="thread" can write there')
+    return worker_for(worker if isinstance(worker, WriterProcess) else WriterProcess()), False
 
 
 _KNOWN = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
 def _obstacle(store: Store, *, known_only: bool) -> str | None:
-    """Why another process cannot open ``store``; None if it can, as far as this one knows."""
+    """Return the reason why another process cannot open ``store``; None if it can, as far as this process knows."""
     address = store.address
     if address is None:
         return (
-            "another process cannot open this store (memory:// is this process's own; instead of a filesystem= object "
+            "another process cannot open this store (memory:// is this process's own; instead of Storage(filesystem=) "
             "pass a URL and storage_options=)"
         )
     protocol = address.url.partition("://")[0] if "://" in address.url else ""
     if known_only and protocol and protocol not in _KNOWN:
         return f"{protocol}:// may be something that only this process knows"
     try:
-        pack(address.storage_options)
+        pack(address.storage.options)
     except Unsendable as error:
         return f"storage_options{error}, which cannot be handed to another process"
     return None
 
 
-_savers: dict[SaverProcess, Saver] = {}
+_workers: dict[WriterProcess, Worker] = {}
 _lock = threading.Lock()
 
 
-def saver_process(options: SaverProcess) -> Saver:
-    """The one of this process for ``options``; nothing is started yet."""
+def worker_for(options: WriterProcess) -> Worker:
+    """Return the worker of this process for ``options``. Starts no process."""
     with _lock:
-        if options not in _savers:
-            _savers[options] = Saver(options)
-        return _savers[options]
+        if options not in _workers:
+            _workers[options] = Worker(options)
+        return _workers[options]
 
 
 def close_all() -> None:
-    """End every saver process of this one."""
-    for saver in list(_savers.values()):
-        saver.close()
+    """End all writer processes of this process."""
+    for worker in list(_workers.values()):
+        worker.close()
 
 
 def _forget_after_fork() -> None:
-    global _savers, _lock
-    for saver in _savers.values():
-        saver.forget()
-    _of_the_parent.append(_savers)  # their handles shall not be finalized here
-    _savers, _lock = {}, threading.Lock()
+    global _workers, _lock
+    for worker in _workers.values():
+        worker.forget()
+    _of_the_parent.append(_workers)  # so that their handles are not finalized in the child
+    _workers, _lock = {}, threading.Lock()
 
 
 _of_the_parent: list[Any] = []

@@ -1,4 +1,5 @@
-"""In the saver process: copies out of the trainer's memory, by the kernel, which take none of the trainer's time."""
+"""Copying from the trainer's memory inside the writer process. The kernel copies, and the trainer spends no time on
+it."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 
-from .wire import PIECE, Kind
+from .wire import PIECE, WorkerMessageKind
 
 __all__ = ["Copier", "read_memory"]
 
-_CHUNK_BYTES = 16 << 20  # a cancel waits for as much in each thread
-# While the kernel finds the pages it holds a lock of the trainer's, and whoever maps memory there waits for it: the
-# smaller the call, the less likely it is that this process loses its core just then.
+_CHUNK_BYTES = 16 << 20  # a cancel waits for the current chunk of each thread
+# While the kernel looks up the pages it holds a lock of the trainer, and threads that map memory there wait for it. The
+# smaller the call, the less likely it is that this process loses its core during that time.
 _CALL_BYTES = 128 << 10
 
 
@@ -52,21 +53,22 @@ class _Job:
 
     number: int
     waiting: int
-    """Chunks that no thread has taken; of a job that has stopped, nobody will."""
+    """The number of chunks that no thread has taken. Those of a stopped job are not copied."""
     memories: Sequence[mmap]
-    """For as long as it takes: the trainer may forget them."""
+    """Kept until the job ends, because the trainer may have them unmapped earlier."""
     copying: int = 0
     stopped: bool = False
     error: str | None = None
 
 
 class Copier:
-    """Threads that copy what was asked for, in its order. ``fill`` and ``cancel`` are for the thread that reads frames.
+    """Threads that copy what was requested, in this order. ``fill`` and ``cancel`` are called in the thread that reads
+    messages.
 
-    They are started here and now: before this process is made nicer than the trainer, which waits for what they do.
+    The threads are started at once, before the priority of this process is lowered, because the trainer waits for them.
     """
 
-    def __init__(self, trainer: int, answer: Callable[[Kind, int, bytes], None]) -> None:
+    def __init__(self, trainer: int, answer: Callable[[WorkerMessageKind, int, bytes], None]) -> None:
         self._trainer = trainer
         self._answer = answer
         self._lock = threading.Lock()
@@ -79,15 +81,15 @@ class Copier:
         for thread in self._threads:
             thread.start()
 
-    def confine(self, processors: Iterable[int]) -> None:
-        """From now on run on these alone. Raises ``OSError``."""
+    def set_affinity(self, processors: Iterable[int]) -> None:
+        """Restrict the threads to ``processors``. Raises ``OSError``."""
         for thread in self._threads:
             if thread.native_id is not None:
                 os.sched_setaffinity(thread.native_id, processors)
 
     def fill(self, number: int, body: bytes, memories: dict[int, mmap]) -> None:
-        """Copy what ``body`` says. It is answered with ``FILLED`` or ``UNFILLED`` when nothing of it is copied any
-        more."""
+        """Copy the pieces that ``body`` lists. The answer ``FILLED`` or ``UNFILLED`` is sent when no thread copies for
+        this request any more."""
         chunks: list[tuple[int, int, int]] = []
         used: dict[int, mmap] = {}
         for memory, address, offset, nbytes in PIECE.iter_unpack(body):
@@ -96,14 +98,14 @@ class Copier:
             for done in range(0, nbytes, _CHUNK_BYTES):
                 chunks.append((address + done, target + done, min(_CHUNK_BYTES, nbytes - done)))
         if not chunks:
-            self._answer(Kind.FILLED, number, b"")
+            self._answer(WorkerMessageKind.FILLED, number, b"")
             return
         job = self._jobs[number] = _Job(number, len(chunks), tuple(used.values()))
         for chunk in chunks:
             self._chunks.put((job, *chunk))
 
     def cancel(self, number: int) -> bool:
-        """False if it is none of these, or has been answered."""
+        """Stop a request. Return False if ``number`` is not one of these requests, or has been answered."""
         with self._lock:
             job = self._jobs.get(number)
             if job is None:
@@ -141,6 +143,6 @@ class Copier:
             if job.copying or (job.waiting and not job.stopped) or self._jobs.pop(job.number, None) is None:
                 return
         if job.stopped:
-            self._answer(Kind.UNFILLED, job.number, (job.error or "stopped").encode())
+            self._answer(WorkerMessageKind.UNFILLED, job.number, (job.error or "stopped").encode())
         else:
-            self._answer(Kind.FILLED, job.number, b"")
+            self._answer(WorkerMessageKind.FILLED, job.number, b"")

@@ -1,4 +1,4 @@
-"""Errors and events of the saver process as the trainer meets them: of the same types, with the same words."""
+"""Errors and events of the writer process, sent to the trainer and rebuilt there with the same types and messages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import errors, events
+from .._runtime.marks import is_stuck, is_uncertain, mark_stuck, mark_uncertain
 from .._runtime.redact import redacted
 from ..errors import SidestreamError
-from .wire import Unsendable, pack, unpack
+from .wire import pack, unpack
 
 __all__ = ["pack_error", "pack_event", "unpack_error", "unpack_event"]
 
 _DEPTH = 5
-_ATTRIBUTES = ("extra", "file", "fqn", "offset", "offenders", "uncertain", "left_behind")
 _EVENTS = ("Retried", "Throttled", "SlowPart")
 
 
 def pack_error(error: BaseException) -> bytes:
+    """Return ``error`` with its facts, marks, notes and causes as bytes. URLs in it are redacted."""
     return pack(_described(error, _DEPTH))
 
 
@@ -33,33 +34,31 @@ def _described(error: BaseException, depth: int) -> dict[str, Any]:
             redacted(str(error.strerror)),
             None if error.filename is None else str(error.filename),
         ]
-    attributes = {name: getattr(error, name) for name in _ATTRIBUTES if hasattr(error, name)}
-    found["attributes"] = {name: value for name, value in attributes.items() if _is_plain(value)}
+    found["facts"] = error.facts() if isinstance(error, SidestreamError) else {}
+    found["marks"] = [is_stuck(error), is_uncertain(error)]
     found["notes"] = [str(note) for note in getattr(error, "__notes__", ())]
     if not isinstance(error, (SidestreamError, OSError)):
         lines = "".join(traceback.format_tb(error.__traceback__))
-        found["notes"].append(f"in the saver process:\n{lines}")
+        found["notes"].append(f"in the writer process:\n{lines}")
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     found["cause"] = None if cause is None or depth == 0 else _described(cause, depth - 1)
     return found
 
 
-def _is_plain(value: object) -> bool:
-    try:
-        pack(value)
-    except Unsendable:
-        return False
-    return True
-
-
 def unpack_error(packed: bytes) -> BaseException:
+    """Return the error from what ``pack_error`` returned."""
     return _raised(unpack(packed))
 
 
 def _raised(found: Mapping[str, Any]) -> BaseException:
     error = _made(found)
-    for name, value in found["attributes"].items():
-        setattr(error, name, value)
+    if isinstance(error, SidestreamError):
+        error.with_facts(found["facts"])
+    stuck, uncertain = found["marks"]
+    if stuck:
+        mark_stuck(error)
+    if uncertain:
+        mark_uncertain(error)
     for note in found["notes"]:
         error.add_note(note)
     if found["cause"] is not None:
@@ -68,7 +67,8 @@ def _raised(found: Mapping[str, Any]) -> BaseException:
 
 
 def _made(found: Mapping[str, Any]) -> BaseException:
-    """Of the type that it had if that is one of ours or Python's own; nothing else is looked up by name."""
+    """Return an error of the original type if that is one of sidestream or a builtin, else a ``RuntimeError``. No other
+    type is looked up by name."""
     home = {errors.__name__: errors, "builtins": builtins}.get(found["module"])
     kind = None if home is None else getattr(home, found["type"], None)
     if isinstance(kind, type) and issubclass(kind, Exception):
@@ -80,13 +80,14 @@ def _made(found: Mapping[str, Any]) -> BaseException:
 
 
 def pack_event(event: events.Event) -> bytes | None:
-    """None for what the trainer says itself."""
+    """Return ``event`` as bytes; None for events that the trainer emits itself."""
     name = type(event).__name__
     return pack({"event": name, **asdict(event)}) if name in _EVENTS else None
 
 
 def unpack_event(packed: bytes) -> events.Event:
+    """Return the event from what ``pack_event`` returned."""
     found = unpack(packed)
     name = found.pop("event")
-    made: events.Event = getattr(events, name)(**found) if name in _EVENTS else events.PromiseLost("", str(name))
+    made: events.Event = getattr(events, name)(**found) if name in _EVENTS else events.GuaranteeLost("", str(name))
     return made

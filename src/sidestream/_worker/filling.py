@@ -1,4 +1,5 @@
-"""In the trainer: images that the saver process fills, out of this process's memory."""
+"""Stages that the writer process fills: it copies from the memory of the trainer, so that no thread of the trainer has
+to."""
 
 from __future__ import annotations
 
@@ -7,76 +8,76 @@ import time
 from collections.abc import Sequence
 
 from .._runtime.threads import Deadline, Stop
-from .._staging import Piece
-from ..errors import SaverLost
-from .link import ACKNOWLEDGE_S, Link
-from .wire import PIECE, Frame, Kind
+from .._staging import FillPiece
+from ..errors import WriterProcessError
+from .link import ACKNOWLEDGE_S, WorkerLink
+from .wire import PIECE, WorkerMessage, WorkerMessageKind
 
 __all__ = ["LinkFiller"]
 
 
 class LinkFiller:
-    """The process of ``link``, a ``Filler`` for stages."""
+    """A ``Filler`` that has the writer process copy."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: WorkerLink) -> None:
         self._link = link
 
-    def fill(self, pieces: Sequence[Piece], *, deadline: Deadline, stop: Stop) -> bool:
-        """Of the contract of ``Filler``. A process that does not let go of the memory is killed."""
+    def fill(self, pieces: Sequence[FillPiece], *, deadline: Deadline, stop: Stop) -> bool:
+        """Copy ``pieces`` as ``Filler.fill`` requires. A process that does not stop using the memory is killed."""
         try:
             return _Fill(self._link, deadline, stop).run(pieces)
-        except SaverLost:
+        except WriterProcessError:
             return False
 
 
 class _Fill:
     """One request."""
 
-    def __init__(self, link: Link, deadline: Deadline, stop: Stop) -> None:
+    def __init__(self, link: WorkerLink, deadline: Deadline, stop: Stop) -> None:
         self._link = link
         self._deadline = deadline
         self._stop = stop
         self._changed = threading.Condition()
-        self._answer: Kind | None = None
+        self._answer: WorkerMessageKind | None = None
         self._lost = False
         self._sending = False
         self._late_since: float | None = None
 
-    def run(self, pieces: Sequence[Piece]) -> bool:
+    def run(self, pieces: Sequence[FillPiece]) -> bool:
         packed = b"".join(PIECE.pack(piece.memory.number, *piece[1:]) for piece in pieces)
         memories = {piece.memory.number: piece.memory for piece in pieces}
-        number = self._link.request(self)  # first: the thread of the link watches over whoever has one
-        asked = False
+        number = self._link.request(self)  # first, because the thread of the link monitors registered requests
+        sent = False
         try:
             with self._stop.waking(self._wake):
                 self._sending = True
                 for memory in memories.values():
-                    self._link.hand(memory)
+                    self._link.share(memory)
                 self._stop.check()
-                asked = True
-                self._link.send(Kind.FILL, number, packed)
+                sent = True
+                self._link.send(WorkerMessageKind.FILL, number, packed)
                 self._sending = False
                 with self._changed:
-                    self._changed.wait_for(lambda: self.over or self._stop.is_set(), self._deadline.remaining_s())
-                if not self.over:
-                    self._let_go(number)
+                    self._changed.wait_for(lambda: self.finished or self._stop.is_set(), self._deadline.remaining_s())
+                if not self.finished:
+                    self._cancel(number)
                     self._stop.check()
                     raise self._deadline.exceeded("staging")
         finally:
             self._sending = False
-            if not asked:
+            if not sent:
                 self._link.withdraw(number)
-        return self._answer == Kind.FILLED
+        return self._answer == WorkerMessageKind.FILLED
 
-    def _let_go(self, number: int) -> None:
-        """Nothing of it is read or written any more when this returns."""
+    def _cancel(self, number: int) -> None:
+        """Cancel the request. When this returns, the process neither reads nor writes its memory any more."""
         self._sending = True
-        self._link.send(Kind.CANCEL, number, b"")
+        self._link.send(WorkerMessageKind.CANCEL, number, b"")
         self._sending = False
         with self._changed:
-            ended = self._changed.wait_for(lambda: self.over, ACKNOWLEDGE_S)
+            ended = self._changed.wait_for(lambda: self.finished, ACKNOWLEDGE_S)
         if not ended:
-            self._link.end("the saver process did not end a copy that was cancelled, and was killed", ACKNOWLEDGE_S)
+            self._link.end("the writer process did not end a copy that was cancelled, and was killed", ACKNOWLEDGE_S)
 
     def _wake(self) -> None:
         with self._changed:
@@ -85,7 +86,7 @@ class _Fill:
     # --- in the thread of the link ---
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return self._lost or self._answer is not None
 
     @property
@@ -96,9 +97,9 @@ class _Fill:
         self._late_since = self._late_since or time.monotonic()
         return time.monotonic() - self._late_since > ACKNOWLEDGE_S
 
-    def on_frame(self, frame: Frame) -> None:
+    def on_message(self, message: WorkerMessage) -> None:
         with self._changed:
-            self._answer = Kind(frame.kind)
+            self._answer = WorkerMessageKind(message.kind)
             self._changed.notify_all()
 
     def on_lost(self, reason: str) -> None:

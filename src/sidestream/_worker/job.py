@@ -1,7 +1,7 @@
-"""One save in a saver process, seen from the trainer: files and memory are handed over, receipts come back.
+"""One save in a writer process, as the trainer sees it: files and memory are sent, receipts come back.
 
-Memory stays leased until the receipt of its file, so that a new process can write it once more; it is let go of earlier
-only when somebody waits for memory, and then a lost process is the end of the save.
+Memory stays allocated until the receipt of its file, so that a new process can write the file again. It is released
+earlier only if another stage waits for memory; if the process is lost after that, the save fails.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any, Protocol
 from .._format.layout_bytes import pack_layout, unpack_sums
 from .._runtime.threads import Deadline, Stop, run_sliced
 from .._storage import Attempt, Body, BytesBody, ShardBody, StoreAddress, Transaction
-from ..errors import Closed, InvalidOption, SaverLost, SidestreamError, without_frames
-from ..events import SaverGone, emit
+from ..errors import ClosedError, InvalidOptionError, SidestreamError, WriterProcessError, without_frames
+from ..events import WriterProcessLost, emit
 from .faults import unpack_error
-from .link import ACKNOWLEDGE_S, Handed, Link
-from .wire import Frame, Kind, pack
+from .link import ACKNOWLEDGE_S, SharedSegment, WorkerLink
+from .wire import WorkerMessage, WorkerMessageKind, pack
 from .work import READY, SUMS, UNUSED
 
-__all__ = ["Job", "Order"]
+__all__ = ["Job", "JobOrder"]
 
 
-class _Lease(Protocol):
+class _Allocation(Protocol):
     start: int
 
     @property
-    def shared(self) -> Handed | None: ...
+    def shared(self) -> SharedSegment | None: ...
 
     @property
     def array(self) -> Any: ...
@@ -39,8 +39,8 @@ class _Lease(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What is asked of a process, and of every one that takes its place."""
+class JobOrder:
+    """The request to a writer process, and to every process that replaces it."""
 
     address: StoreAddress
     attempt: Attempt
@@ -48,11 +48,12 @@ class Order:
     deadline: Deadline
 
     def packed(self) -> bytes:
-        """For one process; with the umask as it is now."""
-        policy = None if self.address.policy is None else asdict(self.address.policy)
-        where = {"url": self.address.url, "storage_options": self.address.storage_options, "policy": policy}
+        """Return the order as bytes, with the current umask."""
+        storage = self.address.storage
+        policy = None if storage.policy is None else asdict(storage.policy)
         return pack({
-            "address": where,
+            "url": self.address.url,
+            "storage": {"options": storage.options, "policy": policy, "commit": storage.commit},
             "target": self.attempt.target,
             "save_id": self.attempt.save_id,
             "durability": self.attempt.durability,
@@ -64,41 +65,43 @@ class Order:
 
 @dataclass(slots=True)
 class _File:
-    """A file until its receipt."""
+    """A file, until its receipt arrives."""
 
     name: str
     nbytes: int
     body: Body | None
     windows: int
     withdraw: list[Callable[[], None]] = field(default_factory=list)
-    given_up: bool = False
-    """Some of its memory was wanted by others: it cannot be written again."""
+    taken_back: bool = False
+    """Some of its memory was taken back for other stages, so it cannot be written again."""
     sums: bytes | None = None
     done: bool = False
 
     def wrote(self, *windows: int) -> None:
+        """Record that the process has written ``windows``."""
         if isinstance(self.body, ShardBody):
             self.body.written.update(windows)
 
     def begin_again(self) -> None:
-        """Unless its receipt has come."""
+        """Reset the progress for another process, unless the receipt has arrived."""
         if isinstance(self.body, ShardBody) and not self.done:
             self.body.written.clear()
 
-    def give_up(self, image: Any) -> None:
-        """The memory of one window, which is on storage already, as far as the process has said."""
-        self.given_up = True
+    def take_back(self, image: Any) -> None:
+        """Release the memory of one window, which the process has reported as written."""
+        self.taken_back = True
         image.release()
 
     def finish(self, sums: bytes) -> None:
-        """The receipt has come."""
+        """Accept the receipt."""
         self.sums, self.done = sums, True
         self.wrote(*range(self.windows))
-        self.let_go()
+        self.release()
         if isinstance(self.body, BytesBody):
             self.body = None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
+        """Withdraw the offers of memory, and release it if the receipt has arrived."""
         for withdraw in self.withdraw:
             withdraw()
         self.withdraw.clear()
@@ -108,32 +111,32 @@ class _File:
 
 
 class Job:
-    """``files`` are taken one after the other, as the store would take them."""
+    """The work of writing ``files`` in a writer process. They are consumed one after the other, as a store would."""
 
-    def __init__(self, order: Order, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
+    def __init__(self, order: JobOrder, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
         self._order = order
         self._source = iter(files)
         self._stop = stop
         self._files: list[_File] = []
 
-    def run(self, transaction: Transaction, link: Callable[[], Link], retries: int) -> None:
-        """Return when everything is written, synced and receipted. Blocks: for a thread of the save's own.
+    def run(self, transaction: Transaction, link: Callable[[], WorkerLink], retries: int) -> None:
+        """Block until all files are written and synced and all receipts have arrived. Call it in a thread of the save.
 
-        Raises what writing raises in threads of this process, and ``SaverLost``. No process writes any more then, or
-        reads memory whose lease has ended.
+        Raises the errors of writing in threads of this process, and ``WriterProcessError``. By then no process writes
+        any more, or reads memory that has been released.
         """
         for lives in range(retries, -1, -1):
-            current: Link | None = None
+            current: WorkerLink | None = None
             try:
                 current = link()
                 _Exchange(self._order, self._stop, current).run(self._to_write())
                 break
-            except SaverLost as lost:
+            except WriterProcessError as lost:
                 self._stop.check()
                 again = lives > 0 and self._order.deadline.remaining_s() > 0 and not any(
-                    file.given_up and not file.done for file in self._files
+                    file.taken_back and not file.done for file in self._files
                 )  # fmt: skip
-                emit(SaverGone(self._order.url, None if current is None else current.pid, str(lost), again))
+                emit(WriterProcessLost(self._order.url, None if current is None else current.pid, str(lost), again))
                 if not again:
                     raise self._not_again(lost, lives) from lost
                 for file in self._files:
@@ -146,7 +149,7 @@ class Job:
         transaction.wrote({file.name: file.nbytes for file in self._files})
 
     def _to_write(self) -> Iterator[_File]:
-        """Those without a receipt, then what is new."""
+        """Yield the files without a receipt, then new files."""
         yield from [file for file in self._files if not file.done]
         for name, body in self._source:
             windows = len(body.images) if isinstance(body, ShardBody) else 0
@@ -154,19 +157,19 @@ class Job:
             del body
             yield self._files[-1]
 
-    def _not_again(self, lost: SaverLost, lives: int) -> SidestreamError:
+    def _not_again(self, lost: WriterProcessError, lives: int) -> SidestreamError:
         if self._order.deadline.remaining_s() == 0:
             return self._order.deadline.exceeded(f"writing ({lost})")
         if lives == 0:
-            return SaverLost(f"{self._order.url} was not saved: {lost}, and so did those that took its place")
-        return SaverLost(
-            f"{self._order.url} was not saved: {lost}, and the memory of what it had written was in use again; with a "
-            "budget_bytes= that holds the whole state it could have been written again"
+            return WriterProcessError(f"{self._order.url} was not saved: {lost}, and so did each process after it")
+        return WriterProcessError(
+            f"{self._order.url} was not saved: {lost}, and memory that a new process would need was in use again; a "
+            "new process can write it again with a budget_bytes= that holds the whole state"
         )
 
 
 def _settle(file: _File) -> None:
-    """Put the checksums of a receipt where those that are computed here would stand."""
+    """Store the checksums of a receipt in the body of the file, as a thread of this process would."""
     body, file.body = file.body, None
     if isinstance(body, ShardBody) and file.sums is not None:
         _, crc_bytes = SUMS.unpack_from(file.sums)
@@ -178,20 +181,20 @@ def _settle(file: _File) -> None:
 class _Exchange:
     """One request to one process."""
 
-    def __init__(self, order: Order, stop: Stop, link: Link) -> None:
+    def __init__(self, order: JobOrder, stop: Stop, link: WorkerLink) -> None:
         self._order = order
         self._stop = stop
         self._link = link
         self._changed = threading.Condition()
-        self._halt = Stop()  # whatever ends the handing over: the caller, a failure there, a loss
+        self._halt = Stop()  # set when sending has to end: stopped by the caller, a failure of the process, its loss
         self._sent: list[_File] = []
-        self._in_use: dict[tuple[int, int], Any] = {}  # what the process may still read
+        self._in_use: dict[tuple[int, int], Any] = {}  # the windows that the process may still read
         self._failure: BaseException | None = None
         self._lost: str | None = None
         self._done = False
         self._number = 0
-        self._asked = False
-        self._let_go = False
+        self._requested = False
+        self._released = False
         self._sending = False
         self._halted_at: float | None = None
 
@@ -201,62 +204,62 @@ class _Exchange:
             with self._stop.waking(self._halt_now):
                 self._stop.check()
                 packed = self._order.packed()
-                self._asked = True
-                self._send(Kind.WRITE, packed)
+                self._requested = True
+                self._send(WorkerMessageKind.WRITE, packed)
                 for file in files:
-                    self._hand_over(file)
-                self._send(Kind.END, b"")
+                    self._send_file(file)
+                self._send(WorkerMessageKind.END, b"")
                 self._wait()
                 self._raise_end()
         except BaseException as error:
             self._give_up(error)
             raise
 
-    # --- handing over ---
+    # --- sending ---
 
-    def _hand_over(self, file: _File) -> None:
+    def _send_file(self, file: _File) -> None:
         self._halt.check()
         body = file.body
         index = len(self._sent)
         self._sent.append(file)
         if isinstance(body, ShardBody):
-            said = pack([file.name, body.digest])
+            head = pack([file.name, body.digest])
             packed = run_sliced(pack_layout(body.layout))
-            self._send(Kind.SHARD_FILE, _text(said) + packed)
-            self._hand_windows(file, index, body.images)
+            self._send(WorkerMessageKind.SHARD_FILE, _text(head) + packed)
+            self._send_windows(file, index, body.images)
         else:
             assert isinstance(body, BytesBody)
-            self._send(Kind.BYTES_FILE, _text(file.name.encode()) + body.content)
+            self._send(WorkerMessageKind.BYTES_FILE, _text(file.name.encode()) + body.content)
 
-    def _hand_windows(self, file: _File, index: int, images: Sequence[Any]) -> None:
-        """As they become whole; of those that are there already the process is told at once."""
-        found: dict[int, tuple[Any, _Lease, Any]] = {}
+    def _send_windows(self, file: _File, index: int, images: Sequence[Any]) -> None:
+        """Send the windows of a file as they become complete. Those that are complete already share a message."""
+        found: dict[int, tuple[Any, _Allocation, Any]] = {}
         try:
             for window, image in enumerate(images):
                 if found and not image.whole:
-                    self._tell(index, found)
+                    self._send_ready(index, found)
                     found.clear()
                 found[window] = self._window(file, image)
-            self._tell(index, found)
+            self._send_ready(index, found)
         finally:
-            found.clear()  # whoever keeps an error, and this frame with it, does not keep the memory
+            found.clear()  # so that an error that is kept, with this stack frame, does not keep the memory
 
-    def _window(self, file: _File, image: Any) -> tuple[Any, _Lease, Any]:
-        """Its memory, when it is whole."""
+    def _window(self, file: _File, image: Any) -> tuple[Any, _Allocation, Any]:
+        """Wait until a window is complete, and return its array, its allocation and its image."""
         try:
             image.wait(image.nbytes, deadline=self._order.deadline, stop=self._halt)
-            lease: _Lease = image.lease()
+            lease: _Allocation = image.lease()
             array = lease.array
-        except Closed as error:
-            if file.given_up:
-                raise SaverLost("the memory of what was written was wanted by others") from error
+        except ClosedError as error:
+            if file.taken_back:
+                raise WriterProcessError("memory of the save was taken back for other stages") from error
             raise
         if lease.shared is None:
-            raise InvalidOption('this stager has private memory: make it with AsyncStager(backing="shared")')
+            raise InvalidOptionError('this stager has private memory: make it with AsyncStager(backing="shared")')
         self._send(lease.shared)
         return array, lease, image
 
-    def _tell(self, index: int, found: dict[int, tuple[Any, _Lease, Any]]) -> None:
+    def _send_ready(self, index: int, found: dict[int, tuple[Any, _Allocation, Any]]) -> None:
         with self._changed:
             self._halt.check()
             self._in_use.update(((index, window), used) for window, used in found.items())
@@ -265,19 +268,19 @@ class _Exchange:
             for window, (_, lease, image) in found.items()
             if lease.shared is not None
         )
-        self._send(Kind.READY, b"".join(ready))
+        self._send(WorkerMessageKind.READY, b"".join(ready))
 
-    def _send(self, what: Kind | Handed, body: bytes = b"") -> None:
+    def _send(self, what: WorkerMessageKind | SharedSegment, body: bytes = b"") -> None:
         self._sending = True
         try:
-            if isinstance(what, Kind):
+            if isinstance(what, WorkerMessageKind):
                 self._link.send(what, self._number, body)
             else:
-                self._link.hand(what)
+                self._link.share(what)
         finally:
             self._sending = False
 
-    # --- what comes back; in the thread of the link ---
+    # --- receiving, in the thread of the link ---
 
     @property
     def stuck(self) -> bool:
@@ -286,31 +289,31 @@ class _Exchange:
         return self._sending and time.monotonic() - ended_at > ACKNOWLEDGE_S
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return self._lost is not None or ((self._done or self._failure is not None) and not self._in_use)
 
-    def on_frame(self, frame: Frame) -> None:
+    def on_message(self, message: WorkerMessage) -> None:
         with self._changed:
-            if frame.kind == Kind.UNUSED:
-                index, window = UNUSED.unpack(frame.body)
+            if message.kind == WorkerMessageKind.UNUSED:
+                index, window = UNUSED.unpack(message.body)
                 self._unused(self._sent[index], window, self._in_use.pop((index, window), None))
-            elif frame.kind == Kind.FILE_DONE:
-                self._sent[SUMS.unpack_from(frame.body)[0]].finish(frame.body)
+            elif message.kind == WorkerMessageKind.FILE_DONE:
+                self._sent[SUMS.unpack_from(message.body)[0]].finish(message.body)
             else:
-                if frame.kind == Kind.DONE:
+                if message.kind == WorkerMessageKind.DONE:
                     self._done = True
-                elif frame.kind == Kind.FAILED:
-                    self._failure = unpack_error(frame.body)
-                self._changed.notify_all()  # not before: whoever waits for the end is not to be woken up in vain
-        if frame.kind == Kind.FAILED:
+                elif message.kind == WorkerMessageKind.FAILED:
+                    self._failure = unpack_error(message.body)
+                self._changed.notify_all()  # only here: the thread that waits for the end is not woken up in vain
+        if message.kind == WorkerMessageKind.FAILED:
             self._halt.set()
 
     def _unused(self, file: _File, window: int, used: Any) -> None:
-        if used is None or file.done or self._let_go or self._failure is not None:
-            return  # there will be no second time
+        if used is None or file.done or self._released or self._failure is not None:
+            return  # it will not be written again
         file.wrote(window)
         _, lease, image = used
-        file.withdraw.append(lease.offer(lambda: file.give_up(image)))
+        file.withdraw.append(lease.offer(lambda: file.take_back(image)))
 
     def on_lost(self, reason: str) -> None:
         with self._changed:
@@ -334,26 +337,26 @@ class _Exchange:
                 if not self._changed.wait(deadline.remaining_s()):
                     raise deadline.exceeded("writing")
             if not (self._done or self._failure or self._lost):
-                raise Closed("stopped before the work was done")
+                raise ClosedError("stopped before the work was done")
 
     def _give_up(self, error: BaseException) -> None:
-        """Nothing is written any more when this returns."""
+        """End the request after ``error``. When this returns, the process writes nothing of it any more."""
         with self._changed:
             ended = self._done or self._failure is not None or self._lost is not None
-        if not self._asked:
-            self._link.withdraw(self._number)  # the process knows nothing of it, and would not answer
+        if not self._requested:
+            self._link.withdraw(self._number)  # the process does not know the request, and would not answer
         elif not ended:
             try:
-                self._send(Kind.CANCEL, b"")
-            except SaverLost:
+                self._send(WorkerMessageKind.CANCEL, b"")
+            except WriterProcessError:
                 pass
             else:
                 self._acknowledged()
         with self._changed:
-            self._let_go = True
+            self._released = True
             for file in self._sent:
-                file.let_go()
-        if isinstance(error, (Closed, SaverLost)):  # what follows from an end that is known, not the end itself
+                file.release()
+        if isinstance(error, (ClosedError, WriterProcessError)):  # only a consequence: raise the cause, if it is known
             self._raise_end()
 
     def _acknowledged(self) -> None:
@@ -363,7 +366,7 @@ class _Exchange:
                 self._changed.wait(patience.remaining_s())
             if self._done or self._failure or self._lost:
                 return
-        self._link.end("the saver process did not end a save that was cancelled, and was killed", ACKNOWLEDGE_S)
+        self._link.end("the writer process did not end a save that was cancelled, and was killed", ACKNOWLEDGE_S)
 
     def _raise_end(self) -> None:
         if self._done:
@@ -372,11 +375,11 @@ class _Exchange:
         if self._failure is not None:
             raise without_frames(self._failure)
         if self._lost is not None:
-            raise SaverLost(self._lost)
+            raise WriterProcessError(self._lost)
 
 
 def _umask() -> int:
-    """Without setting it, which is the only way that ``os`` has, and for all threads."""
+    """Return the umask without changing it. The functions of ``os`` have to set it, for all threads, to read it."""
     with suppress(OSError), open("/proc/self/status", "rb") as file:
         for line in file:
             if line.startswith(b"Umask:"):

@@ -1,4 +1,4 @@
-"""The trainer's end of one saver process: a thread that started it, listens to it, and sees it to its end."""
+"""The trainer's end of one writer process: a thread that starts the process, reads its messages, and reaps it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Protocol
 
-from ..errors import SaverLost
+from ..errors import WriterProcessError
 from ..events import emit
-from ..options import SaverProcess
+from ..options import WriterProcess
 from .faults import unpack_event
 from .process import spawn
-from .wire import Channel, Frame, Kind, pack, unpack
+from .wire import Channel, WorkerMessage, WorkerMessageKind, pack, unpack
 
-__all__ = ["ACKNOWLEDGE_S", "Handed", "Link", "Listener"]
+__all__ = ["ACKNOWLEDGE_S", "Listener", "SharedSegment", "WorkerLink"]
 
 ACKNOWLEDGE_S = 2.5
-"""How long the process may take to let go of what was cancelled: with the time that it takes to kill and reap it, less
-than what a thread is waited for."""
+"""How long the process may take to stop using the memory of a cancelled request. Together with the time to kill and
+reap it, this is less than the grace of a thread (5 s)."""
 
 _TICK_S = 0.25
 _PROBE_BYTES = 16
 _START_S = 60.0
 _REAP_S = 5.0
-_ENDED = "the saver process has ended"
+_ENDED = "the writer process has ended"
 
 
-class Handed(Protocol):
-    """Memory that the process is handed."""
+class SharedSegment(Protocol):
+    """Memory that the writer process maps: its length, its file descriptor, and a number that identifies it."""
 
     @property
     def descriptor(self) -> int: ...
@@ -46,32 +46,34 @@ class Handed(Protocol):
 
 
 class Listener(Protocol):
-    """Whoever made a request. Called in the thread of the link; must be quick."""
+    """The receiver of the messages of one request. Its methods are called in the thread of the link and must be
+    quick."""
 
-    def on_frame(self, frame: Frame) -> None: ...
+    def on_message(self, message: WorkerMessage) -> None:
+        """Handle a message about the request."""
 
     def on_lost(self, reason: str) -> None:
-        """The process is gone: nothing of this request will be written any more."""
+        """End the request, because the process has ended. Nothing of it will be written any more."""
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more will be said about it."""
+    def finished(self) -> bool:
+        """Whether no message about the request will follow."""
 
     @property
     def stuck(self) -> bool:
-        """Whether it should have ended, and sits in a call of ``send`` or ``hand`` that does not return."""
+        """Whether the request should have ended, but waits in a call of ``send`` or ``share`` that does not return."""
 
 
-class Link:
-    """One process. It is never used again once ``lost`` is set."""
+class WorkerLink:
+    """One writer process. Once ``lost`` is set, the link is not used again."""
 
-    def __init__(self, options: SaverProcess) -> None:
+    def __init__(self, options: WriterProcess) -> None:
         self.up: Future[None] = Future()
-        """Done when it is ready to write; ``SaverLost`` if it never was."""
+        """Done when the process is ready to write. Fails with ``WriterProcessError`` if it never is."""
         self.lost: str | None = None
         self.pid: int | None = None
         self.reads_memory = False
-        """Whether the system lets it read that of this process; known once it is up."""
+        """Whether the process may read the memory of this one. Known once it is up."""
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
         self._options = options
         self._lock = threading.Lock()
@@ -79,8 +81,8 @@ class Link:
         self._numbers = 0
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._handed: set[int] = set()
-        self._handing = threading.Lock()
+        self._shared: set[int] = set()
+        self._sharing = threading.Lock()
         self._forgotten: deque[int] = deque()
         self._killed: str | None = None
         self._users = 0
@@ -88,77 +90,79 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="sidestream-saver", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError as error:  # as many threads as there may be
-            self.lost = f"the saver process could not be started: {error}"
-            raise SaverLost(self.lost) from error
+        except RuntimeError as error:  # the system cannot start another thread
+            self.lost = f"the writer process could not be started: {error}"
+            raise WriterProcessError(self.lost) from error
 
     # --- any thread ---
 
     def request(self, listener: Listener) -> int:
-        """A number for ``listener``, who hears of it from now on. Raises ``SaverLost``."""
+        """Register ``listener`` for the messages of a new request, and return the number of the request. Raises
+        ``WriterProcessError``."""
         with self._lock:
             if self.lost is not None:
-                raise SaverLost(self.lost)
+                raise WriterProcessError(self.lost)
             self._numbers += 1
             self._requests[self._numbers] = listener
             return self._numbers
 
     def withdraw(self, number: int) -> None:
-        """Of a request that was never sent."""
+        """Remove the listener of a request that was never sent."""
         with self._lock:
             self._requests.pop(number, None)
             self._used_at = time.monotonic()
 
-    def send(self, kind: Kind, number: int, body: bytes) -> None:
-        """Blocks while the process does not read. Raises ``SaverLost``, when it is gone."""
-        self._say(kind, number, body, None)
+    def send(self, kind: WorkerMessageKind, number: int, body: bytes) -> None:
+        """Send a message. Blocks while the process does not read. Raises ``WriterProcessError`` if it has ended."""
+        self._send(kind, number, body, None)
 
-    def hand(self, memory: Handed) -> None:
-        """Make ``memory`` known to the process, once; it is forgotten there when it is gone here."""
-        with self._handing:
-            if memory.number in self._handed:
+    def share(self, memory: SharedSegment) -> None:
+        """Have the process map ``memory``, unless it has already. The process unmaps it after it was freed here."""
+        with self._sharing:
+            if memory.number in self._shared:
                 return
-            self._say(Kind.SEGMENT, memory.number, len(memory).to_bytes(8, "little"), memory.descriptor)
-            self._handed.add(memory.number)
+            self._send(WorkerMessageKind.SEGMENT, memory.number, len(memory).to_bytes(8, "little"), memory.descriptor)
+            self._shared.add(memory.number)
             weakref.finalize(memory, self._forgotten.append, memory.number).atexit = False
 
-    def _say(self, kind: Kind, number: int, body: bytes, descriptor: int | None) -> None:
+    def _send(self, kind: WorkerMessageKind, number: int, body: bytes, descriptor: int | None) -> None:
         channel = self._channel
         if channel is not None:
             try:
                 self._forget(channel)
                 channel.send(kind, number, body, descriptor=descriptor)
                 return
-            except OSError:  # its thread may not have seen it yet, and nobody is to use it once more
+            except OSError:  # the thread may not have noticed the end yet, and no other request may use this link
                 self.end(_ENDED, _REAP_S)
-        raise SaverLost(self.lost or _ENDED)
+        raise WriterProcessError(self.lost or _ENDED)
 
-    def use(self, users: int) -> None:
-        """So many more (or fewer) owners that want it to stay."""
+    def add_users(self, users: int) -> None:
+        """Add to the number of references that keep the process alive."""
         with self._lock:
             self._users += users
             self._used_at = time.monotonic()
 
     def kill(self, reason: str) -> None:
-        """End it now; everybody hears of it. From any thread; does not wait."""
+        """Kill the process for ``reason``, which all listeners receive. Does not wait; may be called in any thread."""
         self._killed = self._killed or reason
-        with self._lock:  # not after it was reaped: the number may be somebody else's by then
+        with self._lock:  # not after it was reaped, when another process may have its PID
             if self._process is not None and self._process.returncode is None:
                 with suppress(OSError):
                     self._process.kill()
 
     def end(self, reason: str, timeout_s: float) -> None:
-        """``kill``, and wait until it is gone, for so long at most."""
+        """Kill the process and wait until it has ended, for at most ``timeout_s``."""
         self.kill(reason)
-        self.ended(timeout_s)
+        self.join(timeout_s)
 
-    def ended(self, timeout_s: float) -> bool:
-        """Wait until the process is gone and everybody has heard of it; False if that takes longer."""
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the process has ended and all listeners know it. Return False if that takes longer than
+        ``timeout_s``."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close_after_fork(self) -> None:
-        """In a forked child, which shall not keep the saver from seeing its trainer's end."""
+        """Close the socket in a forked child, which would keep the writer process from noticing the trainer's end."""
         if self._channel is not None:
             with suppress(OSError):
                 os.close(self._channel.socket.detach())
@@ -175,7 +179,7 @@ class Link:
             self._channel = Channel(ours)
             options = self._options
             self._channel.send(
-                Kind.SETUP,
+                WorkerMessageKind.SETUP,
                 0,
                 pack({
                     "nice": options.nice,
@@ -188,72 +192,76 @@ class Link:
             reason = self._listen()
         except Exception as error:  # the edge of the thread
             reason = (
-                str(error) if isinstance(error, SaverLost) else f"the saver process: {type(error).__name__}: {error}"
+                str(error)
+                if isinstance(error, WriterProcessError)
+                else f"the writer process: {type(error).__name__}: {error}"
             )
         finally:
             self._end(reason)
 
     def _listen(self) -> str:
-        """Until the process is gone, silent, or not wanted any more; returns why."""
+        """Read messages until the process has ended, is silent for too long, or is not needed any more. Return the
+        reason."""
         assert self._channel is not None
-        self._channel.tick(_TICK_S)
+        self._channel.set_timeout(_TICK_S)
         started = time.monotonic()
         silent, gone = 0, False
         while True:
             try:
-                frames = self._channel.receive()
+                messages = self._channel.receive()
             except TimeoutError:
-                if gone:  # and has said nothing more: forked workers of the trainer may keep the socket open
+                if gone:  # and no message is left: forked workers of the trainer may keep the socket open
                     return self._killed or _ENDED
                 gone = self._has_ended()
-                silent += 1  # counted, not measured: a machine that slept is no reason
+                silent += 1  # counted and not measured, because a machine that was suspended does not count
                 if silent * _TICK_S >= self._options.silence_s and self.up.done():
-                    return f"the saver process did not answer for {self._options.silence_s:g} s and was killed"
+                    return f"the writer process did not answer for {self._options.silence_s:g} s and was killed"
             else:
-                if frames is None:
+                if messages is None:
                     return self._killed or _ENDED
                 silent = 0
-                for frame in frames:
-                    self._on_frame(frame)
-                del frames
+                for message in messages:
+                    self._on_message(message)
+                del messages
             if self._is_stuck():
-                return "the saver process did not take what it was sent, and was killed"
+                return "the writer process did not take what it was sent, and was killed"
             if not self.up.done() and time.monotonic() - started > _START_S:
-                return f"the saver process was not up within {_START_S:g} s and was killed"
-            if not self._requests:  # or else a thread may be stuck in sending, and this one has to see that
+                return f"the writer process was not up within {_START_S:g} s and was killed"
+            if not self._requests:  # else another thread may be stuck in sending, which this thread must notice
                 self._forget(self._channel)
             if self._idle():
-                return "the saver process was not needed any more"
+                return "the writer process was not needed any more"
 
     def _has_ended(self) -> bool:
         with self._lock:
             return self._process is not None and self._process.poll() is not None
 
     def _is_stuck(self) -> bool:
-        """Neither a cancel nor a deadline reaches a thread that waits for room in the socket: the end of it does."""
+        """Return whether a thread of a request waits for room in the socket for too long. Neither a cancel nor a
+        deadline reaches such a thread; the end of the process does."""
         with self._lock:
             return any(listener.stuck for listener in self._requests.values())
 
-    def _on_frame(self, frame: Frame) -> None:
-        if frame.kind == Kind.UP:
-            self.reads_memory = unpack(frame.body)["reads_memory"]
+    def _on_message(self, message: WorkerMessage) -> None:
+        if message.kind == WorkerMessageKind.UP:
+            self.reads_memory = unpack(message.body)["reads_memory"]
             self.up.set_result(None)
-        elif frame.kind == Kind.EVENT:
-            emit(unpack_event(frame.body))
-        elif frame.number:
+        elif message.kind == WorkerMessageKind.EVENT:
+            emit(unpack_event(message.body))
+        elif message.number:
             with self._lock:
-                listener = self._requests.get(frame.number)
+                listener = self._requests.get(message.number)
             if listener is not None:
-                listener.on_frame(frame)
-                if listener.over:
+                listener.on_message(message)
+                if listener.finished:
                     with self._lock:
-                        self._requests.pop(frame.number, None)
+                        self._requests.pop(message.number, None)
                         self._used_at = time.monotonic()
 
     def _forget(self, channel: Channel) -> None:
         with suppress(IndexError):
             while True:
-                channel.send(Kind.FORGET, self._forgotten.popleft())
+                channel.send(WorkerMessageKind.FORGET, self._forgotten.popleft())
 
     def _idle(self) -> bool:
         with self._lock:
@@ -261,16 +269,18 @@ class Link:
                 return False
             if time.monotonic() - self._used_at < self._options.idle_s:
                 return False
-            self.lost = "the saver process was not needed any more"  # with the lock: nobody comes any more
+            self.lost = "the writer process was not needed any more"  # with the lock, so that no request follows
             return True
 
     def _end(self, reason: str) -> None:
-        """Nothing of it writes any more when everybody is told."""
+        """Kill and reap the process, then notify all listeners: by then it writes nothing any more."""
         self.kill(reason)
         process = self._process
         code = None
         if process is not None:
-            with suppress(subprocess.TimeoutExpired):  # in a system call that does not end: it writes nothing new
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # it is in a system call that does not return: it writes nothing new
                 code = process.wait(_REAP_S)
         if code is not None and reason == _ENDED:
             reason += f" (signal {-code})" if code < 0 else f" (exit status {code})"
@@ -281,6 +291,6 @@ class Link:
         if channel is not None:
             channel.close()
         if not self.up.done():
-            self.up.set_exception(SaverLost(reason))
+            self.up.set_exception(WriterProcessError(reason))
         for listener in requests:
             listener.on_lost(reason)

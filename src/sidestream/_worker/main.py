@@ -1,6 +1,6 @@
-"""The saver process: reads frames, hands them to requests, and ends when the trainer does.
+"""The main loop of the writer process: it reads messages, passes them to requests, and ends with the trainer.
 
-It is started by ``process.spawn``. Nothing of the trainer's program is imported here, nor torch.
+``process.spawn`` starts it. It imports neither the trainer's program nor torch.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from mmap import MAP_POPULATE, MAP_SHARED, mmap
 from typing import Any
 
 from .._format.checksum import CRC_ENGINE
-from .._storage import Store, Where, locate_run
+from .._storage import Store, locate_run
 from ..events import Event, observe
-from ..options import StorePolicy
+from ..options import Storage, StorePolicy
 from .copying import Copier, read_memory
 from .faults import pack_event
-from .wire import Channel, Frame, Kind, Outbox, pack, unpack
-from .work import READY, UNUSED, Rate, Request
+from .wire import Channel, Outbox, WorkerMessage, WorkerMessageKind, pack, unpack
+from .work import READY, UNUSED, Request, WriteRate
 
 __all__ = ["main"]
 
 _BEAT_S = 1.0
-_GATHER_S = 0.25  # at most: when half of the memory is free, the trainer hears of it at once
+_GATHER_S = 0.25  # at most: when half of the memory is free, the trainer is notified at once
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -39,24 +39,25 @@ _OOM_SCORE = "500"
 def main(descriptor: int, trainer: int) -> None:
     """Serve the process ``trainer`` over ``descriptor``. Does not return."""
     _die_with(trainer)
-    with suppress(OSError):  # who wakes up does not take a core from who is running there
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # any other was chosen
+    with suppress(OSError):  # batch scheduling: a thread that wakes up does not preempt a thread of the trainer
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # any other policy was chosen by the user
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to whole groups: the trainer decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to whole process groups: the trainer decides
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
     try:
-        _Saver(channel, trainer).serve()
+        _WorkerServer(channel, trainer).serve()
     except BrokenPipeError:
-        pass  # the trainer is gone
-    except BaseException:  # the edge of the process: the trainer sees it end, whoever looks at stderr sees why
+        pass  # the trainer has ended
+    except BaseException:  # the edge of the process: the trainer sees that it ends, and stderr shows why
         traceback.print_exc()
         os._exit(1)
     os._exit(0)  # threads of storage clients do not survive an orderly end
 
 
 def _die_with(trainer: int) -> None:
-    """EOF says it too, but not to a process that a forked worker of the trainer keeps the socket open for."""
+    """Have the system kill this process when the trainer ends. EOF on the socket is not enough, because a forked worker
+    of the trainer may keep the socket open."""
     library = ctypes.CDLL(None, use_errno=True)
     library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     library.prctl(_PR_SET_NAME, b"sidestream-save", 0, 0, 0)
@@ -64,7 +65,9 @@ def _die_with(trainer: int) -> None:
         os._exit(0)
 
 
-class _Saver:
+class _WorkerServer:
+    """The state of the writer process: mapped memory and requests."""
+
     def __init__(self, channel: Channel, trainer: int) -> None:
         self._channel = channel
         self._outbox = Outbox(channel)
@@ -72,56 +75,62 @@ class _Saver:
         self._copier = Copier(trainer, self._answer)
         self._memories: dict[int, mmap] = {}
         self._requests: dict[int, Request] = {}
-        self._rate = Rate(None)
+        self._rate = WriteRate(None)
 
     def serve(self) -> None:
-        logging.getLogger("sidestream").addHandler(logging.NullHandler())  # the trainer logs what it is told
-        with observe(self._tell):
-            while (frames := self._channel.receive()) is not None:
-                while frames:
-                    self._handle(frames.pop(0))
+        """Handle messages until the trainer closes its end of the socket."""
+        logging.getLogger("sidestream").addHandler(
+            logging.NullHandler()
+        )  # the trainer logs the events that it receives
+        with observe(self._send_event):
+            while (messages := self._channel.receive()) is not None:
+                while messages:
+                    self._handle(messages.pop(0))
 
-    def _handle(self, frame: Frame) -> None:
-        if frame.kind == Kind.SETUP:
-            self._set_up(unpack(frame.body))
-        elif frame.kind == Kind.SEGMENT:
-            self._map(frame)
-        elif frame.kind == Kind.FORGET:
-            self._memories.pop(frame.number, None)
-        elif frame.kind == Kind.WRITE:
-            self._begin(frame)
-        elif frame.kind == Kind.FILL:
-            self._copier.fill(frame.number, frame.body, self._memories)
-        elif frame.kind == Kind.CANCEL and self._copier.cancel(frame.number):
-            """It is answered when nothing is copied any more."""
+    def _handle(self, message: WorkerMessage) -> None:
+        if message.kind == WorkerMessageKind.SETUP:
+            self._set_up(unpack(message.body))
+        elif message.kind == WorkerMessageKind.SEGMENT:
+            self._map(message)
+        elif message.kind == WorkerMessageKind.FORGET:
+            self._memories.pop(message.number, None)
+        elif message.kind == WorkerMessageKind.WRITE:
+            self._begin(message)
+        elif message.kind == WorkerMessageKind.FILL:
+            self._copier.fill(message.number, message.body, self._memories)
+        elif message.kind == WorkerMessageKind.CANCEL and self._copier.cancel(message.number):
+            """The answer is sent when no thread copies any more."""
         else:
-            request = self._requests.get(frame.number)
+            request = self._requests.get(message.number)
             if request is not None:
-                request.handle(frame, self._memories)
-            elif frame.kind == Kind.READY:  # it has failed, and this comes too late
-                for file, window, *_ in READY.iter_unpack(frame.body):
-                    self._outbox.later(Kind.UNUSED, frame.number, UNUSED.pack(file, window), urgent=lambda: True)
+                request.handle(message, self._memories)
+            elif message.kind == WorkerMessageKind.READY:  # the request has failed already
+                for file, window, *_ in READY.iter_unpack(message.body):
+                    self._outbox.send_later(
+                        WorkerMessageKind.UNUSED, message.number, UNUSED.pack(file, window), urgent=lambda: True
+                    )
 
-    def _set_up(self, asked: dict[str, Any]) -> None:
-        """Before a thread is started that writes: on Linux these are properties of threads, and inherited."""
+    def _set_up(self, options: dict[str, Any]) -> None:
+        """Apply the options of the process. Before a thread that writes is started: on Linux these are properties of
+        threads, and new threads inherit them."""
         with suppress(OSError):
-            os.nice(asked["nice"])
-        if asked["affinity"] is not None:
-            with suppress(OSError):  # none of them is there (any more)
-                os.sched_setaffinity(0, asked["affinity"])
-                self._copier.confine(asked["affinity"])
+            os.nice(options["nice"])
+        if options["affinity"] is not None:
+            with suppress(OSError):  # none of these processors is available (any more)
+                os.sched_setaffinity(0, options["affinity"])
+                self._copier.set_affinity(options["affinity"])
         number = _IOPRIO_SET.get(os.uname().machine)
-        if number is not None and asked["io_priority"] in _IO_CLASSES:
-            ctypes.CDLL(None).syscall(number, 1, 0, _IO_CLASSES[asked["io_priority"]])
+        if number is not None and options["io_priority"] in _IO_CLASSES:
+            ctypes.CDLL(None).syscall(number, 1, 0, _IO_CLASSES[options["io_priority"]])
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write(_OOM_SCORE)  # where memory is short, the trainer is worth more
-        self._rate = Rate(asked["rate_bytes_per_s"])
-        about = {"pid": os.getpid(), "crc": CRC_ENGINE, "reads_memory": self._reads_memory(*asked["probe"])}
-        self._outbox.now(Kind.UP, 0, pack(about))
+            file.write(_OOM_SCORE)  # when memory runs out, the kernel shall kill this process before the trainer
+        self._rate = WriteRate(options["rate_bytes_per_s"])
+        about = {"pid": os.getpid(), "crc": CRC_ENGINE, "reads_memory": self._reads_memory(*options["probe"])}
+        self._outbox.send_now(WorkerMessageKind.UP, 0, pack(about))
         threading.Thread(target=self._beat, name="sidestream-beat", daemon=True).start()
 
     def _reads_memory(self, address: int, expected: bytes) -> bool:
-        """Whether the system lets this process read the trainer's: some security modules do not."""
+        """Return whether the system lets this process read the memory of the trainer. Some security modules do not."""
         found = ctypes.create_string_buffer(len(expected))
         try:
             read_memory(self._trainer, address, ctypes.addressof(found), len(expected))
@@ -132,46 +141,47 @@ class _Saver:
     def _beat(self) -> None:
         with suppress(OSError):
             while True:
-                if not self._outbox.send_what_waits(_BEAT_S, _GATHER_S):
-                    self._outbox.now(Kind.BEAT, 0)
+                if not self._outbox.flush(_BEAT_S, _GATHER_S):
+                    self._outbox.send_now(WorkerMessageKind.BEAT, 0)
 
-    def _answer(self, kind: Kind, number: int, body: bytes) -> None:
-        with suppress(OSError):  # the trainer is gone: the thread that reads hears of it too, and ends this process
-            self._outbox.now(kind, number, body)
+    def _answer(self, kind: WorkerMessageKind, number: int, body: bytes) -> None:
+        with suppress(OSError):  # the trainer has ended: the thread that reads notices it too, and ends this process
+            self._outbox.send_now(kind, number, body)
 
-    def _map(self, frame: Frame) -> None:
-        assert frame.descriptor is not None
-        nbytes = int.from_bytes(frame.body, "little")
+    def _map(self, message: WorkerMessage) -> None:
+        assert message.descriptor is not None
+        nbytes = int.from_bytes(message.body, "little")
         try:
             # Populated: one call instead of a fault for each page.
-            self._memories[frame.number] = mmap(frame.descriptor, nbytes, flags=MAP_SHARED | MAP_POPULATE)
+            self._memories[message.number] = mmap(message.descriptor, nbytes, flags=MAP_SHARED | MAP_POPULATE)
         finally:
-            os.close(frame.descriptor)
+            os.close(message.descriptor)
 
-    def _begin(self, frame: Frame) -> None:
-        asked = unpack(frame.body)
-        number = frame.number
-        os.umask(asked["umask"])  # of the trainer: it may have changed
+    def _begin(self, message: WorkerMessage) -> None:
+        order = unpack(message.body)
+        number = message.number
+        os.umask(order["umask"])  # that of the trainer, which may have changed
         request = self._requests[number] = Request(
             number,
-            asked,
-            lambda: self._store(asked["address"]),
+            order,
+            lambda: self._store(order["url"], order["storage"]),
             self._outbox,
             self._rate,
             self._ended,
         )
-        request.start()  # once it is known: it may end at once
+        request.start()  # after it was registered, because it may end at once
 
     def _ended(self, number: int) -> None:
         self._requests.pop(number, None)
 
     @staticmethod
-    def _store(address: dict[str, Any]) -> Store:
-        """Of one request. Its client, with the connections, is kept below, for as long as its credentials are valid."""
-        policy = None if address["policy"] is None else StorePolicy(**address["policy"])
-        return locate_run(address["url"], Where(address["storage_options"], None, policy))[0]
+    def _store(url: str, storage: dict[str, Any]) -> Store:
+        """Return the store of one request. Clients and their connections are cached by ``_storage`` for as long as
+        their credentials are valid."""
+        policy = None if storage["policy"] is None else StorePolicy(**storage["policy"])
+        return locate_run(url, Storage(**{**storage, "policy": policy}))[0]
 
-    def _tell(self, event: Event) -> None:
+    def _send_event(self, event: Event) -> None:
         packed = pack_event(event)
         if packed is not None:
-            self._outbox.later(Kind.EVENT, 0, packed)
+            self._outbox.send_later(WorkerMessageKind.EVENT, 0, packed)

@@ -1,4 +1,4 @@
-"""How the saver process is started: by ``subprocess``, from an entry of its own, which runs nothing of ``__main__``."""
+"""Starting the writer process with ``subprocess``, from an entry point of its own that does not run ``__main__``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..errors import SaverLost
+from ..errors import WriterProcessError
 
 __all__ = ["available", "spawn"]
 
 _PACKAGE = Path(__file__).parents[1]
-# The package is taken from where the trainer has it, whatever the paths say; what those paths add comes last.
+# The package is imported from where the trainer has it, independent of the paths; further paths come last.
 _BOOT = """\
 import importlib.util, json, sys
 descriptor, trainer, package, paths = json.loads(sys.argv[1])
@@ -29,27 +29,29 @@ main(descriptor, trainer)
 
 
 def available() -> bool:
-    """Whether there can be a saver process on this system."""
+    """Return whether this system can run a writer process."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and bool(sys.executable)
 
 
 def spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start one, and return it with this side of the socket. Raises ``SaverLost``.
+    """Start a process, and return it with this side of the socket. Raises ``WriterProcessError``.
 
-    The calling thread has to live as long as the process shall: Linux sends the signal of a parent's death when the
-    thread dies that made the child.
+    The calling thread has to live as long as the process: Linux sends the signal of a parent's death when the thread
+    that made the child ends.
     """
     if not available():
-        raise SaverLost('there is no saver process on this system (it needs Linux and sys.executable): saver="thread"')
+        raise WriterProcessError(
+            'this system cannot run a writer process, which needs Linux and sys.executable: pass writer="thread"'
+        )
     try:
         paths = [os.path.abspath(path) for path in sys.path]
         ours, theirs = socket.socketpair()
-    except OSError as error:  # of the first one: the working directory is gone
-        raise SaverLost(f"the saver process could not be started: {error}") from error
-    asked = json.dumps([theirs.fileno(), os.getpid(), str(_PACKAGE), paths])
+    except OSError as error:  # raised by abspath if the working directory was deleted
+        raise WriterProcessError(f"the writer process could not be started: {error}") from error
+    arguments = json.dumps([theirs.fileno(), os.getpid(), str(_PACKAGE), paths])
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, asked],
+            [sys.executable, "-P", "-c", _BOOT, arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
@@ -57,7 +59,7 @@ def spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
         )
     except (OSError, subprocess.SubprocessError) as error:
         ours.close()
-        raise SaverLost(f"the saver process could not be started: {error}") from error
+        raise WriterProcessError(f"the writer process could not be started: {error}") from error
     finally:
         theirs.close()
     return process, ours

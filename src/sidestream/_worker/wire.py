@@ -1,6 +1,7 @@
-"""Frames between the trainer and its saver process: typed, length-prefixed, over a socket pair. No pickle.
+"""Messages between the trainer and its writer process: typed, length-prefixed, over a socket pair, without pickle.
 
-Plain values travel as JSON with tags for what JSON lacks, memory as a descriptor beside the frame that names it.
+Plain values are sent as JSON with tags for types that JSON lacks, memory as a descriptor beside the message that names
+it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-__all__ = ["PIECE", "Channel", "Frame", "Kind", "Outbox", "Unsendable", "pack", "unpack"]
+__all__ = ["PIECE", "Channel", "Outbox", "Unsendable", "WorkerMessage", "WorkerMessageKind", "pack", "unpack"]
 
-PIECE = struct.Struct("<QQQQ")  # of FILL: number of the memory, address in the trainer, where in the memory, bytes
+PIECE = struct.Struct("<QQQQ")  # of FILL: number of the memory, address in the trainer, offset in the memory, bytes
 _HEAD = struct.Struct("<BQQ")  # kind, number, bytes of the body
 _READ_BYTES = 256 << 10
-_DESCRIPTORS = 16  # at most that many come with one read
+_DESCRIPTORS = 16  # at most, in one read
 
 
-class Kind(IntEnum):
-    """What a frame says. ``number`` is that of the request, or of the memory."""
+class WorkerMessageKind(IntEnum):
+    """The kinds of messages. The ``number`` of a message is that of its request, or of its memory."""
 
     # from the trainer
     SETUP = 1
@@ -41,7 +42,7 @@ class Kind(IntEnum):
     END = 8
     CANCEL = 9
     FILL = 10
-    # from the saver
+    # from the writer process
     UP = 20
     BEAT = 21
     UNUSED = 22
@@ -53,7 +54,9 @@ class Kind(IntEnum):
     UNFILLED = 28
 
 
-class Frame(NamedTuple):
+class WorkerMessage(NamedTuple):
+    """One message."""
+
     kind: int
     number: int
     body: bytes
@@ -61,7 +64,7 @@ class Frame(NamedTuple):
 
 
 class Channel:
-    """One end. Any thread may send; one receives."""
+    """One end of the socket pair. Any thread may send, and one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -69,14 +72,16 @@ class Channel:
         self._buffer = bytearray()
         self._descriptors: deque[int] = deque()
 
-    def send_all(self, frames: Iterable[tuple[Kind, int, bytes]]) -> None:
-        """In one piece, so that the other end is woken up once."""
-        packed = b"".join(_HEAD.pack(kind, number, len(body)) + body for kind, number, body in frames)
+    def send_all(self, messages: Iterable[tuple[WorkerMessageKind, int, bytes]]) -> None:
+        """Send several messages in one call, so that the other end is woken up once."""
+        packed = b"".join(_HEAD.pack(kind, number, len(body)) + body for kind, number, body in messages)
         with self._lock:
             self.socket.sendall(packed)
 
-    def send(self, kind: Kind, number: int = 0, body: bytes = b"", *, descriptor: int | None = None) -> None:
-        """Blocks while the other end does not read. Raises ``OSError`` when it is gone."""
+    def send(
+        self, kind: WorkerMessageKind, number: int = 0, body: bytes = b"", *, descriptor: int | None = None
+    ) -> None:
+        """Send a message. Blocks while the other end does not read. Raises ``OSError`` if it is closed."""
         head = _HEAD.pack(kind, number, len(body))
         with self._lock:
             if descriptor is not None:
@@ -88,14 +93,15 @@ class Channel:
             if body:
                 self.socket.sendall(body)
 
-    def tick(self, seconds: float) -> None:
-        """From now on ``receive`` raises ``TimeoutError`` when nothing has come for so long."""
-        # By the system, not by Python, which would poll first, and have to get the GIL back twice for each read.
+    def set_timeout(self, seconds: float) -> None:
+        """Make ``receive`` raise ``TimeoutError`` when no message has arrived for ``seconds``."""
+        # An option of the socket: with a timeout of Python's, each read would poll first and acquire the GIL twice.
         parts = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, parts)
 
-    def receive(self) -> list[Frame] | None:
-        """Block for what comes next; None when the other end is gone. Whoever gets a descriptor owns it."""
+    def receive(self) -> list[WorkerMessage] | None:
+        """Block until messages arrive and return them; None if the other end is closed. The caller owns their
+        descriptors."""
         try:
             data, extra, _, _ = self.socket.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _DESCRIPTORS))
         except BlockingIOError:
@@ -110,10 +116,10 @@ class Channel:
         if not data:
             return None
         self._buffer += data
-        return self._frames()
+        return self._messages()
 
-    def _frames(self) -> list[Frame]:
-        frames: list[Frame] = []
+    def _messages(self) -> list[WorkerMessage]:
+        messages: list[WorkerMessage] = []
         at = 0
         while len(self._buffer) - at >= _HEAD.size:
             kind, number, nbytes = _HEAD.unpack_from(self._buffer, at)
@@ -121,36 +127,38 @@ class Channel:
             if len(self._buffer) - start < nbytes:
                 break
             at = start + nbytes
-            descriptor = self._descriptors.popleft() if kind == Kind.SEGMENT else None
-            frames.append(Frame(kind, number, bytes(self._buffer[start:at]), descriptor))
+            descriptor = self._descriptors.popleft() if kind == WorkerMessageKind.SEGMENT else None
+            messages.append(WorkerMessage(kind, number, bytes(self._buffer[start:at]), descriptor))
         del self._buffer[:at]
-        return frames
+        return messages
 
     def close(self) -> None:
         self.socket.close()
 
 
 class Outbox:
-    """What goes to the other end at once, and what can wait: each time that the trainer is woken up costs it more than
-    what it is told."""
+    """A queue of messages, some of which can wait: each wakeup costs the trainer more than the messages do."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
-        self._frames: queue.SimpleQueue[tuple[Kind, int, bytes]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[WorkerMessageKind, int, bytes]] = queue.SimpleQueue()
         self._there: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def later(self, kind: Kind, number: int, body: bytes, *, urgent: Callable[[], bool] = lambda: False) -> None:
-        """Also for finalizers: it neither blocks nor takes a lock. ``urgent``, asked when all that was left before is
-        here, says whether nothing is to be waited for that may come."""
-        self._frames.put((kind, number, body))
+    def send_later(
+        self, kind: WorkerMessageKind, number: int, body: bytes, *, urgent: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Queue a message. Neither blocks nor takes a lock, so that finalizers may call it. ``urgent`` is called after
+        the message was queued; if it returns True, the queue is sent without waiting for further messages."""
+        self._messages.put((kind, number, body))
         self._there.put(urgent())
 
-    def now(self, kind: Kind, number: int, body: bytes = b"") -> None:
-        """After what has been left here, and with it. Raises ``OSError`` when the other end is gone."""
+    def send_now(self, kind: WorkerMessageKind, number: int, body: bytes = b"") -> None:
+        """Send a message at once, after all that are queued and together with them. Raises ``OSError`` if the other end
+        is closed."""
         self._send([(kind, number, body)])
 
-    def send_what_waits(self, timeout_s: float, gather_s: float) -> bool:
+    def flush(self, timeout_s: float, gather_s: float) -> bool:
         """Wait for something, and up to ``gather_s`` more for what comes with it. False if nothing has come. Raises
         ``OSError``."""
         try:
@@ -164,28 +172,28 @@ class Outbox:
         self._send([])
         return True
 
-    def _send(self, last: list[tuple[Kind, int, bytes]]) -> None:
+    def _send(self, last: list[tuple[WorkerMessageKind, int, bytes]]) -> None:
         with self._lock:
-            frames: list[tuple[Kind, int, bytes]] = []
+            messages: list[tuple[WorkerMessageKind, int, bytes]] = []
             with suppress(queue.Empty):
                 while True:
-                    frames.append(self._frames.get_nowait())
-            frames += last
-            if frames:
-                self._channel.send_all(frames)
+                    messages.append(self._messages.get_nowait())
+            messages += last
+            if messages:
+                self._channel.send_all(messages)
 
 
 class Unsendable(Exception):
-    """A value that is no plain data. Says where it is and of what type; never what it is."""
+    """A value that is not plain data. The message has its place and its type, and never the value."""
 
 
 def pack(value: object) -> bytes:
-    """Plain data as bytes: None, numbers, strings, bytes, lists, tuples and mappings. Raises ``Unsendable``."""
+    """Return plain data as bytes: None, numbers, strings, bytes, lists, tuples and mappings. Raises ``Unsendable``."""
     return json.dumps(_tagged(value, ""), separators=(",", ":")).encode()
 
 
 def unpack(packed: bytes) -> Any:
-    """What ``pack`` made."""
+    """Return the data from what ``pack`` returned."""
     return _plain(json.loads(packed))
 
 

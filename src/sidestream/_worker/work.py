@@ -1,4 +1,5 @@
-"""In the saver process: one request, from its first file to the receipt. The code that writes is the trainer's own."""
+"""One request inside the writer process, from its first file to its receipts. The code that writes is the same as in
+the trainer."""
 
 from __future__ import annotations
 
@@ -15,19 +16,19 @@ from typing import Any
 from .._format.layout_bytes import pack_sums, unpack_layout
 from .._runtime.threads import Deadline, Stop, time_limit
 from .._storage import Attempt, Body, BytesBody, ShardBody, Store
-from ..errors import Closed
+from ..errors import ClosedError
 from .faults import pack_error
-from .wire import Frame, Kind, Outbox, unpack
+from .wire import Outbox, WorkerMessage, WorkerMessageKind, unpack
 
-__all__ = ["READY", "Rate", "Request", "name_and_rest"]
+__all__ = ["READY", "Request", "WriteRate", "name_and_rest"]
 
-READY = struct.Struct("<IIQQQ")  # file, window, number of the memory, where in it, bytes
+READY = struct.Struct("<IIQQQ")  # file, window, number of the memory, offset in it, bytes
 UNUSED = struct.Struct("<II")  # file, window
 SUMS = struct.Struct("<IQ")  # file, bytes of CRCs
 
 
-class Rate:
-    """So many bytes per second, all requests together."""
+class WriteRate:
+    """A limit of bytes per second for all requests together. None: no limit."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
@@ -35,7 +36,7 @@ class Rate:
         self._free_at = 0.0
 
     def spend(self, nbytes: int, stop: Stop) -> None:
-        """Wait until they may be written. Raises ``Closed`` when ``stop`` is set."""
+        """Block until ``nbytes`` more may be written. Raises ``ClosedError`` when ``stop`` is set."""
         if self._bytes_per_s is None:
             return
         with self._lock:
@@ -46,11 +47,11 @@ class Rate:
             time.sleep(min(wait_s, 0.05))
 
 
-class _Image:
-    """A window in the trainer's memory. It has been let go of when nothing refers to it any more: a client of object
-    storage may hold it for longer than the part that it came from."""
+class _TrainerWindow:
+    """A window in the trainer's memory. It is unused when no reference to its memory is left: a client of object
+    storage may keep one for longer than the file part does."""
 
-    def __init__(self, nbytes: int, rate: Rate, unused: Callable[[], None]) -> None:
+    def __init__(self, nbytes: int, rate: WriteRate, unused: Callable[[], None]) -> None:
         self.nbytes = nbytes
         self._rate = rate
         self._unused = unused
@@ -59,6 +60,7 @@ class _Image:
         self._gone = False
 
     def arrive(self, memory: mmap, start: int) -> None:
+        """Make the window available: its bytes are at ``start`` of ``memory``."""
         anchor = (ctypes.c_char * self.nbytes).from_buffer(memory, start)
         weakref.finalize(anchor, self._unused).atexit = False
         with self._changed:
@@ -66,11 +68,13 @@ class _Image:
             self._changed.notify_all()
 
     def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
+        """Wait until the window is available, and return its bytes. Raises ``ClosedError`` and
+        ``DeadlineExceededError``."""
         with stop.waking(self._wake), self._changed:
             while self._anchor is None:
                 stop.check()
                 if self._gone:
-                    raise Closed("this window was released")
+                    raise ClosedError("this window was released")
                 if not self._changed.wait(deadline.remaining_s()):
                     raise deadline.exceeded(f"staging of {self.nbytes} bytes")
             view = memoryview(self._anchor).cast("B")
@@ -78,6 +82,7 @@ class _Image:
         return view
 
     def release(self) -> None:
+        """Drop the reference to the memory."""
         with self._changed:
             self._anchor, self._gone = None, True
             self._changed.notify_all()
@@ -87,39 +92,40 @@ class _Image:
             self._changed.notify_all()
 
 
-class _Windows:
-    """How many have come, and were let go of: finalizers take no locks, and ``append`` needs none."""
+class _WindowCounts:
+    """The numbers of windows that have arrived and that are unused again. No locks, because finalizers count."""
 
     def __init__(self) -> None:
-        self.handed = 0
+        self.arrived = 0
         self._returned: list[None] = []
-        self._told = 0
+        self._reported = 0
 
-    def let_go(self) -> bool:
-        """Of one more; whether the trainer has to hear of it now, as half of what it knows to be in use is not: it may
-        be waiting for just this memory."""
+    def count_returned(self) -> bool:
+        """Count one more unused window. Return whether the trainer has to be notified now, because half of the windows
+        that it takes for used are not: it may be waiting for this memory."""
         self._returned.append(None)
         returned = len(self._returned)
-        if 2 * (returned - self._told) < self.handed - self._told:
+        if 2 * (returned - self._reported) < self.arrived - self._reported:
             return False
-        self._told = returned
+        self._reported = returned
         return True
 
 
 class Request:
-    """Files that come one after the other, and a thread that writes them. Frames are handled in the one that reads."""
+    """The files of one request, which arrive one after the other, and a thread that writes them. Messages are handled
+    in the thread that reads them."""
 
     def __init__(
         self,
         number: int,
-        asked: dict[str, Any],
+        order: dict[str, Any],
         store: Callable[[], Store],
         outbox: Outbox,
-        rate: Rate,
+        rate: WriteRate,
         ended: Callable[[int], None],
     ) -> None:
-        self._deadline = Deadline(asked["at"], asked["timeout_s"])
-        self._attempt = Attempt(asked["target"], "joined", asked["save_id"], asked["durability"])
+        self._deadline = Deadline(order["at"], order["timeout_s"])
+        self._attempt = Attempt(order["target"], "joined", order["save_id"], order["durability"])
         self._number = number
         self._store = store
         self._outbox = outbox
@@ -127,39 +133,40 @@ class Request:
         self._ended = ended
         self._stop = Stop()
         self._files: queue.SimpleQueue[tuple[str, Body] | None] = queue.SimpleQueue()
-        self._images: list[list[_Image]] = []
-        self._windows = _Windows()
+        self._images: list[list[_TrainerWindow]] = []
+        self._windows = _WindowCounts()
 
     def start(self) -> None:
-        """Whoever hands it frames knows it by then: ``ended`` may be called at any time from now on."""
+        """Start the thread that writes. Register the request before, because ``ended`` may be called at once."""
         threading.Thread(target=self._run, name=f"sidestream-saver-{self._number}", daemon=True).start()
 
-    # --- the thread that reads frames ---
+    # --- the thread that reads messages ---
 
-    def handle(self, frame: Frame, memories: dict[int, mmap]) -> None:
-        if frame.kind == Kind.READY:
-            self._windows.handed += len(frame.body) // READY.size
-            for file, window, memory, start, _ in READY.iter_unpack(frame.body):
+    def handle(self, message: WorkerMessage, memories: dict[int, mmap]) -> None:
+        """Handle a message about this request."""
+        if message.kind == WorkerMessageKind.READY:
+            self._windows.arrived += len(message.body) // READY.size
+            for file, window, memory, start, _ in READY.iter_unpack(message.body):
                 self._images[file][window].arrive(memories[memory], start)
-        elif frame.kind == Kind.CANCEL:
+        elif message.kind == WorkerMessageKind.CANCEL:
             self._stop.set()
             self._files.put(None)
-        elif frame.kind == Kind.END:
+        elif message.kind == WorkerMessageKind.END:
             self._files.put(None)
-        elif frame.kind == Kind.BYTES_FILE:
-            name, rest = name_and_rest(frame.body)
+        elif message.kind == WorkerMessageKind.BYTES_FILE:
+            name, rest = name_and_rest(message.body)
             self._images.append([])
             self._files.put((name, BytesBody(bytes(rest))))
-        elif frame.kind == Kind.SHARD_FILE:
-            self._files.put(self._shard(frame.body))
+        elif message.kind == WorkerMessageKind.SHARD_FILE:
+            self._files.put(self._shard(message.body))
 
     def _shard(self, packed: bytes) -> tuple[str, Body]:
-        said, rest = name_and_rest(packed)
-        name, digest = unpack(said.encode())
+        head, rest = name_and_rest(packed)
+        name, digest = unpack(head.encode())
         layout = unpack_layout(rest)
         file = len(self._images)
         images = [
-            _Image(window.end - window.start, self._rate, self._unused(file, index))
+            _TrainerWindow(window.end - window.start, self._rate, self._unused(file, index))
             for index, window in enumerate(layout.windows)
         ]
         self._images.append(images)
@@ -168,8 +175,8 @@ class Request:
     def _unused(self, file: int, window: int) -> Callable[[], None]:
         packed, number, outbox, windows = UNUSED.pack(file, window), self._number, self._outbox, self._windows
 
-        def unused() -> None:  # wherever the last reference dies
-            outbox.later(Kind.UNUSED, number, packed, urgent=windows.let_go)
+        def unused() -> None:  # called in any thread, where the last reference is dropped
+            outbox.send_later(WorkerMessageKind.UNUSED, number, packed, urgent=windows.count_returned)
 
         return unused
 
@@ -179,27 +186,28 @@ class Request:
         try:
             self._write()
         except BaseException as error:
-            self._say(Kind.FAILED, pack_error(error))
+            self._answer(WorkerMessageKind.FAILED, pack_error(error))
         else:
-            self._say(Kind.DONE, b"")
+            self._answer(WorkerMessageKind.DONE, b"")
         finally:
-            self._ended(self._number)  # first: what is handed over from now on is sent back at once
+            self._ended(self._number)  # first: windows that arrive from now on are returned at once
             for images in self._images:
                 for image in images:
                     image.release()
 
-    def _say(self, kind: Kind, body: bytes) -> None:
+    def _answer(self, kind: WorkerMessageKind, body: bytes) -> None:
         try:
-            self._outbox.now(kind, self._number, body)
+            self._outbox.send_now(kind, self._number, body)
         except OSError:
-            """The trainer is gone: the thread that reads hears of it too, and ends this process."""
+            """The trainer has ended: the thread that reads notices it too, and ends this process."""
 
     def _write(self) -> None:
         with time_limit(self._deadline):
             self._store().begin(self._attempt).write_here(self._bodies(), stop=self._stop)
 
     def _bodies(self) -> Iterator[tuple[str, Body]]:
-        """Whoever asks for the next one has written the last one, synced."""
+        """Yield the files. When the store requests the next file, the last one is written and synced, and its receipt
+        is sent."""
         for file in range(1 << 32):
             item = self._next()
             if item is None:
@@ -207,7 +215,9 @@ class Request:
             yield item
             crcs, digests = pack_sums(item[1].sums) if isinstance(item[1], ShardBody) else (b"", b"")
             del item
-            self._outbox.now(Kind.FILE_DONE, self._number, SUMS.pack(file, len(crcs)) + crcs + digests)
+            self._outbox.send_now(
+                WorkerMessageKind.FILE_DONE, self._number, SUMS.pack(file, len(crcs)) + crcs + digests
+            )
 
     def _next(self) -> tuple[str, Body] | None:
         try:
@@ -219,6 +229,6 @@ class Request:
 
 
 def name_and_rest(body: bytes) -> tuple[str, memoryview]:
-    """A text with its length before it, and what follows."""
+    """Split ``body`` into a text, which its length precedes, and the bytes that follow."""
     end = 4 + int.from_bytes(body[:4], "little")
     return body[4:end].decode(), memoryview(body)[end:]

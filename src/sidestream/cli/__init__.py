@@ -1,6 +1,7 @@
-"""The command line: ``sidestream --help``. Needs the extra ``cli``.
+"""The command line, ``sidestream --help``. Needs the extra ``cli``.
 
-``--help``, completion and usage errors import neither torch nor the library: a verb imports what it needs when it runs.
+``--help``, completion and usage errors import neither torch nor the library: a command imports what it needs when it
+runs.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line. The entry point of the script ``sidestream``."""
     for package in ("rich", "typer"):
         if find_spec(package) is None:
             sys.stderr.write(f"the command line needs {package}: pip install 'sidestream[cli]'\n")
             sys.exit(2)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # an encoding such as ASCII lacks letters that harmless names contain
+        if isinstance(stream, io.TextIOWrapper):  # an encoding such as ASCII lacks letters that occur in names
             stream.reconfigure(errors="backslashreplace")
     from .app import app
 

@@ -1,8 +1,8 @@
-"""All the verbs."""
+"""The application with all its commands."""
 
 from __future__ import annotations
 
-from . import changing, looking  # noqa: F401  # each adds its verbs
+from . import changing, looking  # noqa: F401  # each adds its commands
 from .frame import app
 
 __all__ = ["app"]

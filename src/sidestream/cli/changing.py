@@ -1,22 +1,37 @@
-"""The verbs that write or delete."""
+"""The commands that write or delete."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import reduce
 from operator import or_
 from typing import Annotated, Any
 
 import typer
 
 from .._format.records import DTYPES
-from ..errors import InvalidOption, SidestreamError
-from .frame import AsJson, StorageOption, TargetOption, TimeoutS, Url, app, bar, options_of, print_json, say, size, verb
+from ..errors import InvalidOptionError, SidestreamError
+from ..options import Storage
+from .frame import (
+    AsJson,
+    CommitChoice,
+    StorageOption,
+    TargetOption,
+    TimeoutS,
+    Url,
+    app,
+    bar,
+    options_of,
+    print_json,
+    say,
+    size,
+    verb,
+)
 
-_BudgetMib = Annotated[int, typer.Option(help="Memory for payloads, 96 at least.")]
+_BudgetMib = Annotated[int, typer.Option(help="Memory for payloads, at least 96.")]
 
 
 @app.command()
@@ -25,20 +40,25 @@ def convert(
     source: Url,
     target: Annotated[str, typer.Argument(help="What to write: a new directory, or a .pt or .safetensors file.")],
     format: Annotated[str | None, typer.Option(help="dcp, torch or safetensors.")] = None,  # noqa: A002
-    select: Annotated[list[str] | None, typer.Option(help="Take only names like this. May be repeated.")] = None,
+    select: Annotated[
+        list[str] | None, typer.Option(help="Select only names that match this pattern. May be repeated.")
+    ] = None,
     rename: Annotated[list[str] | None, typer.Option(help="REGEX=REPLACEMENT. May be repeated.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="What floating-point tensors become, as in bfloat16.")] = None,
-    shard_mib: Annotated[int, typer.Option(help="Begin the next file beyond this; 0 for one file.")] = 5 << 10,
+    dtype: Annotated[
+        str | None, typer.Option(help="Convert floating-point tensors to this dtype, as in bfloat16.")
+    ] = None,
+    shard_mib: Annotated[int, typer.Option(help="Begin a new file above this size; 0 for one file.")] = 5 << 10,
     budget_mib: _BudgetMib = 256,
     storage_option: StorageOption = None,
     target_option: TargetOption = None,
+    commit: CommitChoice = "rename",
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
-    """Write a checkpoint in another format, in pieces; the target appears as a whole or not at all."""
+    """Write a checkpoint in another format, with bounded memory. The target becomes visible as a whole or not at
+    all."""
     options: dict[str, Any] = {"format": format, "select": select, "names": _renaming(rename)}
-    stores = {"storage_options": options_of(storage_option), "target_options": options_of(target_option)}
-    options |= {"dtype": _dtype(dtype), **stores}
+    options |= {"dtype": _dtype(dtype), **_stores(storage_option, target_option, commit)}
     from .. import blocking
 
     with _named_as_options("select", "dtype", names="rename"), bar("converting", as_json) as progress:
@@ -68,11 +88,13 @@ def copy(
     budget_mib: _BudgetMib = 256,
     storage_option: StorageOption = None,
     target_option: TargetOption = None,
+    commit: CommitChoice = "rename",
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
-    """Copy a checkpoint between stores as it is: checked on the way, and read back before it is visible."""
-    stores = {"storage_options": options_of(storage_option), "target_options": options_of(target_option)}
+    """Copy a checkpoint between stores unchanged. It is verified while it is copied, and read back before it is
+    visible."""
+    stores = _stores(storage_option, target_option, commit)
     from .. import blocking
 
     with bar("copying", as_json) as progress:
@@ -82,7 +104,8 @@ def copy(
             budget_bytes=budget_mib << 20,
             progress=progress,
             timeout_s=timeout_s,
-            **stores,
+            storage=stores["storage"],
+            target_storage=stores["target_storage"],
         )
     if as_json:
         print_json(dataclasses.asdict(report))
@@ -96,22 +119,26 @@ def copy(
 @verb
 def prune(
     url: Annotated[str, typer.Argument(help="The directory of a run; a path or any URL.")],
-    keep_last: Annotated[int | None, typer.Option(help="Keep the highest steps, so many.")] = None,
-    keep_every: Annotated[int | None, typer.Option(help="Keep the first step in each span of so many.")] = None,
+    keep_last: Annotated[int | None, typer.Option(help="Keep this number of the highest steps.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="Keep the first step in each span of this number of steps.")
+    ] = None,
     keep_best: Annotated[
         list[str] | None, typer.Option(help="METRIC or METRIC=N: keep the N best by their metadata. May be repeated.")
     ] = None,
     best_is: Annotated[str, typer.Option(help="min or max: which values of a metric are good.")] = "min",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be deleted, and delete nothing.")] = False,
     storage_option: StorageOption = None,
+    commit: CommitChoice = "rename",
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
-    """Delete steps of a run, as its retention would: after the newest that stays was read back, and none in use."""
+    """Delete steps of a run, as its retention would: the newest step that stays is verified first, and no step in use
+    is deleted."""
     if keep_last is None and keep_every is None and not keep_best:
-        raise InvalidOption("choose which steps to keep: pass --keep-last, --keep-every or --keep-best")
+        raise InvalidOptionError("choose which steps to keep: pass --keep-last, --keep-every or --keep-best")
     best = [_metric(word) for word in keep_best or ()]
-    stores = options_of(storage_option)
+    storage = _storage(storage_option, commit)
     from .. import blocking
     from .._run.retention import KeepBest, KeepEvery, KeepLast
 
@@ -119,8 +146,8 @@ def prune(
     policies += [] if keep_every is None else [KeepEvery(steps=keep_every)]
     mode: Any = best_is
     policies += [KeepBest(metric, count, mode) for metric, count in best]
-    options: dict[str, Any] = {"keep": reduce(or_, policies), "timeout_s": timeout_s}
-    with blocking.Checkpointer(url, **options, storage_options=stores) as checkpoints:
+    options: dict[str, Any] = {"keep": functools.reduce(or_, policies), "timeout_s": timeout_s}
+    with blocking.Checkpointer(url, **options, storage=storage) as checkpoints:
         done = checkpoints.prune(dry_run=dry_run)
         why = checkpoints.health().damaged
     if as_json:
@@ -137,25 +164,31 @@ def prune(
     return 1 if done.damaged else 0
 
 
+def _stores(source: list[str] | None, target: list[str] | None, commit: str) -> dict[str, Storage]:
+    return {"storage": Storage(options_of(source)), "target_storage": _storage(target, commit)}
+
+
+def _storage(words: list[str] | None, commit: str) -> Storage:
+    with _named_as_options("commit"):
+        return Storage(options_of(words), commit=commit)  # type: ignore[arg-type]  # it is checked there
+
+
 @contextmanager
 def _named_as_options(*keywords: str, **others: str) -> Iterator[None]:
-    """Spell the options in errors as the command line does. ``others`` have another name there."""
+    """Replace the names of options in errors by those of the command line. ``others`` have another name there."""
     spelled = {**{keyword: keyword for keyword in keywords}, **others}
     try:
         yield
     except SidestreamError as error:
         keyword = re.compile(rf"\b({'|'.join(spelled)})=")
-        error.args = tuple(
-            keyword.sub(lambda found: f"--{spelled[found[1]]} ", one).rstrip() if isinstance(one, str) else one
-            for one in error.args
-        )
-        raise
+        text = functools.partial(keyword.sub, lambda found: f"--{spelled[found[1]]} ")
+        raise error.reworded(lambda one: text(one).rstrip()) from error.__cause__
 
 
 def _metric(word: str) -> tuple[str, int]:
     metric, _, count = word.partition("=")
     if count and not (count.isascii() and count.isdigit()):
-        raise InvalidOption("--keep-best takes METRIC or METRIC=N")
+        raise InvalidOptionError("--keep-best takes METRIC or METRIC=N")
     return metric, int(count or 1)
 
 
@@ -164,21 +197,21 @@ def _renaming(rename: list[str] | None) -> Callable[[str], str] | None:
         return None
     pairs = [one.partition("=") for one in rename]
     if not all(middle for _, middle, _ in pairs):
-        raise InvalidOption("--rename takes REGEX=REPLACEMENT")
+        raise InvalidOptionError("--rename takes REGEX=REPLACEMENT")
     try:
         patterns = [(re.compile(old), new) for old, _, new in pairs]
         for pattern, new in patterns:
             pattern.sub(new, "")
     except re.error as error:
-        raise InvalidOption(f"--rename takes REGEX=REPLACEMENT, of which one is not valid: {error}") from None
-    return lambda name: reduce(lambda found, one: one[0].sub(one[1], found), patterns, name)
+        raise InvalidOptionError(f"--rename takes REGEX=REPLACEMENT, of which one is not valid: {error}") from None
+    return lambda name: functools.reduce(lambda found, one: one[0].sub(one[1], found), patterns, name)
 
 
 def _dtype(name: str | None) -> Any:
     if name is None:
         return None
     if name not in DTYPES and name not in ("half", "float", "double"):  # before torch is imported, which takes seconds
-        raise InvalidOption(f"--dtype {name} is not a torch dtype that a checkpoint can hold")
+        raise InvalidOptionError(f"--dtype {name} is not a torch dtype that a checkpoint can hold")
     import torch
 
     return getattr(torch, name)

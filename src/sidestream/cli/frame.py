@@ -1,4 +1,4 @@
-"""What the verbs share: how they end, what they print, and the options that many of them take."""
+"""The frame of all commands: exit codes, output, and common options."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from ..errors import InvalidOption, SidestreamError, printable, printable_lines
+from ..errors import InvalidOptionError, SidestreamError, printable, printable_lines
+from .complete import checkpoints
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
     "AsJson",
+    "CommitChoice",
     "StorageOption",
     "TargetOption",
     "TimeoutS",
@@ -39,27 +41,36 @@ P = ParamSpec("P")
 
 app = typer.Typer(
     name="sidestream",
-    help="Look at checkpoints, check, compare, copy and convert them: ours, stock DCP's, torch.save's and safetensors.",
-    epilog="Exit codes: 0; 1 for an answer that is no (damage, differences); 2 for an error; 130 after Ctrl-C.",
+    help="List, verify, compare, copy and convert checkpoints of sidestream, DCP, torch.save and safetensors.",
+    epilog="Exit codes: 0 for success; 1 for damage or differences; 2 for an error; 130 after Ctrl-C.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
-Url = Annotated[str, typer.Argument(help="A checkpoint: a directory, a .pt or a .safetensors file; a path or any URL.")]
+Url = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint: a directory, a .pt or a .safetensors file; a path or any URL.", autocompletion=checkpoints
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 TimeoutS = Annotated[float, typer.Option("--timeout-s", help="Give up after so many seconds.")]
 StorageOption = Annotated[
     list[str] | None,
     typer.Option(
         "--storage-option",
-        help="KEY=VALUE of what the fsspec file system takes (VALUE as JSON or as it is), or @FILE with a JSON object, "
-        "which no list of processes shows. Never printed. May be repeated.",
+        help="An option of the fsspec file system as KEY=VALUE (VALUE is JSON or text), or @FILE with a JSON object, "
+        "whose content no list of processes shows. Never printed. May be repeated.",
         show_default=False,
     ),
 ]
 TargetOption = Annotated[
     list[str] | None,
     typer.Option("--target-option", help="The same, for the second URL.", show_default=False),
+]
+CommitChoice = Annotated[
+    str,
+    typer.Option("--commit", help="marker: for a file system that renames no directory, such as a mount of a bucket."),
 ]
 
 
@@ -77,18 +88,18 @@ def _every_verb(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options before the verb."""
+    """Accept the options that precede a command."""
 
 
 def verb(function: Callable[P, int]) -> Callable[P, None]:
-    """A command whose result is its exit code, and whose errors are one line."""
+    """Make a command from a function that returns its exit code. Its errors are printed as one message."""
 
     @wraps(function)
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             code = function(*args, **kwargs)
             sys.stdout.flush()
-        except BrokenPipeError:  # whoever read it has seen enough
+        except BrokenPipeError:  # the reader of the output has closed the pipe
             sys.stderr.close()
             code = 0
         except KeyboardInterrupt:
@@ -114,7 +125,7 @@ def _report(error: Exception, *, as_json: bool) -> None:
 
 
 def options_of(words: list[str] | None) -> dict[str, Any] | None:
-    """What ``--storage-option`` gave. Raises ``InvalidOption``, which shows no value."""
+    """Return the options from ``--storage-option``. Raises ``InvalidOptionError``, whose message has no values."""
     if not words:
         return None
     found: dict[str, Any] = {}
@@ -124,7 +135,7 @@ def options_of(words: list[str] | None) -> dict[str, Any] | None:
             continue
         key, middle, value = word.partition("=")
         if not middle or not key:
-            raise InvalidOption("--storage-option takes KEY=VALUE, or @FILE")
+            raise InvalidOptionError("--storage-option takes KEY=VALUE, or @FILE")
         try:
             found[key] = json.loads(value)
         except ValueError:
@@ -136,15 +147,15 @@ def _from_file(path: str) -> Mapping[str, Any]:
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise InvalidOption(f"--storage-option @{path} cannot be read ({type(error).__name__})") from None
+        raise InvalidOptionError(f"--storage-option @{path} cannot be read ({type(error).__name__})") from None
     if not isinstance(found, dict):
-        raise InvalidOption(f"--storage-option @{path} holds no JSON object")
+        raise InvalidOptionError(f"--storage-option @{path} holds no JSON object")
     return found
 
 
-# --- what is shown --------------------------------------------------------------------------------------------------
-# Everything that the verbs print passes through the functions below. Names and messages come from untrusted
-# checkpoints: characters that a terminal would act on are escaped, and nothing is interpreted as markup of rich.
+# --- output ---------------------------------------------------------------------------------------------------------
+# Everything that the commands print passes through the functions below. Names and messages come from untrusted
+# checkpoints: control characters of terminals are escaped, and nothing is interpreted as markup of rich.
 
 _NUMBERS = ("bytes", "tensors", "step", "seconds", "GiB/s", "of the disk")
 _PIPE_WIDTH = 200  # output to a file or a pipe is not folded to the width of a terminal
@@ -167,6 +178,7 @@ def _finite(content: object) -> object:
 
 
 def say(text: str) -> None:
+    """Print a message, with escaped control characters."""
     sys.stdout.write(printable_lines(text) + "\n")
 
 
@@ -185,7 +197,7 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 @contextmanager
 def bar(label: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Progress in bytes, on the terminal's error stream; nothing where that is no terminal."""
+    """Show the progress in bytes on stderr, if that is a terminal and ``quiet`` is not set."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -205,6 +217,7 @@ def _console(*, error: bool) -> Console:
 
 
 def size(nbytes: float) -> str:
+    """Return a number of bytes in binary units, as in ``"1.5 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

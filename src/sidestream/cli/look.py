@@ -1,4 +1,4 @@
-"""What the verbs find out, without a word of how it is shown."""
+"""The results of the commands, without their output."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .. import blocking
 from .._convert.source import Source, SourceComposite, SourceOpaque, SourceTensor, open_source
 from .._run.steps import list_steps
 from .._runtime.threads import Deadline
-from .._storage import Where, locate_run
-from ..errors import CheckpointNotFound, MissingKeys
-from ..options import Progress
+from .._storage import locate_run
+from ..errors import CheckpointNotFoundError, MissingKeysError
+from ..options import Progress, Storage
 from .values import Inside, value_differences
 
-__all__ = ["Difference", "Row", "StepRow", "differences", "rows", "steps"]
+__all__ = ["Difference", "EntryRow", "StepRow", "differences", "rows", "steps"]
 
 Options: TypeAlias = Mapping[str, Any] | None
 
@@ -34,6 +34,8 @@ _PLACES = 3
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
+    """A step of a run, with the message of its damage."""
+
     step: int
     name: str
     tensors: int
@@ -42,8 +44,8 @@ class StepRow:
 
 
 def steps(url: str, options: Options = None) -> list[StepRow]:
-    """Raises ``CheckpointNotFound`` where there is no committed step."""
-    store, _ = locate_run(url, Where(options))
+    """Return the committed steps of a run. Raises ``CheckpointNotFoundError`` if there are none."""
+    store, _ = locate_run(url, Storage(options))
     found = []
     for one in blocking.run(lambda: list_steps(store), Deadline.after(_TIMEOUT_S)):
         if one.damage is not None:
@@ -53,13 +55,13 @@ def steps(url: str, options: Options = None) -> list[StepRow]:
         tensors = [info for info in checkpoint.values() if info is not None]
         found.append(StepRow(one.step, one.name, len(tensors), sum(info.nbytes for info in tensors)))
     if not found:
-        raise CheckpointNotFound(f"{url} has no committed step")
+        raise CheckpointNotFoundError(f"{url} has no committed step")
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A tensor, or where ``dtype`` is None a value."""
+class EntryRow:
+    """An entry of a checkpoint: a tensor, or a value if ``dtype`` is None."""
 
     name: str
     dtype: str | None
@@ -68,9 +70,9 @@ class Row:
     files: tuple[str, ...]
 
 
-def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
-    """Raises ``MissingKeys`` where nothing is named like ``pattern``."""
-    source = blocking.run(lambda: _source(url, Where(options)), Deadline.after(_TIMEOUT_S))
+def rows(url: str, pattern: str, options: Options = None) -> list[EntryRow]:
+    """Return the entries whose names match ``pattern``. Raises ``MissingKeysError`` if no name does."""
+    source = blocking.run(lambda: _source(url, Storage(options)), Deadline.after(_TIMEOUT_S))
     entries, parts = source.entries, source.parts()
     found = []
     for name, one in entries.items():
@@ -80,7 +82,7 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
             inside = [part for part in map(entries.__getitem__, one.parts) if isinstance(part, SourceTensor)]
             files = tuple(sorted({chunk.file for part in inside for chunk in part.entry.chunks}))
             nbytes = sum(part.entry.nbytes for part in inside)
-            found.append(Row(name, one.entry.dtype, one.entry.shape, nbytes, files))
+            found.append(EntryRow(name, one.entry.dtype, one.entry.shape, nbytes, files))
         elif isinstance(one, SourceTensor | SourceOpaque):
             entry = one.entry
             if isinstance(one, SourceTensor):
@@ -88,16 +90,16 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
             else:
                 nbytes = sum(chunk.item_bytes for chunk in entry.chunks)
             files = tuple(sorted({chunk.file for chunk in entry.chunks}))
-            found.append(Row(name, entry.dtype, entry.shape, nbytes, files))
+            found.append(EntryRow(name, entry.dtype, entry.shape, nbytes, files))
         elif not one.empty:
-            found.append(Row(name, None, None, 0, ()))
+            found.append(EntryRow(name, None, None, 0, ()))
     if not found and entries:
-        raise MissingKeys(f"{url}: nothing is named like {pattern}", [pattern])
+        raise MissingKeysError(f"{url}: nothing is named like {pattern}", [pattern])
     return found
 
 
-async def _source(url: str, where: Where) -> Source:
-    async with aclosing(await open_source(url, where)) as source:
+async def _source(url: str, storage: Storage) -> Source:
+    async with aclosing(await open_source(url, storage)) as source:
         return source
 
 
@@ -126,7 +128,8 @@ def differences(
     second_options: Options = None,
     progress: Progress = lambda done, total: None,
 ) -> list[Difference]:
-    """Of two checkpoints, in the order of the first; tensors are compared bit by bit, 32 MiB at a time."""
+    """Return the differences between two checkpoints in the order of the first. Tensors are compared bit by bit, 32 MiB
+    at a time."""
     one = blocking.open_checkpoint(first, storage_options=options)
     other = blocking.open_checkpoint(second, storage_options=second_options)
     found = [Difference(name, "only in the first") for name in one if name not in other]
@@ -152,8 +155,8 @@ def _compare(name: str, one: blocking.Checkpoint, other: blocking.Checkpoint) ->
     if mine.kind != theirs.kind:
         return Difference(name, f"{mine.kind or 'a plain tensor'} against {theirs.kind or 'a plain tensor'}")
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
-        told = f"{mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
-        return Difference(name, told.replace("torch.", ""))
+        what = f"{mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
+        return Difference(name, what.replace("torch.", ""))
     if mine.kind:
         return _compare_parts(name, one, other)
     largest = _largest_difference(name, mine.shape, mine.nbytes, one, other)
@@ -171,7 +174,7 @@ def _compare_parts(name: str, one: blocking.Checkpoint, other: blocking.Checkpoi
 def _largest_difference(
     name: str, shape: torch.Size, nbytes: int, one: blocking.Checkpoint, other: blocking.Checkpoint
 ) -> float | None:
-    """None if all bytes are the same."""
+    """Return the largest difference between elements, or None if all bytes are the same."""
     largest = None
     step = max(1, shape[0] * _PIECE_BYTES // max(1, nbytes)) if shape else 1
     for start in range(0, shape[0] if shape else 1, step):

@@ -1,4 +1,4 @@
-"""The verbs that change nothing."""
+"""The commands that change nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .complete import names
 from .frame import (
     AsJson,
     StorageOption,
@@ -48,7 +49,7 @@ def ls(
 @verb
 def info(
     url: Url,
-    pattern: Annotated[str, typer.Argument(help="Names to show, as in 'model.*'.")] = "*",
+    pattern: Annotated[str, typer.Argument(help="Names to show, as in 'model.*'.", autocompletion=names)] = "*",
     storage_option: StorageOption = None,
     as_json: AsJson = False,
 ) -> int:
@@ -81,7 +82,7 @@ def verify(
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
-    """Read everything and compare it with all that is known. Exit code 1, and what is damaged, if something is."""
+    """Read all data and compare it with its checksums and digests. List damage, with exit code 1."""
     options = options_of(storage_option)
     from .. import blocking, signing
 
@@ -113,7 +114,7 @@ def diff(
     target_option: TargetOption = None,
     as_json: AsJson = False,
 ) -> int:
-    """Compare two checkpoints. Exit code 1, and where and by how much they differ, if they do."""
+    """Compare two checkpoints. List where and by how much they differ, with exit code 1."""
     options, second_options = options_of(storage_option), options_of(target_option)
     from .look import differences
 
@@ -133,9 +134,9 @@ def diff(
 @app.command()
 @verb
 def doctor(
-    directory: Annotated[str, typer.Argument(help="Where checkpoints are to go.")] = ".", as_json: AsJson = False
+    directory: Annotated[str, typer.Argument(help="The directory for checkpoints.")] = ".", as_json: AsJson = False
 ) -> int:
-    """Say what this machine offers, and what follows from it."""
+    """Show what this machine supports, with advice."""
     from .machine import machine
 
     found = machine(directory)
@@ -153,7 +154,7 @@ def bench(
     mib: Annotated[int, typer.Option(help="Size of the state.")] = 1024,
     as_json: AsJson = False,
 ) -> int:
-    """Measure staging, saving and loading here, beside what the disk does without us. Takes about a minute at most."""
+    """Measure staging, saving and loading on this machine, and its disk alone. Takes at most about a minute."""
     from .. import blocking
     from .measure import measure
 

@@ -1,4 +1,4 @@
-"""What this machine offers to checkpoints."""
+"""Checks of what this machine supports."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ __all__ = ["Finding", "machine"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """A property of this machine, its value, and advice."""
+
     what: str
     here: str
     advice: str = ""
 
 
 def machine(directory: str) -> list[Finding]:
+    """Return what this machine and the file system of ``directory`` support."""
     found = [Finding("torch", torch.__version__), Finding("checksums", *_checksums())]
     found += [Finding(extra, *_package(package, extra)) for package, extra in _EXTRAS]
     found.append(Finding("accelerator", str(torch.accelerator.current_accelerator() or "none")))
@@ -38,7 +41,7 @@ def machine(directory: str) -> list[Finding]:
     found.append(_direct_io(directory))
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize >> 30
-    found.append(Finding("free space", f"{free} GiB", "how fast the disk is, beside us: sidestream bench"))
+    found.append(Finding("free space", f"{free} GiB", "measure the disk with: sidestream bench"))
     return found
 
 
@@ -52,8 +55,8 @@ _EXTRAS = (
 
 
 def _memory() -> Finding:
-    """A snapshot takes as much host memory as the state has bytes."""
-    advice = "a snapshot takes as much as the state; save(snapshot=False) takes 256 MiB whatever its size"
+    """Return the free host memory: a snapshot needs as much as the state has bytes."""
+    advice = "a snapshot takes as much as the state; save(streaming=True) takes 256 MiB whatever its size"
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
@@ -63,13 +66,13 @@ def _memory() -> Finding:
 
 
 def _copies() -> Finding:
-    """Whether a saver process may read the memory of its trainer."""
+    """Return whether a writer process may read the memory of its trainer."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     here = scope.read_text().strip() if scope.exists() else "0"
     if not available() or here == "0":
-        return Finding("copies by a saver process", "yes" if available() else "no: there is none")
+        return Finding("copies by a writer process", "yes" if available() else "no: there is none")
     advice = "host memory is copied by the trainer's threads; sysctl kernel.yama.ptrace_scope=0 lets the process do it"
-    return Finding("copies by a saver process", f"not without privileges (ptrace_scope={here})", advice)
+    return Finding("copies by a writer process", f"not without privileges (ptrace_scope={here})", advice)
 
 
 def _checksums() -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What staging, saving and loading take on this machine, beside what its disk does without us."""
+"""Measuring staging, saving and loading on this machine, and its disk alone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from .._load.api import load
-from .._runtime.tasks import finish
+from .._runtime.tasks import run_shielded
 from .._runtime.threads import Threads, io_threads
 from .._save.api import save
 from .._staging.stager import AsyncStager
-from ..errors import InvalidOption, NoSpace
+from ..errors import InvalidOptionError, NoSpaceError
 from ..options import Progress
 
 __all__ = ["Measured", "measure"]
@@ -34,7 +34,7 @@ _TENSORS = 16
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The best of some ``rounds``. ``of_disk`` is the share of what the disk does in the same direction."""
+    """The best of ``rounds`` measurements. ``of_disk`` is the share of the disk's own speed in the same direction."""
 
     what: str
     nbytes: int
@@ -45,18 +45,19 @@ class Measured:
 
 
 async def measure(directory: str, nbytes: int, progress: Progress) -> list[Measured]:
-    """Rows for the disk alone, staging, saving with everything synced, and loading with every byte verified. Nothing
-    is left in ``directory``, whatever comes. Raises ``InvalidOption``, ``NoSpace``, and what saving raises."""
+    """Return measurements of the disk alone, of staging, of saving with all files synced, and of loading with every
+    byte verified. Nothing is left in ``directory``, also after an error or a cancel. Raises ``InvalidOptionError``,
+    ``NoSpaceError``, and the errors of saving."""
     nbytes = nbytes // _BLOCK_BYTES * _BLOCK_BYTES
     if nbytes < _LEAST_BYTES:
-        raise InvalidOption(f"--mib has to be {_LEAST_BYTES >> 20} at least")
+        raise InvalidOptionError(f"--mib has to be at least {_LEAST_BYTES >> 20}")
     if shutil.disk_usage(directory).free < 3 * nbytes:
-        raise NoSpace(28, f"three times {nbytes >> 20} MiB have to be free", directory)
+        raise NoSpaceError(28, f"three times {nbytes >> 20} MiB have to be free", directory)
     place = Path(tempfile.mkdtemp(prefix=".sidestream-bench-", dir=directory))
     try:
         return await _Bench(place, nbytes, progress).run()
     finally:
-        await finish(lambda: io_threads().run(shutil.rmtree, place))
+        await run_shielded(lambda: io_threads().run(shutil.rmtree, place))
 
 
 class _Bench:
@@ -100,7 +101,7 @@ class _Bench:
         return Measured(what, self._nbytes, seconds, self._nbytes / seconds / (1 << 30), share, _ROUNDS)
 
     async def _disk(self, move: Callable[[int, mmap.mmap, int], None], flags: int) -> float:
-        """Blocks of 16 MiB by four threads, past the page cache where the file system can do that."""
+        """Move blocks of 16 MiB in four threads, with direct I/O if the file system supports it."""
 
         def work() -> float:
             descriptor = _open_direct(self._path, flags)
@@ -165,7 +166,7 @@ def _read_block(descriptor: int, memory: mmap.mmap, offset: int) -> None:
 
 
 def _forget(directory: Path) -> None:
-    """Out of the page cache, as far as the system lets us."""
+    """Drop the files of ``directory`` from the page cache, as far as the system allows."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in directory.iterdir():

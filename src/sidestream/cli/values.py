@@ -1,4 +1,4 @@
-"""Comparing two plain values of checkpoints, and locating the first differences inside them.
+"""Comparing two plain values of checkpoints, with the places of the first differences inside them.
 
 Two values are the same if they have the same types and the same bits. So 1, 1.0 and True differ, 0.0 and -0.0 differ,
 and a NaN is the same as a NaN with the same bits. The order of a dict's keys and of a set's elements does not count.
@@ -98,8 +98,8 @@ def _sets(one: Any, other: Any, path: str) -> Iterator[Inside]:
 
 def _tensors(one: torch.Tensor, other: torch.Tensor, path: str) -> Iterator[Inside]:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
-        told = f"{one.dtype} {list(one.shape)} against {other.dtype} {list(other.shape)}"
-        yield Inside(_short(path, _PATH_CHARS), told.replace("torch.", ""))
+        what = f"{one.dtype} {list(one.shape)} against {other.dtype} {list(other.shape)}"
+        yield Inside(_short(path, _PATH_CHARS), what.replace("torch.", ""))
         return
     mine, theirs = _raw(one), _raw(other)
     if mine == theirs:
@@ -107,8 +107,8 @@ def _tensors(one: torch.Tensor, other: torch.Tensor, path: str) -> Iterator[Insi
     element, number = _first_and_number(mine, theirs, one.element_size())
     index = [int(each) for each in torch.unravel_index(torch.tensor(element), one.shape)]
     place = f"{path}{''.join(f'[{each}]' for each in index)}"
-    told = _elements(_item(one, index), _item(other, index), mine, theirs, element, one.element_size())
-    yield Inside(_short(place, _PATH_CHARS), told + _of_how_many(number, one.numel()))
+    what = _elements(_item(one, index), _item(other, index), mine, theirs, element, one.element_size())
+    yield Inside(_short(place, _PATH_CHARS), what + _of_how_many(number, one.numel()))
 
 
 def _arrays(one: Any, other: Any, path: str) -> Iterator[Inside]:
@@ -116,8 +116,8 @@ def _arrays(one: Any, other: Any, path: str) -> Iterator[Inside]:
     import numpy as np
 
     if (one.dtype, one.shape) != (other.dtype, other.shape):
-        told = f"{one.dtype} {list(one.shape)} against {other.dtype} {list(other.shape)}"
-        yield Inside(_short(path, _PATH_CHARS), told)
+        what = f"{one.dtype} {list(one.shape)} against {other.dtype} {list(other.shape)}"
+        yield Inside(_short(path, _PATH_CHARS), what)
         return
     mine, theirs = np.ascontiguousarray(one).tobytes(), np.ascontiguousarray(other).tobytes()
     if mine == theirs:
@@ -126,8 +126,8 @@ def _arrays(one: Any, other: Any, path: str) -> Iterator[Inside]:
     index = [int(each) for each in np.unravel_index(element, one.shape)]
     place = f"{path}{''.join(f'[{each}]' for each in index)}"
     first, second = (_shown(np.asarray(each)[tuple(index)].item()) for each in (one, other))
-    told = _elements(first, second, mine, theirs, element, one.dtype.itemsize)
-    yield Inside(_short(place, _PATH_CHARS), told + _of_how_many(number, one.size))
+    what = _elements(first, second, mine, theirs, element, one.dtype.itemsize)
+    yield Inside(_short(place, _PATH_CHARS), what + _of_how_many(number, one.size))
 
 
 def _texts(one: Any, other: Any, path: str) -> Iterator[Inside]:
@@ -136,13 +136,13 @@ def _texts(one: Any, other: Any, path: str) -> Iterator[Inside]:
     pairs = enumerate(zip(one, other, strict=False))
     first = next((position for position, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
     start = max(0, first - _SHOWN_CHARS // 4)
-    told = f"{_shown(one[start:])} against {_shown(other[start:])}"
+    what = f"{_shown(one[start:])} against {_shown(other[start:])}"
     if start:
-        told += f", from {'character' if isinstance(one, str) else 'byte'} {start} on"
-    yield Inside(_short(path, _PATH_CHARS), told)
+        what += f", from {'character' if isinstance(one, str) else 'byte'} {start} on"
+    yield Inside(_short(path, _PATH_CHARS), what)
 
 
-# --- exactly --------------------------------------------------------------------------------------------------------
+# --- equality -------------------------------------------------------------------------------------------------------
 
 
 def _exact(value: Any) -> bytes:
@@ -222,13 +222,13 @@ def _of_how_many(number: int, elements: int) -> str:
 def _against(one: Any, other: Any) -> str:
     if _shown(one) != _shown(other):
         return f"{_shown(one)} against {_shown(other)}"
-    told = f"{_shown(one)} against {_shown(other)}"
+    what = f"{_shown(one)} against {_shown(other)}"
     if type(one) is int:
         differing = one ^ other
-        return f"{told}, the lowest bit that differs is bit {(differing & -differing).bit_length() - 1}"
+        return f"{what}, the lowest bit that differs is bit {(differing & -differing).bit_length() - 1}"
     if type(one) is float:
         return " against ".join(f"{each!r} (0x{struct.pack('>d', each).hex()})" for each in (one, other))
-    return f"{told}, with a difference in the part that is not shown"
+    return f"{what}, with a difference in the part that is not shown"
 
 
 def _typed(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What travels between the ranks of a save in DCP's own messages: the order of rank 0, in the plan of each rank."""
+"""The order of rank 0 to each rank of a save, which says where to write. It is sent in the plan that DCP sends."""
 
 from __future__ import annotations
 
@@ -7,37 +7,39 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
-__all__ = ["Order", "forget_order", "order_received"]
+__all__ = ["SentOrder", "forget_order", "order_received"]
 
 _here = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Rank 0's word: write into its attempt to save ``target``, with files of number ``rank``.
+class SentOrder:
+    """The order of rank 0 to write into the attempt of the save ``save_id`` of ``target``, with files of number
+    ``rank``.
 
-    DCP sends it in the plan of each rank. A planner that caches its plans throws that plan away and goes on with the
-    one of an earlier save, so whoever receives an order notes it in passing (``order_received``).
+    DCP sends it in the plan of each rank. A planner that caches its plans drops that plan and uses the one of an
+    earlier save, so unpickling an order also records it for the current thread (``order_received``).
     """
 
     save_id: str
     target: str
     rank: int
 
-    def __reduce__(self) -> tuple[Callable[..., Order], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., SentOrder], tuple[Any, ...]]:
         return _receive, astuple(self)
 
 
-def _receive(*fields: Any) -> Order:
-    order = Order(*fields)
+def _receive(*fields: Any) -> SentOrder:
+    order = SentOrder(*fields)
     _here.order = order
     return order
 
 
-def order_received() -> Order | None:
-    """The last one that came to this thread, since ``forget_order``."""
+def order_received() -> SentOrder | None:
+    """Return the last order that this thread has received since ``forget_order``, or None."""
     return getattr(_here, "order", None)
 
 
 def forget_order() -> None:
+    """Drop the order that this thread has received."""
     _here.order = None

@@ -1,4 +1,4 @@
-"""``StorageReader``: DCP plans, sidestream reads, verifies and puts in place."""
+"""``StorageReader``: DCP plans a load, sidestream reads, verifies and places the data."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .._load.reader import Reader
 from .._runtime.threads import Deadline, io_threads
 from .._storage import RangeSource
 from ..blocking import run_anywhere
-from ..errors import Aborted, InvalidOption
+from ..errors import InvalidOptionError, SaveAbortedError
 from ..events import LoadContext
-from ..options import StorePolicy, Trust, Verify, check_choice, check_timeout, check_verify
+from ..options import Storage, Trust, Verify, check_choice, check_timeout, check_verify, storage_of
 from .session import Address, Sessions, is_located
 from .stock_options import StockReaderOptions, check_stock_reader, one_url
 
@@ -36,7 +36,7 @@ __all__ = ["StorageReader"]
 
 @dataclass(slots=True)
 class _Load:
-    """One load, as one rank sees it."""
+    """One load on one rank."""
 
     source: RangeSource
     url: str
@@ -48,7 +48,7 @@ class _Load:
     unverified: set[str] = field(default_factory=set)
 
     def add(self, reader: Reader) -> None:
-        """Count what ``reader`` has read."""
+        """Add the counts of ``reader``."""
         self.nbytes += reader.nbytes
         self.touched |= reader.touched
         self.unverified |= reader.unverified
@@ -59,37 +59,48 @@ class _Load:
 
 @dataclass(slots=True)
 class _Session:
+    """The state of one DCP call. ``wanted``: its ``checkpoint_id``."""
+
     wanted: str | os.PathLike[str] | None = None
     load: _Load | None = None
     load_id: str = ""
 
     def end(self) -> None:
-        """Release what the load has opened. A load that is still under way has failed."""
+        """Release the resources of the load. A load that has not ended has failed."""
         if self.load is not None:
-            self.load.lifecycle.failed(Aborted("DCP has not finished this load"), 0)
+            self.load.lifecycle.failed(SaveAbortedError("DCP has not finished this load"), 0)
             self.load.release()
         self.load = None
 
 
 class StorageReader(DcpStorageReader):
-    """For ``dcp.load(state_dict, storage_reader=StorageReader(url))``: what sidestream or stock DCP wrote to ``url``.
+    """Reads checkpoints of sidestream and stock DCP in ``dcp.load(state_dict, storage_reader=StorageReader(url))``.
 
-    Nothing of the checkpoint is unpickled: metadata and values are decoded as data, checked, and only then used. Each
-    rank reads the rows that it needs, several ranges at a time, verified as they arrive (``verify``). Where stock DCP
-    goes on in silence this raises: ``Corrupt`` for altered bytes, ``NotCovered`` for holes, ``DtypeMismatch`` for a
-    cast that torch would not make by itself, such as a float's to an integer.
+    Nothing of the checkpoint is unpickled: metadata and values are decoded as data and checked before they are used.
+    Each rank reads the rows that it needs, several ranges at a time. When DCP returns, all tensors and values are in
+    place. After an error some tensors may have been written to.
 
-    Objects of the types in ``allow`` are made again by their own code; another value that is more than data is an
-    ``UnsafeObject``. ``trust="pickle"`` hands the bytes of all values to the planner as they are: DCP's own unpickles
-    them, which runs whatever code they hold, so it is for checkpoints that you trust, and for planners that write bytes
-    of their own. ``checkpoint_id`` of DCP's call takes the place of ``url`` for that call; ``storage_options``,
-    ``filesystem`` and ``store_policy`` (as for ``sidestream.load``) stay.
+    Args:
+        url: The checkpoint. ``checkpoint_id`` of a DCP call replaces it for that call; all other options stay.
+        verify: Whether every byte that is used is checked against its checksum, as for ``sidestream.load``.
+        safe_globals: Types whose objects are rebuilt by their own code. Other values that are more than data raise
+            ``UnsafeObjectError``.
+        trust: ``"pickle"`` passes the bytes of all values to the planner unchanged. DCP's planner unpickles them, which
+            runs any code in them, so use it only for checkpoints that you trust. Planners that write bytes of their own
+            need it too.
+        timeout_s: The deadline of a load, in seconds.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage is reached.
+        **stock: Keywords of DCP's own readers. ``path`` is ``url``. Each of the others has no effect and is named in a
+            warning, or raises an ``InvalidOptionError`` that names its replacement.
 
-    The keywords of DCP's own readers are accepted too. ``path`` is ``url``. Each of the others has no effect and is
-    named in a warning, or raises an ``InvalidOption`` that says what to use instead.
+    Raises:
+        InvalidOptionError: An option is wrong.
 
-    When DCP returns, everything is in place. After an error some tensors may have been written to. DCP raises
-    ``CheckpointException`` with the error of each rank in ``failures``; of an error in the metadata it keeps the words.
+    A load raises these errors, where stock DCP reports no error: ``CorruptCheckpointError`` for altered bytes,
+    ``IncompleteTensorError`` for tensors with holes, ``DtypeMismatchError`` for a cast that torch does not make by
+    itself, such as from a float to an integer. DCP raises ``CheckpointException`` with the error of each rank in
+    ``failures``; for an error in the metadata it keeps only the message.
     """
 
     def __init__(
@@ -97,12 +108,11 @@ class StorageReader(DcpStorageReader):
         url: str | os.PathLike[str] | None = None,
         *,
         verify: Verify = "always",
-        allow: Iterable[type] = (),
+        safe_globals: Iterable[type] = (),
         trust: Trust = "data",
         timeout_s: float = 600.0,
         storage_options: Mapping[str, Any] | None = None,
-        filesystem: Any = None,
-        store_policy: StorePolicy | None = None,
+        storage: Storage | None = None,
         **stock: Unpack[StockReaderOptions],
     ) -> None:
         super().__init__()
@@ -111,9 +121,9 @@ class StorageReader(DcpStorageReader):
         check_verify(verify)
         check_choice("trust", trust, Trust)
         check_timeout(timeout_s)
-        self._address = Address(url, storage_options, filesystem, store_policy)
+        self._address = Address(url, storage_of(storage_options, storage))
         self._verify: Verify = verify
-        self._allow = allowed_types(allow)
+        self._allow = allowed_types(safe_globals)
         self._trust: Trust = trust
         self._timeout_s = timeout_s
         self._sessions: Sessions[_Session] = Sessions(_Session)
@@ -121,13 +131,15 @@ class StorageReader(DcpStorageReader):
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a load of ``checkpoint_id``, or of the URL of this reader."""
         session = self._sessions.current()
         session.end()
         session.wanted, session.load_id = checkpoint_id if checkpoint_id else None, uuid.uuid4().hex
 
-    # Without a parameter named kwargs, so that DCP does not ask once more for the metadata of one rank: they are read
-    # as one checkpoint here, and with collectives.
+    # Without a parameter named kwargs, so that DCP does not call it again for the metadata of one rank: here the
+    # metadata of all ranks are read as one checkpoint, and with collectives.
     def read_metadata(self, *_: Any, **options: Any) -> Metadata:
+        """Open the checkpoint and return its metadata."""
         session = self._sessions.current()
         session.end()
         deadline = Deadline.after(self._timeout_s)
@@ -153,15 +165,19 @@ class StorageReader(DcpStorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Check that the metadata have been read."""
         self._load()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return ``plan`` unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return ``plans`` unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read everything in ``plan`` into its place. The future that is returned is done."""
         session, load = self._sessions.current(), self._load()
         load.lifecycle.planned()
         try:
@@ -175,34 +191,35 @@ class StorageReader(DcpStorageReader):
         load.lifecycle.read(load.nbytes)
         if self._verify == "always":
             load.lifecycle.verified(len(load.unverified))
-        load.lifecycle.applied(load.nbytes)
+        load.lifecycle.applied()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether sidestream has a store for this URL."""
         return is_located(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
-        """What the call in this thread reads, or would."""
+        """The URL that a DCP call in this thread reads."""
         return self._address.located(self._sessions.current().wanted).url
 
     @property
     def load_id(self) -> str:
-        """The id of the current or last load in this thread; each ``reset`` makes a new one."""
+        """The id of the current or last load in this thread. Each ``reset`` creates a new one."""
         session = self._sessions.current()
         if not session.load_id:
             session.load_id = uuid.uuid4().hex
         return session.load_id
 
-    # --- inside ---
+    # --- implementation ---
 
     def _load(self) -> _Load:
         load = self._sessions.current().load
         if load is None:
-            raise InvalidOption("read_metadata() comes first; DCP's load() calls everything in its order")
+            raise InvalidOptionError("read_metadata() comes first; DCP's load() calls everything in its order")
         return load
 
     def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> None:

@@ -1,15 +1,16 @@
-"""What is common to writer and reader: where to, and the state of one call of DCP."""
+"""The address and the state of one DCP call, for the writer and the reader."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
-from .._storage import LocalStore, Location, Where, locate_directory
+from .._storage import LocalStore, Location, locate_directory
 from ..errors import SidestreamError
-from ..options import StorePolicy
+from ..options import Storage
 
 __all__ = ["Address", "Sessions", "is_located"]
 
@@ -17,37 +18,33 @@ S = TypeVar("S")
 
 
 class Address:
-    """A URL and everything that it takes to get there, which stays when another URL takes its place.
+    """A URL, and the options and credentials to access it, which also apply to a ``checkpoint_id`` that replaces it.
 
-    It travels to the process that DCP starts for asynchronous saves, with its credentials, and shows them to nobody.
+    It can be pickled, with its credentials, for the process that DCP starts for asynchronous saves. Its ``repr`` does
+    not show them.
     """
 
-    def __init__(
-        self,
-        url: str | os.PathLike[str],
-        storage_options: Mapping[str, Any] | None,
-        filesystem: Any,
-        policy: StorePolicy | None,
-    ) -> None:
-        self._options = storage_options, filesystem, policy
-        location = locate_directory(url, Where(*self._options))
-        # That process may have been started in another directory.
+    def __init__(self, url: str | os.PathLike[str], storage: Storage) -> None:
+        self._storage = {one.name: getattr(storage, one.name) for one in fields(storage)}  # which can be pickled
+        location = locate_directory(url, storage)
+        # An absolute path, because that process may have been started in another directory.
         self._url = location.url if isinstance(location.store, LocalStore) else os.fspath(url)
 
     def located(self, instead: str | os.PathLike[str] | None = None) -> Location:
-        """``instead``: the ``checkpoint_id`` of a call."""
-        return locate_directory(instead or self._url, Where(*self._options))
+        """Return the location of ``instead``, the ``checkpoint_id`` of a call, or of the URL."""
+        return locate_directory(instead or self._url, Storage(**self._storage))
 
 
 class Sessions(Generic[S]):
-    """The state of the call that the current thread is in. DCP runs each call in one thread from beginning to end, and
-    calls of several threads may share one writer: the second ``async_save`` before the first has ended."""
+    """The states of DCP calls, one for each thread. DCP runs each call in one thread, and calls in several threads may
+    share one writer: a second ``async_save`` begins before the first has ended."""
 
     def __init__(self, make: Callable[[], S]) -> None:
         self._make = make
         self._local = threading.local()
 
     def current(self) -> S:
+        """Return the state of the current thread's call."""
         session: S | None = getattr(self._local, "session", None)
         if session is None:
             self._local.session = session = self._make()
@@ -58,7 +55,7 @@ class Sessions(Generic[S]):
 
 
 def is_located(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether some store of ours takes it."""
+    """Return whether a store of sidestream supports this URL."""
     try:
         locate_directory(checkpoint_id)
     except SidestreamError:

@@ -1,4 +1,4 @@
-"""The keywords of DCP's own storage classes: the meaning of each in sidestream, or what to use instead."""
+"""The keywords of DCP's own storage classes: the meaning of each in sidestream, or its replacement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from .._format.transforms import check_transforms
-from ..errors import InvalidOption, UnsupportedCheckpoint
+from ..errors import InvalidOptionError, UnsupportedCheckpointError
 from ..options import Durability
 
 __all__ = [
@@ -51,7 +51,7 @@ class StockReaderOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
+class _Keywords:
     """``ignored``: keywords that have no effect, each with the reason. ``refused``: keywords that request something
     else, each with the alternative. ``translated``: keywords that have a meaning here."""
 
@@ -61,13 +61,13 @@ class _Words:
     refused: Mapping[str, str]
 
     def check(self, given: Mapping[str, Any]) -> None:
-        """Raise ``InvalidOption`` with the name of a keyword that is refused; warn once about all keywords that are
-        ignored."""
+        """Raise ``InvalidOptionError`` with the name of a keyword that is refused; warn once about all keywords that
+        are ignored."""
         for name in given:
             if name in self.refused:
-                raise InvalidOption(f"{self.owner} does not support {name}=: {self.refused[name]}")
+                raise InvalidOptionError(f"{self.owner} does not support {name}=: {self.refused[name]}")
             if name not in self.translated and name not in self.ignored:
-                raise InvalidOption(
+                raise InvalidOptionError(
                     f"{self.owner} has no option {name}=; pass an option of the file system in "
                     f"storage_options={{{name!r}: ...}}"
                 )
@@ -78,7 +78,7 @@ class _Words:
 
 _SAFETENSORS = 'sidestream.convert(url, target, format="safetensors") writes safetensors from a checkpoint'
 
-_WRITER = _Words(
+_WRITER = _Keywords(
     "StorageWriter",
     frozenset({"path", "sync_files", "_extensions", "serialization_format"}),
     {
@@ -94,7 +94,7 @@ _WRITER = _Words(
 
 _DEQUANTIZE = "sidestream reads quantized tensors and their scales unchanged; multiply them after the load"
 
-_READER = _Words(
+_READER = _Keywords(
     "StorageReader",
     frozenset({"path", "_extension_registry"}),
     {"thread_count": "ranges are read in parallel, independent of this value"},
@@ -103,15 +103,15 @@ _READER = _Words(
 
 
 def check_stock_writer(given: Mapping[str, Any]) -> None:
-    """Raise ``InvalidOption`` for a keyword that is not supported."""
+    """Raise ``InvalidOptionError`` for a keyword that is not supported."""
     _WRITER.check(given)
     serialization = getattr(given.get("serialization_format"), "name", "TORCH_SAVE")
     if serialization != "TORCH_SAVE":
-        raise InvalidOption(f"StorageWriter does not support serialization_format={serialization}: {_SAFETENSORS}")
+        raise InvalidOptionError(f"StorageWriter does not support serialization_format={serialization}: {_SAFETENSORS}")
 
 
 def check_stock_reader(given: Mapping[str, Any]) -> None:
-    """Raise ``InvalidOption`` for a keyword that is not supported."""
+    """Raise ``InvalidOptionError`` for a keyword that is not supported."""
     _READER.check(given)
     known: Mapping[str, object] = getattr(given.get("_extension_registry"), "extensions", {})
     unread = sorted(name for name in known if not _is_read([f"{name}/1"]))
@@ -123,30 +123,32 @@ def check_stock_reader(given: Mapping[str, Any]) -> None:
 
 
 def one_url(owner: str, url: str | os.PathLike[str] | None, given: Mapping[str, Any]) -> str | os.PathLike[str]:
-    """``url``, which DCP calls ``path``. Raises ``InvalidOption`` unless exactly one of them is given."""
+    """Return ``url=`` or DCP's ``path=``. Raises ``InvalidOptionError`` unless exactly one of them is passed."""
     path: str | os.PathLike[str] | None = given.get("path")
     if (url is None) == (path is None):
         problem = "url= and path= are the same option: pass only one" if path else "pass url="
-        raise InvalidOption(f"{owner}: {problem}")
+        raise InvalidOptionError(f"{owner}: {problem}")
     return path if url is None else url  # type: ignore[return-value]
 
 
 def durability_of(durability: Durability | None, given: Mapping[str, Any]) -> Durability:
-    """The durability that ``durability`` or DCP's ``sync_files`` requests. Raises ``InvalidOption`` if they
-    contradict."""
+    """Return the durability that ``durability`` or DCP's ``sync_files`` requests. Raises ``InvalidOptionError`` if they
+    contradict each other."""
     if "sync_files" not in given:
         return durability or "fsync"
     meant: Durability = "fsync" if given["sync_files"] else "flush"
     if durability not in (None, meant):
-        raise InvalidOption(f"sync_files={given['sync_files']!r} contradicts durability={durability!r}: pass only one")
+        raise InvalidOptionError(
+            f"sync_files={given['sync_files']!r} contradicts durability={durability!r}: pass only one"
+        )
     return meant
 
 
 def check_extensions(extensions: Sequence[Any]) -> None:
-    """Raise ``InvalidOption`` for an extension that sidestream's readers cannot undo."""
+    """Raise ``InvalidOptionError`` for an extension that sidestream's readers cannot undo."""
     descriptors = [str(one.get_descriptor()) for one in extensions]
     if descriptors and not _is_read(descriptors):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"extensions={descriptors}: sidestream's readers can undo only a single stream.zstd/1; write with "
             "FileSystemWriter of torch.distributed.checkpoint instead"
         )
@@ -155,6 +157,6 @@ def check_extensions(extensions: Sequence[Any]) -> None:
 def _is_read(descriptors: Sequence[str]) -> bool:
     try:
         check_transforms(list(descriptors), "extensions")
-    except UnsupportedCheckpoint:
+    except UnsupportedCheckpointError:
         return False
     return True

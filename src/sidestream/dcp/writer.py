@@ -1,4 +1,4 @@
-"""``StorageWriter``: DCP plans, sidestream writes and commits."""
+"""``StorageWriter``: DCP plans a save, sidestream writes and commits it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,21 @@ from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.layout import PlannerLayout, receipt_for
 from .._storage import WRITE_THREADS, Kind, Location, Transaction
 from .._storage.clients.io_loop import in_io_thread
-from .._worker.client import choose_saver
+from .._worker.client import choose_worker
 from ..blocking import run_anywhere
-from ..errors import Aborted, InvalidOption, SidestreamError
-from ..options import Apart, Durability, SaverChoice, StorePolicy, Trust, check_choice, check_saver, check_timeout
-from .orders import Order, forget_order, order_received
+from ..errors import InvalidOptionError, SaveAbortedError, SidestreamError
+from ..options import (
+    Durability,
+    IndependentPart,
+    Storage,
+    Trust,
+    WriterChoice,
+    check_choice,
+    check_timeout,
+    check_writer,
+    storage_of,
+)
+from .orders import SentOrder, forget_order, order_received
 from .session import Address, Sessions, is_located
 from .stock_options import StockWriterOptions, check_extensions, check_stock_writer, durability_of, one_url
 
@@ -40,56 +50,65 @@ __all__ = ["StorageWriter"]
 
 _log = logging.getLogger("sidestream")
 _REMEDY = (
-    'Pass allow=[...] with the types, or trust="pickle", to StorageReader or sidestream.load; pass it to StorageWriter '
-    "too, and this warning is not shown."
+    'Pass safe_globals=[...] with the types, or trust="pickle", to StorageReader or LoadOptions; pass it to '
+    "StorageWriter too, and this warning is not shown."
 )
 
 
 @dataclass(slots=True)
 class _Save:
-    """One save, as one rank sees it. ``sent``: what rank 0 has told this rank to write."""
+    """One save on one rank. ``sent``: the order that rank 0 has sent to this rank."""
 
     location: Location
     deadline: Deadline
-    sent: Order | None = None
+    sent: SentOrder | None = None
     order: SaveOrder | None = None
     coordinator: Solo | None = None
     """On the rank that commits."""
     alone: bool = True
-    net: Any = None
-    """Removes what the coordinator's attempt left behind, if nobody else does."""
+    cleanup: Any = None
+    """A finalizer that removes what is left of the attempt, on the rank that commits."""
 
 
 class StorageWriter(DcpStorageWriter):
-    """For ``dcp.save(state_dict, storage_writer=StorageWriter(url))`` and ``dcp.async_save``, with any number of ranks.
+    """Writes the checkpoints of ``dcp.save(state_dict, storage_writer=StorageWriter(url))`` and ``dcp.async_save``,
+    with any number of ranks.
 
     When DCP returns, the checkpoint at ``url`` is visible and durable, as after ``sidestream.save``: ranks write into a
-    hidden directory, and the ``finish()`` of rank 0 publishes it in one step. ``dcp.load`` and ``sidestream.load`` read
-    it. If a rank fails, nothing is visible, and what was written goes when the writer is used again, closed (``with``)
-    or collected.
+    hidden directory, and the ``finish()`` of rank 0 commits it in one step. ``dcp.load`` and ``sidestream.load`` read
+    it. If a rank fails, nothing is visible. What was written is then removed when the writer is used again, closed
+    (``with``) or collected. Calls in several threads are independent of each other.
 
-    ``checkpoint_id`` of DCP's calls takes the place of ``url`` for that call, everything else stays: credentials in
-    ``storage_options``, a ``filesystem``, a ``store_policy``, all as for ``sidestream.save``. Calls in several threads
-    do not disturb each other. A target that is not empty raises ``Conflict`` before anything is written. With
-    ``overwrite=True`` the new checkpoint is exchanged with the old one in one step, which is then deleted; where the
-    file system cannot do that it is a ``Conflict`` too. On object storage see ``sidestream.save``. ``extensions`` are
-    DCP's ``StreamTransformExtension``s, of which only ``ZStandard`` is supported. ``saver`` is as for
-    ``sidestream.save``.
+    A value that is not plain data is saved as DCP's planner has pickled it. sidestream's readers refuse such a value by
+    default, so a warning names it, once for each name.
 
-    A value that is not plain data is saved as DCP's planner pickled it. sidestream's readers refuse such a value by
-    default, so a warning names it, once for each name. ``allow`` declares the types that readers will be called with,
-    ``trust="pickle"`` that they will be called with this option; such values are not warned about.
+    Args:
+        url: The target. It must be empty, unless ``overwrite`` is set. ``checkpoint_id`` of a DCP call replaces it for
+            that call; all other options stay.
+        overwrite: Exchange the new checkpoint with the old one in one step, and then delete the old one. Raises
+            ``CheckpointExistsError`` if the file system cannot exchange directories. See ``sidestream.save`` for object
+            storage.
+        durability: ``"fsync"`` (the default) or ``"flush"``, as for ``sidestream.save``.
+        timeout_s: The deadline of a whole save, in seconds.
+        extensions: DCP's ``StreamTransformExtension`` objects. Only ``ZStandard`` is supported.
+        writer: Threads or a writer process, as for ``sidestream.save``.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage is reached.
+        part: The part of the save that this rank writes, for ``use_collectives=False`` with more than one rank. Such
+            ranks exchange no messages, no rank commits for all, and readers refuse the checkpoint until all parts are
+            there.
+        safe_globals: The types that readers will pass as ``safe_globals``. No warning names their objects.
+        trust: ``"pickle"`` if readers will pass ``trust="pickle"``. Then no value is named in a warning.
+        **stock: Keywords of DCP's own writers. ``path`` is ``url``; ``sync_files`` and ``_extensions`` have their
+            meaning. Each of the others has no effect and is named in a warning, or raises an ``InvalidOptionError``
+            that names its replacement.
 
-    The keywords of DCP's own writers are accepted too. ``path``, ``sync_files`` and ``_extensions`` have a meaning.
-    Each of the others has no effect and is named in a warning, or raises an ``InvalidOption`` that says what to use
-    instead.
+    Raises:
+        InvalidOptionError: An option is wrong, or options contradict each other.
 
-    ``timeout_s`` is for a whole save. ``use_collectives=False`` with more than one rank needs ``apart``, which says
-    which part of which save this is (``sidestream.dcp.Apart``): such ranks do not know of each other, no rank commits
-    for all, and readers wait until all parts are there.
-
-    The errors are those of ``sidestream.save``, ``NotShared`` and ``InvalidOption`` for what a planner did; DCP raises
-    its own ``CheckpointException`` with the error of each rank in ``failures``.
+    A save raises the errors of ``sidestream.save``, ``CheckpointExistsError`` before anything is written if the target
+    is not empty, ``StorageNotSharedError`` if ranks write to different storage, and ``InvalidOptionError`` for a plan
+    that is not supported. DCP raises its own ``CheckpointException`` with the error of each rank in ``failures``.
     """
 
     def __init__(
@@ -100,12 +119,11 @@ class StorageWriter(DcpStorageWriter):
         durability: Durability | None = None,
         timeout_s: float = 600.0,
         extensions: Sequence[Any] = (),
-        saver: SaverChoice = "thread",
+        writer: WriterChoice = "thread",
         storage_options: Mapping[str, Any] | None = None,
-        filesystem: Any = None,
-        store_policy: StorePolicy | None = None,
-        apart: Apart | None = None,
-        allow: Iterable[type] = (),
+        storage: Storage | None = None,
+        part: IndependentPart | None = None,
+        safe_globals: Iterable[type] = (),
         trust: Trust = "data",
         **stock: Unpack[StockWriterOptions],
     ) -> None:
@@ -114,20 +132,20 @@ class StorageWriter(DcpStorageWriter):
         url, durability = one_url("StorageWriter", url, stock), durability_of(durability, stock)
         extensions = tuple(extensions) + tuple(stock.get("_extensions") or ())
         check_extensions(extensions)
-        if apart is not None and (overwrite or extensions or saver != "thread"):
-            raise InvalidOption("apart= goes with none of overwrite=, extensions= and saver=")
-        self._apart = apart
+        if part is not None and (overwrite or extensions or writer != "thread"):
+            raise InvalidOptionError("part= goes with none of overwrite=, extensions= and writer=")
+        self._part = part
         check_choice("durability", durability, Durability)
         check_choice("trust", trust, Trust)
         check_timeout(timeout_s)
-        self._address = Address(url, storage_options, filesystem, store_policy)
-        check_saver(saver)
-        self._saver: SaverChoice = saver
+        self._address = Address(url, storage_of(storage_options, storage))
+        check_writer(writer)
+        self._writer: WriterChoice = writer
         self._kind: Kind = "replacement" if overwrite else "directory"
         self._durability: Durability = durability
         self._timeout_s = timeout_s
         self._extensions = extensions
-        self._allow = frozenset(allowed_types(allow))
+        self._allow = frozenset(allowed_types(safe_globals))
         self._trust: Trust = trust
         self._warned: set[str] = set()
         self._sessions: Sessions[_Session] = Sessions(_Session)
@@ -135,43 +153,48 @@ class StorageWriter(DcpStorageWriter):
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save to ``checkpoint_id``, or to the URL of this writer."""
         session = self._sessions.current()
         session.wanted, session.save_id = checkpoint_id if checkpoint_id else None, uuid.uuid4().hex
 
     def storage_meta(self) -> StorageMeta | None:
+        """Return the URL and the save id."""
         return StorageMeta(checkpoint_id=self._wanted().url, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Check how the ranks save, and start the deadline of the save."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         together = kwargs.get("use_collectives", True)
-        if not together and ranks > 1 and self._apart is None:
-            raise InvalidOption(
+        if not together and ranks > 1 and self._part is None:
+            raise InvalidOptionError(
                 "use_collectives=False: ranks that do not talk to each other cannot commit one checkpoint; leave it "
-                "out, or say which part of which save this is: StorageWriter(url, apart=sidestream.dcp.Apart(...))"
+                "out, or say which part of which save this is: "
+                "StorageWriter(url, part=sidestream.dcp.IndependentPart(...))"
             )
-        if together and ranks > 1 and self._apart is not None:
-            raise InvalidOption("apart= is for dcp.save(use_collectives=False): here the ranks commit together")
+        if together and ranks > 1 and self._part is not None:
+            raise InvalidOptionError("part= is for dcp.save(use_collectives=False): here the ranks commit together")
         forget_order()
         session, location = self._sessions.current(), self._wanted()
         session.drop()
         session.save, session.wanted = _Save(location, Deadline.after(self._timeout_s)), None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return ``plan`` unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans are good: make the attempt, and tell every rank of it."""
+        """Make the attempt, and send it to every rank in its plan."""
         save = self._save()
         session, target = self._sessions.current(), save.location.name
-        if session.used == self.save_id:  # of an earlier save, if reset() was not called
+        if session.used == self.save_id:  # the id of an earlier save, if reset() was not called
             session.save_id = uuid.uuid4().hex
         save_id = session.used = session.save_id
-        sent = [Order(save_id, target, rank) for rank in range(len(plans))]
-        if self._apart is not None:
-            sent = [replace(sent[0], rank=self._apart.rank)]
+        sent = [SentOrder(save_id, target, rank) for rank in range(len(plans))]
+        if self._part is not None:
+            sent = [replace(sent[0], rank=self._part.rank)]
         save.sent, save.alone = sent[0], len(plans) == 1
         order = save.order = self._order(save, sent[0], self._kind)
-        order.lifecycle.started(None if self._apart is not None else len(plans))
+        order.lifecycle.started(None if self._part is not None else len(plans))
         order.lifecycle.planned(order.reported_id)
         try:
             with time_limit(save.deadline):
@@ -180,25 +203,26 @@ class StorageWriter(DcpStorageWriter):
         except BaseException as error:
             order.lifecycle.failed(error, order.outcome)
             raise
-        save.net = weakref.finalize(self, _discard, order.transaction, order.lifecycle)
+        save.cleanup = weakref.finalize(self, _discard, order.transaction, order.lifecycle)
         return [replace(plan, storage_data=one) for plan, one in zip(plans, sent, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write everything in ``plan`` into the attempt. The future that is returned is done."""
         save = self._save()
         sent = save.sent or order_received()
         if sent is None or sent.target != save.location.name:
             meant = "nothing" if sent is None else repr(sent.target)
-            raise InvalidOption(f"this rank saves to {save.location.name!r}, rank 0 to {meant}: pass the same URL")
+            raise InvalidOptionError(f"this rank saves to {save.location.name!r}, rank 0 to {meant}: pass the same URL")
         if save.order is None:
             save.order = self._order(save, sent, "joined")
-        if self._apart is None:
+        if self._part is None:
             self._sessions.current().save_id = sent.save_id
         try:
             with time_limit(save.deadline):
                 results = self._write_items(save.order, sent.rank, plan, planner)
         except BaseException as error:
             save.order.lifecycle.failed(error, save.order.outcome)
-            if save.alone:  # other ranks may be writing there still
+            if save.alone:  # otherwise other ranks may still be writing there
                 self._sessions.current().drop()
             raise
         done: Future[list[WriteResult]] = Future()
@@ -206,6 +230,7 @@ class StorageWriter(DcpStorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit what all ranks have written."""
         save = self._save()
         order, coordinator = save.order, save.coordinator
         assert order is not None
@@ -219,11 +244,12 @@ class StorageWriter(DcpStorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether sidestream has a store for this URL."""
         return is_located(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
-        """What the call in this thread writes to, or would."""
+        """The URL that a DCP call in this thread writes to."""
         session = self._sessions.current()
         if session.save is not None and session.wanted is None:
             return session.save.location.url
@@ -238,7 +264,7 @@ class StorageWriter(DcpStorageWriter):
             session.save_id = uuid.uuid4().hex
         return session.save_id
 
-    # --- inside ---
+    # --- implementation ---
 
     def _wanted(self) -> Location:
         return self._address.located(self._sessions.current().wanted)
@@ -246,34 +272,34 @@ class StorageWriter(DcpStorageWriter):
     def _save(self) -> _Save:
         save = self._sessions.current().save
         if save is None:
-            raise InvalidOption("set_up_storage_writer() comes first; DCP's save() calls everything in its order")
+            raise InvalidOptionError("set_up_storage_writer() comes first; DCP's save() calls everything in its order")
         return save
 
-    def _order(self, save: _Save, sent: Order, kind: Kind) -> SaveOrder:
-        saver, fall_back = choose_saver(self._saver, save.location.store)
+    def _order(self, save: _Save, sent: SentOrder, kind: Kind) -> SaveOrder:
+        worker, fall_back = choose_worker(self._writer, save.location.store)
         return SaveOrder(
             save.location,
             self._durability,
             save.deadline,
-            saver=saver,
+            worker=worker,
             fall_back=fall_back,
-            apart=self._apart,
+            part=self._part,
             kind=kind,
             own_id=sent.save_id,
         )
 
     def _coordinator(self, order: SaveOrder) -> Solo:
-        """Return the coordinator of this rank, which commits. Raises ``Conflict`` where the target of a part has
-        another save."""
-        if self._apart is None:
+        """Return the coordinator of this rank, which commits. Raises ``CheckpointExistsError`` if the target of a part
+        has another save."""
+        if self._part is None:
             return Solo(order)
         independent = Independent(order)
         independent.look(Stop())
         return independent
 
     def _write_items(self, order: SaveOrder, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        tag = "" if order.apart is None else tag_of(order.save_id)
-        shared = order.saver is not None
+        tag = "" if order.part is None else tag_of(order.save_id)
+        shared = order.worker is not None
         outgoing = Outgoing(
             plan, planner, rank, self._extensions, order.deadline, shared=shared, tag=tag, allow=self._allow
         )
@@ -298,7 +324,7 @@ class StorageWriter(DcpStorageWriter):
     # --- the end ---
 
     def close(self) -> None:
-        """Remove what a save that failed in this thread has left behind. The writer can be used again."""
+        """Remove the leftovers of a save that failed in this thread. The writer can be used again."""
         self._sessions.current().drop()
 
     def __enter__(self) -> StorageWriter:
@@ -312,8 +338,8 @@ class StorageWriter(DcpStorageWriter):
 
 @dataclass(slots=True)
 class _Session:
-    """The state of a save. ``wanted``: the ``checkpoint_id`` of a call that has only begun. ``used``: the save id of an
-    attempt."""
+    """The state of one DCP call. ``wanted``: its ``checkpoint_id``, until the save begins. ``used``: the save id of the
+    last attempt."""
 
     wanted: str | os.PathLike[str] | None = None
     save_id: str = ""
@@ -321,9 +347,10 @@ class _Session:
     save: _Save | None = None
 
     def drop(self) -> None:
+        """Forget the save, and remove the leftovers of its attempt."""
         save, self.save = self.save, None
-        if save is not None and save.net is not None:
-            save.net()
+        if save is not None and save.cleanup is not None:
+            save.cleanup()
 
 
 async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, layout: PlannerLayout) -> None:
@@ -342,12 +369,13 @@ async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, lay
 
 
 def _discard(transaction: Transaction, lifecycle: Lifecycle) -> None:
-    """Once, after DCP has told every rank how the save ended, so that no rank writes there any more.
+    """Remove the leftovers of an attempt. Called once, after DCP has sent the outcome to every rank, so that no rank
+    writes there any more.
 
-    Also called by the garbage collector, in whichever thread it runs: the loop of storage clients must not wait for
-    itself.
+    The garbage collector may call it in any thread. In the thread of the storage clients' loop, it must not wait for
+    that loop.
     """
-    lifecycle.failed(Aborted("DCP has not finished this save"), transaction.outcome)
+    lifecycle.failed(SaveAbortedError("DCP has not finished this save"), transaction.outcome)
     if transaction.outcome != "absent":
         return
     if in_io_thread():

@@ -1,4 +1,4 @@
-"""Every Python that has this folder on its path imports this; it does something in a saver process only."""
+"""Every Python that has this folder on its path imports this; it does something in a writer process only."""
 
 import json
 import os

@@ -38,7 +38,7 @@ async def test_the_clock_jumps_while_somebody_saves(
         folder = place / str(counts.trials)
         run, ready, go = folder / "run", folder / "ready", folder / "go"
         async with sidestream.Checkpointer(run) as checkpoints:
-            await (await checkpoints.save(make_state(11), step=1))
+            await checkpoints.save(make_state(11), step=1)
         hold = random.randint(8, 40)
         first = asyncio.create_task(
             asyncio.to_thread(

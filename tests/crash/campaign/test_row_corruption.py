@@ -39,7 +39,7 @@ async def test_damage_is_found(part: str, place: Path, row: Callable[..., Row], 
 async def own(place: Path) -> tuple[Path, Any]:
     async with sidestream.Checkpointer(place / "run") as checkpoints:
         for step, seed in ((1, 11), (2, 12)):
-            await (await checkpoints.save(make_state(seed), step=step, files=files_of(seed)))
+            await checkpoints.save(make_state(seed), step=step, files=files_of(seed))
     return place / "run" / "step-1", OWN_READERS
 
 

@@ -91,13 +91,13 @@ async def load(url: Path, state: dict[str, Any]) -> None:
 
 
 async def load_atomic(url: Path, state: dict[str, Any]) -> None:
-    await sidestream.load(state, url, atomic=True)
+    await sidestream.load(state, url, options=sidestream.LoadOptions(atomic=True))
 
 
 async def restore(url: Path, state: dict[str, Any]) -> None:
     async with sidestream.Checkpointer(url.parent) as checkpoints:
         if await checkpoints.restore(state) is None:
-            raise errors.CheckpointNotFound("restore found nothing, and step 1 is there")
+            raise errors.CheckpointNotFoundError("restore found nothing, and step 1 is there")
 
 
 async def look_into(url: Path, state: dict[str, Any]) -> None:

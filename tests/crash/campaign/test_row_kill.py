@@ -43,7 +43,7 @@ SCENARIOS = {
     "a fresh run": Scenario((), ((1, 11),)),
     "the next step": Scenario(((1, 11),), ((2, 12),)),
     "the same step again": Scenario(((1, 11), (2, 12)), ((2, 22),)),
-    "a plain save": Scenario(((1, 11),), ((2, 12),), "plain", options=({"snapshot": False}, {"snapshot": True})),
+    "a plain save": Scenario(((1, 11),), ((2, 12),), "plain", options=({"streaming": True}, {"streaming": False})),
     "two saves at once": Scenario(((1, 11),), ((2, 12), (3, 13)), "together", steady=False),
     "saves to one name": Scenario(((1, 11),), ((2, 12), (2, 22)), "overwriting", steady=False),
     "saves with an export": Scenario(((1, 11),), ((2, 12), (2, 22)), "exported", steady=False),
@@ -62,7 +62,7 @@ async def prepare(folder: Path, scenario: Scenario) -> Path:
     if scenario.before:
         async with sidestream.Checkpointer(base / "run") as checkpoints:
             for step, seed in scenario.before:
-                await (await checkpoints.save(make_state(seed), step=step))
+                await checkpoints.save(make_state(seed), step=step)
     if scenario.wreck:
         wreck(base / "run")
     return base

@@ -43,16 +43,16 @@ async def fill(disk: Path, stager: sidestream.AsyncStager, judge: Oracle, counts
     for step in (1, 2):
         try:
             async with sidestream.Checkpointer(run, stager=stager) as checkpoints:
-                await (await checkpoints.save(make_state(step), step=step))
+                await checkpoints.save(make_state(step), step=step)
         except errors.SidestreamError as error:
             counts.note("refused")
-            if type(error) is not errors.NoSpace or error.errno != errno.ENOSPC or str(disk) not in str(error):
+            if type(error) is not errors.NoSpaceError or error.errno != errno.ENOSPC or str(disk) not in str(error):
                 wrong.append(f"a full disk is told as {error!r}")
             if [name for name in os.listdir(run) if name.startswith(".")] if run.exists() else []:
                 wrong.append(f"left behind: {os.listdir(run)}")
             subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
             async with sidestream.Checkpointer(run, stager=stager) as checkpoints:
-                await (await checkpoints.save(make_state(step), step=step))
+                await checkpoints.save(make_state(step), step=step)
         except Exception as error:
             return [f"untyped: {type(error).__name__}: {error}"]
         else:

@@ -1,6 +1,6 @@
 """Power cuts on a modelled disk that keeps nothing that it was not asked to: after every change, in several ways.
 
-Where a saver process writes, its changes and those of the trainer are in one order, and the power is cut after each.
+Where a writer process writes, its changes and those of the trainer are in one order, and the power is cut after each.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from _rows import Row, Size, spread
 SHORT, LONG = 500, 20_000
 ROWS: dict[Writer, str] = {
     "threads": "power cuts, modelled",
-    "a saver process": "power cuts, modelled, a saver process writes",
+    "a writer process": "power cuts, modelled, a writer process writes",
 }
 OTHERS: tuple[Keeps, ...] = ("everything", "names", "content", "chance", "chance")
 
 
 ALIKE = ("a removal", "an export")
-"""Work of which a saver process does no part, or the same part as of other work."""
+"""Work of which a writer process does no part, or the same part as of other work."""
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ async def test_the_power_is_cut_after_every_change(
     cut = place / "cut"
     recording = await recorded(place, name, writer)
     of_others = {event.operation for event in recording.events if event.process != os.getpid()}
-    assert of_others >= ({"pwrite", "fsync"} if writer == "a saver process" else set()), of_others
+    assert of_others >= ({"pwrite", "fsync"} if writer == "a writer process" else set()), of_others
     total = spread(size.of(SHORT, LONG), WORK)[name]
     looked_at = dict.fromkeys(runs(name))
 

@@ -1,7 +1,7 @@
 """One name, again and again: a checkpoint that is replaced or removed, exports beside steps, and their sidecar files.
 
 Whatever happens, old or new is there: never neither, never a mixture. Modelled power cuts of the same work are in
-``test_row_model_cut.py``, saver processes that are killed in ``test_row_saver.py``.
+``test_row_model_cut.py``, writer processes that are killed in ``test_row_saver.py``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ async def test_one_name_killed_at_every_operation(
 def recovered(name: str, root: Path, children: Trials, judge: Oracle) -> list[str]:
     """What is wrong after the same work has been done once more, which has to succeed."""
     again = children.run(root=root, run=root / "run", work="one_name", what=name)
-    missing = name == "a removal" and (again.error or {}).get("error") == "CheckpointNotFound"
+    missing = name == "a removal" and (again.error or {}).get("error") == "CheckpointNotFoundError"
     if again.error is not None and not missing:
         return [f"done again, it failed: {again.error}"]
     found, after = judge.look(root / "run"), dict(AFTER[name])
@@ -275,7 +275,7 @@ async def refused(name: str, root: Path, doing: Doing, judge: Oracle, number: in
     ended, wrong = "done", []
     try:
         await WORK[name](root / "run", Doing(acked.__setitem__, doing.stager, doing.saver))
-    except errors.NoSpace as error:
+    except errors.NoSpaceError as error:
         ended = "an export was refused" if acked else "refused"
         if error.errno != number or str(root) not in str(error):
             wrong.append(f"too little space is told as {error!r}")
@@ -325,23 +325,23 @@ async def limited(tmp_path: Path) -> AsyncIterator[Quota]:
         yield made
 
 
-@pytest.fixture(params=["threads", "a saver process"])
+@pytest.fixture(params=["threads", "a writer process"])
 def saver(request: pytest.FixtureRequest) -> Iterator[Any]:
-    from sidestream._worker.client import saver_process
+    from sidestream._worker.client import worker_for
 
     if request.param == "threads":
         yield "thread"
         return
-    options = sidestream.SaverProcess(retries=0)
+    options = sidestream.WriterProcess(retries=0)
     yield options
-    saver_process(options).close()
+    worker_for(options).close()
 
 
 async def test_one_name_when_a_quota_is_exhausted(
     limited: Quota, saver: Any, tmp_path: Path, judge: Oracle, row: Callable[..., Row], size: Size
 ) -> None:
     """At any operation. A removal is refused nothing, and nothing is exchanged that is not whole."""
-    counts = row("one name: quotas", "threads" if saver == "thread" else "a saver process")
+    counts = row("one name: quotas", "threads" if saver == "thread" else "a writer process")
     root, total = limited.folder / "root", size.of(*QUOTAS) // 2
     await prepare(tmp_path / "base")
     async with sidestream.AsyncStager(budget_bytes=1 << 22) as stager:

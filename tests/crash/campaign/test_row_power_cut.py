@@ -52,7 +52,7 @@ class Life:
         with self.disk.mount() as place:
             if self.run == "run":
                 async with sidestream.Checkpointer(place / "run") as checkpoints:
-                    await (await checkpoints.save(make_state(11), step=1))
+                    await checkpoints.save(make_state(11), step=1)
                 self.acked = {"step-1": 11}
 
     def cut(self, operations: int, number: int) -> tuple[Any, list[str]]:

@@ -25,11 +25,11 @@ from _seeded import make_state
 
 import sidestream
 from sidestream import errors
-from sidestream._worker.client import saver_process
-from sidestream.options import SaverChoice
+from sidestream._worker.client import worker_for
+from sidestream.options import WriterChoice
 
 SHORT, LONG = 120, 2_000
-WRITERS = ("threads", "a saver process")
+WRITERS = ("threads", "a writer process")
 LIMITS = (1 << 15, 1 << 20)
 """Bytes: from less than the first step takes to more than two of them do."""
 
@@ -43,13 +43,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(params=WRITERS)
-def saver(request: pytest.FixtureRequest) -> Iterator[SaverChoice]:
+def saver(request: pytest.FixtureRequest) -> Iterator[WriterChoice]:
     if request.param == "threads":
         yield "thread"
         return
-    options = sidestream.SaverProcess(retries=0)
+    options = sidestream.WriterProcess(retries=0)
     yield options
-    saver_process(options).close()
+    worker_for(options).close()
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Bench:
 
     quota: Quota
     stager: sidestream.AsyncStager
-    saver: SaverChoice
+    saver: WriterChoice
     judge: Oracle
 
     async def prepare(self) -> Path:
@@ -70,8 +70,10 @@ class Bench:
         return run
 
     async def save(self, run: Path, step: int) -> None:
-        async with sidestream.Checkpointer(run, stager=self.stager, saver=self.saver) as checkpoints:
-            await (await checkpoints.save(make_state(10 + step), step=step))
+        async with sidestream.Checkpointer(
+            run, stager=self.stager, save=sidestream.SaveOptions(writer=self.saver)
+        ) as checkpoints:
+            await checkpoints.save(make_state(10 + step), step=step)
 
     async def exhausted_at(self, at: int) -> tuple[str, list[Any]]:
         """At operation ``at`` of this process. Returns what the save was doing, "" if it was done."""
@@ -96,7 +98,7 @@ class Bench:
         seeds, doing = {"step-1": 11, "step-2": 12}, ""
         try:
             await self.save(run, 2)
-        except errors.NoSpace as error:
+        except errors.NoSpaceError as error:
             del seeds["step-2"]
             doing = str(error).partition("] ")[2].partition(" failed")[0]
             if error.errno != errno.EDQUOT or str(run) not in str(error):
@@ -124,7 +126,7 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(disk: Path, saver: SaverChoice, judge: Oracle) -> AsyncIterator[Bench]:
+async def bench(disk: Path, saver: WriterChoice, judge: Oracle) -> AsyncIterator[Bench]:
     with ExitStack() as stack:
         limited = stack.enter_context(quota(disk))
         async with sidestream.AsyncStager(budget_bytes=1 << 22) as stager:

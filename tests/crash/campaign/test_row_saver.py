@@ -1,4 +1,4 @@
-"""A saver process or its trainer is killed or stopped at file operations of either; what is left is judged."""
+"""A writer process or its trainer is killed or stopped at file operations of either; what is left is judged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from _trials import Told, Trials
 import sidestream
 from sidestream import errors, events
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._worker.client import saver_process
+from sidestream._worker.client import worker_for
 
 SHORT, LONG = 30, 500
 SAVES = [(1, 11), (2, 12)]
@@ -68,7 +68,7 @@ def judged(judge: Oracle, place: Place, what: str, told: Told, work: str) -> lis
     if told.exit not in (0, -signal.SIGKILL):
         wrong.append(f"the trainer ended with {told.exit}")
     error = told.error
-    if error is not None and ("untyped" in error or error["error"] not in ("SaverLost", "NoSpace")):
+    if error is not None and ("untyped" in error or error["error"] not in ("WriterProcessError", "NoSpaceError")):
         wrong.append(f"it failed with {error}")
     acked = [report["seed"] for report in told.reports if "acked" in report]
     if ended and error is None and len(acked) < len(SAVES):
@@ -118,18 +118,18 @@ async def test_a_saver_in_a_memory_group(tmp_path: Path, row: Callable[..., Row]
     """The kernel ends it in the middle of a save, for want of memory; the one that takes its place has more."""
     counting = row("savers out of memory")
     for number in range(size.of(*MEMORY)):
-        options = sidestream.SaverProcess(retries=number % 2, nice=number % 2)
+        options = sidestream.WriterProcess(retries=number % 2, nice=number % 2)
         wrong = await short_of_memory(tmp_path / str(number), options, judge)
         counting.trial({"retries": options.retries}, wrong)
-        saver_process(options).close()
+        worker_for(options).close()
         shutil.rmtree(tmp_path / str(number))
     counting.end(at_least=1)
 
 
-async def short_of_memory(run: Path, options: sidestream.SaverProcess, judge: Oracle) -> list[Any]:
+async def short_of_memory(run: Path, options: sidestream.WriterProcess, judge: Oracle) -> list[Any]:
     heard: list[events.Event] = []
     wrong: list[Any] = []
-    saver = saver_process(options)
+    saver = worker_for(options)
     with time_limit(Deadline.after(60)):
         await saver.up()
     assert saver.pid is not None
@@ -137,8 +137,8 @@ async def short_of_memory(run: Path, options: sidestream.SaverProcess, judge: Or
         limit(group, saver.pid, 8 << 20)
         large = make_state(1) | {"ballast": b"x" * (64 << 20)}  # what is no tensor goes through its own memory
         try:
-            await sidestream.save(large, run / "large", saver=options)
-        except errors.SaverLost:
+            await sidestream.save(large, run / "large", options=sidestream.SaveOptions(writer=options))
+        except errors.WriterProcessError:
             if options.retries:
                 wrong.append("it was not tried again")
         else:
@@ -146,11 +146,11 @@ async def short_of_memory(run: Path, options: sidestream.SaverProcess, judge: Or
                 wrong.append("it was tried again")
         if killed_in(group) != 1:
             wrong.append(f"{killed_in(group)} processes ended for want of memory")
-    if [event.again for event in heard if isinstance(event, events.SaverGone)] != [bool(options.retries)]:
+    if [event.again for event in heard if isinstance(event, events.WriterProcessLost)] != [bool(options.retries)]:
         wrong.append(f"heard of {heard}")
     if (run / "large").exists() != bool(options.retries) or attempts_in(run):
         wrong.append("what is there is not what was told")
-    async with sidestream.Checkpointer(run / "steps", saver=options) as checkpoints:
-        await (await checkpoints.save(make_state(2), step=1))
+    async with sidestream.Checkpointer(run / "steps", save=sidestream.SaveOptions(writer=options)) as checkpoints:
+        await checkpoints.save(make_state(2), step=1)
     found = judge.look(run / "steps")
     return wrong + found.violations + ([] if found.seeds == {"step-1": 2} else [f"found {found.seeds}"])

@@ -22,7 +22,7 @@ import sidestream
 from sidestream import KeepEvery, KeepLast, errors
 
 SCHEDULES = (300, 20_000)
-ALLOWED = (errors.Skipped, errors.Busy, errors.Conflict, errors.CheckpointNotFound)
+ALLOWED = (errors.SkippedError, errors.TooManySavesError, errors.CheckpointExistsError, errors.CheckpointNotFoundError)
 KEEP = (None, KeepLast(1), KeepLast(2) | KeepEvery(steps=3))
 PAUSE_S = 0.05
 
@@ -62,9 +62,7 @@ class Program:
 
     async def write(self, name: str, overlap: Any) -> None:
         in_flight = self.random.choice([1, 2])
-        async with sidestream.Checkpointer(
-            self.run, keep=self.keep, overlap=overlap, in_flight=in_flight
-        ) as checkpoints:
+        async with sidestream.Checkpointer(self.run, keep=self.keep, when_full=overlap, slots=in_flight) as checkpoints:
             hands = [asyncio.create_task(self.save(checkpoints, step)) for step in await self.plan()]
             await asyncio.wait(hands)
             for hand in hands:
@@ -81,7 +79,7 @@ class Program:
         self.story.given.add(seed)
         pending = None
         try:
-            pending = await checkpoints.save(make_state(seed), step=step)
+            pending = await checkpoints.async_save(make_state(seed), step=step)
             if self.random.random() < 0.3:
                 await self.pause()
                 pending.cancel()
@@ -106,7 +104,9 @@ class Program:
                 state = blank_state()
                 try:
                     async with asyncio.timeout(self.random.choice([0.02, 0.2, None])):
-                        step = await checkpoints.restore(state, fallback="older", atomic=True)
+                        step = await checkpoints.restore(
+                            state, fallback="older", options=sidestream.LoadOptions(atomic=True)
+                        )
                 except (*ALLOWED, TimeoutError):
                     continue
                 finally:

@@ -1,5 +1,5 @@
-"""No memory to share with a saver process: a full ``/dev/shm``, which is not used for it; system calls that refuse
-memory; a saver process that has reached its limit of descriptors or memory."""
+"""No memory to share with a writer process: a full ``/dev/shm``, which is not used for it; system calls that refuse
+memory; a writer process that has reached its limit of descriptors or memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_no_memory_to_share(saver: str, tmp_path: Path, judge: Oracle, row: Call
         wrong += found.violations
         wrong += [] if list(found.steps) == told.get("acked") else [f"found {found.steps}, told {told}"]
         wrong += [] if 3 in found.steps else ["a save that lacks nothing failed"]
-        if not told.get("refused") and not (saver == "auto" and "saver process" in lack):  # which starts another one
+        if not told.get("refused") and not (saver == "auto" and "writer process" in lack):  # which starts another one
             wrong.append(f"nothing was lacking: {told}")
         counts.trial(lack, wrong)
         counts.note("refused", len(told.get("refused", [])))

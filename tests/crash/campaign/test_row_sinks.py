@@ -21,7 +21,7 @@ from sidestream._save.api import start_save
 from sidestream._save.pending import PendingSave
 from sidestream._save.sinks import PendingExport
 from sidestream._storage import locate_directory
-from sidestream._worker.client import choose_saver
+from sidestream._worker.client import choose_worker
 
 SHORT, LONG = 60, 2_000
 MIB = 1 << 20
@@ -42,7 +42,7 @@ class Drawn:
     async def prepare(self) -> None:
         """Nothing else is needed."""
 
-    def read(self, snapshot: Any, stop: Any) -> list[bytes] | None:
+    def read(self, snapshot: Any, save: Any, stop: Any) -> list[bytes] | None:
         if self.way == "nothing":
             return None
         found = payloads(snapshot, stop, self._meet)
@@ -63,7 +63,7 @@ class Drawn:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any) -> list[bytes]:
+    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> list[bytes]:
         self.source = "checkpoint"
         found = await (await open_checkpoint(checkpoint.url)).state_dict()
         return [tensor.numpy().tobytes() for tensor in found.values()]
@@ -88,9 +88,13 @@ async def trial(chance: random.Random, place: Path, stager: AsyncStager, saver: 
             drawn = [Drawn(chance.choice(WAYS), chance.randrange(WINDOWS), over) for _ in range(2)]
             exports = tuple(PendingExport(sink) for sink in drawn)
             operation = start_save(
-                state, locate_directory(place / str(number)), stager=stager, durability="flush", timeout_s=60.0,
-                saver=choose_saver(saver, locate_directory(place).store), exports=exports,
-            )  # fmt: skip
+                state,
+                locate_directory(place / str(number)),
+                sidestream.SaveOptions(durability="flush", timeout_s=60.0),
+                stager=stager,
+                worker=choose_worker(saver, locate_directory(place).store),
+                exports=exports,
+            )
             pending = PendingSave(operation, exports)
             saves.append((state, pending, list(zip(drawn, exports, strict=True))))
         for number, (state, pending, fed) in enumerate(saves):

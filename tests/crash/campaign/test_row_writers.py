@@ -88,12 +88,12 @@ class Reader:
         step = self.random.choice(steps or [1])
         try:
             if choice < 0.9:
-                async with self.checkpoints.open(step) as checkpoint:
+                async with self.checkpoints.reading(step) as checkpoint:
                     state = await checkpoint.state_dict()
                 return [] if same(state, make_state(step)) else [f"step {step} is a mix"]
-            noted = await self.checkpoints.metadata(step)
+            noted = await self.checkpoints.read_metadata(step)
             return [] if noted == {"seed": step} else [f"the metadata of step {step} is {noted}"]
-        except errors.CheckpointNotFound:  # that is what a step is which was pruned since it was listed
+        except errors.CheckpointNotFoundError:  # that is what a step is which was pruned since it was listed
             return []
 
     async def load_newest(self) -> list[str]:
@@ -142,17 +142,17 @@ READS = (1_500, 60_000)
 QUICK_READS = 150
 
 
-@pytest.mark.parametrize("saver", [False, True], ids=["threads", "a saver process"])
+@pytest.mark.parametrize("saver", [False, True], ids=["threads", "a writer process"])
 async def test_two_that_overwrite_one_name(
     saver: bool, place: Path, children: Trials, rivals: Trials, judge: Oracle, row: Callable[..., Row], size: Size
 ) -> None:
     """Each succeeds and one stays, whether there was a checkpoint before or not; every fourth time one removes."""
-    counts = row("two that overwrite one name", "a saver process" if saver else "threads")
+    counts = row("two that overwrite one name", "a writer process" if saver else "threads")
     total = size.of(*RIVALS) // 2
     while counts.trials < total:
         folder = place / str(counts.trials)
         folder.mkdir()
-        work = {"work": "rival", "root": "/nonexistent", "run": folder, "rounds": ROUNDS, "saver": saver}
+        work = {"work": "rival", "root": "/nonexistent", "run": folder, "rounds": ROUNDS, "writer": saver}
         told = await asyncio.gather(
             *(asyncio.to_thread(each.run, me=me, **work) for me, each in enumerate((children, rivals)))
         )
@@ -190,7 +190,7 @@ async def load_one(url: Path) -> int:
 
 async def load_unverified(url: Path) -> int:
     state = blank_state()
-    await sidestream.load(state, url, verify="manifest", atomic=True)
+    await sidestream.load(state, url, options=sidestream.LoadOptions(verify="manifest", atomic=True))
     return whole(state)
 
 
@@ -200,7 +200,7 @@ async def open_one(url: Path) -> int:
     try:
         seed = whole(await checkpoint.state_dict())
         files = {name: await checkpoint.file(name) for name in checkpoint.files}
-    except errors.Corrupt:
+    except errors.CorruptCheckpointError:
         return -1
     assert files == files_of(seed), f"seed {seed}, and files of another save"
     return seed
@@ -217,7 +217,7 @@ async def copy_one(url: Path) -> int:
     target = url.with_name("copied")
     try:
         await sidestream.copy(url, target, durability="flush")
-    except (errors.Corrupt, errors.CheckpointNotFound):
+    except (errors.CorruptCheckpointError, errors.CheckpointNotFoundError):
         assert not target.exists()
         return -1
     try:
@@ -232,7 +232,7 @@ async def convert_one(url: Path) -> int:
     target = url.with_name("converted.safetensors")
     try:
         await sidestream.convert(url, target, durability="flush", select=["model.*", "optimizer.state.*"])
-    except (errors.Corrupt, errors.CheckpointNotFound):
+    except (errors.CorruptCheckpointError, errors.CheckpointNotFoundError):
         assert not target.exists()
         return -1
     tensors = load_file(target)
@@ -262,11 +262,11 @@ def whole(state: dict[str, Any]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable.*:UserWarning")
-@pytest.mark.parametrize("saver", [False, True], ids=["threads", "a saver process"])
+@pytest.mark.parametrize("saver", [False, True], ids=["threads", "a writer process"])
 async def test_readers_while_one_name_is_overwritten(
     saver: bool, place: Path, children: Trials, row: Callable[..., Row], size: Size
 ) -> None:
-    counts = row("readers beside a writer that overwrites", "a saver process" if saver else "threads")
+    counts = row("readers beside a writer that overwrites", "a writer process" if saver else "threads")
     total, stop = (QUICK_READS if size.quick else size.of(*READS)) // 2, place / "stop"
     work = asyncio.create_task(
         asyncio.to_thread(

@@ -101,7 +101,9 @@ class _Verbs:
         if group == "alone" or dist.get_rank(process_group) == 0:
             shutil.rmtree(url, ignore_errors=True)  # sidestream.save takes new directories only
         with _as_dcp_raises():
-            sidestream.blocking.save(state_dict, url, planner=planner, process_group=group)
+            sidestream.blocking.save(
+                state_dict, url, process_group=group, options=sidestream.SaveOptions(planner=planner)
+            )
         return StorageReader(url).read_metadata()
 
     @staticmethod
@@ -128,9 +130,11 @@ class _Verbs:
         group = _group(process_group, no_dist)
         with _as_dcp_raises():
             if planner is not None:  # which says itself what may differ
-                sidestream.blocking.load(state_dict, url, planner=planner, process_group=group)
+                sidestream.blocking.load(
+                    state_dict, url, process_group=group, options=sidestream.LoadOptions(planner=planner)
+                )
             else:
-                sidestream.blocking.load(state_dict, url, strict={"cast", "ignore_unexpected"}, process_group=group)
+                sidestream.blocking.load(state_dict, url, allow_cast=True, allow_unexpected=True, process_group=group)
 
     @staticmethod
     def save_state_dict(

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..._runtime.steps import Steps, chunked, collected
-from ...errors import Corrupt
+from ...errors import CorruptCheckpointError
 from ..pickles.keys import name_of
-from ..pickles.machine import Call, Global, Limits, Pairs
+from ..pickles.machine import Global, Limits, Pairs, PickledCall
 from ..pickles.tensors import DtypeNames, is_dtype
 from ..pickles.unpickle import decode
 from ..records import DTYPES, Chunk, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
@@ -61,8 +61,8 @@ def read_dcp_metadata(data: bytes | bytearray) -> Steps[Manifest]:
     Unknown attributes are ignored. Without ``planner_data`` the path of an entry is its FQN. A tensor of a dtype that
     this version does not read becomes an ``OpaqueEntry``.
 
-    Raises ``Corrupt`` where the file is malformed or has no location for a chunk, ``UnsafeObject`` where it names a
-    type that is not part of the format, ``UnsupportedCheckpoint`` for unknown transforms.
+    Raises ``CorruptCheckpointError`` where the file is malformed or has no location for a chunk, ``UnsafeObjectError``
+    where it names a type that is not part of the format, ``UnsupportedCheckpointError`` for unknown transforms.
     """
     metadata = _attributes((yield from decode(data, _GLOBALS, _LIMITS)), f"{_METADATA}.Metadata")
     locations = yield from _locations(metadata.get("storage_data"))
@@ -122,9 +122,9 @@ def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location])
         yield
         fqn = _fqn(key)
         if fqn in entries:
-            raise Corrupt(f".metadata: {fqn!r} is described twice", fqn=fqn)
+            raise CorruptCheckpointError(f".metadata: {fqn!r} is described twice", fqn=fqn)
         path = (fqn,) if paths is None else _path(fqn, paths)
-        if isinstance(described, Call) and described.function == f"{_METADATA}.BytesStorageMetadata":
+        if isinstance(described, PickledCall) and described.function == f"{_METADATA}.BytesStorageMetadata":
             where = _take(locations, fqn, None)
             entries[fqn] = ValueEntry(path, where.file, where.offset, where.length, transform=where.transform)
         else:
@@ -133,7 +133,7 @@ def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location])
 
 
 def _is_tensor(described: object) -> bool:
-    return isinstance(described, Call) and described.function == f"{_METADATA}.TensorStorageMetadata"
+    return isinstance(described, PickledCall) and described.function == f"{_METADATA}.TensorStorageMetadata"
 
 
 def _properties(key: object, described: object) -> tuple[str, tuple[object, ...]]:
@@ -141,10 +141,10 @@ def _properties(key: object, described: object) -> tuple[str, tuple[object, ...]
     number."""
     fqn = _fqn(key)
     properties = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn).get("properties")
-    state = properties.state if isinstance(properties, Call) else None
+    state = properties.state if isinstance(properties, PickledCall) else None
     if not isinstance(state, tuple) or len(state) > _MAX_ATTRIBUTES:
         return fqn, (None,)
-    return fqn, tuple(one.args[0] if isinstance(one, Call) and len(one.args) == 1 else one for one in state[1:])
+    return fqn, tuple(one.args[0] if isinstance(one, PickledCall) and len(one.args) == 1 else one for one in state[1:])
 
 
 def _hints(storage_data: object) -> Steps[dict[tuple[str, tuple[int, ...]], object]]:
@@ -164,7 +164,7 @@ def _tensor_entry(
     attributes = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn)
     chunks = attributes.get("chunks")
     if not isinstance(chunks, list):
-        raise Corrupt(f".metadata: {fqn!r} has no list of chunks", fqn=fqn)
+        raise CorruptCheckpointError(f".metadata: {fqn!r} has no list of chunks", fqn=fqn)
     dtype = _dtype(attributes.get("properties"), fqn)
     shape = _dims(attributes.get("size"), fqn)
     kind = TensorEntry if dtype in DTYPES else OpaqueEntry
@@ -185,20 +185,20 @@ def _take(locations: dict[_Index, _Location], fqn: str, offsets: tuple[int, ...]
     where = locations.pop((fqn, "" if offsets is None else name_of(offsets)), None)
     if where is None:
         at = "" if offsets is None else f" for the chunk at {list(offsets)}, or has the chunk twice"
-        raise Corrupt(f".metadata: {fqn!r} has no storage_data{at}", fqn=fqn)
+        raise CorruptCheckpointError(f".metadata: {fqn!r} has no storage_data{at}", fqn=fqn)
     return where
 
 
 def _dtype(properties: object, fqn: str) -> str:
     state: object = None
-    if isinstance(properties, Call) and properties.function in _PROPERTIES:
+    if isinstance(properties, PickledCall) and properties.function in _PROPERTIES:
         state = properties.state
     if isinstance(state, Pairs):
         dtype = _named(state, fqn).get("dtype")
     else:
         dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, Global) or not is_dtype(dtype.name):
-        raise Corrupt(f".metadata: {fqn!r} has no dtype", fqn=fqn)
+        raise CorruptCheckpointError(f".metadata: {fqn!r} has no dtype", fqn=fqn)
     return dtype.name.removeprefix("torch.")
 
 
@@ -214,10 +214,10 @@ def _locations(storage_data: object) -> Steps[dict[_Index, _Location]]:
             case str(file), int(start), int(length) if type(start) is int and type(length) is int:
                 where = _Location(file, start, length, check_transforms(info.get("transform_descriptors"), fqn))
             case _:
-                raise Corrupt(f".metadata: the storage_data of {fqn!r} is incomplete", fqn=fqn)
+                raise CorruptCheckpointError(f".metadata: the storage_data of {fqn!r} is incomplete", fqn=fqn)
         slot = (fqn, "" if offset is None else name_of(_dims(offset, fqn)))
         if slot in locations:
-            raise Corrupt(f".metadata: {fqn!r} has two locations for one chunk", fqn=fqn)
+            raise CorruptCheckpointError(f".metadata: {fqn!r} has two locations for one chunk", fqn=fqn)
         locations[slot] = where
     return locations
 
@@ -235,47 +235,51 @@ def _paths(planner_data: object) -> Steps[dict[str, object] | None]:
 def _path(fqn: str, paths: dict[str, object]) -> tuple[Key, ...]:
     path = paths.get(fqn, (fqn,))
     if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_PATH:
-        raise Corrupt(f".metadata: the path of {fqn!r} is no tuple, or has more than {_MAX_PATH} steps", fqn=fqn)
+        raise CorruptCheckpointError(
+            f".metadata: the path of {fqn!r} is no tuple, or has more than {_MAX_PATH} steps", fqn=fqn
+        )
     steps = tuple(step for step in path if isinstance(step, str) or type(step) is int)
     if len(steps) != len(path):
-        raise Corrupt(f".metadata: the path of {fqn!r} has a step that is no string or index", fqn=fqn)
+        raise CorruptCheckpointError(f".metadata: the path of {fqn!r} has a step that is no string or index", fqn=fqn)
     return steps
 
 
 def _dims(value: object, fqn: str) -> tuple[int, ...]:
     """Sizes or offsets: a ``torch.Size``, or a tuple as some writers have it."""
-    if isinstance(value, Call) and value.function == "torch.Size" and len(value.args) == 1:
+    if isinstance(value, PickledCall) and value.function == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
     if isinstance(value, tuple) and len(value) <= _MAX_RANK and all(type(dim) is int and dim >= 0 for dim in value):
         return value
-    raise Corrupt(f".metadata: {fqn!r} has sizes or offsets that are none", fqn=fqn)
+    raise CorruptCheckpointError(f".metadata: {fqn!r} has sizes or offsets that are none", fqn=fqn)
 
 
 def _attributes(value: object, kind: str, fqn: str | None = None) -> dict[str, object]:
     """The attributes of an object of the class ``kind``, which an object without a state has none of."""
-    if not isinstance(value, Call) or value.function != kind:
-        raise Corrupt(f".metadata: something else stands where a {kind.rpartition('.')[2]} belongs", fqn=fqn)
+    if not isinstance(value, PickledCall) or value.function != kind:
+        raise CorruptCheckpointError(
+            f".metadata: something else stands where a {kind.rpartition('.')[2]} belongs", fqn=fqn
+        )
     return {} if value.state is None else _named(value.state, fqn)
 
 
 def _named(state: object, fqn: str | None) -> dict[str, object]:
     if not isinstance(state, Pairs) or len(state) > _MAX_ATTRIBUTES:
-        raise Corrupt(".metadata: the attributes of an object are no dict, or too many", fqn=fqn)
+        raise CorruptCheckpointError(".metadata: the attributes of an object are no dict, or too many", fqn=fqn)
     names = [name for name in state.flat[::2] if isinstance(name, str)]
     if len(names) < len(state):
-        raise Corrupt(".metadata: an attribute of an object has no name", fqn=fqn)
+        raise CorruptCheckpointError(".metadata: an attribute of an object has no name", fqn=fqn)
     return dict(zip(names, state.flat[1::2], strict=True))
 
 
 def _fqn(value: object) -> str:
     if not isinstance(value, str) or len(value) > _MAX_FQN:
-        raise Corrupt(f".metadata: an FQN is no string, or longer than {_MAX_FQN} characters")
+        raise CorruptCheckpointError(f".metadata: an FQN is no string, or longer than {_MAX_FQN} characters")
     return value
 
 
 def _pairs(value: object, what: str) -> Pairs:
-    if isinstance(value, Call) and value.function == "collections.OrderedDict" and value.items is not None:
+    if isinstance(value, PickledCall) and value.function == "collections.OrderedDict" and value.items is not None:
         value = value.items
     if not isinstance(value, Pairs):
-        raise Corrupt(f".metadata: {what} is no dict")
+        raise CorruptCheckpointError(f".metadata: {what} is no dict")
     return value

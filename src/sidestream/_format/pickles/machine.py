@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
-from ...errors import Corrupt
+from ...errors import CorruptCheckpointError
 
-__all__ = ["Call", "Global", "Limits", "Machine", "Pairs", "Persistent"]
+__all__ = ["Global", "Limits", "Machine", "Pairs", "Persistent", "PickledCall"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Pairs:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class PickledCall:
     """A call that unpickling would have made (REDUCE, NEWOBJ), with what it would have stored into the result.
 
     ``state`` is the operand of BUILD; ``items`` what SETITEMS would have set, as for an ``OrderedDict``, if anything,
@@ -110,5 +110,5 @@ class Machine:
         self.stack = self.marks.pop()
         return items
 
-    def malformed(self, what: str) -> Corrupt:
-        return Corrupt(f"malformed pickle near byte {self.position}: {what}", offset=self.position)
+    def malformed(self, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"malformed pickle near byte {self.position}: {what}", offset=self.position)

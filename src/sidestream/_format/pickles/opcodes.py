@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from ...errors import UnsafeObject
-from .machine import Call, Global, Machine, Pairs, Persistent
+from ...errors import UnsafeObjectError
+from .machine import Global, Machine, Pairs, Persistent, PickledCall
 
 __all__ = ["HANDLERS"]
 
@@ -190,7 +190,7 @@ def _appends(machine: Machine) -> None:
 
 def _extend(machine: Machine, items: list[object]) -> None:
     target = machine.stack[-1]
-    if type(target) is Call:
+    if type(target) is PickledCall:
         if target.elements is None:
             target.elements = []
         target = target.elements
@@ -217,7 +217,7 @@ def _set_items(machine: Machine) -> None:
 
 def _update(machine: Machine, flat: list[object]) -> None:
     target = machine.stack[-1]
-    if type(target) is Call:
+    if type(target) is PickledCall:
         if target.items is None:
             target.items = Pairs()
         target = target.items
@@ -231,14 +231,14 @@ def _update(machine: Machine, flat: list[object]) -> None:
 
 @_opcode(0x8F)  # EMPTY_SET
 def _empty_set(machine: Machine) -> None:
-    machine.stack.append(Call("builtins.set", ([],)))
+    machine.stack.append(PickledCall("builtins.set", ([],)))
 
 
 @_opcode(0x90)  # ADDITEMS
 def _add_items(machine: Machine) -> None:
     items = machine.pop_mark()
     match machine.stack[-1]:
-        case Call("builtins.set", (list(elements),)):
+        case PickledCall("builtins.set", (list(elements),)):
             elements.extend(items)
         case _:
             raise machine.malformed("adds to something that is no set")
@@ -247,7 +247,7 @@ def _add_items(machine: Machine) -> None:
 @_opcode(0x91)  # FROZENSET
 def _frozenset(machine: Machine) -> None:
     elements = machine.pop_mark()
-    machine.stack.append(Call("builtins.frozenset", (elements,)))
+    machine.stack.append(PickledCall("builtins.frozenset", (elements,)))
 
 
 # --- globals and calls ---------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def _push_global(machine: Machine, module: str, name: str) -> None:
     full = f"{_RENAMED_MODULES.get(module, module)}.{name}"
     full = _RENAMED.get(full, full)
     if full not in machine.allowed:
-        raise UnsafeObject(
+        raise UnsafeObjectError(
             f"the pickle asks for {ascii(full)[1:-1]} (byte {machine.position}), which is not among the types read as"
             " data; nothing of it was imported or run"
         )
@@ -298,22 +298,22 @@ def _call(machine: Machine) -> None:
     if function.name == "builtins.getattr":
         machine.stack[-1] = _member(machine, args)
     else:
-        machine.stack[-1] = Call(function.name, args, new=machine.data[machine.position - 1] == 0x81)
+        machine.stack[-1] = PickledCall(function.name, args, new=machine.data[machine.position - 1] == 0x81)
 
 
-def _member(machine: Machine, args: tuple[object, ...]) -> Global | Call:
+def _member(machine: Machine, args: tuple[object, ...]) -> Global | PickledCall:
     """How protocol 2 spells a class inside a class, which is a name like any other where that one is allowed."""
     match args:
         case (Global(outer), str(name)) if f"{outer}.{name}" in machine.allowed:
             return Global(f"{outer}.{name}")
-    return Call("builtins.getattr", args)
+    return PickledCall("builtins.getattr", args)
 
 
 @_opcode(ord("b"))  # BUILD
 def _build(machine: Machine) -> None:
     state = machine.stack.pop()
     target = machine.stack[-1]
-    if not isinstance(target, Call) or target.state is not None:
+    if not isinstance(target, PickledCall) or target.state is not None:
         raise machine.malformed("sets the state of something that has none")
     target.state = state
 

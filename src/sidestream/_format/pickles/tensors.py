@@ -6,15 +6,15 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from ...errors import Corrupt, UnsupportedCheckpoint
+from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ..records import DTYPES, STORAGE_DTYPES, itemsize
-from .machine import Call, Global, Pairs, Persistent
+from .machine import Global, Pairs, Persistent, PickledCall
 
 __all__ = [
     "TENSOR_GLOBALS",
     "TENSOR_REBUILDERS",
     "DtypeNames",
-    "Storage",
+    "PickledStorage",
     "StoredTensor",
     "is_dtype",
     "read_storage",
@@ -71,7 +71,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class PickledStorage:
     """A storage as pickles refer to it: the name of its class, its key, and how many elements of that class it has."""
 
     kind: str
@@ -88,12 +88,13 @@ class Storage:
 def read_tensor(value: object) -> StoredTensor:
     """The tensor that ``value`` (from ``unpickle.decode``) rebuilds; a parameter is read as its tensor.
 
-    Raises ``Corrupt`` where it is no dense tensor or reaches out of its storage, and ``UnsupportedCheckpoint`` for
-    dtypes that a checkpoint cannot hold and for lazily conjugated or negated tensors.
+    Raises ``CorruptCheckpointError`` where it is no dense tensor or reaches out of its storage, and
+    ``UnsupportedCheckpointError`` for dtypes that a checkpoint cannot hold and for lazily conjugated or negated
+    tensors.
     """
-    if isinstance(value, Call) and value.function == _PARAMETER and value.args:
+    if isinstance(value, PickledCall) and value.function == _PARAMETER and value.args:
         value = value.args[0]
-    if not isinstance(value, Call) or len(value.args) > _MAX_ARGS:
+    if not isinstance(value, PickledCall) or len(value.args) > _MAX_ARGS:
         raise _malformed("it is none")
     dtype: Global | None
     match value.function, value.args:
@@ -110,21 +111,23 @@ def read_tensor(value: object) -> StoredTensor:
             raise _malformed("it rebuilds no dense tensor")
     name, key, storage_bytes = _storage(storage, dtype)
     if any(not isinstance(extra, Pairs) or len(extra) for extra in rest):
-        raise UnsupportedCheckpoint("a lazily conjugated or negated tensor; resolve it before saving")
+        raise UnsupportedCheckpointError("a lazily conjugated or negated tensor; resolve it before saving")
     tensor = StoredTensor(name, _dims(shape), _dims(strides), offset, key, storage_bytes)
     _check_reach(tensor)
     first = offset if math.prod(tensor.shape) else 0
     return replace(tensor, strides=_significant(tensor.shape, tensor.strides), storage_offset=first)
 
 
-def read_storage(value: object) -> Storage:
-    """The storage that a pickle refers to. Raises ``Corrupt``; ``UnsupportedCheckpoint`` for a view of a storage, which
-    torch 0.4 wrote."""
+def read_storage(value: object) -> PickledStorage:
+    """The storage that a pickle refers to. Raises ``CorruptCheckpointError``; ``UnsupportedCheckpointError`` for a view
+    of a storage, which torch 0.4 wrote."""
     match value:
         case Persistent(("storage", Global(kind), str(key), str(), int(count), *view)) if count >= 0:
             if view not in ([], [None]):
-                raise UnsupportedCheckpoint("a view of a storage, as torch 0.4 wrote it; save it with a newer torch")
-            return Storage(kind, key, count)
+                raise UnsupportedCheckpointError(
+                    "a view of a storage, as torch 0.4 wrote it; save it with a newer torch"
+                )
+            return PickledStorage(kind, key, count)
         case _:
             raise _malformed("its storage is none")
 
@@ -138,7 +141,7 @@ def _storage(value: object, dtype: Global | None) -> tuple[str, str, int]:
     else:
         name = dtype.name.removeprefix("torch.")
         if is_dtype(dtype.name) and name not in DTYPES:
-            raise UnsupportedCheckpoint(f"a tensor of dtype {name}, which checkpoints cannot hold")
+            raise UnsupportedCheckpointError(f"a tensor of dtype {name}, which checkpoints cannot hold")
     if name not in DTYPES or (dtype is not None) != (kind == _UNTYPED):
         raise _malformed("it has no dtype")
     return name, storage.key, storage.nbytes
@@ -175,5 +178,5 @@ def _significant(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int,
     return tuple(own if dim > 1 else row for dim, own, row in zip(shape, strides, dense, strict=True))
 
 
-def _malformed(what: str) -> Corrupt:
-    return Corrupt(f"malformed tensor: {what}")
+def _malformed(what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"malformed tensor: {what}")

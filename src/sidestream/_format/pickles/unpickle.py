@@ -15,11 +15,11 @@ import struct
 from collections.abc import Container, Iterator, Sequence
 
 from ..._runtime.steps import Steps
-from ...errors import Corrupt
-from .machine import Call, Global, Limits, Machine, Pairs, Persistent
+from ...errors import CorruptCheckpointError
+from .machine import Global, Limits, Machine, Pairs, Persistent, PickledCall
 from .opcodes import HANDLERS
 
-__all__ = ["Call", "Global", "Limits", "Pairs", "Persistent", "decode", "decode_next", "persistent_in"]
+__all__ = ["Global", "Limits", "Pairs", "Persistent", "PickledCall", "decode", "decode_next", "persistent_in"]
 
 _DEFAULT_LIMITS = Limits()
 _STOP = ord(".")
@@ -32,12 +32,13 @@ def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _D
     The result is finite (no container holds itself) and nested at most ``limits.depth`` deep, so that a recursive
     reader is safe, unless that is None; it may share parts. Python 2 module names are given as Python 3 spells them.
 
-    Raises ``UnsafeObject`` for a global that is not in ``allowed``, naming it, and ``Corrupt`` for everything else:
-    a truncated or malformed pickle, one beyond the limits, an opcode of another protocol, trailing bytes.
+    Raises ``UnsafeObjectError`` for a global that is not in ``allowed``, naming it, and ``CorruptCheckpointError`` for
+    everything else: a truncated or malformed pickle, one beyond the limits, an opcode of another protocol, trailing
+    bytes.
     """
     result, end = yield from decode_next(data, 0, allowed, limits)
     if end != len(data):
-        raise Corrupt(f"malformed pickle near byte {end}: bytes are left over at its end", offset=end)
+        raise CorruptCheckpointError(f"malformed pickle near byte {end}: bytes are left over at its end", offset=end)
     return result
 
 
@@ -47,13 +48,13 @@ def decode_next(
     """As ``decode``, of the pickle that begins at byte ``start``, after which other data may follow. Returns where it
     ends, too."""
     if len(data) > limits.total_bytes:
-        raise Corrupt(f"pickle of {len(data)} bytes, more than the {limits.total_bytes} allowed")
+        raise CorruptCheckpointError(f"pickle of {len(data)} bytes, more than the {limits.total_bytes} allowed")
     machine = Machine(data, allowed, limits)
     machine.position = start
     try:
         result = yield from _run(machine, limits.opcodes)
     except (IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
-        raise Corrupt(
+        raise CorruptCheckpointError(
             f"malformed pickle near byte {machine.position}: {type(error).__name__}", offset=machine.position
         ) from None
     if limits.depth is not None:
@@ -79,12 +80,13 @@ def _run(machine: Machine, opcodes: int) -> Steps[object]:
 
 # --- what a recursive reader relies on -----------------------------------------------------------------------------
 
-_NESTING = (list, tuple, Pairs, Call, Persistent)
+_NESTING = (list, tuple, Pairs, PickledCall, Persistent)
 _NESTING_TYPES = frozenset(_NESTING)
 
 
 def _check_nesting(root: object, limit: int) -> Steps[None]:
-    """Raise ``Corrupt`` where a container holds itself or lies deeper than ``limit``; every part is visited once."""
+    """Raise ``CorruptCheckpointError`` where a container holds itself or lies deeper than ``limit``; every part is
+    visited once."""
     if type(root) not in _NESTING_TYPES:
         return
     heights: dict[int, int] = {}  # by id; 0 while the parts are being visited
@@ -102,12 +104,12 @@ def _check_nesting(root: object, limit: int) -> Steps[None]:
             heights[key] = 0
             fresh = [inner for inner in nested if not heights.get(id(inner))]
             if any(id(inner) in heights for inner in fresh):
-                raise Corrupt("malformed pickle: a container holds itself")
+                raise CorruptCheckpointError("malformed pickle: a container holds itself")
             todo.extend(fresh)
             continue
         height = 1 + max((heights[id(inner)] for inner in nested), default=0)
         if height > limit:
-            raise Corrupt(f"malformed pickle: nested more than {limit} deep")
+            raise CorruptCheckpointError(f"malformed pickle: nested more than {limit} deep")
         heights[key] = height
         todo.pop()
 
@@ -132,7 +134,7 @@ def _parts(part: object) -> Sequence[object]:
         return part
     if isinstance(part, Pairs):
         return part.flat
-    if isinstance(part, Call):
+    if isinstance(part, PickledCall):
         return (*part.args, part.state, part.items, part.elements)
     assert isinstance(part, Persistent)
     return (part.id,)

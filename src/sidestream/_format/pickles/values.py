@@ -14,9 +14,9 @@ from base64 import b64encode
 from collections.abc import Callable, Sequence, Set
 
 from ..._runtime.steps import Steps
-from ...errors import Corrupt, UnsafeObject
+from ...errors import CorruptCheckpointError, UnsafeObjectError
 from ..records import Node, itemsize
-from .machine import Call, Global, Pairs, Persistent
+from .machine import Global, Pairs, Persistent, PickledCall
 from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, is_dtype, read_tensor
 
 __all__ = ["VALUE_GLOBALS", "ValueBudget", "node_of", "value_globals"]
@@ -76,16 +76,16 @@ class ValueBudget:
         self._bytes_left += 4 * item_bytes
 
     def spend_part(self) -> None:
-        """Take one part from the budget. Raises ``Corrupt`` if it is exhausted."""
+        """Take one part from the budget. Raises ``CorruptCheckpointError`` if it is exhausted."""
         self.parts_left -= 1
         if self.parts_left < 0:
-            raise Corrupt("the values expand to far more parts than their pickles have bytes")
+            raise CorruptCheckpointError("the values expand to far more parts than their pickles have bytes")
 
     def spend_bytes(self, count: int) -> None:
-        """Take bytes from the budget. Raises ``Corrupt`` if it has fewer left."""
+        """Take bytes from the budget. Raises ``CorruptCheckpointError`` if it has fewer left."""
         self._bytes_left -= count
         if self._bytes_left < 0:
-            raise Corrupt("the values expand to far more bytes than their items have")
+            raise CorruptCheckpointError("the values expand to far more bytes than their items have")
 
 
 def node_of(
@@ -99,7 +99,8 @@ def node_of(
     ``read_payload`` returns the bytes of the storage of a tensor inside the value. Types are allowed by their qualified
     names; types that are data remain data.
 
-    Raises ``UnsafeObject`` for what is not data, naming its type, and ``Corrupt`` for calls that make no sense.
+    Raises ``UnsafeObjectError`` for what is not data, naming its type, and ``CorruptCheckpointError`` for calls that
+    make no sense.
     """
     return _Translator(budget, read_payload, allow - VALUE_GLOBALS.names).node(value)
 
@@ -134,15 +135,15 @@ class _Translator:
             return {"bytes" if isinstance(value, bytes) else "bytearray": self._base64(value)}
         if isinstance(value, Global) and is_dtype(value.name):
             return {"dtype": value.name.removeprefix("torch.")}
-        if isinstance(value, Call):
+        if isinstance(value, PickledCall):
             return (yield from self._call(value))
         if isinstance(value, Global):
             if value.name in self._allow:
                 return {"type": value.name}
-            raise UnsafeObject(f"the value holds {value.name} itself, which is not read as data")
+            raise UnsafeObjectError(f"the value holds {value.name} itself, which is not read as data")
         raise _nonsense("a storage outside of a tensor" if isinstance(value, Persistent) else "an unknown object")
 
-    def _call(self, call: Call) -> Steps[Node]:
+    def _call(self, call: PickledCall) -> Steps[Node]:
         name = call.function
         if name in self._allow:
             return (yield from self._object(call))
@@ -157,7 +158,7 @@ class _Translator:
         if name in _BYTES_IO:
             return self._bytes_io(call)
         if name == "numpy.dtype":
-            raise UnsafeObject("the value holds a numpy.dtype itself, which is not read as data")
+            raise UnsafeObjectError("the value holds a numpy.dtype itself, which is not read as data")
         if call.state is not None or call.items is not None:
             raise _nonsense(f"{name} with a state")
         if name in _SCALAR:
@@ -184,10 +185,10 @@ class _Translator:
             case "torch.device", (str(kind), int(index)) if _DEVICE.fullmatch(kind) and 0 <= index < 1 << 16:
                 return {"device": f"{kind}:{index}"}
         if name not in VALUE_GLOBALS:
-            raise UnsafeObject(f"the value asks for {name}, which is not among the types read as data")
+            raise UnsafeObjectError(f"the value asks for {name}, which is not among the types read as data")
         raise _nonsense(f"{name} with arguments that it does not take")
 
-    def _object(self, call: Call) -> Steps[Node]:
+    def _object(self, call: PickledCall) -> Steps[Node]:
         """What an object of an allowed type is made from, as pickle would make it."""
         content: dict[str, Node] = {"type": call.function, "new": call.new}
         content["args"] = yield from self._nodes(call.args)
@@ -204,21 +205,21 @@ class _Translator:
         self._spend(len(digits))
         return {"int": digits}
 
-    def _ordered_dict(self, call: Call) -> Steps[Node]:
+    def _ordered_dict(self, call: PickledCall) -> Steps[Node]:
         # a module's state dict carries the versions of its parts in an attribute, which means nothing inside a value
         match call.args, call.state:
             case (), None | Pairs(["_metadata", _]):
                 return {"ordered_dict": (yield from self._pairs(call.items or Pairs()))}
-        raise UnsafeObject("the value holds a collections.OrderedDict with attributes, which is not read as data")
+        raise UnsafeObjectError("the value holds a collections.OrderedDict with attributes, which is not read as data")
 
-    def _bytes_io(self, call: Call) -> Node:
+    def _bytes_io(self, call: PickledCall) -> Node:
         match call.args, call.state, call.items:
             case (), (content, int(position), None | Pairs([])), None if type(position) is int:
                 data = _bytes_of(content)
             case _:
-                raise UnsafeObject("the value holds an io.BytesIO with attributes, which is not read as data")
+                raise UnsafeObjectError("the value holds an io.BytesIO with attributes, which is not read as data")
         if not 0 <= position <= len(data):
-            raise UnsafeObject(
+            raise UnsafeObjectError(
                 "the value holds an io.BytesIO with a position beyond its end, which is not read as data"
             )
         return {"bytesio": [self._base64(data), position]}
@@ -229,12 +230,12 @@ class _Translator:
         data = _row_major(self._read_payload(tensor), size, tensor.shape, tensor.strides, tensor.storage_offset)
         return {"tensor": {"dtype": tensor.dtype, "shape": list(tensor.shape), "data": _ascii(data)}}
 
-    def _ndarray(self, call: Call) -> Node:
+    def _ndarray(self, call: PickledCall) -> Node:
         match call.args, call.state:
             case (Global("numpy.ndarray"), (0,), _), (int(), tuple(shape), dtype, bool(fortran), content):
                 pass
             case _:
-                raise UnsafeObject("the value holds a numpy.ndarray of a subclass or unknown layout")
+                raise UnsafeObjectError("the value holds a numpy.ndarray of a subclass or unknown layout")
         spelled, size = _numpy_dtype(dtype)
         data = _bytes_of(content)
         if len(shape) > 64 or not all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape):
@@ -247,7 +248,7 @@ class _Translator:
             data = _row_major(data, size, shape, strides, 0)
         return {"ndarray": {"dtype": spelled, "shape": list(shape), "data": _ascii(data)}}
 
-    def _numpy_scalar(self, call: Call) -> Node:
+    def _numpy_scalar(self, call: PickledCall) -> Node:
         if len(call.args) != 2:
             raise _nonsense("a numpy scalar without content")
         spelled, size = _numpy_dtype(call.args[0])
@@ -278,8 +279,8 @@ class _Translator:
         return _ascii(content)
 
 
-def _nonsense(what: str) -> Corrupt:
-    return Corrupt(f"malformed value: {what}")
+def _nonsense(what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"malformed value: {what}")
 
 
 def _ascii(content: bytes | bytearray) -> str:
@@ -300,9 +301,9 @@ def _bytes_of(value: object) -> bytes:
     match value:
         case bytes():
             return value
-        case Call("_codecs.encode", (str(text), str(encoding))):
+        case PickledCall("_codecs.encode", (str(text), str(encoding))):
             return _encode(text, encoding)
-        case Call("builtins.bytes", ()):
+        case PickledCall("builtins.bytes", ()):
             return b""
     raise _nonsense("bytes that are no bytes")
 
@@ -319,13 +320,13 @@ def _encode(text: str, encoding: str) -> bytes:
 def _numpy_dtype(value: object) -> tuple[str, int]:
     """The dtype in numpy's own spelling (``"<f4"``) and its size, for plain numbers."""
     match value:
-        case Call("numpy.dtype", (str(code), *_), (_, ("<" | ">" | "|" | "=") as order, None, None, None, *_)):
+        case PickledCall("numpy.dtype", (str(code), *_), (_, ("<" | ">" | "|" | "=") as order, None, None, None, *_)):
             if not _NUMPY_KINDS.fullmatch(code):
-                raise UnsafeObject(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
+                raise UnsafeObjectError(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
             size = int(code[1:])
             return ("|" if size == 1 else "<" if order == "=" else order) + code, size
-        case Call("numpy.dtype", (str(code), *_), _):
-            raise UnsafeObject(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
+        case PickledCall("numpy.dtype", (str(code), *_), _):
+            raise UnsafeObjectError(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
     raise _nonsense("a numpy dtype that is none")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._runtime.steps import Steps, collected
-from ...errors import Corrupt, UnsupportedCheckpoint
+from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ..records import Chunk, Entry, Manifest, TensorEntry, itemsize
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "PREFIX_BYTES",
     "SUFFIX",
     "Header",
-    "Slice",
+    "TensorSlice",
     "header_bytes",
     "locate_shards",
     "manifest_of_headers",
@@ -65,7 +65,7 @@ DTYPE_NAMES = {dtype: spelled for spelled, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TensorSlice:
     """One tensor of a file: the box at ``offsets`` of a larger one. Its bytes begin at byte ``start`` of the file."""
 
     dtype: str
@@ -75,14 +75,15 @@ class Slice:
     nbytes: int
 
 
-Header = Mapping[str, Slice]
+Header = Mapping[str, TensorSlice]
 
 
 def header_bytes(prefix: bytes | bytearray, available: int, file: str) -> int:
-    """The length of the header, from the bytes before it. Raises ``Corrupt`` if ``available`` bytes cannot hold it."""
+    """The length of the header, from the bytes before it. Raises ``CorruptCheckpointError`` if ``available`` bytes
+    cannot hold it."""
     nbytes = int.from_bytes(prefix, "little")
     if nbytes > min(available, _MOST_HEADER_BYTES):
-        raise Corrupt(
+        raise CorruptCheckpointError(
             f"{file} is no safetensors file: it announces a header of {nbytes} bytes. (Stock DCP writes such files "
             "from state dicts that hold more than tensors.)",
             file=file,
@@ -93,8 +94,8 @@ def header_bytes(prefix: bytes | bytearray, available: int, file: str) -> int:
 def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str) -> Steps[Header]:
     """The tensors of a file, by name; their elements lie between byte ``start`` and ``file_bytes``, its end.
 
-    Raises ``Corrupt`` where the header is malformed, or does not account for the file to its end;
-    ``UnsupportedCheckpoint`` for a dtype that is not known.
+    Raises ``CorruptCheckpointError`` where the header is malformed, or does not account for the file to its end;
+    ``UnsupportedCheckpointError`` for a dtype that is not known.
     """
     try:
         content = _parse_json(raw)
@@ -103,29 +104,37 @@ def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str)
         slices = yield from collected((name, _slice(name, one, sharding, start, file)) for name, one in content.items())
         header = dict(slices)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if isinstance(error, (Corrupt, UnsupportedCheckpoint)):
+        if isinstance(error, (CorruptCheckpointError, UnsupportedCheckpointError)):
             raise
-        raise Corrupt(f"{file}: its safetensors header is malformed ({type(error).__name__})", file=file) from None
+        raise CorruptCheckpointError(
+            f"{file}: its safetensors header is malformed ({type(error).__name__})", file=file
+        ) from None
     end = max((one.start + one.nbytes for one in header.values()), default=start)
     if end != file_bytes:
-        raise Corrupt(f"{file} has {file_bytes} bytes, its safetensors header accounts for {end}", file=file)
+        raise CorruptCheckpointError(
+            f"{file} has {file_bytes} bytes, its safetensors header accounts for {end}", file=file
+        )
     return header
 
 
-def _slice(name: str, described: Any, sharding: Any, start: int, file: str) -> Slice:
+def _slice(name: str, described: Any, sharding: Any, start: int, file: str) -> TensorSlice:
     spelled, shape = described["dtype"], _numbers(described["shape"])
     if spelled not in _DTYPES:
-        raise UnsupportedCheckpoint(f"{name!r} in {file} has dtype {spelled!a:.40}, which this version does not read")
+        raise UnsupportedCheckpointError(
+            f"{name!r} in {file} has dtype {spelled!a:.40}, which this version does not read"
+        )
     dtype = _DTYPES[spelled]
     if spelled == "F4" and shape and shape[-1] % 2 == 0:
         shape = (*shape[:-1], shape[-1] // 2)
     begin, end = _numbers(described["data_offsets"])
     if end - begin != math.prod(shape) * itemsize(dtype):
-        raise Corrupt(f"{file}: {name!r} has {end - begin} bytes, which do not fit its shape", file=file, fqn=name)
+        raise CorruptCheckpointError(
+            f"{file}: {name!r} has {end - begin} bytes, which do not fit its shape", file=file, fqn=name
+        )
     offsets = _numbers(sharding[name]["saved_offsets"]) if sharding else (0,) * len(shape)
     if len(offsets) != len(shape):
         raise ValueError
-    return Slice(dtype, offsets, shape, start + begin, end - begin)
+    return TensorSlice(dtype, offsets, shape, start + begin, end - begin)
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
@@ -158,8 +167,8 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> Steps[dict[str, i
 
     Such a file is known by what ``.metadata`` says of its tensors: their bare sizes, all at one offset.
 
-    Raises ``Corrupt`` where the offsets differ; ``UnsupportedCheckpoint`` for shards that went through a compressor,
-    which leaves marks of every tensor in the file but compresses none.
+    Raises ``CorruptCheckpointError`` where the offsets differ; ``UnsupportedCheckpointError`` for shards that went
+    through a compressor, which leaves marks of every tensor in the file but compresses none.
     """
     found: dict[str, int] = {}
     ends: dict[str, tuple[bool, int]] = {}  # of the files with compressed items: whether all are bare, and their end
@@ -173,15 +182,18 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> Steps[dict[str, i
                 all_bare, end = ends.get(chunk.file, (True, 0))
                 ends[chunk.file] = (all_bare and bare, max(end, chunk.item_offset + chunk.item_bytes))
             elif bare and found.setdefault(chunk.file, chunk.item_offset) != chunk.item_offset:
-                raise Corrupt(f"{fqn!r} in {chunk.file!r} has a size or an offset that no writer gives it", fqn=fqn)
+                raise CorruptCheckpointError(
+                    f"{fqn!r} in {chunk.file!r} has a size or an offset that no writer gives it", fqn=fqn
+                )
     for file, (all_bare, end) in ends.items():
         if all_bare and end != sizes.get(file):
-            raise UnsupportedCheckpoint(f"{file!r} was written as safetensors through a compressor")
+            raise UnsupportedCheckpointError(f"{file!r} was written as safetensors through a compressor")
     return found
 
 
 def locate_shards(manifest: Manifest, headers: Mapping[str, Header]) -> Steps[Manifest]:
-    """The manifest with the tensors in these files located. Raises ``Corrupt`` where a header contradicts it."""
+    """The manifest with the tensors in these files located. Raises ``CorruptCheckpointError`` where a header
+    contradicts it."""
     entries: dict[str, Entry] = {}
     for fqn, entry in manifest.entries.items():
         yield
@@ -198,7 +210,7 @@ def _locate(fqn: str, dtype: str, chunk: Chunk, header: Header | None) -> Chunk:
     found = header.get(fqn)
     if found is None or (found.dtype, found.offsets, found.sizes) != (dtype, chunk.offsets, chunk.sizes):
         has = "nothing" if found is None else f"a {found.dtype} of shape {found.sizes} at {found.offsets}"
-        raise Corrupt(
+        raise CorruptCheckpointError(
             f"{chunk.file} has {has} for {fqn}, .metadata says {dtype} {chunk.sizes} at {chunk.offsets} (stock DCP "
             "writes but one of several chunks that a rank has of a tensor)",
             file=chunk.file,
@@ -211,20 +223,21 @@ def _locate(fqn: str, dtype: str, chunk: Chunk, header: Header | None) -> Chunk:
 
 
 def parse_index(raw: bytes | bytearray) -> dict[str, str]:
-    """Which file each tensor is in. Raises ``Corrupt``."""
+    """Which file each tensor is in. Raises ``CorruptCheckpointError``."""
     try:
         files = _parse_json(raw)["weight_map"]
         if not all(isinstance(file, str) for file in files.values()):
             raise TypeError
         return dict(files)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Corrupt(f"{INDEX_NAME} is malformed ({type(error).__name__})", file=INDEX_NAME) from None
+        raise CorruptCheckpointError(f"{INDEX_NAME} is malformed ({type(error).__name__})", file=INDEX_NAME) from None
 
 
 def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] | None) -> Steps[Manifest]:
     """The checkpoint that the files make up together; with an ``index`` only what it names is in it.
 
-    A tensor reaches as far as its last slice does. Raises ``Corrupt`` where the files contradict each other.
+    A tensor reaches as far as its last slice does. Raises ``CorruptCheckpointError`` where the files contradict each
+    other.
     """
     entries: dict[str, Entry] = {}
     for file, header in headers.items():
@@ -237,10 +250,14 @@ def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] 
             entry = entries.get(fqn, TensorEntry((fqn,), found.dtype, shape, ()))
             assert isinstance(entry, TensorEntry)
             if entry.dtype != found.dtype or len(entry.shape) != len(shape):
-                raise Corrupt(f"{fqn!r} has another dtype or rank in {file} than in other files", file=file, fqn=fqn)
+                raise CorruptCheckpointError(
+                    f"{fqn!r} has another dtype or rank in {file} than in other files", file=file, fqn=fqn
+                )
             reached = tuple(map(max, entry.shape, shape))
             entries[fqn] = replace(entry, shape=reached, chunks=(*entry.chunks, chunk))
     missing = [fqn for fqn in index or () if fqn not in entries]
     if missing:
-        raise Corrupt(f"{missing[0]!r} is in {INDEX_NAME} and not in its file", file=INDEX_NAME, fqn=missing[0])
+        raise CorruptCheckpointError(
+            f"{missing[0]!r} is in {INDEX_NAME} and not in its file", file=INDEX_NAME, fqn=missing[0]
+        )
     return Manifest(save_id="", entries=entries, files={})

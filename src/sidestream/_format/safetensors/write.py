@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ...errors import UnsupportedTensor
+from ...errors import UnsupportedTensorError
 from .read import DTYPE_NAMES, PREFIX_BYTES
 
 __all__ = ["ALIGN_BYTES", "Named", "alignment", "file_names", "header_of", "index_of", "shards_of_sizes"]
@@ -26,7 +26,7 @@ class Named(NamedTuple):
 
 def header_of(tensors: Sequence[Named], aliases: Mapping[str, str]) -> bytes:
     """Everything before the first payload; payloads follow without gaps. ``aliases``: further names of tensors, noted
-    as the safetensors package notes tied tensors that it leaves out. Raises ``UnsupportedTensor``."""
+    as the safetensors package notes tied tensors that it leaves out. Raises ``UnsupportedTensorError``."""
     here = {one.name for one in tensors} if aliases else ()
     noted = {other: name for other, name in aliases.items() if name in here}
     content: dict[str, object] = {"__metadata__": {"format": "pt", **noted}}  # transformers refuses files without it
@@ -34,7 +34,7 @@ def header_of(tensors: Sequence[Named], aliases: Mapping[str, str]) -> bytes:
     for one in tensors:
         spelled = DTYPE_NAMES.get(one.dtype)
         if spelled is None:
-            raise UnsupportedTensor(f"{one.name}: safetensors have no dtype {one.dtype}; convert it with dtype=")
+            raise UnsupportedTensorError(f"{one.name}: safetensors have no dtype {one.dtype}; convert it with dtype=")
         shape = list(one.shape)
         if spelled == "F4" and shape:
             shape[-1] *= 2  # the header counts the halves of each element

@@ -10,8 +10,8 @@ from typing import BinaryIO
 from zlib import crc32
 
 from ..._runtime.steps import Steps
-from ...errors import Corrupt, KeyCollision, UnsafeObject, UnsupportedCheckpoint
-from ..pickles.machine import Call, Limits, Pairs
+from ...errors import CorruptCheckpointError, KeyCollisionError, UnsafeObjectError, UnsupportedCheckpointError
+from ..pickles.machine import Limits, Pairs, PickledCall
 from ..pickles.tensors import TENSOR_REBUILDERS, StoredTensor, read_tensor
 from ..pickles.unpickle import decode
 from ..pickles.values import VALUE_GLOBALS, ValueBudget, node_of
@@ -51,8 +51,9 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, 
     """What a file holds, by FQN, and whether it has checksums. The payloads of tensors are not read, but for those
     inside of tuples and sets.
 
-    Raises ``Corrupt``, ``UnsafeObject`` for what is more than data, ``UnsupportedCheckpoint`` for a file that does not
-    hold a dict, or holds a tensor with more elements than bytes (an expanded one), and ``KeyCollision``.
+    Raises ``CorruptCheckpointError``, ``UnsafeObjectError`` for what is more than data, ``UnsupportedCheckpointError``
+    for a file that does not hold a dict, or holds a tensor with more elements than bytes (an expanded one), and
+    ``KeyCollisionError``.
     """
     source.seek(0)
     older = is_older(source.read(32))
@@ -61,19 +62,19 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, 
     budget = ValueBudget()
     budget.grant(storages.pickle_bytes, min(file_bytes, _MOST_VALUES_BYTES))
     if _pairs(root) is None:
-        raise UnsupportedCheckpoint("the file holds something else than a dict")
+        raise UnsupportedCheckpointError("the file holds something else than a dict")
     found: dict[str, FileTensor | FileValue] = {}
     for path, value in _leaves((), root):
         yield
         fqn = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
         if fqn in found or len(fqn) > _MOST_NAME_CHARS:
-            raise KeyCollision(f"two entries of the file are named {fqn[:200]!r}, or it is too long")
+            raise KeyCollisionError(f"two entries of the file are named {fqn[:200]!r}, or it is too long")
         budget.spend_part()  # containers may be shared, so a small pickle may have very many leaves
         budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
         try:
             found[fqn] = yield from _leaf(storages, path, value, budget)
-        except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
-            error.args = (f"{fqn}: {error.args[0]}",)
+        except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
+            error.within(fqn).about(fqn=fqn)
             raise
     return found, not older
 
@@ -87,18 +88,20 @@ class _ZipFile:
     archive: TorchZip
 
     def locate(self, stored: StoredTensor) -> tuple[int, int]:
-        """Return the offset and the CRC-32 of a storage. Raises ``Corrupt``."""
+        """Return the offset and the CRC-32 of a storage. Raises ``CorruptCheckpointError``."""
         record = self._record(stored)
         return self.archive.payload_offset(record), self.archive.info(record).CRC
 
     def payload(self, stored: StoredTensor, most_bytes: int) -> bytes:
-        """Return the bytes of a storage. Raises ``Corrupt`` if it is larger than ``most_bytes``."""
+        """Return the bytes of a storage. Raises ``CorruptCheckpointError`` if it is larger than ``most_bytes``."""
         return self.archive.read(self._record(stored), most_bytes)
 
     def _record(self, stored: StoredTensor) -> str:
         record = f"data/{stored.key}"
         if self.archive.info(record).file_size != stored.storage_bytes:
-            raise Corrupt(f"its record has {self.archive.info(record).file_size} bytes, not {stored.storage_bytes}")
+            raise CorruptCheckpointError(
+                f"its record has {self.archive.info(record).file_size} bytes, not {stored.storage_bytes}"
+            )
         return record
 
 
@@ -112,10 +115,10 @@ def _read_zip(source: BinaryIO, file_bytes: int) -> Steps[_ZipFile]:
 def _leaf(
     storages: _ZipFile | LegacyFile, path: tuple[Key, ...], value: object, budget: ValueBudget
 ) -> Steps[FileTensor | FileValue]:
-    if isinstance(value, Call) and value.function in TENSOR_REBUILDERS:
+    if isinstance(value, PickledCall) and value.function in TENSOR_REBUILDERS:
         stored = read_tensor(value)
         if math.prod(stored.shape) * itemsize(stored.dtype) > stored.storage_bytes:
-            raise UnsupportedCheckpoint("an expanded tensor; save tensor.contiguous()")
+            raise UnsupportedCheckpointError("an expanded tensor; save tensor.contiguous()")
         return FileTensor(path, stored, *storages.locate(stored))
     pairs = _pairs(value)
     if pairs is not None and not len(pairs):
@@ -143,7 +146,7 @@ def _leaves(path: tuple[Key, ...], value: object) -> Iterator[tuple[tuple[Key, .
         return
     if not path:
         if len(pairs or ()):
-            raise UnsupportedCheckpoint("the file holds a dict with keys that are no strings or numbers")
+            raise UnsupportedCheckpointError("the file holds a dict with keys that are no strings or numbers")
         return
     yield path, value
 
@@ -152,7 +155,7 @@ def _pairs(value: object) -> Pairs | None:
     """The content of a dict, or of a module's state dict, whose attributes mean nothing here."""
     if isinstance(value, Pairs):
         return value
-    if not isinstance(value, Call) or value.function != "collections.OrderedDict":
+    if not isinstance(value, PickledCall) or value.function != "collections.OrderedDict":
         return None
     match value.args:
         case ():
@@ -169,7 +172,7 @@ def _key(key: object) -> Key | None:
 
 
 def _holds(value: object) -> bool:
-    tensor = isinstance(value, Call) and value.function in TENSOR_REBUILDERS
+    tensor = isinstance(value, PickledCall) and value.function in TENSOR_REBUILDERS
     return tensor or isinstance(value, list) or _pairs(value) is not None
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
 from ..._runtime.steps import Steps, at_once
-from ...errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
-from ..pickles.machine import Call, Global, Limits
+from ...errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError
+from ..pickles.machine import Global, Limits, PickledCall
 from ..pickles.tensors import TENSOR_GLOBALS, StoredTensor, read_tensor
 from ..pickles.unpickle import decode
 from ..pickles.values import ValueBudget, node_of, value_globals
@@ -56,19 +56,20 @@ class TensorPayload:
 def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "needed") -> TensorPayload:
     """Find the tensor of an item. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
 
-    The payload is not read; with ``records="all"`` the checksums of all else are compared too. Raises ``Corrupt``,
-    ``UnsafeObject`` for a type that is no part of a tensor, naming it, and ``UnsupportedCheckpoint`` for tensors that
-    are not dense (quantized, sparse, a subclass of tensors), naming their kind.
+    The payload is not read; with ``records="all"`` the checksums of all else are compared too. Raises
+    ``CorruptCheckpointError``, ``UnsafeObjectError`` for a type that is no part of a tensor, naming it, and
+    ``UnsupportedCheckpointError`` for tensors that are not dense (quantized, sparse, a subclass of tensors), naming
+    their kind.
     """
     archive = TorchZip(source, item_bytes)
     pickled = archive.read("data.pkl", _TENSOR_PICKLE_BYTES)
     try:
         tensor = read_tensor(at_once(decode(pickled, TENSOR_GLOBALS, _TENSOR_LIMITS)))
-    except UnsafeObject:
+    except UnsafeObjectError:
         kind = _other_kind(pickled)
         if kind is None:
             raise
-        raise UnsupportedCheckpoint(
+        raise UnsupportedCheckpointError(
             f"it was saved as {kind}, which this version does not read; load it with torch.distributed.checkpoint, or "
             "save plain tensors"
         ) from None
@@ -92,8 +93,8 @@ def open_value_item(
     """The value of an item as a ``Node``. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
 
     The size of the ``Node`` is taken from ``budget``, which grows in proportion to ``item_bytes``, or from a budget for
-    this value alone. The checksums of the bytes have been verified. Raises ``Corrupt``, and ``UnsafeObject`` for a type
-    that is neither read as data nor among those in ``allow``, naming it.
+    this value alone. The checksums of the bytes have been verified. Raises ``CorruptCheckpointError``, and
+    ``UnsafeObjectError`` for a type that is neither read as data nor among those in ``allow``, naming it.
     """
     archive = TorchZip(source, item_bytes)
     pickled = archive.read("data.pkl", item_bytes)
@@ -123,24 +124,24 @@ def _other_kind(pickled: bytes) -> str | None:
     tensor."""
     try:
         root = at_once(decode(pickled, _AnyName(), _TENSOR_LIMITS))
-    except Corrupt:
+    except CorruptCheckpointError:
         return None
-    if isinstance(root, Call) and root.function == _SUBCLASS and len(root.args) > 1:
+    if isinstance(root, PickledCall) and root.function == _SUBCLASS and len(root.args) > 1:
         kind = root.args[1]
         name = ascii(kind.name[:200])[1:-1] if isinstance(kind, Global) else "unknown"
         return f"a tensor of the subclass {name}"
-    return _OTHER_KINDS.get(root.function) if isinstance(root, Call) else None
+    return _OTHER_KINDS.get(root.function) if isinstance(root, PickledCall) else None
 
 
 def check_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset()) -> Steps[None]:
-    """Raise ``UnsafeObject`` if the pickle of an item names a type that is neither read as data nor in ``allow``.
+    """Raise ``UnsafeObjectError`` if the pickle of an item names a type that is neither read as data nor in ``allow``.
 
     Cheaper than ``open_value_item`` but incomplete: a pickle with very many parts is not examined.
     """
     archive = TorchZip(source, item_bytes)
     try:
         yield from decode(archive.read("data.pkl", item_bytes), value_globals(allow), Limits(opcodes=_CHECKED_OPCODES))
-    except Corrupt:
+    except CorruptCheckpointError:
         return
 
 
@@ -148,5 +149,5 @@ def _record(archive: TorchZip, tensor: StoredTensor) -> str:
     record = f"data/{tensor.key}"
     found = archive.info(record).file_size
     if found != tensor.storage_bytes:
-        raise Corrupt(f"malformed tensor: its record has {found} bytes, not {tensor.storage_bytes}")
+        raise CorruptCheckpointError(f"malformed tensor: its record has {found} bytes, not {tensor.storage_bytes}")
     return record

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from ..._runtime.steps import Steps
-from ...errors import Corrupt, UnsupportedCheckpoint
-from ..pickles.tensors import Storage, StoredTensor, read_storage
+from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
+from ..pickles.tensors import PickledStorage, StoredTensor, read_storage
 from ..pickles.unpickle import Pairs, decode_next, persistent_in
 from ..pickles.values import VALUE_GLOBALS
 
@@ -36,16 +36,18 @@ class LegacyFile:
     starts: Mapping[str, int]
 
     def locate(self, stored: StoredTensor) -> tuple[int, None]:
-        """Return the offset of a storage, which has no checksum. Raises ``Corrupt``."""
+        """Return the offset of a storage, which has no checksum. Raises ``CorruptCheckpointError``."""
         if stored.key not in self.starts:
-            raise Corrupt(f"its storage {stored.key[:80]!r} is not in the file")
+            raise CorruptCheckpointError(f"its storage {stored.key[:80]!r} is not in the file")
         return self.starts[stored.key], None
 
     def payload(self, stored: StoredTensor, most_bytes: int) -> bytes:
-        """Return the bytes of a storage. Raises ``Corrupt`` if it is larger than ``most_bytes``."""
+        """Return the bytes of a storage. Raises ``CorruptCheckpointError`` if it is larger than ``most_bytes``."""
         start, _ = self.locate(stored)
         if stored.storage_bytes > most_bytes:
-            raise Corrupt(f"its storage has {stored.storage_bytes} bytes, more than the limit of {most_bytes}")
+            raise CorruptCheckpointError(
+                f"its storage has {stored.storage_bytes} bytes, more than the limit of {most_bytes}"
+            )
         self.source.seek(start)
         return self.source.read(stored.storage_bytes)
 
@@ -53,15 +55,16 @@ class LegacyFile:
 def read_legacy(source: BinaryIO, file_bytes: int) -> Steps[LegacyFile]:
     """Return what a file of ``file_bytes`` holds. Nothing is read of the storages but their sizes.
 
-    Raises ``Corrupt``, ``UnsafeObject`` for what is more than data, and ``UnsupportedCheckpoint`` for a file of a
-    big-endian machine and for views of storages as torch 0.4 had them."""
+    Raises ``CorruptCheckpointError``, ``UnsafeObjectError`` for what is more than data, and
+    ``UnsupportedCheckpointError`` for a file of a big-endian machine and for views of storages as torch 0.4 had
+    them."""
     root, keys, end = yield from _read_pickles(source, min(file_bytes, _MOST_PICKLE_BYTES))
-    storages: dict[str, Storage] = {}
+    storages: dict[str, PickledStorage] = {}
     for one in persistent_in(root):
         yield
         storage = read_storage(one)
         if storages.setdefault(storage.key, storage) != storage:
-            raise Corrupt(f"the storage {storage.key[:80]!r} has two sizes or types")
+            raise CorruptCheckpointError(f"the storage {storage.key[:80]!r} has two sizes or types")
     starts = yield from _starts(source, file_bytes, end, keys, storages)
     return LegacyFile(root, end, source, starts)
 
@@ -73,7 +76,7 @@ def _read_pickles(source: BinaryIO, most_bytes: int) -> Steps[tuple[object, list
         source.seek(0)
         try:
             return (yield from _pickles(source.read(nbytes)))
-        except Corrupt:
+        except CorruptCheckpointError:
             nbytes = min(most_bytes, 16 * nbytes)
     source.seek(0)
     return (yield from _pickles(source.read(nbytes)))
@@ -87,19 +90,19 @@ def _pickles(data: bytes) -> Steps[tuple[object, list[str], int]]:
         parts.append(part)
     magic, protocol, machine, root, keys = parts
     if magic != _MAGIC or protocol != _PROTOCOL:
-        raise Corrupt("it does not begin as torch.save begins a file")
+        raise CorruptCheckpointError("it does not begin as torch.save begins a file")
     if not isinstance(machine, Pairs) or ("little_endian", True) not in list(machine):
-        raise UnsupportedCheckpoint("it was written on a big-endian machine")
+        raise UnsupportedCheckpointError("it was written on a big-endian machine")
     if not isinstance(keys, list):
-        raise Corrupt("it has no list of storages")
+        raise CorruptCheckpointError("it has no list of storages")
     found = [key for key in keys if isinstance(key, str)]
     if len(found) != len(keys) or len(set(found)) != len(found):
-        raise Corrupt("its list of storages is malformed")
+        raise CorruptCheckpointError("its list of storages is malformed")
     return root, found, end
 
 
 def _starts(
-    source: BinaryIO, file_bytes: int, end: int, keys: list[str], storages: Mapping[str, Storage]
+    source: BinaryIO, file_bytes: int, end: int, keys: list[str], storages: Mapping[str, PickledStorage]
 ) -> Steps[dict[str, int]]:
     """Return the offset of each storage. The number of elements before it has to be that in the pickle."""
     starts: dict[str, int] = {}
@@ -107,11 +110,13 @@ def _starts(
         yield
         storage = storages.get(key)
         if storage is None:
-            raise Corrupt(f"nothing refers to its storage {key[:80]!r}, so that its size is unknown")
+            raise CorruptCheckpointError(f"nothing refers to its storage {key[:80]!r}, so that its size is unknown")
         source.seek(end)
         count = int.from_bytes(source.read(_COUNT_BYTES), "little")
         starts[key] = end + _COUNT_BYTES
         end = starts[key] + storage.nbytes
         if count != storage.count or end > file_bytes:
-            raise Corrupt(f"its storage {key[:80]!r} has {count} elements where {storage.count} belong, or is cut off")
+            raise CorruptCheckpointError(
+                f"its storage {key[:80]!r} has {count} elements where {storage.count} belong, or is cut off"
+            )
     return starts

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 from zlib import crc32
 
-from ...errors import Corrupt, SidestreamError, UnsupportedCheckpoint
+from ...errors import CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
 
 __all__ = ["TorchZip", "is_older", "is_zip", "other_zip"]
 
@@ -39,7 +39,7 @@ def other_zip(source: BinaryIO, nbytes: int) -> str | None:
     try:
         with _translated():
             names = zipfile.ZipFile(_Window(source, nbytes)).namelist()
-    except Corrupt:
+    except CorruptCheckpointError:
         return None
     ends = {name.partition("/")[2] for name in names}
     if "constants.pkl" in ends and any(name.startswith("code/") for name in ends):
@@ -62,15 +62,16 @@ def other_zip(source: BinaryIO, nbytes: int) -> str | None:
 class TorchZip:
     """The records of one item. ``source`` is a seekable binary file that holds the item and nothing else.
 
-    Raises ``Corrupt`` on entry and on every read where the zip is malformed, has compressed, encrypted, overlapping or
-    repeated records, or claims bytes that it does not have; ``UnsupportedCheckpoint`` for big-endian items, and for
-    those that are no zips but torch's older format. Errors of ``source`` itself (``OSError``) pass through.
+    Raises ``CorruptCheckpointError`` on entry and on every read where the zip is malformed, has compressed, encrypted,
+    overlapping or repeated records, or claims bytes that it does not have; ``UnsupportedCheckpointError`` for
+    big-endian items, and for those that are no zips but torch's older format. Errors of ``source`` itself (``OSError``)
+    pass through.
     """
 
     def __init__(self, source: BinaryIO, item_bytes: int) -> None:
         self._window = _Window(source, item_bytes)
         if is_older(self._window.read(_OLDER_BYTES)):
-            raise UnsupportedCheckpoint(
+            raise UnsupportedCheckpointError(
                 "written in the format that torch.save had before zips, which this version does not read; load it with "
                 "torch.distributed.checkpoint"
             )
@@ -107,7 +108,7 @@ class TorchZip:
         info = self._records.get(self._prefix + "byteorder")
         order = "little" if info is None else _BYTE_ORDERS.get((info.file_size, info.CRC))
         if order == "big":
-            raise UnsupportedCheckpoint("written on a big-endian machine, which this version does not read")
+            raise UnsupportedCheckpointError("written on a big-endian machine, which this version does not read")
         if order is None:
             raise _malformed("its byte order is none")
 
@@ -217,5 +218,5 @@ def _translated() -> Iterator[None]:
         raise _malformed(f"{type(error).__name__}: {ascii(str(error)[:200])[1:-1]}") from None
 
 
-def _malformed(what: str) -> Corrupt:
-    return Corrupt(f"malformed torch.save zip: {what}")
+def _malformed(what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"malformed torch.save zip: {what}")

@@ -10,7 +10,7 @@ import torch
 from ..._format.records import SPARSE_PARTS, CompositeEntry, Entry
 from ..._runtime.steps import Steps
 from ..._runtime.torch_probes import dtype_from_name, dtype_name
-from ...errors import Corrupt, UnsupportedCheckpoint
+from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ..values import decode_value
 from .types import KnownTypes, type_of
 
@@ -18,7 +18,7 @@ __all__ = ["build_composites", "check_types", "fill_sparse"]
 
 
 def check_types(entries: Mapping[str, Entry], fqns: Iterable[str], allowed: Mapping[str, type]) -> Steps[None]:
-    """Raise ``UnsafeObject`` for the first of the composite tensors ``fqns`` whose type may not be made anew."""
+    """Raise ``UnsafeObjectError`` for the first of the composite tensors ``fqns`` whose type may not be made anew."""
     for fqn in fqns:
         yield
         entry = entries[fqn]
@@ -32,7 +32,8 @@ def build_composites(
 ) -> Steps[dict[str, torch.Tensor]]:
     """Return the composite tensors ``fqns`` over their parts, which are among ``tensors`` or among ``fqns`` themselves.
 
-    Raises ``Corrupt`` for parts that are no sparse tensor, ``UnsafeObject`` and ``UnsupportedCheckpoint``.
+    Raises ``CorruptCheckpointError`` for parts that are no sparse tensor, ``UnsafeObjectError`` and
+    ``UnsupportedCheckpointError``.
     """
     made: dict[str, torch.Tensor] = {}
     for fqn in sorted(fqns, key=len, reverse=True):  # those that are parts of others first
@@ -54,7 +55,7 @@ def _sparse(fqn: str, entry: CompositeEntry, parts: Mapping[str, torch.Tensor], 
     options: dict[str, Any] = {"layout": getattr(torch, entry.type)}
     if entry.type == "sparse_coo":
         if type(context) is not bool:
-            raise Corrupt(f"{fqn}: the manifest does not say whether it is coalesced", fqn=fqn)
+            raise CorruptCheckpointError(f"{fqn}: the manifest does not say whether it is coalesced", fqn=fqn)
         options = {"is_coalesced": context}
     try:
         # Indices outside of the shape would make torch read and write memory that is not the tensor's.
@@ -64,7 +65,7 @@ def _sparse(fqn: str, entry: CompositeEntry, parts: Mapping[str, torch.Tensor], 
         problem = f"values of dtype {dtype_name(made.dtype)}"
     except (RuntimeError, TypeError, ValueError) as error:
         problem = str(error).partition("\n")[0]
-    raise Corrupt(f"{fqn}: its parts are no tensor of layout {entry.type}: {problem}", fqn=fqn)
+    raise CorruptCheckpointError(f"{fqn}: its parts are no tensor of layout {entry.type}: {problem}", fqn=fqn)
 
 
 def _subclass(
@@ -73,11 +74,11 @@ def _subclass(
     try:
         made = kind.__tensor_unflatten__(dict(parts), context, torch.Size(entry.shape), entry.strides)
     except Exception as error:
-        raise UnsupportedCheckpoint(
+        raise UnsupportedCheckpointError(
             f"{fqn}: {entry.type} does not take what was saved of it: {type(error).__name__}: {error}"
         ) from error
     if type(made) is not kind or tuple(made.shape) != entry.shape or made.dtype != dtype_from_name(entry.dtype):
-        raise UnsupportedCheckpoint(
+        raise UnsupportedCheckpointError(
             f"{fqn}: {entry.type} makes another tensor of what was saved than {entry.dtype} of shape {entry.shape}"
         )
     plain: torch.Tensor = made.detach() if made.requires_grad else made

@@ -14,7 +14,7 @@ import torch
 from ..._format.records import MAX_PARTS, CompositeEntry, Key, Node
 from ..._runtime.torch_probes import dtype_name
 from ..._staging import Form
-from ...errors import UnsafeObject, UnsupportedTensor
+from ...errors import UnsafeObjectError, UnsupportedTensorError
 from ..values import encode_value
 
 __all__ = ["composite_entry", "differences"]
@@ -25,10 +25,11 @@ _TOLD = 160
 
 
 def composite_entry(fqn: str, path: tuple[Key, ...], form: Form) -> CompositeEntry:
-    """Return what the manifest says of a composite tensor. Raises ``UnsupportedTensor`` and ``UnsafeObject``."""
+    """Return what the manifest says of a composite tensor. Raises ``UnsupportedTensorError`` and
+    ``UnsafeObjectError``."""
 
-    def unsupported(what: str) -> UnsupportedTensor:
-        return UnsupportedTensor(f"{fqn}: cannot save a {form.type} {what}")
+    def unsupported(what: str) -> UnsupportedTensorError:
+        return UnsupportedTensorError(f"{fqn}: cannot save a {form.type} {what}")
 
     if form.attributes:
         raise unsupported(
@@ -47,11 +48,11 @@ def _encode(value: Any, told: str, depth: int) -> Node:
     tensors: nothing has copied them."""
     kind: Any = type(value)
     if isinstance(value, torch.Tensor):
-        raise UnsafeObject(f"{told} a tensor that its __tensor_flatten__ does not name")
+        raise UnsafeObjectError(f"{told} a tensor that its __tensor_flatten__ does not name")
     if isinstance(value, Enum):
         return {"member": [_name(kind), value.name]}
     if depth > _MAX_DEPTH:
-        raise UnsafeObject(f"{told} containers deeper than {_MAX_DEPTH} levels, or one that contains itself")
+        raise UnsafeObjectError(f"{told} containers deeper than {_MAX_DEPTH} levels, or one that contains itself")
     if kind in (list, tuple):
         return {kind.__name__: [_encode(item, told, depth + 1) for item in value]}
     if kind in (dict, OrderedDict):
@@ -64,8 +65,8 @@ def _encode(value: Any, told: str, depth: int) -> Node:
         return _object(kind, [_encode(item, told, depth + 1) for item in value])
     try:
         return encode_value(value, "")
-    except UnsafeObject:
-        raise UnsafeObject(
+    except UnsafeObjectError:
+        raise UnsafeObjectError(
             f"{told} a {_name(kind)} beside its tensors, which is no plain data: save the tensors that it wraps by "
             "themselves, and make it of them again after a load"
         ) from None

@@ -18,7 +18,7 @@ from ..._format.records import (
     stored,
 )
 from ..._runtime.steps import Steps, chunked
-from ...errors import KindMismatch, Mismatch, ShapeMismatch
+from ...errors import KindMismatchError, ShapeMismatchError, StateMismatchError
 from ..findings import Findings, dtype_fits
 from ..flatten import CompositeLeaf, Leaf
 from .entry import composite_entry, differences
@@ -83,11 +83,11 @@ class CompositeTargets:
         elif isinstance(entry, OpaqueEntry):
             findings.opaque.append(fqn)
         elif not isinstance(entry, CompositeEntry) or entry.type != here.type:
-            findings.add(KindMismatch, f"{fqn}: a {here.type} in the target, {kind_of(entry)} in the checkpoint")
+            findings.add(KindMismatchError, f"{fqn}: a {here.type} in the target, {kind_of(entry)} in the checkpoint")
         elif entry.shape != here.shape:
-            findings.add(ShapeMismatch, f"{fqn}: shape {here.shape} in the target, {entry.shape} saved")
+            findings.add(ShapeMismatchError, f"{fqn}: shape {here.shape} in the target, {entry.shape} saved")
         elif problem := differences(here, entry):
-            findings.add(Mismatch, f"{fqn}: {problem}")
+            findings.add(StateMismatchError, f"{fqn}: {problem}")
         else:
             return dtype_fits(fqn, here.dtype, entry.dtype, findings)
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from ...errors import UnsafeObject
+from ...errors import UnsafeObjectError
 
 __all__ = ["KnownTypes", "type_of"]
 
@@ -24,7 +24,7 @@ _TENSORS = frozenset(
         "torchao.quantization.granularity.PerTensor",
     }
 )
-"""The subclasses of tensors that are made anew without ``allow=``, once the program has imported them."""
+"""The subclasses of tensors that are made anew without ``safe_globals=``, once the program has imported them."""
 
 _BESIDE = frozenset(
     {
@@ -44,7 +44,7 @@ _BESIDE = frozenset(
 
 
 def type_of(fqn: str, name: str, allowed: Mapping[str, type]) -> type:
-    """Return the class ``name`` for the tensor ``fqn``. Raises ``UnsafeObject`` if it is not allowed, or not known
+    """Return the class ``name`` for the tensor ``fqn``. Raises ``UnsafeObjectError`` if it is not allowed, or not known
     here."""
     return _found(fqn, name, allowed, _TENSORS)
 
@@ -53,13 +53,13 @@ def _found(fqn: str, name: str, allowed: Mapping[str, type], known: frozenset[st
     if name in allowed:
         return allowed[name]
     if name not in known:
-        raise UnsafeObject(
-            f"{fqn}: a {name} is made anew only if allow= names that class; or load into a tensor of this kind"
+        raise UnsafeObjectError(
+            f"{fqn}: a {name} is made anew only if safe_globals= names that class; or load into a tensor of this kind"
         )
     module, _, attribute = name.rpartition(".")
     found = getattr(sys.modules.get(module), attribute, None)
     if not isinstance(found, type):
-        raise UnsafeObject(f"{fqn}: a {name}, which this program does not know yet: import {module} first")
+        raise UnsafeObjectError(f"{fqn}: a {name}, which this program does not know yet: import {module} first")
     return found
 
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from ..._format.cover import TooIntricateError, find_overlap, volume
 from ..._format.records import Key, itemsize
-from ..._format.shared import Placed, Shared, SharedRow
+from ..._format.shared import PlacedBox, Shared, SharedRow
 from ..._runtime.steps import Steps, collected
-from ...errors import InvalidOption, UnsupportedCheckpoint
+from ...errors import InvalidOptionError, UnsupportedCheckpointError
 from .rank_table import Box, Row, boxes_of, unpack_boxes
 
 __all__ = ["Assignment", "Told", "assign"]
@@ -97,8 +97,8 @@ def assign(ranks: Sequence[Told], tables: Mapping[str, Sequence[Row]]) -> Steps[
     """What all ranks together save, and what each of them writes of it.
 
     Each box is written once. Of boxes that several ranks have, large ones are cut along their first dimension and
-    shared, small ones go to whoever has least to write. Raises ``InvalidOption`` where ranks disagree about a name, or
-    hold only parts of a tensor together.
+    shared, small ones go to whoever has least to write. Raises ``InvalidOptionError`` where ranks disagree about a
+    name, or hold only parts of a tensor together.
     """
     digests = list(dict.fromkeys(told.table for told in ranks))
     cohorts = [[rank for rank, told in enumerate(ranks) if told.table == digest] for digest in digests]
@@ -113,7 +113,7 @@ def assign(ranks: Sequence[Told], tables: Mapping[str, Sequence[Row]]) -> Steps[
     merged = yield from _merge(work.tables)
     groups, others = yield from _groups(work, merged)
     patterns: dict[tuple[object, ...], int] = {}
-    placed: list[tuple[Placed, ...]] = []
+    placed: list[tuple[PlacedBox, ...]] = []
     of_row: dict[int, int] = {}
     by_size = sorted(groups, key=lambda group: -math.prod(group.row.shape) * itemsize(group.row.dtype))
     for group in by_size:
@@ -129,14 +129,14 @@ def assign(ranks: Sequence[Told], tables: Mapping[str, Sequence[Row]]) -> Steps[
 
 
 def _merge(tables: Sequence[Sequence[Row]]) -> Steps[dict[str, tuple[Row, list[tuple[int, int]]]]]:
-    """Each row, and where it stands in which tables. Raises ``InvalidOption`` where they differ about it."""
+    """Each row, and where it stands in which tables. Raises ``InvalidOptionError`` where they differ about it."""
     merged: dict[str, tuple[Row, list[tuple[int, int]]]] = {}
     for table, rows in enumerate(tables):
         for number, row in enumerate(rows):
             yield
             first, where = merged.setdefault(row.fqn, (row, []))
             if first[:5] != row[:5]:
-                raise InvalidOption(
+                raise InvalidOptionError(
                     f"{row.fqn}: {_told(first)} to some ranks, {_told(row)} to others; rename one of them"
                 )
             where.append((table, number))
@@ -146,8 +146,8 @@ def _merge(tables: Sequence[Sequence[Row]]) -> Steps[dict[str, tuple[Row, list[t
 def _without_shells(
     merged: dict[str, tuple[Row, list[tuple[int, int]]]],
 ) -> Steps[dict[str, tuple[Row, list[tuple[int, int]]]]]:
-    """``merged`` without the empty dicts that other ranks have something in. Raises ``InvalidOption`` for a leaf that
-    is a container to other ranks, and for a dict that is a list to others."""
+    """``merged`` without the empty dicts that other ranks have something in. Raises ``InvalidOptionError`` for a leaf
+    that is a container to other ranks, and for a dict that is a list to others."""
     containers: dict[tuple[Key, ...], tuple[bool, str]] = {}  # whether it is a list, and what is in it
     for row, _ in merged.values():
         yield
@@ -155,7 +155,7 @@ def _without_shells(
             path, is_list = row.path[:depth], type(row.path[depth]) is int
             known, inner = containers.setdefault(path, (is_list, row.fqn))
             if known != is_list:
-                raise InvalidOption(
+                raise InvalidOptionError(
                     f"{inner} and {row.fqn}: a list to some ranks is a dict to others; rename one of them"
                 )
             if inner != row.fqn:  # what is around it is known too
@@ -168,7 +168,7 @@ def _without_shells(
         if row.kind == "empty" and not containers[row.path][0]:
             shells.append(fqn)
         else:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"{fqn}: {_told(row)} to some ranks, others have {containers[row.path][1]} in it; rename one of them"
             )
     for fqn in shells:
@@ -205,7 +205,7 @@ def _place_group(
     work: _Assigning,
     group: _Group,
     patterns: dict[tuple[object, ...], int],
-    placed: list[tuple[Placed, ...]],
+    placed: list[tuple[PlacedBox, ...]],
     of_row: dict[int, int],
 ) -> Steps[None]:
     sets: dict[Box, list[_Holder]] = {}
@@ -220,7 +220,7 @@ def _place_group(
             work.load[holders[0].rank] += math.prod(box[1]) * size * len(group.members)
     for number, where in group.members:
         yield
-        chosen: dict[Box, tuple[Placed, ...]] = {}
+        chosen: dict[Box, tuple[PlacedBox, ...]] = {}
         for box, holders in shared.items():
             order = _order(work, box, holders, where, several=len(shared) > 1)
             chosen[box] = _share(work, box, order, size, where)
@@ -233,7 +233,7 @@ def _place_group(
                 tuple(
                     one
                     for box, holders in sets.items()
-                    for one in chosen.get(box, (Placed(holders[0].rank, box[0], box[1]),))
+                    for one in chosen.get(box, (PlacedBox(holders[0].rank, box[0], box[1]),))
                 )
             )
         of_row[number] = patterns[key]
@@ -255,15 +255,15 @@ def _check_cover(row: Row, boxes: Sequence[Box]) -> None:
     try:
         overlap = find_overlap(boxes)
     except TooIntricateError:
-        raise UnsupportedCheckpoint(f"{row.fqn}: it is cut in a way that is too intricate to check") from None
+        raise UnsupportedCheckpointError(f"{row.fqn}: it is cut in a way that is too intricate to check") from None
     if overlap:
         first, second = (boxes[index] for index in overlap)
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"{row.fqn}: ranks hold boxes of it that overlap without being equal, {first} and {second}: is it one "
             "tensor?"
         )
     if volume(boxes) != math.prod(row.shape):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"{row.fqn}: the ranks that save hold {volume(boxes)} of its {math.prod(row.shape)} elements; save with a "
             "process group that has all ranks of its mesh"
         )
@@ -291,7 +291,7 @@ def _order(
 
 def _share(
     work: _Assigning, box: Box, order: Sequence[_Holder], size: int, where: Sequence[tuple[int, int]]
-) -> tuple[Placed, ...]:
+) -> tuple[PlacedBox, ...]:
     """Which rows of ``box`` those in ``order`` write."""
     nbytes = math.prod(box[1]) * size
     rows = box[1][0] if box[1] else 0
@@ -307,11 +307,11 @@ def _share(
             if n:
                 work.pieces[holder.rank][item] = (0, 0)
             else:
-                result.append(Placed(holder.rank, *box))
+                result.append(PlacedBox(holder.rank, *box))
         elif take:
             work.pieces[holder.rank][item] = (first, take)
             offsets, sizes = box
-            result.append(Placed(holder.rank, (offsets[0] + first, *offsets[1:]), (take, *sizes[1:])))
+            result.append(PlacedBox(holder.rank, (offsets[0] + first, *offsets[1:]), (take, *sizes[1:])))
         else:
             work.pieces[holder.rank][item] = (0, 0)
         work.load[holder.rank] += (nbytes // rows * take if rows else nbytes) if count > 1 else (0 if n else nbytes)

@@ -17,8 +17,8 @@ from ..._format.values import pickle_node
 from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import view_key
 from ..._staging import Composite, ImageLayout, PlanCache
-from ...errors import InvalidOption
-from ..save_layout import SHARD_BYTES, window_bytes_for, window_copies
+from ...errors import InvalidOptionError
+from ..save_layout import SHARD_BYTES, converted_to, window_bytes_for, window_copies
 from ..values import encode_value
 from .assign import Assignment
 from .rank_table import Box, LocalTable
@@ -43,6 +43,8 @@ class _Source(NamedTuple):
     start: tuple[int, ...]
     sizes: tuple[int, ...]
     whole: bool
+    dtype: torch.dtype | None
+    """What they are converted to; None: the dtype that they have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +122,13 @@ class RankPlan:
 
 
 def encode_values(table: LocalTable) -> Steps[EncodedValues]:
-    """Raises ``UnsafeObject``, naming the FQN."""
+    """Raises ``UnsafeObjectError``, naming the FQN."""
     nodes: dict[int, Node] = {}
     digests: dict[int, str] = {}
     for number, leaf in table.values.items():
         yield
         if isinstance(leaf.value, Composite):
-            raise InvalidOption(f"{leaf.fqn}: a tensor in place of a value")
+            raise InvalidOptionError(f"{leaf.fqn}: a tensor in place of a value")
         node = nodes[number] = encode_value(leaf.value, leaf.fqn)
         digests[number] = hashlib.blake2b(json.dumps(node).encode(), digest_size=8).hexdigest()
     return EncodedValues(
@@ -171,11 +173,11 @@ def _tensor(source: torch.Tensor, piece: _Source) -> torch.Tensor:
 
 def _images(layout: RankLayout, tensors: Sequence[torch.Tensor]) -> Steps[list[ImageLayout]]:
     images: list[ImageLayout] = []
-    numbers = range(len(tensors))
+    dtypes = [source.dtype for source in layout.sources]
     before = 0
     for shard in layout.shards:
         for window in shard.windows:
-            copies = yield from collected(window_copies(shard, window, numbers, before, tensors))
+            copies = yield from collected(window_copies(shard, window, before, tensors, dtypes))
             images.append(ImageLayout(window.end - window.start, tuple(copies)))
         before += len(shard.items)
     return images
@@ -205,7 +207,7 @@ def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> St
             identity = (number,)
         if identity not in known:
             known[identity] = len(sources)
-            sources.append(_Source(item.tensor, start, sizes, whole))
+            sources.append(_Source(item.tensor, start, sizes, whole, converted_to(tensor, dtype)))
             frames.append(frame_tensor(dtype, sizes))
         taken.append((item.row, (offsets, sizes), known[identity]))
     shards = tuple((yield from lay_out(frames, SHARD_BYTES, window_bytes)))

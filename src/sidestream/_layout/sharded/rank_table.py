@@ -17,7 +17,7 @@ from ..._format.records import SAVED_DTYPES, DictKey, Key
 from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from ..._staging import Captured, Composite, PlanCache, fingerprint
-from ...errors import Corrupt, UnsupportedTensor
+from ...errors import CorruptCheckpointError, UnsupportedTensorError
 from ..flatten import CompositeLeaf, Leaf, leaves_of
 
 __all__ = ["Box", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "parse_rows", "unpack_boxes"]
@@ -71,7 +71,7 @@ class LocalTable:
 
 
 def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
-    """Raises ``UnsupportedTensor``, ``KeyCollision``, ``UnsafeObject``, naming the FQN."""
+    """Raises ``UnsupportedTensorError``, ``KeyCollisionError``, ``UnsafeObjectError``, naming the FQN."""
     leaves = yield from collected(leaves_of(captured.root))
     sources: list[torch.Tensor] = []
     shardings: list[Hashable] = []
@@ -88,22 +88,23 @@ def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
             sources.extend(leaf.value.tensors())
             shardings.append(sharding.key)
     kinds = tuple([type(leaf.value) for leaf in leaves])
-    key = (tuple([leaf.path for leaf in leaves]), kinds, tuple(shardings), (yield from fingerprint(sources)))
-    held = yield from plans.get(("table", key), lambda: _hold(leaves, sources, captured.held))
+    converted = tuple(captured.dtypes.items())
+    key = (tuple([leaf.path for leaf in leaves]), kinds, tuple(shardings), converted, (yield from fingerprint(sources)))
+    held = yield from plans.get(("table", key), lambda: _hold(leaves, sources, captured))
     values = {number: leaf for number, leaf in enumerate(leaves) if held.rows[number].kind == "value"}
     return LocalTable(held, sources, values, key)
 
 
-def _refused(fqn: str, composite: Composite) -> UnsupportedTensor:
+def _refused(fqn: str, composite: Composite) -> UnsupportedTensorError:
     inner = [part.kind for part in composite.parts if isinstance(part, Composite)]
     over = f" over {inner[0]}" if inner else ""
-    return UnsupportedTensor(
+    return UnsupportedTensorError(
         f"{fqn}: ranks that save together cannot save {composite.kind}{over}: save the tensors that it is made of, or "
         "a dense one"
     )
 
 
-def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[int]) -> Steps[Held]:
+def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], captured: Captured) -> Steps[Held]:
     rows: list[Row] = []
     items: list[Item] = []
     known: dict[tuple[object, ...], int] = {}
@@ -113,7 +114,7 @@ def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[i
         value = leaf.value
         if isinstance(value, (torch.Tensor, Composite)):
             parts = [value] if isinstance(value, torch.Tensor) else list(value.tensors())
-            row, here = _tensor_row(leaf, parts, number, len(rows), copied)
+            row, here = _tensor_row(leaf, parts, number, len(rows), captured)
             identity = tuple(view_key(part) for part in parts if part.numel())
             if identity:
                 tie = known.setdefault((identity, row.dtype, row.shape), len(rows))
@@ -130,8 +131,9 @@ def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[i
 
 
 def _tensor_row(
-    leaf: Leaf, parts: Sequence[torch.Tensor], number: int, row: int, copied: set[int]
+    leaf: Leaf, parts: Sequence[torch.Tensor], number: int, row: int, captured: Captured
 ) -> tuple[Row, list[Item]]:
+    copied = captured.held
     for part in parts:
         check_tensor(part, leaf.fqn, held=bool(copied) and storage_key(part) in copied)
     if isinstance(leaf.value, Composite):
@@ -141,8 +143,9 @@ def _tensor_row(
     else:
         shape, dtype = tuple(leaf.value.shape), dtype_name(leaf.value.dtype)
         places = ((0, (0,) * len(shape), shape, (0,) * len(shape)),)
+    dtype = captured.dtypes.get(leaf.fqn, dtype)
     if dtype not in SAVED_DTYPES:
-        raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
+        raise UnsupportedTensorError(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
     here = []
     filled = 0 not in shape
     for which, offsets, sizes, start in places:
@@ -150,7 +153,7 @@ def _tensor_row(
             continue
         local = parts[which].shape
         if any(at + size > extent for at, size, extent in zip(start, sizes, local, strict=True)):
-            raise UnsupportedTensor(
+            raise UnsupportedTensorError(
                 f"{leaf.fqn}: its placements say that this rank has {sizes} of {shape}, but the local tensor has the "
                 f"shape {tuple(local)}"
             )
@@ -210,7 +213,7 @@ def boxes_of(raw: bytes) -> list[bytes]:
     starts = array("I", raw[4 : 4 + 4 * (rows + 1)])
     body = raw[4 + 4 * (rows + 1) :]
     if len(starts) != rows + 1 or starts[-1] != len(body):
-        raise Corrupt("what a rank says about its boxes is damaged")
+        raise CorruptCheckpointError("what a rank says about its boxes is damaged")
     return [body[start:end] for start, end in itertools.pairwise(starts)]
 
 

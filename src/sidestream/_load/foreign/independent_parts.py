@@ -22,7 +22,7 @@ from ..._format.values import is_stored
 from ..._runtime.tasks import in_parallel
 from ..._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
 from ..._storage import RangeSource
-from ...errors import Corrupt, Incomplete
+from ...errors import CorruptCheckpointError, IncompleteCheckpointError
 from .manifests import read_file
 from .values import agree
 
@@ -30,7 +30,8 @@ __all__ = ["check_sizes", "is_whole", "read_apart", "read_part", "read_part_mark
 
 
 async def read_part_markers(source: RangeSource, names: Mapping[str, int]) -> dict[int, PartMarker | None]:
-    """What there is of each rank, among the files ``names``: None where another writer made it. Raises ``Corrupt``."""
+    """What there is of each rank, among the files ``names``: None where another writer made it. Raises
+    ``CorruptCheckpointError``."""
     ranks = await io_threads().run_sliced(ranks_among, names)
     found: dict[int, PartMarker | None] = dict.fromkeys(ranks)
     queue = iter(ranks)
@@ -45,13 +46,13 @@ async def read_part_markers(source: RangeSource, names: Mapping[str, int]) -> di
 
 
 async def is_whole(source: RangeSource, names: Mapping[str, int]) -> bool:
-    """Whether it is a checkpoint in parts of ours. Raises ``Incomplete``, ``Corrupt``."""
+    """Whether it is a checkpoint in parts of ours. Raises ``IncompleteCheckpointError``, ``CorruptCheckpointError``."""
     ranks = await io_threads().run_sliced(ranks_among, names)
     first = {part_metadata_name(rank): 0 for rank in ranks[:1]}
     for one in (await read_part_markers(source, first)).values():
         if one is not None and one.world_size != len(ranks):  # the other parts would add no information
             missing = await io_threads().run_sliced(missing_ranks, frozenset(ranks), one.world_size)
-            raise Incomplete(
+            raise IncompleteCheckpointError(
                 f"the save {one.save_id!r} of {one.world_size} ranks, each by itself, is not whole: there are parts of "
                 f"{len(ranks)} ranks",
                 save_id=one.save_id,
@@ -64,7 +65,8 @@ async def is_whole(source: RangeSource, names: Mapping[str, int]) -> bool:
 async def read_apart(
     source: RangeSource, sizes: Mapping[str, int], markers: Mapping[int, PartMarker | None]
 ) -> Manifest:
-    """The checkpoint that the parts make, not yet validated. Raises ``Incomplete``, ``Corrupt``."""
+    """The checkpoint that the parts make, not yet validated. Raises ``IncompleteCheckpointError``,
+    ``CorruptCheckpointError``."""
     found = await io_threads().run_sliced(whole, markers)
     read: dict[int, Manifest] = {}
     queue = iter(found)
@@ -92,7 +94,7 @@ async def read_apart(
 @sliced
 def _merged(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica], dict[str, int]]]:
     """Merge the parts. Also returns the items that remain to be compared byte by byte, and the files of all parts.
-    Raises ``Corrupt`` if the checksums of the parts differ."""
+    Raises ``CorruptCheckpointError`` if the checksums of the parts differ."""
     manifest, replicas = yield from merge_ranks(parts)
     files = dict(gathered(named for part in parts for named in part.files.items()))
     left = []
@@ -109,8 +111,8 @@ def _merged(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica], d
     return manifest, left, files
 
 
-def _differ(fqn: str) -> Corrupt:
-    return Corrupt(
+def _differ(fqn: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
         f"{fqn}: the ranks saved different values of it, so it has none as a whole; give what belongs to a rank a name "
         "of its own, or load this checkpoint with torch.distributed.checkpoint, on as many ranks",
         fqn=fqn,
@@ -118,18 +120,20 @@ def _differ(fqn: str) -> Corrupt:
 
 
 async def read_part(source: RangeSource, sizes: Mapping[str, int], marker: PartMarker) -> Manifest:
-    """The manifest of one rank. Raises ``Corrupt``."""
+    """The manifest of one rank. Raises ``CorruptCheckpointError``."""
     name = part_manifest_name(marker.rank, marker.id)
     if sizes.get(name) != marker.manifest_bytes:
-        raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
+        raise CorruptCheckpointError(
+            f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name
+        )
     raw = await read_file(source, name, marker.manifest_bytes)
 
     def parse() -> Manifest:
         if crc32(raw) != marker.manifest_crc:
-            raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
+            raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the marker", file=name)
         manifest = run_sliced(parse_manifest(raw))
         if not isinstance(manifest, Manifest) or manifest.save_id[: len(marker.id)] != marker.id:
-            raise Corrupt(f"{name} belongs to another save than the marker", file=name)
+            raise CorruptCheckpointError(f"{name} belongs to another save than the marker", file=name)
         check_sizes(manifest.files, sizes)
         return manifest
 
@@ -138,9 +142,9 @@ async def read_part(source: RangeSource, sizes: Mapping[str, int], marker: PartM
 
 @sliced
 def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> Steps[None]:
-    """Raise ``Corrupt`` for a file that is missing or does not have the size that was saved. Called in a worker
-    thread."""
+    """Raise ``CorruptCheckpointError`` for a file that is missing or does not have the size that was saved. Called in a
+    worker thread."""
     for file, nbytes in saved.items():
         yield
         if found.get(file) != nbytes:
-            raise Corrupt(f"{file} has {found.get(file, 0)} bytes, but {nbytes} were saved", file=file)
+            raise CorruptCheckpointError(f"{file} has {found.get(file, 0)} bytes, but {nbytes} were saved", file=file)

@@ -31,9 +31,9 @@ from ..._format.safetensors.read import (
 from ..._format.torch_zip.file import FileTensor, FileValue, read_torch_file
 from ..._format.torch_zip.zip import other_zip
 from ..._format.validate import check_item
-from ..._runtime.threads import Steps, gathered, io_threads, politely, run_sliced, sliced
+from ..._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced, yielding_gil
 from ..._storage import RangeSource, ReadRange
-from ...errors import Corrupt, UnsafeObject, UnsupportedCheckpoint, allocating
+from ...errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError, allocating
 from .values import SourceFile, agree
 
 __all__ = [
@@ -71,7 +71,7 @@ def is_foreign(sizes: Mapping[str, int]) -> bool:
 async def read_foreign_manifest(source: RangeSource, sizes: Mapping[str, int]) -> Manifest:
     """Everything about the checkpoint in ``directory``, whose files have these ``sizes``; not yet validated.
 
-    Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``MissingExtra``.
+    Raises ``CorruptCheckpointError``, ``UnsafeObjectError``, ``UnsupportedCheckpointError``, ``MissingExtraError``.
     """
     threads = io_threads()
     ranks = [] if METADATA_NAME in sizes else await threads.run_sliced(rank_files, sizes)
@@ -89,7 +89,7 @@ async def _read_metadata(source: RangeSource, name: str, sizes: Mapping[str, int
     raw = await read_file(source, name, sizes[name], most_bytes=MOST_METADATA_BYTES)
     try:
         manifest = await threads.run(_stock_metadata, raw)
-    except Corrupt as error:
+    except CorruptCheckpointError as error:
         error.file = error.file or name
         raise
     shards = await threads.run(_present_shards, manifest, sizes)
@@ -107,7 +107,7 @@ def _stock_metadata(raw: bytearray) -> Steps[Manifest]:
     for fqn, entry in manifest.entries.items():
         yield
         if ".".join(map(str, entry.path)) != fqn:
-            raise Corrupt(
+            raise CorruptCheckpointError(
                 f"the path of {fqn!r} in planner_data does not match its name: {ascii(entry.path)[:200]}", fqn=fqn
             )
     return manifest
@@ -127,7 +127,7 @@ async def _read_ranks(source: RangeSource, names: list[str], sizes: Mapping[str,
             place = item if isinstance(item, ValueEntry) else item[1]
             check_item(sizes, replica.fqn, place.file, place.item_offset, place.item_bytes)
         if not await agree(source, replica):
-            raise Corrupt(
+            raise CorruptCheckpointError(
                 f"{replica.fqn}: the ranks saved different values of it, so it has none as a whole; load this "
                 "checkpoint with torch.distributed.checkpoint, on as many ranks",
                 fqn=replica.fqn,
@@ -155,7 +155,9 @@ def _files_of_index(index: Mapping[str, str], sizes: Mapping[str, int]) -> Steps
     for file in files:
         yield
         if file not in sizes:
-            raise Corrupt(f"{file!r} is listed in {INDEX_NAME} but is missing from the directory", file=file)
+            raise CorruptCheckpointError(
+                f"{file!r} is listed in {INDEX_NAME} but is missing from the directory", file=file
+            )
     return files
 
 
@@ -164,7 +166,7 @@ def _files_without_index(sizes: Mapping[str, int]) -> Steps[list[str]]:
     """Return the files of a directory without an index. The index is written last; if it is missing, the names of the
     files say how many there should be. Ranks (shards in the names of stock DCP) need not each have a part of every
     file."""
-    files = sorted(name for name in politely(sizes) if name.endswith(SUFFIX))
+    files = sorted(name for name in yielding_gil(sizes) if name.endswith(SUFFIX))
     checked: set[tuple[str, str]] = set()
     for name in files:
         yield
@@ -174,14 +176,16 @@ def _files_without_index(sizes: Mapping[str, int]) -> Steps[list[str]]:
         checked.add((match[1], match[2]))
         missing = next((one for one in _wanted(match[1], match[2]) if one not in sizes), None)
         if missing is not None:
-            raise Corrupt(f"{name} is one of {int(match[2])} files, and {missing} is missing", file=missing)
+            raise CorruptCheckpointError(
+                f"{name} is one of {int(match[2])} files, and {missing} is missing", file=missing
+            )
     return files
 
 
 def _wanted(stem: str, count: str) -> Iterator[str]:
     """Return the expected names in order. The search for a missing name ends after at most as many steps as there are
     files."""
-    return (f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in politely(range(1, int(count) + 1)))
+    return (f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in yielding_gil(range(1, int(count) + 1)))
 
 
 async def read_safetensors_file(source: RangeSource, file: str, sizes: Mapping[str, int]) -> Manifest:
@@ -196,18 +200,20 @@ async def _read_header(source: RangeSource, file: str, start: int, file_bytes: i
     begin = start + PREFIX_BYTES
     try:
         if start < 0 or begin > file_bytes:
-            raise Corrupt(f"{file} has {file_bytes} bytes, too few for safetensors at {start}", file=file)
+            raise CorruptCheckpointError(
+                f"{file} has {file_bytes} bytes, too few for safetensors at {start}", file=file
+            )
         await source.read(file, [ReadRange(start, memoryview(prefix))])
         nbytes = header_bytes(prefix, file_bytes - begin, file)
         with allocating(f"reading the header of {file}"):
             raw = bytearray(nbytes)
         await source.read(file, [ReadRange(begin, memoryview(raw))])
         return await io_threads().run_sliced(parse_header, raw, begin + len(raw), file_bytes, file)
-    except Corrupt as error:
+    except CorruptCheckpointError as error:
         what = await find_other_kind(source, file, file_bytes)
         if what is None or start:
             raise
-        raise UnsupportedCheckpoint(f"{file} is not a safetensors file: {what}") from error
+        raise UnsupportedCheckpointError(f"{file} is not a safetensors file: {what}") from error
 
 
 async def find_other_kind(source: RangeSource, file: str, nbytes: int) -> str | None:
@@ -221,7 +227,7 @@ async def find_other_kind(source: RangeSource, file: str, nbytes: int) -> str | 
 def _with_files(manifest: Manifest, sizes: Mapping[str, int]) -> Manifest:
     manifest = run_sliced(with_opaque_entries(manifest))
     used = set(gathered(file for entry in manifest.entries.values() for file in _files(entry)))
-    return replace(manifest, files={name: nbytes for name, nbytes in politely(sizes.items()) if name in used})
+    return replace(manifest, files={name: nbytes for name, nbytes in yielding_gil(sizes.items()) if name in used})
 
 
 def _files(entry: Entry) -> Iterator[str]:
@@ -234,12 +240,12 @@ def _files(entry: Entry) -> Iterator[str]:
 async def read_file(source: RangeSource, file: str, nbytes: int, *, most_bytes: int = MOST_MANIFEST_BYTES) -> bytearray:
     """Read a whole file that describes other files and whose size is known, in pieces.
 
-    Raises ``Corrupt`` before reading if the file is larger than ``most_bytes``, and while reading if most of it is
-    empty, because a sparse file can have any size without using space. Raises ``OutOfMemory``.
+    Raises ``CorruptCheckpointError`` before reading if the file is larger than ``most_bytes``, and while reading if
+    most of it is empty, because a sparse file can have any size without using space. Raises ``OutOfMemoryError``.
     """
     name = source.path_of(file)
     if nbytes > most_bytes:
-        raise Corrupt(f"{name} has {nbytes} bytes, more than the limit of {most_bytes}", file=name)
+        raise CorruptCheckpointError(f"{name} has {nbytes} bytes, more than the limit of {most_bytes}", file=name)
     content = _Content(name)
     for start in range(0, nbytes, _PIECE_BYTES):
         with allocating(f"reading {name}"):
@@ -266,7 +272,9 @@ class _Content:
             self._pages += 1
             self._empty += piece[start : start + _PAGE_BYTES] == _EMPTY_PAGE
         if self._empty > max(_MOST_EMPTY_PAGES, self._pages // 2):
-            raise Corrupt(f"{self._name} consists mostly of zeros: it is sparse or damaged", file=self._name)
+            raise CorruptCheckpointError(
+                f"{self._name} consists mostly of zeros: it is sparse or damaged", file=self._name
+            )
         self.raw += piece
 
 
@@ -280,7 +288,7 @@ FILE_SUFFIXES = (SUFFIX, *TORCH_SUFFIXES)
 async def read_file_manifest(source: RangeSource, name: str, nbytes: int) -> Manifest:
     """Of one file; not yet validated. Everything in it is data, and no payload is read.
 
-    Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``KeyCollision``."""
+    Raises ``CorruptCheckpointError``, ``UnsafeObjectError``, ``UnsupportedCheckpointError``, ``KeyCollisionError``."""
     if name.endswith(SUFFIX):
         return await read_safetensors_file(source, name, {name: nbytes})
     reader = SourceFile(source, name, nbytes)
@@ -288,23 +296,23 @@ async def read_file_manifest(source: RangeSource, name: str, nbytes: int) -> Man
     def read(file: BinaryIO) -> Manifest:
         try:
             found, checked = run_sliced(read_torch_file(file, nbytes))
-        except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+        except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
             what = other_zip(file, nbytes)
             if what is None:
                 raise
-            raise UnsupportedCheckpoint(f"{name} cannot be read as a torch.save file: {what}") from error
+            raise UnsupportedCheckpointError(f"{name} cannot be read as a torch.save file: {what}") from error
         return Manifest("", _entries(found, name), {name: nbytes}, checked=checked)
 
     try:
         return await reader.run(read, 1 << 16)
-    except (Corrupt, UnsupportedCheckpoint) as error:
+    except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
         if part_of_checkpoint(name):
-            raise UnsupportedCheckpoint(
+            raise UnsupportedCheckpointError(
                 f"{name} is one file of a checkpoint: use the path of the directory that contains it"
             ) from error
         what = await find_other_kind(source, name, nbytes)
         if what is not None:
-            raise UnsupportedCheckpoint(f"{name} cannot be read as a torch.save file: {what}") from error
+            raise UnsupportedCheckpointError(f"{name} cannot be read as a torch.save file: {what}") from error
         raise
 
 

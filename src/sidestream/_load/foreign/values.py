@@ -31,12 +31,19 @@ from ..._runtime.threads import (
     TorchThreads,
     current_deadline,
     io_threads,
-    politely,
     run_sliced,
     sliced,
+    yielding_gil,
 )
 from ..._storage import RangeSource, ReadRange
-from ...errors import Closed, Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint, allocating
+from ...errors import (
+    ClosedError,
+    CorruptCheckpointError,
+    SidestreamError,
+    UnsafeObjectError,
+    UnsupportedCheckpointError,
+    allocating,
+)
 from ...options import Trust
 
 __all__ = [
@@ -84,7 +91,8 @@ async def read_values(
     """The plain values behind ``entries``: our manifest has them; other writers pickled them, which is decoded as data,
     or with ``trust="pickle"`` unpickled. Neither way is ever tried after the other one has failed.
 
-    Raises ``UnsafeObject``, naming the FQN, for what is more than data and not of the types ``allow``; ``Corrupt``.
+    Raises ``UnsafeObjectError``, naming the FQN, for what is more than data and not of the types ``allow``;
+    ``CorruptCheckpointError``.
     """
     values, rest = await io_threads().run(_told_values, entries, manifest.own)
     budgets = ValueBudgets()
@@ -105,7 +113,7 @@ class ValueBudgets:
 
 @sliced
 def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> Steps[tuple[dict[str, Any], dict[str, ValueEntry]]]:
-    """Return the values that the manifest contains, and the entries of the others. Raises ``MissingExtra``."""
+    """Return the values that the manifest contains, and the entries of the others. Raises ``MissingExtraError``."""
     values: dict[str, Any] = {}
     rest: dict[str, ValueEntry] = {}
     for fqn, one in entries.items():
@@ -114,7 +122,7 @@ def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> Steps[tuple[di
             values[fqn] = yield from decode_value(one.node, fqn)
         else:
             rest[fqn] = one
-    if any(one.transform for one in politely(rest.values())):
+    if any(one.transform for one in yielding_gil(rest.values())):
         require()
     return values, rest
 
@@ -135,7 +143,7 @@ def sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, TensorEntr
 
 def opaque_entries(entries: Mapping[str, Entry]) -> dict[str, OpaqueEntry]:
     """Return the tensors of a kind that this version does not read. Called in a worker thread."""
-    return {fqn: entry for fqn, entry in politely(entries.items()) if isinstance(entry, OpaqueEntry)}
+    return {fqn: entry for fqn, entry in yielding_gil(entries.items()) if isinstance(entry, OpaqueEntry)}
 
 
 async def _read_value(
@@ -147,12 +155,12 @@ async def _read_value(
     budgets: ValueBudgets,
 ) -> Any:
     if entry.node == _BARE:
-        raise UnsafeObject(
+        raise UnsafeObjectError(
             f"{fqn}: a planner wrote it as bytes that are no value to anybody else; load it with "
             "sidestream.dcp.StorageReader and that planner"
         )
     if entry.item_bytes > MAX_VALUE_BYTES:
-        raise Corrupt(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
     raw = await read_item(source, entry)
     return await io_threads().run(_open_value, raw, fqn, entry, allow, trust, budgets)
 
@@ -175,7 +183,7 @@ def _unpickle(content: bytearray) -> Any:
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
     except Exception as error:
-        raise UnsupportedCheckpoint(f"it cannot be unpickled here: {type(error).__name__}: {error}") from error
+        raise UnsupportedCheckpointError(f"it cannot be unpickled here: {type(error).__name__}: {error}") from error
 
 
 async def locate_tensor(
@@ -214,13 +222,13 @@ def located_already(entries: Mapping[str, TensorEntry]) -> Steps[tuple[dict[str,
 
 
 def _closed(entry: TensorEntry) -> list[Chunk]:
-    return [chunk for chunk in politely(entry.chunks) if _is_closed(chunk)]
+    return [chunk for chunk in yielding_gil(entry.chunks) if _is_closed(chunk)]
 
 
 def _located(entry: TensorEntry, opened: _Opened) -> Located:
     chunks: list[Chunk] = []
     payloads: dict[Chunk, ForeignPayload] = {}
-    for chunk in politely(entry.chunks):
+    for chunk in yielding_gil(entry.chunks):
         located = chunk
         if chunk.transform:
             continue
@@ -251,7 +259,7 @@ def _open_chunk(
     payload = open_tensor_item(item, chunk.item_bytes, records)
     if payload.dtype != entry.dtype or tuple(payload.shape) != chunk.sizes:
         found = f"a {payload.dtype} of shape {tuple(payload.shape)}"
-        raise Corrupt(f"{chunk.file} has {found}, .metadata says {entry.dtype} {chunk.sizes}")
+        raise CorruptCheckpointError(f"{chunk.file} has {found}, .metadata says {entry.dtype} {chunk.sizes}")
     located = replace(chunk, payload_offset=chunk.item_offset + payload.payload_offset)
     plain = payload.storage_offset == 0 and torch.empty(chunk.sizes, device="meta").stride() == payload.strides
     strides = None if plain else tuple(payload.strides)
@@ -268,11 +276,11 @@ async def check_item_records(
     """Read a whole item, verify its checksums and decode it as a load would, without building the value. Returns False
     if it has no checksums.
 
-    Raises ``Corrupt`` in the same cases as a load: an item that is neither a zip nor in torch's older format is
-    damaged. Types that a load accepts only with ``allow`` are not checked. All calls for one checkpoint share
+    Raises ``CorruptCheckpointError`` in the same cases as a load: an item that is neither a zip nor in torch's older
+    format is damaged. Types that a load accepts only with ``allow`` are not checked. All calls for one checkpoint share
     ``budgets``."""
     if isinstance(item, ValueEntry) and item.item_bytes > MAX_VALUE_BYTES:
-        raise Corrupt(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
     raw = await read_item(source, item)
 
     def check() -> bool:
@@ -287,7 +295,7 @@ async def check_item_records(
                 return False
             _check_records(content)
             if isinstance(item, ValueEntry) and not bare:
-                with suppress(UnsafeObject), budgets.decoding:
+                with suppress(UnsafeObjectError), budgets.decoding:
                     run_sliced(open_value_item(io.BytesIO(content), len(content), budget=budgets.parts))
             return True
 
@@ -315,8 +323,8 @@ async def check_opaque_item(source: RangeSource, fqn: str, chunk: Chunk) -> None
 
 async def why_opaque(source: RangeSource, fqn: str, entry: OpaqueEntry) -> SidestreamError:
     """Return the error to raise when an ``OpaqueEntry`` is requested. Only the ends of its items are read: they show
-    whether the tensor is of a kind that this version does not read (``UnsupportedCheckpoint``) or damaged
-    (``Corrupt``)."""
+    whether the tensor is of a kind that this version does not read (``UnsupportedCheckpointError``) or damaged
+    (``CorruptCheckpointError``)."""
     tensor = TensorEntry(entry.path, entry.dtype, entry.shape, entry.chunks)
     for chunk in entry.chunks:
         if chunk.transform:
@@ -324,9 +332,9 @@ async def why_opaque(source: RangeSource, fqn: str, entry: OpaqueEntry) -> Sides
         ends = await _read_ends(source, chunk)
         try:
             await io_threads().run(_open_ends, fqn, tensor, chunk, ends)
-        except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+        except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
             return error
-    return UnsupportedCheckpoint(
+    return UnsupportedCheckpointError(
         f"{fqn}: it was saved with dtype {entry.dtype}, which this version does not read; load it with "
         "torch.distributed.checkpoint"
     )
@@ -337,10 +345,9 @@ def _about(item: Chunk | ValueEntry, fqn: str) -> Iterator[None]:
     """What an item complains about, told with its name and place."""
     try:
         yield
-    except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
-        error.args = (f"{fqn}: {error.args[0]} ({item.file}, byte {item.item_offset})",)
-        if isinstance(error, Corrupt):
-            error.file, error.fqn, error.offset = item.file, fqn, item.item_offset
+    except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
+        error.within(fqn, f" ({item.file}, byte {item.item_offset})")
+        error.about(fqn=fqn, file=item.file, offset=item.item_offset)
         raise
 
 
@@ -365,7 +372,7 @@ async def agree(source: RangeSource, replica: Replica) -> bool:
 
 async def _same_value(source: RangeSource, fqn: str, first: ValueEntry, other: ValueEntry) -> bool:
     if max(first.item_bytes, other.item_bytes) > MAX_VALUE_BYTES:
-        raise Corrupt(f"{fqn}: a plain value of {first.item_bytes} bytes", file=first.file, fqn=fqn)
+        raise CorruptCheckpointError(f"{fqn}: a plain value of {first.item_bytes} bytes", file=first.file, fqn=fqn)
     items = [await read_item(source, entry) for entry in (first, other)]
     return first.transform == other.transform and items[0] == items[1]
 
@@ -408,7 +415,7 @@ async def _read_ends(source: RangeSource, chunk: Chunk) -> list[bytes]:
 def _open_ends(
     fqn: str, entry: TensorEntry, chunk: Chunk, ends: Sequence[bytes], records: Records = "needed"
 ) -> tuple[Chunk, ForeignPayload]:
-    """What its zip says. Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``."""
+    """What its zip says. Raises ``CorruptCheckpointError``, ``UnsafeObjectError``, ``UnsupportedCheckpointError``."""
     item: BinaryIO = io.BytesIO(ends[0])
     if len(ends) > 1:
         item = io.BufferedReader(_Ends(ends[0], ends[1], chunk.item_bytes))
@@ -482,11 +489,11 @@ class SourceFile(_Seekable):
             future = asyncio.run_coroutine_threadsafe(read, self._loop)
         except RuntimeError as error:
             read.close()
-            raise Closed(f"the event loop was closed while {self._name} was read") from error
+            raise ClosedError(f"the event loop was closed while {self._name} was read") from error
         try:
             future.result(current_deadline().remaining_s() + _LOOP_GRACE_S)
         except FileNotFoundError as error:
-            raise Corrupt(f"{self._name} was deleted while it was read") from error
+            raise CorruptCheckpointError(f"{self._name} was deleted while it was read") from error
         except TimeoutError as error:
             if isinstance(error, SidestreamError):
                 raise

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from ..._format.marker import METADATA_NAME
-from ..._runtime.threads import io_threads, politely
+from ..._runtime.threads import io_threads, yielding_gil
 from ..._storage import Store, parse_step, step_name
 from ...errors import SidestreamError
 from ..foreign.manifests import TORCH_SUFFIXES, is_foreign
@@ -43,11 +43,11 @@ async def what_is_there(store: Store, name: str, url: str, files: Mapping[str, i
 
 
 def _first_visible(names: Iterable[str]) -> list[str]:
-    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in politely(names) if not one.startswith(".")))
+    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in yielding_gil(names) if not one.startswith(".")))
 
 
 def _first_files(names: Iterable[str]) -> list[str]:
-    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in politely(names) if one.endswith(TORCH_SUFFIXES)))
+    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in yielding_gil(names) if one.endswith(TORCH_SUFFIXES)))
 
 
 def _steps(steps: Sequence[Step]) -> str:

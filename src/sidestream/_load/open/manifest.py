@@ -10,16 +10,16 @@ from ..._format.checksum import crc32
 from ..._format.manifest import parse_manifest, parse_metadata_line
 from ..._format.marker import METADATA_NAME, Marker, manifest_name
 from ..._format.records import Manifest
-from ..._format.shared import Part, Root, join, parse_part, part_name
+from ..._format.shared import RankPart, Root, join, parse_part, part_name
 from ..._format.validate import validate
 from ..._layout.metadata import decode_metadata
 from ..._runtime.threads import io_threads, run_sliced
 from ..._storage import Location, RangeSource, Store
-from ...errors import CheckpointNotFound, Corrupt, SidestreamError, UnsupportedCheckpoint
+from ...errors import CheckpointNotFoundError, CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
 from ..foreign.independent_parts import check_sizes, is_whole, read_apart, read_part_markers
 from ..foreign.manifests import FILE_SUFFIXES, is_foreign, read_file, read_file_manifest, read_foreign_manifest
 from .instead import what_is_there
-from .steps import about, own_manifest_among, read_marker
+from .steps import about, committed_marker, own_manifest_among, read_marker
 
 __all__ = [
     "all_there",
@@ -38,19 +38,20 @@ __all__ = [
 
 @contextmanager
 def all_there(url: str) -> Iterator[None]:
-    """Raise ``Corrupt`` for a file of the source that was there when it was opened, and is not any more."""
+    """Raise ``CorruptCheckpointError`` for a file of the source that was there when it was opened, and is not any
+    more."""
     try:
         yield
     except FileNotFoundError as error:
         if isinstance(error, SidestreamError):
             raise
-        raise Corrupt(f"{url}: {error.filename} was deleted while it was read") from error
+        raise CorruptCheckpointError(f"{url}: {error.filename} was deleted while it was read") from error
 
 
 async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
     """What the user noted about a checkpoint, without reading the rest of it; empty for one of another writer.
 
-    Raises ``FileNotFoundError``, ``Corrupt``."""
+    Raises ``FileNotFoundError``, ``CorruptCheckpointError``."""
     async with aclosing(store.source(directory)) as source:
         try:
             marker = await read_marker(source)
@@ -68,7 +69,7 @@ async def metadata_of(source: RangeSource, marker: Marker) -> dict[str, Any]:
     name = manifest_name(marker.save_id)
     line = await source.read_tail(name, marker.metadata_bytes)
     if crc32(line) != marker.metadata_crc:
-        raise Corrupt(f"{source.name}: the metadata line of {name} was altered", file=name)
+        raise CorruptCheckpointError(f"{source.name}: the metadata line of {name} was altered", file=name)
     return decode_metadata(parse_metadata_line(line))
 
 
@@ -115,7 +116,7 @@ async def _closed_on_error(source: RangeSource) -> AsyncIterator[None]:
     directories."""
     try:
         yield
-    except (Corrupt, CheckpointNotFound) as error:
+    except (CorruptCheckpointError, CheckpointNotFoundError) as error:
         try:
             moved = await source.moved()
         finally:
@@ -134,9 +135,7 @@ async def _listed(store: Store, source: RangeSource) -> Mapping[str, int] | None
         return None
     try:
         return await source.sizes()
-    except FileNotFoundError as error:
-        if await source.moved():  # it was deleted between the look for it and the listing
-            raise _Moved from error
+    except FileNotFoundError:
         return None
 
 
@@ -148,7 +147,7 @@ async def _read_single(source: RangeSource, location: Location) -> Manifest:
         await io_threads().run_sliced(validate, manifest)
     except FileNotFoundError as error:
         what = await what_is_there(store, name, url, {}) if store.capabilities.listing else ""
-        raise CheckpointNotFound(
+        raise CheckpointNotFoundError(
             f"no committed checkpoint at {url}: there is no {METADATA_NAME}, and no file of that name. "
             f"{what or _INTERRUPTED}"
         ) from error
@@ -158,7 +157,8 @@ async def _read_single(source: RangeSource, location: Location) -> Manifest:
 
 
 async def check_not_replaced(source: RangeSource, location: Location, manifest: Manifest) -> None:
-    """Raise ``Corrupt`` if the checkpoint that is now at ``location`` is not the one that ``manifest`` belongs to.
+    """Raise ``CorruptCheckpointError`` if the checkpoint that is now at ``location`` is not the one that ``manifest``
+    belongs to.
 
     Only where its files may have the names of those of the other one: object storage has no rename, so names there
     contain the id of the save, as names of parts do everywhere."""
@@ -169,8 +169,8 @@ async def check_not_replaced(source: RangeSource, location: Location, manifest: 
         raise replaced(location.url)
 
 
-def replaced(url: str) -> Corrupt:
-    return Corrupt(f"{url}: another checkpoint has replaced this one since it was opened: open it again")
+def replaced(url: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{url}: another checkpoint has replaced this one since it was opened: open it again")
 
 
 async def was_replaced(location: Location, manifest: Manifest) -> bool:
@@ -189,7 +189,7 @@ async def read_manifest(source: RangeSource, location: Location) -> Manifest:
     """Everything about the committed checkpoint in the directory ``source``, which is at ``location``, validated
     against the sizes of its files.
 
-    Raises ``CheckpointNotFound`` if there is none, ``Corrupt`` or ``UnsupportedCheckpoint``.
+    Raises ``CheckpointNotFoundError`` if there is none, ``CorruptCheckpointError`` or ``UnsupportedCheckpointError``.
     """
     root = await read_root(source, location)
     if isinstance(root, Manifest):
@@ -217,33 +217,39 @@ async def read_root(
     try:
         sizes = await source.sizes() if listed is None else listed
         unmarked = METADATA_NAME not in sizes and await io_threads().run(is_foreign, sizes)
-        marker = None if unmarked else await read_marker(source)
+        marker = None if unmarked else await committed_marker(source, store)
     except FileNotFoundError as error:
         what = await what_is_there(store, location.name, url, sizes)
-        raise CheckpointNotFound(
-            f"no committed checkpoint at {url}: there is no {METADATA_NAME}. {what or _INTERRUPTED}"
+        raise CheckpointNotFoundError(
+            f"no committed checkpoint at {url}: {_lacking(error)}. {what or _INTERRUPTED}"
         ) from error
-    except Corrupt as error:
+    except CorruptCheckpointError as error:
         raise about(error, url) from error
     with _telling(url):
         if marker is None:
             ours = await io_threads().run(own_manifest_among, sizes)
             if ours is not None:
                 what = f"it names no manifest, but {ours} is there"
-                raise Corrupt(f"{METADATA_NAME} was altered: {what}", file=METADATA_NAME)
+                raise CorruptCheckpointError(f"{METADATA_NAME} was altered: {what}", file=METADATA_NAME)
             manifest: Manifest | Root = await _read_unmarked(source, sizes)
         else:
-            manifest = await _own_manifest_listed(source, marker, sizes, again=not store.capabilities.rename)
+            manifest = await _own_manifest_listed(source, marker, sizes)
         if isinstance(manifest, Manifest):
             await io_threads().run_sliced(validate, manifest)
     return manifest
+
+
+def _lacking(error: FileNotFoundError) -> str:
+    if "incomplete" in str(error.strerror):
+        return f"its {METADATA_NAME} is incomplete: a save is committing it at this moment, or died while it did"
+    return f"there is no {METADATA_NAME}"
 
 
 _INTERRUPTED = "An interrupted save leaves no such file"
 
 
 async def _read_unmarked(source: RangeSource, sizes: Mapping[str, int]) -> Manifest:
-    """What ranks saved apart, or what another writer made. Raises ``Incomplete``."""
+    """What ranks saved apart, or what another writer made. Raises ``IncompleteCheckpointError``."""
     if METADATA_NAME not in sizes:
         markers = await read_part_markers(source, sizes)
         if any(markers.values()):
@@ -251,13 +257,13 @@ async def _read_unmarked(source: RangeSource, sizes: Mapping[str, int]) -> Manif
     return await read_foreign_manifest(source, sizes)
 
 
-async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> dict[int, Part]:
-    """The parts of these ranks. Raises ``Corrupt``, ``FileNotFoundError``."""
-    parts: dict[int, Part] = {}
+async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> dict[int, RankPart]:
+    """The parts of these ranks. Raises ``CorruptCheckpointError``, ``FileNotFoundError``."""
+    parts: dict[int, RankPart] = {}
     for rank in ranks:
         nbytes, crc = root.parts[rank]
         if not nbytes:
-            parts[rank] = Part({}, {})
+            parts[rank] = RankPart({}, {})
             continue
         name = part_name(manifest_name(root.manifest.save_id), rank)
         raw = await read_file(source, name, nbytes)
@@ -265,9 +271,9 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
     return parts
 
 
-def _parse_part(name: str, raw: bytearray, crc: int) -> Part:
+def _parse_part(name: str, raw: bytearray, crc: int) -> RankPart:
     if crc32(raw) != crc:
-        raise Corrupt(f"{name} was altered: its checksum is not the one in the manifest", file=name)
+        raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the manifest", file=name)
     return run_sliced(parse_part(raw))
 
 
@@ -277,7 +283,7 @@ def _telling(url: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise Corrupt(f"{url}: {error.filename} is missing") from error
+        raise CorruptCheckpointError(f"{url}: {error.filename} is missing") from error
     except SidestreamError as error:
         raise about(error, url) from error
 
@@ -288,11 +294,11 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
         sizes = {METADATA_NAME: await source.size(METADATA_NAME)}
         marker = await read_marker(source)
     except FileNotFoundError as error:
-        raise CheckpointNotFound(f"no committed checkpoint at {url}: there is no {METADATA_NAME}") from error
-    except Corrupt as error:
+        raise CheckpointNotFoundError(f"no committed checkpoint at {url}: there is no {METADATA_NAME}") from error
+    except CorruptCheckpointError as error:
         raise about(error, url) from error
     if marker is None:
-        raise UnsupportedCheckpoint(
+        raise UnsupportedCheckpointError(
             f"{url} was written by another writer, and a server without listings does not say which files it has: copy "
             "it to a directory first"
         )
@@ -309,15 +315,13 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
     return manifest
 
 
-async def _own_manifest_listed(
-    source: RangeSource, marker: Marker, sizes: Mapping[str, int], *, again: bool
-) -> Manifest | Root:
-    """``again``: list the files once more if some are missing. They may belong to a save that has replaced the marker
-    between the listing and the read of the marker, and were complete before it did."""
+async def _own_manifest_listed(source: RangeSource, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
+    """List the files once more if some are missing: they may belong to a save that has written the marker between the
+    listing and the read of the marker, and were complete before it did."""
     try:
         return await _own_manifest(source, marker, sizes)
-    except Corrupt:
-        listed = await source.sizes() if again else sizes
+    except CorruptCheckpointError:
+        listed = await source.sizes()
         if listed == sizes:
             raise
     return await _own_manifest(source, marker, listed)
@@ -326,12 +330,14 @@ async def _own_manifest_listed(
 async def _own_manifest(source: RangeSource, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
     name = manifest_name(marker.save_id)
     if sizes.get(name) != marker.manifest_bytes:
-        raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
+        raise CorruptCheckpointError(
+            f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name
+        )
     raw = await read_file(source, name, marker.manifest_bytes)
     manifest = await io_threads().run(_parse, name, raw, marker)
     head = _head(manifest)
     if (head.save_id, head.step, head.generation) != (marker.save_id, marker.step, marker.generation):
-        raise Corrupt(f"{name} belongs to another save than the marker", file=name)
+        raise CorruptCheckpointError(f"{name} belongs to another save than the marker", file=name)
     await io_threads().run(check_sizes, head.files, sizes)
     return manifest
 
@@ -342,5 +348,5 @@ def _head(manifest: Manifest | Root) -> Manifest:
 
 def _parse(name: str, raw: bytearray, marker: Marker) -> Manifest | Root:
     if crc32(raw) != marker.manifest_crc:
-        raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
+        raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the marker", file=name)
     return run_sliced(parse_manifest(raw))

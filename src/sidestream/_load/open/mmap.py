@@ -19,7 +19,7 @@ __all__ = ["map_tensors"]
 async def map_tensors(source: RangeSource, manifest: Manifest, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
     """Those of the tensors that lie in their file in one piece, as torch needs them; tied ones are one tensor.
 
-    Nothing is read or verified. Raises ``Corrupt``, ``FileNotFoundError``.
+    Nothing is read or verified. Raises ``CorruptCheckpointError``, ``FileNotFoundError``.
     """
     entries = await io_threads().run(_mappable, manifest.entries, fqns)
     files = {}

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker
-from ..._runtime.threads import gathered, io_threads, politely
-from ..._storage import RangeSource, Store, parse_step
-from ...errors import Corrupt, Incomplete, SidestreamError
+from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, is_complete
+from ..._runtime.threads import gathered, io_threads, yielding_gil
+from ..._storage import LocalStore, RangeSource, Store, is_unfinished, parse_step
+from ...errors import CorruptCheckpointError, IncompleteCheckpointError, SidestreamError
 from ..foreign.independent_parts import is_whole
 
-__all__ = ["Step", "about", "look_at", "newest_committed", "own_manifest_among", "read_marker", "steps_among"]
+__all__ = [
+    "Step",
+    "about",
+    "committed_marker",
+    "look_at",
+    "newest_committed",
+    "own_manifest_among",
+    "read_marker",
+    "steps_among",
+]
 
 E = TypeVar("E", bound=SidestreamError)
 
@@ -29,7 +39,7 @@ class Step:
     step: int
     generation: int
     name: str
-    damage: Corrupt | None = None
+    damage: CorruptCheckpointError | None = None
     marker: Marker | None = None
 
     @property
@@ -38,8 +48,33 @@ class Step:
 
 
 async def read_marker(source: RangeSource) -> Marker | None:
-    """The marker of a checkpoint; None if another writer made it. Raises ``FileNotFoundError``, ``Corrupt``."""
+    """The marker of a checkpoint; None if another writer made it. Raises ``FileNotFoundError``,
+    ``CorruptCheckpointError``."""
     return find_marker(await source.read_tail(METADATA_NAME, TAIL_BYTES))
+
+
+async def committed_marker(source: RangeSource, store: Store, names: Iterable[str] | None = None) -> Marker | None:
+    """``read_marker``, also where saves create the marker in place. One that lacks its last bytes is none: its save is
+    committing at this moment, or died while it did. ``names``: of the files that are there, if they are known."""
+    try:
+        marker = await read_marker(source)
+        if marker is not None or not isinstance(store, LocalStore):
+            return marker
+    except CorruptCheckpointError:
+        if not isinstance(store, LocalStore) or not await _is_marked_in_place(source, names):
+            raise
+    else:
+        if not await _is_marked_in_place(source, names):
+            return None
+    tail = await source.read_tail(METADATA_NAME, TAIL_BYTES)
+    if not is_complete(tail):
+        raise FileNotFoundError(errno.ENOENT, f"{METADATA_NAME} is incomplete", source.path_of(METADATA_NAME))
+    return find_marker(tail)
+
+
+async def _is_marked_in_place(source: RangeSource, names: Iterable[str] | None) -> bool:
+    found = await source.sizes() if names is None else names
+    return await io_threads().run(is_unfinished, found)
 
 
 async def look_at(store: Store, found: Step) -> Step | None:
@@ -47,16 +82,16 @@ async def look_at(store: Store, found: Step) -> Step | None:
     it was one of ours once. None for what never was: where directories appear whole, none of that name has a manifest
     before it is published."""
     async with aclosing(store.source(found.name)) as source:
-        return await _look_at(source, found, renamed=store.capabilities.rename)
+        return await _look_at(source, found, store)
 
 
-async def _look_at(source: RangeSource, found: Step, *, renamed: bool) -> Step | None:
+async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | None:
     try:
-        marker = await read_marker(source)
+        marker = await committed_marker(source, store)
     except FileNotFoundError:
         marker = None
         missing = True
-    except Corrupt as damage:
+    except CorruptCheckpointError as damage:
         return replace(found, damage=about(damage, found.name))
     else:
         missing = False
@@ -67,18 +102,23 @@ async def _look_at(source: RangeSource, found: Step, *, renamed: bool) -> Step |
             return None
         few = len(names) <= _FEW_NAMES  # checked faster than a thread starts
         ours = own_manifest_among(names) if few else await io_threads().run(own_manifest_among, names)
+        renamed = store.capabilities.rename and not await io_threads().run(is_unfinished, names)
         if ours is not None and (renamed or not missing):
-            return replace(found, damage=Corrupt(f"{found.name}: its {METADATA_NAME} is missing or was altered"))
+            return replace(
+                found, damage=CorruptCheckpointError(f"{found.name}: its {METADATA_NAME} is missing or was altered")
+            )
         if not missing:
             return found
         try:
             return found if await is_whole(source, names) else None
-        except Incomplete:
+        except IncompleteCheckpointError:
             return None
-        except Corrupt as damage:
+        except CorruptCheckpointError as damage:
             return replace(found, damage=about(damage, found.name))
     if (marker.step, marker.generation) != found.order:
-        return replace(found, damage=Corrupt(f"{found.name}: its marker says step {marker.step}; was it renamed?"))
+        return replace(
+            found, damage=CorruptCheckpointError(f"{found.name}: its marker says step {marker.step}; was it renamed?")
+        )
     return replace(found, marker=marker)
 
 
@@ -101,10 +141,9 @@ def steps_among(names: Iterable[str]) -> list[Step]:
 
 def own_manifest_among(names: Iterable[str]) -> str | None:
     """The first name of a file that only sidestream writes."""
-    return next((name for name in politely(names) if name.startswith("manifest-")), None)
+    return next((name for name in yielding_gil(names) if name.startswith("manifest-")), None)
 
 
 def about(error: E, url: str) -> E:
     """Return ``error``, whose message now begins with the checkpoint's ``url``."""
-    error.args = (f"{url}: {error.args[0]}", *error.args[1:])
-    return error
+    return error.within(url)

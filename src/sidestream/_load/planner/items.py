@@ -33,17 +33,17 @@ from ..._layout.cast import castable
 from ..._layout.objects import Allowed
 from ..._layout.ranges import Box
 from ..._layout.values import decode_value
-from ..._runtime.threads import io_threads, politely, run_sliced
+from ..._runtime.threads import io_threads, run_sliced, yielding_gil
 from ..._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_info
 from ..._storage import RangeSource
 from ...errors import (
-    Corrupt,
-    DtypeMismatch,
-    MissingKeys,
-    ShapeMismatch,
+    CorruptCheckpointError,
+    DtypeMismatchError,
+    MissingKeysError,
+    ShapeMismatchError,
     SidestreamError,
-    UnsafeObject,
-    UnsupportedCheckpoint,
+    UnsafeObjectError,
+    UnsupportedCheckpointError,
 )
 from ...options import Trust
 from ..foreign.values import read_item, read_values
@@ -72,8 +72,8 @@ class AskedFor:
         except FileNotFoundError as error:
             if isinstance(error, SidestreamError):
                 raise
-            raise Corrupt(f"{url}: {error.filename} is missing") from error
-        except Corrupt as error:
+            raise CorruptCheckpointError(f"{url}: {error.filename} is missing") from error
+        except CorruptCheckpointError as error:
             error.fqn = self.names.get(error.fqn or "", error.fqn)
             raise
 
@@ -86,8 +86,8 @@ class AskedFor:
 
 
 def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manifest, url: str) -> AskedFor:
-    """Asks the planner for the target of each item. Raises ``MissingKeys``, ``ShapeMismatch``, ``DtypeMismatch``,
-    ``UnsupportedTensor``, ``UnsupportedCheckpoint``."""
+    """Asks the planner for the target of each item. Raises ``MissingKeysError``, ``ShapeMismatchError``,
+    ``DtypeMismatchError``, ``UnsupportedTensorError``, ``UnsupportedCheckpointError``."""
     items = list(items)
     chunks = _chunks_by_place(manifest, {item.storage_index.fqn for item in items})
     found = AskedFor([], [], {})
@@ -95,7 +95,7 @@ def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manife
         fqn, entry = item.storage_index.fqn, manifest.entries.get(item.storage_index.fqn)
         chunk = chunks.get((fqn, tuple(item.storage_index.offset or ())))
         if isinstance(entry, OpaqueEntry):
-            raise UnsupportedCheckpoint(
+            raise UnsupportedCheckpointError(
                 f"{fqn}: in {url} it is a quantized tensor or a tensor subclass, which this version does not read; "
                 "load it with DCP's own FileSystemReader, or leave it out of the state dict"
             )
@@ -115,7 +115,7 @@ def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manife
 
 
 def values_of(items: Iterable[ReadItem], manifest: Manifest, url: str) -> dict[str, ValueEntry]:
-    """The values that items ask for. Raises ``MissingKeys``."""
+    """The values that items ask for. Raises ``MissingKeysError``."""
     entries: dict[str, ValueEntry] = {}
     for item in items:
         entry = manifest.entries.get(item.storage_index.fqn)
@@ -134,13 +134,15 @@ async def read_bytes(
     trust: Trust,
 ) -> dict[str, bytes]:
     """For each of ``entries`` what ``torch.load`` makes the value of; with ``trust="pickle"`` the bytes that were
-    saved. Raises ``UnsafeObject``, ``Corrupt``."""
+    saved. Raises ``UnsafeObjectError``, ``CorruptCheckpointError``."""
     if trust == "pickle" and not any(entry.told for entry in entries.values()):
         return {fqn: await _as_saved(source, entry) for fqn, entry in entries.items()}
     try:
         values = await read_values(source, manifest, entries, allow)
-    except UnsafeObject as error:
-        error.add_note('StorageReader(allow=[...]) takes its type, trust="pickle" hands its bytes to the planner')
+    except UnsafeObjectError as error:
+        error.add_note(
+            'StorageReader(safe_globals=[...]) takes its type, trust="pickle" hands its bytes to the planner'
+        )
         raise
     return await io_threads().run(lambda: {fqn: _saved(value) for fqn, value in values.items()})
 
@@ -168,25 +170,25 @@ def _check_target(item: ReadItem, entry: TensorEntry, target: torch.Tensor) -> N
     check_tensor(target, fqn, "load into")
     if target.shape != torch.Size(item.lengths):
         given = tuple(target.shape)
-        raise ShapeMismatch(f"{fqn}: the planner gave a tensor of shape {given} for {tuple(item.lengths)}", [fqn])
+        raise ShapeMismatchError(f"{fqn}: the planner gave a tensor of shape {given} for {tuple(item.lengths)}", [fqn])
     if dtype_name(target.dtype) != entry.dtype and not castable(entry.dtype, dtype_name(target.dtype)):
-        raise DtypeMismatch(
+        raise DtypeMismatchError(
             f"{fqn}: {entry.dtype} was saved, the target is {dtype_name(target.dtype)}, and a cast would not keep what "
             "the values mean; make the target of the saved kind and convert it afterwards",
             [fqn],
         )
 
 
-def _missing(url: str, item: ReadItem) -> MissingKeys:
+def _missing(url: str, item: ReadItem) -> MissingKeysError:
     index = item.storage_index
     where = "" if index.offset is None else f" at {tuple(index.offset)}"
-    return MissingKeys(f"{url} has no {index.fqn!r}{where}, which the planner asks for", [index.fqn])
+    return MissingKeysError(f"{url} has no {index.fqn!r}{where}, which the planner asks for", [index.fqn])
 
 
 def in_batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
     batch: list[ReadItem] = []
     elements = 0
-    for item in politely(items):
+    for item in yielding_gil(items):
         if batch and elements + math.prod(item.lengths) > _BATCH_BYTES // 4:
             yield batch
             batch, elements = [], 0
@@ -202,11 +204,11 @@ def in_batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
 def metadata_of(manifest: Manifest, url: str) -> Metadata:
     """In a worker thread. Empty dicts and composite tensors are not in it: DCP does not know them.
 
-    Raises ``UnsupportedCheckpoint``."""
+    Raises ``UnsupportedCheckpointError``."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, object] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for fqn, entry in politely(manifest.entries.items()):
+    for fqn, entry in yielding_gil(manifest.entries.items()):
         if isinstance(entry, TensorEntry | OpaqueEntry):
             described[fqn] = _tensor(fqn, entry)
             for number, chunk in enumerate(entry.chunks):
@@ -226,7 +228,7 @@ def _tensor(fqn: str, entry: TensorEntry | OpaqueEntry) -> TensorStorageMetadata
     try:
         properties = TensorProperties(dtype=dtype_from_name(written_dtype(entry.dtype)))
     except KeyError:
-        raise UnsupportedCheckpoint(f"{fqn!r} has dtype {entry.dtype}, which this torch does not know") from None
+        raise UnsupportedCheckpointError(f"{fqn!r} has dtype {entry.dtype}, which this torch does not know") from None
     chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
     return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
 

@@ -13,17 +13,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from ..._format.records import Manifest, TensorEntry, itemsize
 from ..._group import Operation
 from ..._layout.torch_planner import Asked, asked_load_planner, packed, unpacked
-from ..._runtime.caller import call
-from ..._runtime.state_dict_calls import Found, ask, in_order, key_order, watched
-from ..._runtime.threads import io_threads, let_go, politely
+from ..._runtime.caller import run_in_calling_thread
+from ..._runtime.state_dict_calls import FoundObject, call_state_dict, in_order, key_order, monitored
+from ..._runtime.threads import clear_gradually, io_threads, yielding_gil
 from ..._runtime.torch_probes import Stateful, dtype_name
 from ..._storage import Location, RangeSource
-from ...errors import InvalidOption, PlannerFailed, StatefulRefused, indented
+from ...errors import InvalidOptionError, LoadStateDictError, PlannerError, indented
 from ..device_streams import streams_of
 from ..group import one_checkpoint
 from ..open.manifest import open_manifest, was_replaced
 from ..reader import Reader
-from ..report import Loaded, LoadOptions
+from ..report import Loaded, LoadRequest
 from .items import AskedFor, in_batches, metadata_of, read_bytes, targets_of, values_of
 
 __all__ = ["PlannerTarget"]
@@ -31,11 +31,12 @@ __all__ = ["PlannerTarget"]
 
 @dataclass(slots=True)
 class PlannerTarget:
-    """``state``, of which ``options.planner`` decides what is read. ``together`` is set where several ranks load."""
+    """``state``, of which the planner in ``request`` decides what is read. ``together`` is set where several ranks
+    load."""
 
     location: Location
     state: Mapping[str, Any]
-    options: LoadOptions
+    request: LoadRequest
     together: Operation | None
     nbytes: int = field(default=0, init=False)
     unverified: set[str] = field(default_factory=set, init=False)
@@ -53,15 +54,15 @@ class PlannerTarget:
     async def ask(self) -> None:
         """Make the state dict that DCP passes to its planners."""
         if not isinstance(self.state, Mapping):
-            raise InvalidOption(f"state is a mapping, not a {type(self.state).__name__}")
+            raise InvalidOptionError(f"state is a mapping, not a {type(self.state).__name__}")
         try:
             keys = sorted(self.state)
         except TypeError:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 "a planner is given the keys of the state in order, and these cannot be compared"
             ) from None
-        self._planner = asked_load_planner(self.options.planner)
-        answers = {id(one.instance): ask(one) for one in self._objects()}
+        self._planner = asked_load_planner(self.request.options.planner)
+        answers = {id(one.instance): call_state_dict(one) for one in self._objects()}
         self._state_dict = {key: answers.get(id(self.state[key]), self.state[key]) for key in keys}
 
     async def open(self) -> Manifest:
@@ -84,7 +85,7 @@ class PlannerTarget:
         values, tensors = await threads.run(_kinds, self._plan)
         entries = await threads.run(values_of, values, manifest, self.location.url)
         if entries:
-            allow, trust = self.options.allow, self.options.trust
+            allow, trust = self.request.allowed, self.request.options.trust
             self._values = await read_bytes(source, manifest, entries, allow=allow, trust=trust)
         self._total, batches = await threads.run(_apportioned, tensors, manifest)
         for batch in batches:
@@ -108,16 +109,18 @@ class PlannerTarget:
         loaded = tuple(dict.fromkeys(item.dest_index.fqn for item in items))
         used = {item.storage_index.fqn for item in items}
         rest = tuple(fqn for fqn in entries if fqn not in used)
-        let_go(entries)
+        clear_gradually(entries)
         return Loaded(loaded, rest, cast=tuple(self._cast))
 
     def written(self) -> tuple[str, ...]:
         return tuple(self._touched)
 
-    def _objects(self) -> list[Found]:
+    def _objects(self) -> list[FoundObject]:
         """Return the objects in the order in which all ranks call them."""
         return in_order(
-            Found((key_order(key),), str(key), one) for key, one in self.state.items() if isinstance(one, Stateful)
+            FoundObject((key_order(key),), str(key), one)
+            for key, one in self.state.items()
+            if isinstance(one, Stateful)
         )
 
     # --- the plan ---
@@ -130,12 +133,12 @@ class PlannerTarget:
         return plan
 
     def _check_added(self) -> None:
-        """Check keys that the planner has added, as planners that load without a template do. Raises ``InvalidOption``
-        if ``state`` does not accept new keys."""
+        """Check keys that the planner has added, as planners that load without a template do. Raises
+        ``InvalidOptionError`` if ``state`` does not accept new keys."""
         added = [key for key in self._state_dict if key not in self.state]
         if added and not isinstance(self.state, MutableMapping):
             name = type(self._planner.planner).__qualname__
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"{name} adds {', '.join(map(repr, added[:4]))} to the state, which is a {type(self.state).__name__} "
                 "and does not accept new keys: pass a dict to load()"
             )
@@ -161,7 +164,7 @@ class PlannerTarget:
         plans: Sequence[LoadPlan] = self._planner.create_global_plan(local)
         if len(plans) != len(local):
             name = type(self._planner.planner).__qualname__
-            raise PlannerFailed(f"{name}.create_global_plan made {len(plans)} plans of {len(local)}")
+            raise PlannerError(f"{name}.create_global_plan made {len(plans)} plans of {len(local)}")
         return plans
 
     # --- reading ---
@@ -171,7 +174,7 @@ class PlannerTarget:
         asked_for = await threads.run(targets_of, items, planner, manifest, url)  # type: ignore[arg-type]
         devices = {target.device for _, target in asked_for.targets}
         streams = await streams_of(devices)
-        reader = Reader(source, self.options.verify, self._tell, streams)
+        reader = Reader(source, self.request.options.verify, self._tell, streams)
         dest = {name: item.dest_index.fqn for name, (item, _) in zip(asked_for.names, asked_for.targets, strict=True)}
         try:
             with asked_for.telling(url):
@@ -183,7 +186,7 @@ class PlannerTarget:
         await threads.run(self._commit, asked_for)
 
     def _commit(self, asked_for: AskedFor) -> None:
-        for item, target in politely(asked_for.targets):
+        for item, target in yielding_gil(asked_for.targets):
             entry = self._manifest.entries[item.storage_index.fqn]
             self._touched[item.dest_index.fqn] = None
             if isinstance(entry, TensorEntry) and entry.dtype != dtype_name(target.dtype):
@@ -191,8 +194,10 @@ class PlannerTarget:
         asked_for.commit(self._planner)  # type: ignore[arg-type]
 
     def _tell(self, done: int, _: int) -> None:
-        if self.options.progress is not None:
-            call(self.options.progress, self.nbytes + done, max(self._total, self.nbytes + done))
+        if self.request.options.progress is not None:
+            run_in_calling_thread(
+                self.request.options.progress, self.nbytes + done, max(self._total, self.nbytes + done)
+            )
 
     # --- the end ---
 
@@ -214,15 +219,15 @@ class PlannerTarget:
         by_name = {str(key): item for key, item in self._state_dict.items()}
         for one in objects:
             if one.name in by_name:
-                with watched(one.name, one.instance, "load_state_dict"):
-                    call(_load_state_dict, one, by_name[one.name])
+                with monitored(one.name, one.instance, "load_state_dict"):
+                    run_in_calling_thread(_load_state_dict, one, by_name[one.name])
 
 
-def _load_state_dict(one: Found, state_dict: Any) -> None:
+def _load_state_dict(one: FoundObject, state_dict: Any) -> None:
     try:
         one.instance.load_state_dict(state_dict)
     except Exception as error:
-        raise StatefulRefused(
+        raise LoadStateDictError(
             f"{one.name}: {type(one.instance).__qualname__}.load_state_dict raised {type(error).__name__}: "
             f"{indented(error)}"
         ) from error
@@ -236,7 +241,7 @@ def _kinds(plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem]]:
 
 def _apportioned(items: Sequence[ReadItem], manifest: Manifest) -> tuple[int, list[list[ReadItem]]]:
     """About how many bytes they are, and what is read of them at a time."""
-    return sum(_nbytes(item, manifest) for item in politely(items)), list(in_batches(items))
+    return sum(_nbytes(item, manifest) for item in yielding_gil(items)), list(in_batches(items))
 
 
 def _nbytes(item: ReadItem, manifest: Manifest) -> int:

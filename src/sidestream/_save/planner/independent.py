@@ -9,8 +9,8 @@ from ..._format.marker import METADATA_NAME
 from ..._load.foreign.independent_parts import read_part_markers
 from ..._runtime.threads import Stop, io_threads
 from ..._storage import BytesBody
-from ..._storage.clients.io_loop import Call
-from ...errors import Conflict, NotDurable, SidestreamError
+from ..._storage.clients.io_loop import LoopCall
+from ...errors import CheckpointExistsError, NotDurableError, SidestreamError
 from ..operation import Committed, Layout, RankReceipt, Solo
 
 __all__ = ["Independent", "part_id_of", "tag_of"]
@@ -35,15 +35,15 @@ class Independent(Solo):
     """Names in the target that have been looked into."""
 
     def look(self, stop: Stop) -> None:
-        """Check the target before anything is written. Blocks; called in a thread. Raises ``Conflict`` as
+        """Check the target before anything is written. Blocks; called in a thread. Raises ``CheckpointExistsError`` as
         ``_look_for_room`` does."""
-        self._known = Call(self._look_for_room).result("looking for other saves", stop)
+        self._known = LoopCall(self._look_for_room).result("looking for other saves", stop)
 
     async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
         """Commit a part whose data files are complete: its manifest, and then the file that readers look for.
 
-        Raises ``Conflict`` too if another save has come to the same place meanwhile, also when this part is committed
-        by then: what readers take there may be the other one."""
+        Raises ``CheckpointExistsError`` too if another save has come to the same place meanwhile, also when this part
+        is committed by then: what readers take there may be the other one."""
         order = self._order
         transaction, threads = order.transaction, io_threads()
         files = await threads.run(layout.files, [receipt])
@@ -54,38 +54,38 @@ class Independent(Solo):
         self._known |= {name}
         try:
             await self._look_for_room()
-        except Conflict:
+        except CheckpointExistsError:
             raise
         except SidestreamError as error:
-            raise NotDurable(
+            raise NotDurableError(
                 f"the part is committed, and whether another save has come to {order.location.url} meanwhile could not "
                 f"be seen: {error}"
             ) from error
         return Committed(receipt.nbytes)
 
     async def _look_for_room(self) -> frozenset[str]:
-        """Raise ``Conflict`` where this part is there already, or a whole checkpoint, or a part of another save. Of two
-        saves that begin at once neither may see the other: then the reader does.
+        """Raise ``CheckpointExistsError`` where this part is there already, or a whole checkpoint, or a part of another
+        save. Of two saves that begin at once neither may see the other: then the reader does.
 
         Return the names that there is nothing to say against, which are not looked into again."""
-        location, apart, known = self._order.location, self._order.apart, self._known
-        assert apart is not None
+        location, part, known = self._order.location, self._order.part, self._known
+        assert part is not None
         async with aclosing(location.source()) as source:
             try:
                 found = await source.sizes()
             except FileNotFoundError:
                 return known
             found = {name: nbytes for name, nbytes in found.items() if name not in known}
-            own = part_metadata_name(apart.rank)
+            own = part_metadata_name(part.rank)
             for name in found:
                 if name in (METADATA_NAME, own) or name.startswith("manifest-"):
-                    raise Conflict(f"{location.url} has {name} already: save to a new directory")
+                    raise CheckpointExistsError(f"{location.url} has {name} already: save to a new directory")
             markers = await read_part_markers(source, found)
         for rank, marker in markers.items():
-            if marker is None or (marker.save_id, marker.world_size) != (apart.save_id, apart.world_size):
+            if marker is None or (marker.save_id, marker.world_size) != (part.save_id, part.world_size):
                 other = "another writer" if marker is None else f"{marker.save_id!r} of {marker.world_size} ranks"
-                raise Conflict(
+                raise CheckpointExistsError(
                     f"{location.url} has a part of another save: rank {rank} of {other}, this one is "
-                    f"{apart.save_id!r} of {apart.world_size}; save to a new directory"
+                    f"{part.save_id!r} of {part.world_size}; save to a new directory"
                 )
         return known | found.keys()

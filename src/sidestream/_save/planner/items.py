@@ -24,7 +24,13 @@ from ..._runtime.threads import Deadline, Steps, gathered, run_sliced, sliced
 from ..._runtime.torch_probes import TransformedStreams, check_tensor, dtype_name, storage_key
 from ..._staging import AsyncStager, Captured, ImageLayout, Staging, capture
 from ..._storage import Body, BytesBody, ShardBody
-from ...errors import Corrupt, InvalidOption, UnsafeObject, UnsupportedCheckpoint, UnsupportedTensor
+from ...errors import (
+    CorruptCheckpointError,
+    InvalidOptionError,
+    UnsafeObjectError,
+    UnsupportedCheckpointError,
+    UnsupportedTensorError,
+)
 from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
 __all__ = ["Outgoing", "warn_of_refused"]
@@ -153,7 +159,9 @@ class Outgoing:
             dtype = dtype_name(data.dtype) if isinstance(data, torch.Tensor) else None
             return PackedReceipt("", 0, start, content.tell() - start, descriptors, dtype)
         if not isinstance(data, io.BytesIO):
-            raise InvalidOption(f"{item.index.fqn}: the planner resolved a BYTE_IO item to a {type(data).__name__}")
+            raise InvalidOptionError(
+                f"{item.index.fqn}: the planner resolved a BYTE_IO item to a {type(data).__name__}"
+            )
         content.write(data.getbuffer())
         return ValueReceipt("", 0, start, content.tell() - start, node)
 
@@ -171,7 +179,7 @@ class Outgoing:
         else:
             try:
                 return run_sliced(open_value_item(io.BytesIO(data.getbuffer()), nbytes))
-            except (Corrupt, UnsafeObject, UnsupportedCheckpoint):
+            except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError):
                 opened = open_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow)
                 self._try(fqn, lambda: run_sliced(opened))
         return {"stored": "pickle"}
@@ -179,7 +187,7 @@ class Outgoing:
     def _try(self, fqn: str, read: Callable[[], object]) -> None:
         try:
             read()
-        except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+        except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
             self.refused[fqn] = str(error)
 
     def _pack(self, item: WriteItem, data: torch.Tensor | io.BytesIO, content: io.BytesIO) -> tuple[str, ...]:
@@ -207,7 +215,7 @@ class Outgoing:
         for number, item in enumerate(items):
             data = self._planner.resolve_data(item)
             if not isinstance(data, torch.Tensor):
-                raise InvalidOption(f"{item.index.fqn}: the planner resolved a tensor to a {type(data).__name__}")
+                raise InvalidOptionError(f"{item.index.fqn}: the planner resolved a tensor to a {type(data).__name__}")
             _check(data, item, held=False)
             tensors[str(number)] = data
         staging = self._stager.launch(capture(tensors), partial(_plan_group, items), self._deadline)
@@ -245,14 +253,16 @@ def _plan_group(items: Sequence[WriteItem], captured: Captured) -> Steps[_GroupP
     for item, tensor in zip(items, tensors, strict=True):
         yield
         if not isinstance(tensor, torch.Tensor):
-            raise UnsupportedTensor(f"{item.index.fqn}: cannot save {tensor.kind}; save the tensors that it is made of")
+            raise UnsupportedTensorError(
+                f"{item.index.fqn}: cannot save {tensor.kind}; save the tensors that it is made of"
+            )
         _check(tensor, item, held=bool(captured.held) and storage_key(tensor) in captured.held)
     frames = (frame_tensor(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
     window_bytes = window_bytes_for(sum(tensor.nbytes for tensor in tensors), _BUDGET_BYTES)
     (shard,) = yield from lay_out(frames, _NO_LIMIT, window_bytes)
-    numbers = range(len(tensors))
+    as_they_are = [None] * len(tensors)
     images = tuple(
-        ImageLayout(window.end - window.start, tuple(gathered(window_copies(shard, window, numbers, 0, tensors))))
+        ImageLayout(window.end - window.start, tuple(gathered(window_copies(shard, window, 0, tensors, as_they_are))))
         for window in shard.windows
     )
     return _GroupPlan(shard, images)
@@ -262,10 +272,12 @@ def _check(tensor: torch.Tensor, item: WriteItem, *, held: bool) -> None:
     fqn = item.index.fqn
     check_tensor(tensor, fqn, held=held)
     if dtype_name(tensor.dtype) not in DTYPES:
-        raise UnsupportedTensor(f"{fqn}: torch cannot serialize a tensor of dtype {tensor.dtype}; save a view of it")
+        raise UnsupportedTensorError(
+            f"{fqn}: torch cannot serialize a tensor of dtype {tensor.dtype}; save a view of it"
+        )
     planned = item.tensor_data
     if planned is not None and tensor.shape != planned.chunk.sizes:
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"{fqn}: the planner resolved a tensor of shape {tuple(tensor.shape)}, its plan says "
             f"{tuple(planned.chunk.sizes)}; nothing was saved"
         )

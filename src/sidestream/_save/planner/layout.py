@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..._format.records import Manifest
 from ..layouts import sidecar_files, with_sidecars
-from ..operation import RankReceipt
-from ..order import SaveOrder
+from ..operation import RankReceipt, SaveOrder
 from .independent import part_id_of
 from .metadata import as_stock, complete, files_of_commit, files_of_part
 from .plan import Decided
@@ -40,10 +39,10 @@ class PlannerLayout:
         sizes = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
         about = Manifest(order.save_id, {}, sizes, order.step, order.generation, None, order.metadata)
         about = with_sidecars(about, order)
-        if order.apart is None:
+        if order.part is None:
             files = files_of_commit(self.metadata, about, order.saved_at)
         else:
-            files = files_of_part(self.metadata, about, order.apart, part_id_of(order.save_id), order.saved_at)
+            files = files_of_part(self.metadata, about, order.part, part_id_of(order.save_id), order.saved_at)
         return {**sidecar_files(order), **{name: [content] for name, content in files.items()}}
 
     def stock_metadata(self) -> Metadata:

@@ -18,8 +18,8 @@ from ..._format.validate import validate
 from ..._layout.values import encode_value
 from ..._runtime.threads import Steps, gathered, run_sliced, sliced
 from ..._runtime.torch_probes import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
-from ...errors import InvalidOption, UnsafeObject
-from ...options import Apart
+from ...errors import InvalidOptionError, UnsafeObjectError
+from ...options import IndependentPart
 from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
 __all__ = ["as_stock", "complete", "files_of_commit", "files_of_part"]
@@ -59,7 +59,7 @@ def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int = 0) -> d
     an extension leave no payload that a manifest could describe, so such a checkpoint has none, and is read like one of
     stock DCP.
 
-    Raises ``InvalidOption``, ``UnsafeObject`` and what ``validate`` does.
+    Raises ``InvalidOptionError``, ``UnsafeObjectError`` and what ``validate`` does.
     """
     if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
         return {METADATA_NAME: pickle.dumps(as_stock(metadata))}
@@ -69,15 +69,17 @@ def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int = 0) -> d
     return {manifest_name(about.save_id): raw, METADATA_NAME: marked}
 
 
-def files_of_part(metadata: Metadata, about: Manifest, apart: Apart, part_id: str, saved_at: int) -> dict[str, bytes]:
+def files_of_part(
+    metadata: Metadata, about: Manifest, part: IndependentPart, part_id: str, saved_at: int
+) -> dict[str, bytes]:
     """In a worker thread: as ``files_of_commit``, of what one of several ranks has saved by itself. Raises the same,
-    and ``InvalidOption`` where there is no manifest."""
+    and ``InvalidOptionError`` where there is no manifest."""
     if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
-        raise InvalidOption("extensions are not there for ranks that save apart")
+        raise InvalidOptionError("extensions are not there for ranks that save apart")
     raw, _ = _manifest_of(metadata, about, partly=True)
-    marker = PartMarker(apart.save_id, apart.rank, apart.world_size, part_id, len(raw), crc32(raw), saved_at)
+    marker = PartMarker(part.save_id, part.rank, part.world_size, part_id, len(raw), crc32(raw), saved_at)
     marked = _marked(metadata, part_attribute(marker))
-    return {part_manifest_name(apart.rank, part_id): raw, part_metadata_name(apart.rank): marked}
+    return {part_manifest_name(part.rank, part_id): raw, part_metadata_name(part.rank): marked}
 
 
 def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[bytes, bytes]:
@@ -128,7 +130,9 @@ def _chunk(
         raise _left_out(fqn)
     dtype = dtype_name(described.properties.dtype)
     if where.dtype != dtype:
-        raise InvalidOption(f"{fqn}: the planner wrote parts of it as {dtype} and as {where.dtype}; nothing was saved")
+        raise InvalidOptionError(
+            f"{fqn}: the planner wrote parts of it as {dtype} and as {where.dtype}; nothing was saved"
+        )
     place = where.file, where.item_offset, where.item_bytes, where.payload_offset, where.crcs
     return Chunk(tuple(offsets), tuple(sizes), *place)
 
@@ -148,12 +152,12 @@ def _is_path(path: object) -> bool:
 def _planner_data(noted: object) -> Node:
     try:
         return encode_value(noted, "planner_data")
-    except UnsafeObject as error:
-        raise UnsafeObject(f"what the planner adds to the metadata has to be plain data: {error}") from error
+    except UnsafeObjectError as error:
+        raise UnsafeObjectError(f"what the planner adds to the metadata has to be plain data: {error}") from error
 
 
-def _left_out(fqn: str) -> InvalidOption:
-    return InvalidOption(f"{fqn}: the planner's metadata has it, and no rank wrote all of it; nothing was saved")
+def _left_out(fqn: str) -> InvalidOptionError:
+    return InvalidOptionError(f"{fqn}: the planner's metadata has it, and no rank wrote all of it; nothing was saved")
 
 
 def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...] | None]:

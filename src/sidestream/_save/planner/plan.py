@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ..._group import Operation, this_process
 from ..._layout.torch_planner import Asked, local_save_plan, packed, unpacked
-from ...errors import PlannerFailed
+from ...errors import PlannerError
 from ..group_planning import Terms, check_terms
 
 __all__ = ["Decided", "DecidingAlone", "DecidingTogether"]
@@ -39,7 +39,7 @@ class DecidingAlone:
     planned: Decided | None = None
 
     def decide(self, state: Mapping[str, Any]) -> Decided:
-        """In a worker thread. Raises ``PlannerFailed``."""
+        """In a worker thread. Raises ``PlannerError``."""
         local = local_save_plan(self.planner, state, self.url, first=self.first)
         plans, metadata = _merged(self.planner, [local])
         final = self.planner.finish_plan(plans[0])
@@ -60,7 +60,7 @@ class DecidingTogether:
     _metadata: list[Metadata] = field(default_factory=list)
 
     def decide(self, state: Mapping[str, Any]) -> Decided:
-        """In a worker thread. Raises ``PlannerFailed``, and ``Stopped`` when another rank cannot go on."""
+        """In a worker thread. Raises ``PlannerError``, and ``Stopped`` when another rank cannot go on."""
         operation = self.operation
         local = local_save_plan(self.planner, state, self.url, first=operation.rank == 0)
         first = operation.exchange("plan", json.dumps(self.terms.pack()).encode(), self._agree)
@@ -86,12 +86,12 @@ class DecidingTogether:
 def _merged(planner: Asked, local: list[SavePlan]) -> tuple[Sequence[SavePlan], Metadata]:
     answer = planner.create_global_plan(local)
     if not (len(answer) == 2 and isinstance(answer[0], Sequence) and isinstance(answer[1], Metadata)):
-        raise PlannerFailed(
+        raise PlannerError(
             f"{type(planner.planner).__qualname__}.create_global_plan returned something else than plans and a Metadata"
         )
     plans, metadata = answer
     if len(plans) != len(local):
-        raise PlannerFailed(
+        raise PlannerError(
             f"{type(planner.planner).__qualname__}.create_global_plan made {len(plans)} plans of {len(local)}"
         )
     return plans, metadata

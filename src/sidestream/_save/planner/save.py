@@ -18,12 +18,11 @@ from ..._layout.torch_planner import Asked, asked_save_planner
 from ..._runtime.tasks import running_loop
 from ..._runtime.threads import Deadline, Stop, result_of
 from ..._staging import AsyncStager, StagedState
-from ..._storage import Body, Where, locate_directory
-from ...errors import InvalidOption
-from ...options import Apart, Durability, StorePolicy, check_choice, check_timeout
+from ..._storage import Body, locate_directory
+from ...errors import InvalidOptionError
+from ...options import Durability, IndependentPart, Storage, check_choice, check_timeout, storage_of
 from ..group import Group, maker_of_attempt, terms_of
-from ..operation import SaveOperation, Solo
-from ..order import SaveOrder
+from ..operation import SaveOperation, SaveOrder, Solo
 from ..pending import PendingSave, SaveProgress
 from ..writer import FirstCopy, LiveWriter, Stage, Stager
 from .independent import Independent, tag_of
@@ -33,13 +32,13 @@ from .plan import Decided, DecidingAlone, DecidingTogether
 
 __all__ = ["async_save_part", "start_planned"]
 
-_REMEDY = "Pass allow=[...] with the types to sidestream.load."
+_REMEDY = "Pass safe_globals=[...] with the types to sidestream.load."
 
 
 def async_save_part(
     state: Mapping[str, Any],
     url: str | os.PathLike[str],
-    part: Apart,
+    part: IndependentPart,
     *,
     stager: AsyncStager | Stager | None = None,
     planner: Any = None,
@@ -47,39 +46,40 @@ def async_save_part(
     metadata: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
 ) -> PendingSave:
     """Start to save the part of one rank in place, without a message to the other ranks and without a process group.
 
-    DCP's mode without collectives, from an event loop. Readers refuse the checkpoint (``Incomplete``) until all parts
-    are there.
+    DCP's mode without collectives, from an event loop. Readers refuse the checkpoint (``IncompleteCheckpointError``)
+    until all parts are there.
 
     Args:
         state: What this rank saves, as for ``sidestream.save``. What several ranks have is written by each of them.
         url: The directory or prefix that all ranks save to. It may have other parts of the same save, and no more.
         part: Which part of which save this is.
         planner: A ``SavePlanner`` of torch; without one DCP's own plans.
-        stager, durability, metadata, timeout_s, storage_options, filesystem, store_policy: As for ``sidestream.save``.
+        stager, durability, metadata, timeout_s, storage_options, storage: As for ``sidestream.save``.
 
     Returns:
         The save. When it has been awaited, this part is durable. A cancel removes what was written.
 
     Raises:
-        InvalidOption: An option is wrong, or the storage does not know it.
-        WrongLoop: No event loop of asyncio runs here.
+        InvalidOptionError: An option is wrong, or the storage does not know it.
+        WrongLoopError: No event loop of asyncio runs here.
 
-    What awaiting the result raises is what ``sidestream.save`` raises; ``Conflict`` if the target has this part, a part
-    of another save or a whole checkpoint. The ``outcome`` of a ``Conflict`` is ``"committed"`` if the other save was
-    seen only after this part had been committed.
+    What awaiting the result raises is what ``sidestream.save`` raises; ``CheckpointExistsError`` if the target has this
+    part, a part of another save or a whole checkpoint. The ``outcome`` of a ``CheckpointExistsError`` is
+    ``"committed"`` if the other save was seen only after this part had been committed.
     """
     running_loop("async_save_part")
-    if not isinstance(part, Apart):
-        raise InvalidOption(f"part={part!r} has to be a sidestream.dcp.Apart(rank=, world_size=, save_id=)")
+    if not isinstance(part, IndependentPart):
+        raise InvalidOptionError(
+            f"part={part!r} has to be a sidestream.dcp.IndependentPart(rank=, world_size=, save_id=)"
+        )
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
-    order = SaveOrder(location, durability, Deadline.after(timeout_s), metadata=encode_metadata(metadata), apart=part)
+    location = locate_directory(url, storage_of(storage_options, storage))
+    order = SaveOrder(location, durability, Deadline.after(timeout_s), metadata=encode_metadata(metadata), part=part)
     return PendingSave(start_planned(order, state, DefaultSavePlanner() if planner is None else planner, stager))
 
 
@@ -88,17 +88,17 @@ def start_planned(
 ) -> SaveOperation:
     """Launch the copies.
 
-    Raises ``InvalidOption`` for what is no planner, and for what one cannot be combined with."""
+    Raises ``InvalidOptionError`` for what is no planner, and for what one cannot be combined with."""
     asked = asked_save_planner(planner)
     _check(order)
-    url, operation, apart, layout = order.location.url, order.operation, order.apart, PlannerLayout(order)
+    url, operation, part, layout = order.location.url, order.operation, order.part, PlannerLayout(order)
     if operation is not None:
         together = DecidingTogether(asked, url, operation, terms_of(order, planner=True), maker_of_attempt(order))
         writer = LiveWriter(order, PlannedStage(order, state, together, stager))
         group = Group(order, operation, together)
         return SaveOperation(order=order, writer=writer, layout=layout, coordinator=group)
-    if apart is not None:
-        alone = DecidingAlone(asked, url, apart.rank, first=apart.rank == 0)
+    if part is not None:
+        alone = DecidingAlone(asked, url, part.rank, first=part.rank == 0)
         independent = Independent(order)
         writer = LiveWriter(order, PlannedStage(order, state, alone, stager), independent.look)
         return SaveOperation(order=order, writer=writer, layout=layout, coordinator=independent)
@@ -108,9 +108,9 @@ def start_planned(
 
 def _check(order: SaveOrder) -> None:
     if order.digest is not None:
-        raise InvalidOption("digest= is not there for what a planner plans; leave one of them out")
+        raise InvalidOptionError("digest= is not there for what a planner plans; leave one of them out")
     if order.budget_bytes is not None:
-        raise InvalidOption("a planner plans what has been staged as a whole: leave out snapshot=False")
+        raise InvalidOptionError("a planner plans what has been staged as a whole: leave out streaming=True")
 
 
 class Deciding(Protocol):
@@ -165,8 +165,8 @@ class PlannedStage(Stage):
             decided.rank,
             (),
             order.deadline,
-            shared=order.saver is not None,
-            tag="" if order.apart is None else tag_of(order.save_id),
+            shared=order.worker is not None,
+            tag="" if order.part is None else tag_of(order.save_id),
         )
         return decided
 

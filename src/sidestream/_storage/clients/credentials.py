@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from ..._runtime.redact import redacted
-from ...errors import InvalidOption
+from ...errors import InvalidOptionError
 
 __all__ = ["CLOUDS", "Client", "Unmapped", "client_for"]
 
@@ -60,7 +60,7 @@ class Client:
     """Whether credentials are to be had from the files and services that botocore knows."""
 
     def complete(self) -> Client:
-        """With what is looked up, in a thread: it reads files, and may ask a service. Raises ``InvalidOption``."""
+        """With what is looked up, in a thread: it reads files, and may ask a service. Raises ``InvalidOptionError``."""
         if not self.looks_up:
             return self
         config = dict(self.config)
@@ -143,7 +143,7 @@ def _botocore_provider(profile: str | None, config: dict[str, Any]) -> Callable[
             config["region"] = region
         credentials = session.get_credentials()
     except BotoCoreError as error:  # no such profile, or files that cannot be read
-        raise InvalidOption(f"the AWS credentials cannot be used: {redacted(str(error))}") from error
+        raise InvalidOptionError(f"the AWS credentials cannot be used: {redacted(str(error))}") from error
     if credentials is None:
         return None
 

@@ -15,12 +15,12 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from ..._runtime.gil import awaited
+from ..._runtime.gil import wrap_thread_future
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...options import BlobStore, BlobUpload, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body
 from ..object_store.parts import part_bytes_for
-from .io_loop import Call
+from .io_loop import LoopCall
 from .requests import Requests
 
 __all__ = ["Engine", "LateEngine", "StoreEngine"]
@@ -100,7 +100,7 @@ class Engine(ABC):
         """In a thread: whether only the acknowledgement of an upload was lost."""
         try:
             with time_limit(Deadline.after(patience_s)):
-                return Call(lambda: self.size(key)).result("looking") == nbytes
+                return LoopCall(lambda: self.size(key)).result("looking") == nbytes
         except Exception:
             return False
 
@@ -131,7 +131,7 @@ class LateEngine:
 
     async def get(self) -> Engine:
         """Whoever waits may give up: the others wait on."""
-        return await asyncio.shield(awaited(self._making()))
+        return await asyncio.shield(wrap_thread_future(self._making()))
 
     def _making(self) -> Future[Engine]:
         with self._lock:
@@ -195,19 +195,19 @@ class StoreEngine(Engine):
         name = key.removeprefix(f"{self._root}/")
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
 
-        def send(work: Callable[[], Awaitable[Any]]) -> Call[Any]:
-            return Call(lambda: requests.run("uploading", name, work))
+        def send(work: Callable[[], Awaitable[Any]]) -> LoopCall[Any]:
+            return LoopCall(lambda: requests.run("uploading", name, work))
 
-        def result(call: Call[Any]) -> Any:
+        def result(call: LoopCall[Any]) -> Any:
             return call.result(f"uploading {name}", stop)
 
         upload: BlobUpload = result(send(lambda: self._store.upload(key, part_bytes)))
-        parts: deque[Call[None]] = deque()
+        parts: deque[LoopCall[None]] = deque()
         completing = False
         try:
             with closing(_pieces(body, part_bytes, stop)) as pieces:
                 for number, piece in enumerate(pieces):
-                    if len(parts) == self._policy.in_flight:
+                    if len(parts) == self._policy.concurrency:
                         result(parts.popleft())
                     parts.append(send(partial(upload.part, number, number * part_bytes, piece)))
             while parts:
@@ -222,7 +222,7 @@ class StoreEngine(Engine):
             if stop.is_set() or not self.is_complete(key, body.nbytes, patience_s):
                 raise
 
-    def _abort(self, upload: BlobUpload, parts: Collection[Call[None]]) -> None:
+    def _abort(self, upload: BlobUpload, parts: Collection[LoopCall[None]]) -> None:
         """Wait for the parts first: none may be stored after the abort."""
         for part in parts:
             part.cancel()
@@ -231,7 +231,7 @@ class StoreEngine(Engine):
                 with suppress(Exception):
                     part.result("aborting")
             with suppress(Exception):
-                Call(upload.abort).result("aborting")
+                LoopCall(upload.abort).result("aborting")
 
 
 def _pieces(body: Body, part_bytes: int, stop: Stop) -> Generator[bytes]:

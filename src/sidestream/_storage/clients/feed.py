@@ -7,7 +7,7 @@ import threading
 from collections import deque
 
 from ..._runtime.threads import Stop, current_deadline
-from ...errors import Closed
+from ...errors import ClosedError
 
 __all__ = ["Feed"]
 
@@ -33,7 +33,7 @@ class Feed:
     # --- the thread's side ---
 
     def put(self, view: memoryview, stop: Stop) -> None:
-        """Raises ``Closed`` when ``stop`` is set or the client has ended, ``DeadlineExceeded``."""
+        """Raises ``ClosedError`` when ``stop`` is set or the client has ended, ``DeadlineExceededError``."""
         deadline = current_deadline()
         with stop.waking(self._wake), self._changed:
             while self._items and not self._closed:
@@ -42,7 +42,7 @@ class Feed:
                     raise deadline.exceeded("uploading")
             stop.check()
             if self._closed:
-                raise Closed("the upload has ended")
+                raise ClosedError("the upload has ended")
             self._items.append(view)
         self._notify()
 
@@ -67,7 +67,7 @@ class Feed:
 
     def closed_early(self, error: BaseException) -> bool:
         """Whether ``error`` only says that the client had ended before."""
-        return isinstance(error, Closed) and self._closed
+        return isinstance(error, ClosedError) and self._closed
 
     def _wake(self) -> None:
         with self._changed:

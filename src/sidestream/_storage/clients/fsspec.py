@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from fsspec.implementations.dirfs import DirFileSystem
 
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
-from ...errors import InvalidOption, StorageError
+from ...errors import InvalidOptionError, StorageError
 from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
-from ..bodies import Body, Part
+from ..bodies import Body, FilePart
 from ..object_store.parts import part_bytes_for
 from .bounded import Bounded, is_asynchronous
 from .engine import Engine
@@ -68,7 +68,7 @@ class FsspecEngine(Engine):
         """In this thread, one part after the other: what fsspec's files can do. The content is copied once."""
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
 
-        def take(part: Part) -> memoryview:
+        def take(part: FilePart) -> memoryview:
             return part.take(stop)
 
         if not self._asynchronous:
@@ -88,7 +88,7 @@ class FsspecEngine(Engine):
         key: str,
         body: Body,
         part_bytes: int,
-        take: Callable[[Part], memoryview],
+        take: Callable[[FilePart], memoryview],
         check: Callable[[], None],
     ) -> None:
         """Raises what ``check`` raises before anything that follows from it."""
@@ -259,7 +259,7 @@ def _synchronous(filesystem: Any) -> Any:
         return filesystem
     options = {**filesystem.storage_options, "asynchronous": False, "loop": None, "skip_instance_cache": True}
     if "fs" in options or any(hasattr(argument, "async_impl") for argument in filesystem.storage_args):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"filesystem= is an asynchronous {type(filesystem).__name__} around another one: hand in a synchronous one "
             "(asynchronous=False), which sidestream runs on a loop of its own"
         )

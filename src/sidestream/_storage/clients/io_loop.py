@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeVar
 from fsspec.asyn import get_loop, iothread
 
 from ..._runtime.threads import Stop, Threads, current_deadline
-from ...errors import Closed
+from ...errors import ClosedError
 
-__all__ = ["Call", "in_io_thread", "on_io_loop"]
+__all__ = ["LoopCall", "in_io_thread", "on_io_loop"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _GRACE_S = 5.0
 _waiter = Threads("sidestream-storage", 1)  # has no thread: it only waits
 
 
-class Call(Generic[T]):
+class LoopCall(Generic[T]):
     """A coroutine on the loop; ``future`` is done when it has ended, and not before, cancelled or not."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
@@ -38,12 +38,13 @@ class Call(Generic[T]):
         self.loop.call_soon_threadsafe(self._start, work)
 
     def cancel(self) -> None:
-        """Ask it to end; ``future`` then raises ``Closed``. From any thread."""
+        """Ask it to end; ``future`` then raises ``ClosedError``. From any thread."""
         self._cancelled = True
         self.loop.call_soon_threadsafe(self._cancel)
 
     def result(self, name: str, stop: Stop | None = None) -> T:
-        """Wait in a thread. Raises ``Closed`` when ``stop`` is set, ``DeadlineExceeded``, or what it raised."""
+        """Wait in a thread. Raises ``ClosedError`` when ``stop`` is set, ``DeadlineExceededError``, or what it
+        raised."""
         stop, deadline = stop or Stop(), current_deadline()
         with stop.waking(self.cancel):
             if stop.is_set():
@@ -56,7 +57,7 @@ class Call(Generic[T]):
             self.cancel()
             try:
                 return self.future.result(_GRACE_S)
-            except Closed as error:
+            except ClosedError as error:
                 raise deadline.exceeded(name) from error
             except FutureTimeout as error:
                 raise deadline.exceeded(f"{name}, which does not end when it is cancelled") from error
@@ -83,12 +84,12 @@ class Call(Generic[T]):
 
 
 def in_io_thread() -> bool:
-    """Whether the calling thread is the loop's: it must not wait for a ``Call``."""
+    """Whether the calling thread is the loop's: it must not wait for a ``LoopCall``."""
     return threading.current_thread() is iothread[0]
 
 
-def _stopped() -> Closed:
-    return Closed("stopped before the work was done")
+def _stopped() -> ClosedError:
+    return ClosedError("stopped before the work was done")
 
 
 async def on_io_loop(work: Callable[[], Coroutine[Any, Any, T]], name: str, *, unstoppable: bool = False) -> T:
@@ -97,7 +98,7 @@ async def on_io_loop(work: Callable[[], Coroutine[Any, Any, T]], name: str, *, u
     A cancel is passed on, and raised when the work has ended. If that is ``unstoppable``, the cancel waits until it has
     ended by itself, which it has to do by the deadline.
     """
-    call = Call(work)
+    call = LoopCall(work)
     if unstoppable:
         return await _waiter.wait(call.future, name)
     stop = Stop()

@@ -37,7 +37,7 @@ class Kept:
 
     def get(self, key: Hashable, make: Callable[[], Engine]) -> Engine:
         """In a thread. Nobody waits for another one's ``make``; of two that were made at once the first is kept."""
-        key = (key, os.getpid(), *_surroundings())
+        key = (key, os.getpid(), *_thread_state())
         with self._lock:
             if key in self._engines:
                 self._engines.move_to_end(key)
@@ -65,7 +65,7 @@ def frozen(value: Any) -> Hashable:
     raise TypeError(f"a {type(value).__name__} is no plain option")
 
 
-def _surroundings() -> tuple[Hashable, ...]:
+def _thread_state() -> tuple[Hashable, ...]:
     names = sorted(name for name in list(os.environ) if name.upper().startswith(_VARIABLES))
     variables = tuple((name, os.environ.get(name)) for name in names)  # another thread may remove some meanwhile
     files = (os.environ.get(variable) or os.path.expanduser(default) for variable, default in _FILES.items())

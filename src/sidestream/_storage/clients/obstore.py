@@ -18,15 +18,15 @@ import obstore
 import obstore.store
 
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
-from ...errors import AccessDenied, Closed, ForkedProcess, StorageError
+from ...errors import AccessDeniedError, ClosedError, ForkedProcessError, StorageError
 from ...events import SlowPart, emit
 from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
-from ..bodies import Body, Part, ShowingPart
+from ..bodies import Body, FilePart, ShowingPart
 from ..object_store.parts import Checksum, part_bytes_for
 from .credentials import Client
 from .engine import Engine, LateEngine
 from .feed import Feed
-from .io_loop import Call
+from .io_loop import LoopCall
 from .requests import Requests, fate_of, translated
 
 __all__ = ["ObstoreEngine"]
@@ -49,7 +49,7 @@ def _mark_used() -> None:
             atexit.register(time.sleep, 0.05)
             _used_in = os.getpid()
         if _used_in != os.getpid():
-            raise ForkedProcess(
+            raise ForkedProcessError(
                 "obstore was used before os.fork(), and its threads are not in the child: start processes with "
                 '"spawn", or take StorePolicy(engine="fsspec")'
             )
@@ -93,11 +93,11 @@ class ObstoreEngine(Engine):
     def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
         self._check_process()
         if self._helper is not None:  # now: an abort has no time for the imports
-            Call(self._helper.get).result("connecting", stop)
+            LoopCall(self._helper.get).result("connecting", stop)
         feed = Feed()
         checksum = Checksum() if Checksum.known and self._helper is not None and self._kind == "s3" else None
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
-        call = Call(lambda: self._send(key, feed, body.nbytes, part_bytes))
+        call = LoopCall(lambda: self._send(key, feed, body.nbytes, part_bytes))
         call.future.add_done_callback(lambda _: feed.close())
         try:
             for part in body.parts:
@@ -121,15 +121,15 @@ class ObstoreEngine(Engine):
 
     def _compare(self, key: str, expected: str, requests: Requests, stop: Stop) -> None:
         """What arrived with what was staged: a checksum that went all the way, without reading anything back."""
-        asked = Call(lambda: requests.run("looking at", key, lambda: self.checksum(key)))
+        asked = LoopCall(lambda: requests.run("looking at", key, lambda: self.checksum(key)))
         try:
             found = asked.result(f"looking at {key}", stop)
-        except AccessDenied:  # to write does not need the right to look
+        except AccessDeniedError:  # to write does not need the right to look
             return
         if found is not None and len(found) == len(expected) and found != expected:
             raise StorageError(errno.EIO, f"the storage has CRC-64/NVME {found}, {expected} was sent: save again", key)
 
-    def _wait(self, call: Call[None], feed: Feed, key: str, stop: Stop) -> None:
+    def _wait(self, call: LoopCall[None], feed: Feed, key: str, stop: Stop) -> None:
         """All has been handed over. To stop now is to make the iterator fail, which is what aborts the upload."""
         with stop.waking(feed.fail):
             if stop.is_set():
@@ -146,7 +146,7 @@ class ObstoreEngine(Engine):
                 self._name(key),
                 feed,
                 chunk_size=part_bytes,
-                max_concurrency=self._policy.in_flight,
+                max_concurrency=self._policy.concurrency,
                 use_multipart=True,
             )
         )
@@ -171,7 +171,7 @@ class ObstoreEngine(Engine):
                 return
             deadline.check(f"uploading {key}")
             if feed.failed:
-                raise Closed("the upload was stopped")
+                raise ClosedError("the upload was stopped")
             if feed.taken_bytes != sent or feed.starving:
                 since, sent = time.monotonic(), feed.taken_bytes
             else:
@@ -264,7 +264,7 @@ class ObstoreEngine(Engine):
             _mark_used()
 
 
-def _taken(part: Part, checksum: Checksum | None, stop: Stop) -> memoryview:
+def _taken(part: FilePart, checksum: Checksum | None, stop: Stop) -> memoryview:
     if checksum is None:
         return part.take(stop)
     if isinstance(part, ShowingPart):  # two checksums while the bytes are there once
@@ -274,7 +274,7 @@ def _taken(part: Part, checksum: Checksum | None, stop: Stop) -> memoryview:
     return view
 
 
-def _result(call: Call[T], name: str) -> T:
+def _result(call: LoopCall[T], name: str) -> T:
     """Wait for a call that looks at the deadline itself, and then aborts."""
     with time_limit(Deadline.after(current_deadline().remaining_s() + 3 * _ABORT_S)):
         return call.result(name)

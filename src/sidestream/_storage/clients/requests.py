@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from ..._runtime.marks import mark_uncertain
 from ..._runtime.redact import redacted
 from ..._runtime.threads import Deadline, current_deadline
-from ...errors import AccessDenied, Corrupt, SidestreamError, StorageError
+from ...errors import AccessDeniedError, CorruptCheckpointError, SidestreamError, StorageError
 from ...events import Retried, Throttled, emit
 from ...options import StorePolicy
 
-__all__ = ["Fate", "Requests", "Taken", "fate_of", "is_refused", "is_uncertain", "translated"]
+__all__ = ["Fate", "Requests", "Taken", "fate_of", "is_refused", "translated"]
 
 T = TypeVar("T")
 
@@ -71,8 +72,8 @@ class Requests:
         """``call()`` until it succeeds, may not be repeated, or the deadline passes. Each has ``request_timeout_s``, or
         what the policy says.
 
-        Raises ``FileNotFoundError``, ``Taken``, ``AccessDenied``, ``StorageError``, ``DeadlineExceeded``. An error
-        after which nobody knows whether the request was carried out ``is_uncertain``.
+        Raises ``FileNotFoundError``, ``Taken``, ``AccessDeniedError``, ``StorageError``, ``DeadlineExceededError``. An
+        error after which nobody knows whether the request was carried out ``is_uncertain``.
         """
         timeout_s = request_timeout_s or self.policy.request_timeout_s
         attempt, uncertain, deadline = 0, False, current_deadline()
@@ -129,14 +130,7 @@ def _jittered(base_s: float, attempt: int) -> float:
 
 
 def _marked(error: Exception, uncertain: bool) -> Exception:
-    if uncertain:
-        error.uncertain = True  # type: ignore[attr-defined]
-    return error
-
-
-def is_uncertain(error: BaseException) -> bool:
-    """Whether a request that may have been carried out is behind ``error``, though nobody heard of it."""
-    return bool(getattr(error, "uncertain", False))
+    return mark_uncertain(error) if uncertain else error
 
 
 def translated(error: BaseException, doing: str, url: str) -> Exception:
@@ -149,9 +143,11 @@ def translated(error: BaseException, doing: str, url: str) -> Exception:
     if isinstance(error, Taken):
         return error
     if fate == "denied":
-        return AccessDenied(errno.EACCES, f"{doing} was refused ({_reason(error)}); check credentials and policy", url)
+        return AccessDeniedError(
+            errno.EACCES, f"{doing} was refused ({_reason(error)}); check credentials and policy", url
+        )
     if _status(error) == 416:
-        return Corrupt(f"{url} ends before the bytes that were saved there", file=url.rpartition("/")[2])
+        return CorruptCheckpointError(f"{url} ends before the bytes that were saved there", file=url.rpartition("/")[2])
     number = getattr(error, "errno", None)
     return StorageError(number if isinstance(number, int) else errno.EIO, f"{doing} failed: {_reason(error)}", url)
 

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import threading
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ...errors import Closed, from_os_error
+from ...errors import ClosedError, from_os_error
 from ...options import Durability
+from ..names import LEASES, attempt_name, parse_step
 
 __all__ = [
     "RACES",
     "RETIRED",
     "OpenDirectory",
+    "collect_orphans",
+    "has_leases",
     "is_directory",
     "is_vacant",
+    "last_write",
     "link_new",
     "make_root",
+    "move_new",
     "remove_tree",
+    "storage_time",
     "sync_directory",
     "take_away",
 ]
@@ -34,6 +42,7 @@ RETIRED = ".retired-"
 RACES = 100
 """So often in a row another process may make, or remove, the directory that this one needs or removes."""
 
+_ID = 32 * "0"
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 
 
@@ -54,7 +63,7 @@ class OpenDirectory:
 
     @contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Keep the directory open meanwhile; the first thread opens it. Raises ``OSError``, ``Closed``."""
+        """Keep the directory open meanwhile; the first thread opens it. Raises ``OSError``, ``ClosedError``."""
         descriptor = self._acquire()
         if descriptor is None:
             descriptor = self._acquire_new(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -66,7 +75,7 @@ class OpenDirectory:
     def _acquire(self) -> int | None:
         with self._lock:
             if self._closed:
-                raise Closed(f"{self.path} was closed by the operation that had opened it")
+                raise ClosedError(f"{self.path} was closed by the operation that had opened it")
             if self._descriptor is not None:
                 self._users += 1
             return self._descriptor
@@ -122,19 +131,21 @@ def _close(directory: int) -> None:
         os.close(directory)
 
 
-def make_root(root: Path, durability: Durability, made: list[Path]) -> None:
-    """Every missing directory down to ``root``, each noted in ``made``."""
+def make_root(root: Path, durability: Durability, made: list[Path], sync: Callable[[Path], None] | None = None) -> None:
+    """Every missing directory down to ``root``, each noted in ``made``. ``sync`` takes the place of
+    ``sync_directory``."""
+    sync = sync_directory if sync is None else sync
     ancestors = (root, *root.parents)
     missing = [path for path in ancestors if not path.exists()]
     if durability == "fsync" and len(missing) < len(ancestors) - 1:
         # The last one that is there may have been made by a save that was killed before it could sync it.
         with suppress(PermissionError):
-            sync_directory(ancestors[len(missing)].parent)
+            sync(ancestors[len(missing)].parent)
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
         made.append(path)
         if durability == "fsync":
-            sync_directory(path.parent)
+            sync(path.parent)
 
 
 def is_directory(path: Path) -> bool:
@@ -216,3 +227,79 @@ def link_new(hidden: Path, path: Path) -> None:
                 "without replacing another",
             ) from error
         raise
+
+
+def move_new(hidden: Path, path: Path) -> None:
+    """``link_new``; a file system without links renames the file, having looked for another one before."""
+    try:
+        link_new(hidden, path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "another writer was first", str(path)) from error
+        os.rename(hidden, path)
+
+
+def last_write(directory: Path) -> float:
+    """Return when the directory, or a file in it, was last written to."""
+    times = [0.0]
+    with suppress(FileNotFoundError):  # it has just been published or deleted
+        times.append(directory.stat().st_mtime)
+        with os.scandir(directory) as entries:
+            for one in entries:
+                with suppress(FileNotFoundError):
+                    times.append(one.stat(follow_symlinks=False).st_mtime)
+    return max(times)
+
+
+def storage_time(directory: Path) -> float:
+    """The time that the file system gives a file which is written now; this machine's where none can be written."""
+    flags = os.O_WRONLY | os.O_CLOEXEC
+    with suppress(OSError):
+        if hasattr(os, "O_TMPFILE"):
+            with open(os.open(directory, flags | os.O_TMPFILE, 0o600), "wb") as nameless:
+                return os.fstat(nameless.fileno()).st_mtime
+    path = directory / f".clock-{uuid.uuid4().hex}"
+    try:
+        with open(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), "wb") as named:
+            return os.fstat(named.fileno()).st_mtime
+    except OSError:
+        return time.time()
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def has_leases(root: Path, target: str) -> bool:
+    """Return whether ``target`` is a step of a run, where leases tell who lives."""
+    return parse_step(target) is not None and (root / LEASES).exists()
+
+
+def collect_orphans(
+    root: Path, target: str, after_s: float, take: Callable[[Path, str], Path | None] = take_away
+) -> list[str]:
+    """Delete attempts at ``target`` that nobody has written to for ``after_s``, and what is left of deletions that were
+    interrupted as long ago, and return their names. A process that still has such an attempt cannot publish it any
+    more, if ``take`` takes it out of its reach. In a run nothing is collected: there leases tell who lives. What cannot
+    be deleted is passed over."""
+    before, _, after = attempt_name(target, _ID).partition(_ID)
+    attempt = re.compile(f"{re.escape(before)}[0-9a-f]{{32}}{re.escape(after)}")
+    collected: list[str] = []
+    with suppress(OSError):
+        found = [name for name in os.listdir(root) if attempt.fullmatch(name) or name.startswith(RETIRED)]
+        if not found or has_leases(root, target):
+            return []
+        now = storage_time(root)
+        for name in found:
+            with suppress(OSError):  # another process collects it, or it may not be deleted
+                retired = name.startswith(RETIRED)
+                if now - ((root / name).stat().st_ctime if retired else last_write(root / name)) <= after_s:
+                    continue
+                path = root / name if retired else take(root, name)
+                if path is not None:
+                    remove_tree(path)
+                    collected.append(name)
+    return collected

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
-from ..._runtime.tasks import finish
+from ..._runtime.tasks import run_shielded
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
-from ...errors import Corrupt, DeadlineExceeded, SidestreamError, from_os_error
+from ...errors import CorruptCheckpointError, DeadlineExceededError, SidestreamError, from_os_error
 from ..coalesce import coalesce
 from ..store import ReadRange
 from .directories import OpenDirectory
@@ -74,10 +74,10 @@ class LocalSource:
 
     async def aclose(self) -> None:
         if self._directory.refuse():
-            await finish(self._close)
+            await run_shielded(self._close)
 
     async def _close(self) -> None:
-        with suppress(DeadlineExceeded), time_limit(Deadline.after(_CLOSE_S)):
+        with suppress(DeadlineExceededError), time_limit(Deadline.after(_CLOSE_S)):
             await io_threads().run(self._directory.close)
 
 
@@ -105,7 +105,7 @@ def _open_regular(path: Path, within: OpenDirectory | None) -> int:
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Corrupt(f"{path} is not a regular file", file=path.name)
+            raise CorruptCheckpointError(f"{path} is not a regular file", file=path.name)
     except BaseException:
         os.close(descriptor)
         raise
@@ -185,7 +185,9 @@ def map_file(path: Path, within: OpenDirectory | None, nbytes: int) -> mmap.mmap
         descriptor = _open_regular(path, within)
         try:
             if os.fstat(descriptor).st_size < nbytes:  # to touch a page behind the end would kill the process
-                raise Corrupt(f"{path} is shorter than the {nbytes} bytes that were saved", file=path.name)
+                raise CorruptCheckpointError(
+                    f"{path} is shorter than the {nbytes} bytes that were saved", file=path.name
+                )
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
             return mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
@@ -216,7 +218,7 @@ def _fill(descriptor: int, run: Sequence[ReadRange], path: Path) -> None:
     while buffers:
         count = os.preadv(descriptor, buffers, done)
         if count == 0:
-            raise Corrupt(
+            raise CorruptCheckpointError(
                 f"{path} ends at byte {done}, but {position - done} more belong there", file=path.name, offset=done
             )
         done += count
@@ -288,5 +290,5 @@ def _translated(error: OSError, doing: str, path: str) -> Exception:
     if error.errno == errno.ENOTDIR:
         return FileNotFoundError(errno.ENOENT, "no such directory", path)
     if error.errno == errno.ELOOP:
-        return Corrupt(f"{path} is a symbolic link", file=os.path.basename(path))
+        return CorruptCheckpointError(f"{path} is a symbolic link", file=os.path.basename(path))
     return from_os_error(error, doing, path)

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import aiofiles
 
-from ..._runtime.tasks import finish
-from ...errors import DeadlineExceeded, InvalidOption, from_os_error
+from ..._runtime.tasks import run_shielded
+from ...errors import DeadlineExceededError, InvalidOptionError, from_os_error
 
 __all__ = ["FileSource", "check_sources", "is_plain_name", "read_sources"]
 
@@ -27,20 +27,20 @@ _OWN_ENDS = (".distcp", ".metadata", ".partial")
 
 
 def check_sources(files: Mapping[str, FileSource] | None) -> dict[str, FileSource]:
-    """Return ``files``, the sidecar files of a checkpoint. Raises ``InvalidOption`` for a name that is no plain file
-    name or that files of checkpoints have, and for a source of another type."""
+    """Return ``files``, the sidecar files of a checkpoint. Raises ``InvalidOptionError`` for a name that is no plain
+    file name or that files of checkpoints have, and for a source of another type."""
     if files is None:
         return {}
     if not isinstance(files, Mapping):
-        raise InvalidOption(f"files={files!r:.80} has to be a mapping of file names to bytes or paths")
+        raise InvalidOptionError(f"files={files!r:.80} has to be a mapping of file names to bytes or paths")
     for name, one in files.items():
         if not is_plain_name(name) or name.startswith(_OWN_STARTS) or name.endswith(_OWN_ENDS):
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"files={name!r} has to be a plain file name of {_MOST_NAME_BYTES} bytes at most, and no name of the "
                 "files of a checkpoint (__*, manifest-*, file-*, *.distcp, *.metadata, *.partial)"
             )
         if not isinstance(one, bytes | str | os.PathLike):
-            raise InvalidOption(f"files[{name!r}] has to be bytes or a path, not a {type(one).__name__}")
+            raise InvalidOptionError(f"files[{name!r}] has to be bytes or a path, not a {type(one).__name__}")
         if isinstance(one, bytes) and len(one) > _MOST_BYTES:
             raise _too_large(name, f"{len(one)} bytes")
     return dict(files)
@@ -56,8 +56,8 @@ def is_plain_name(name: object) -> bool:
 async def read_sources(files: Mapping[str, FileSource], *, timeout_s: float) -> dict[str, bytes]:
     """Return the content of ``files``, which are read through to their end if this task is cancelled meanwhile.
 
-    Raises ``InvalidOption`` for what is not a regular file or is larger than 64 MiB, ``DeadlineExceeded`` 5 s after
-    ``timeout_s``, and what the file system raises, translated.
+    Raises ``InvalidOptionError`` for what is not a regular file or is larger than 64 MiB, ``DeadlineExceededError`` 5 s
+    after ``timeout_s``, and what the file system raises, translated.
     """
     found = {name: one for name, one in files.items() if isinstance(one, bytes)}
     paths = {name: one for name, one in files.items() if not isinstance(one, bytes)}
@@ -70,9 +70,9 @@ async def read_sources(files: Mapping[str, FileSource], *, timeout_s: float) -> 
                 for name, path in paths.items():
                     found[name] = await _read(name, path)
         except TimeoutError:
-            raise DeadlineExceeded(f"reading files=: not done within {timeout_s:.0f} s") from None
+            raise DeadlineExceededError(f"reading files=: not done within {timeout_s:.0f} s") from None
 
-    await finish(read)
+    await run_shielded(read)
     return {name: found[name] for name in files}
 
 
@@ -94,5 +94,5 @@ def _open(path: Any, _: int) -> int:
     return os.open(path, _OPEN_FLAGS)
 
 
-def _too_large(name: str, what: str) -> InvalidOption:
-    return InvalidOption(f"files[{name!r}]: {what} has to be a regular file of 64 MiB at most")
+def _too_large(name: str, what: str) -> InvalidOptionError:
+    return InvalidOptionError(f"files[{name!r}]: {what} has to be a regular file of 64 MiB at most")

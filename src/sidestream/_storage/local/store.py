@@ -6,24 +6,36 @@ import errno
 import mmap
 import os
 import re
-import time
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ..._runtime.threads import Stop
-from ...errors import Conflict, StorageError, from_os_error
-from ...options import Capabilities, Durability
+from ...errors import CheckpointExistsError, InvalidOptionError, SidestreamError, StorageError, from_os_error
+from ...options import Capabilities, Durability, Storage
 from ..bodies import Body
+from ..object_store.names import NOTE, is_unfinished
 from ..store import Leftover, ReadRange
 from ..transaction import Attempt, StoreAddress, Transaction
-from .directories import RACES, RETIRED, make_root, remove_tree, sync_directory, take_away
+from .directories import (
+    RACES,
+    RETIRED,
+    collect_orphans,
+    last_write,
+    make_root,
+    remove_tree,
+    storage_time,
+    sync_directory,
+    take_away,
+)
+from .marking import NO_REPLACEMENT, MarkedTransaction, ages_of, collect, discard, files_in, is_torn, sync_names
 from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of, sizes_in
-from .transaction import LocalTransaction
+from .transaction import LocalTransaction, unlink
 from .write import write_file
 
-__all__ = ["LocalStore"]
+__all__ = ["LocalStore", "MarkedStore"]
+
+_MARKER = ".metadata"
 
 _ATTEMPT = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
@@ -36,7 +48,7 @@ class LocalStore:
 
     capabilities = Capabilities(create_only=True, listing=True, mapping=True, rename=True)
 
-    retired_note = None
+    retired_note: str | None = None
 
     @property
     def url(self) -> str:
@@ -47,7 +59,7 @@ class LocalStore:
         return StoreAddress(str(self.root))
 
     def begin(self, attempt: Attempt) -> Transaction:
-        return LocalTransaction(self.root, attempt)
+        return LocalTransaction(self.root, attempt, self.address)
 
     def check_replaces(self) -> None:
         """Do nothing: whether the file system exchanges directories is known when it is asked to."""
@@ -61,6 +73,9 @@ class LocalStore:
 
     async def retire(self, directory: str, *, durability: Durability) -> None:
         await run_io(_retire, self.root, directory, durability)
+
+    async def collect(self, target: str, *, after_s: float) -> list[str]:
+        return await run_io(collect_orphans, self.root, target, after_s)
 
     async def leftovers(self) -> list[Leftover]:
         return await run_io(_leftovers, self.root)
@@ -94,6 +109,42 @@ class LocalStore:
         return await run_io(_directories, self.root / directory)
 
 
+class MarkedStore(LocalStore):
+    """A ``Store`` over the directory ``root``, in which no directory is ever renamed."""
+
+    capabilities = Capabilities(create_only=True, listing=True, mapping=True)
+
+    retired_note = NOTE
+
+    @property
+    def address(self) -> StoreAddress:
+        return StoreAddress(str(self.root), Storage(commit="marker"))
+
+    def begin(self, attempt: Attempt) -> Transaction:
+        return MarkedTransaction(self.root, attempt, self.address)
+
+    def check_replaces(self) -> None:
+        raise InvalidOptionError(f"{self.root}: {NO_REPLACEMENT}")
+
+    async def discard(self, leftover: str) -> None:
+        target, _, name = leftover.rpartition("/")
+        if not target:
+            await run_io(remove_tree, self.root / name)
+        elif name == NOTE:
+            await run_io(_finish_retiring, self.root / target)
+        else:
+            await run_io(discard, self.root / target, name)
+
+    async def collect(self, target: str, *, after_s: float) -> list[str]:
+        return await run_io(collect, self.root, target, after_s)
+
+    async def retire(self, directory: str, *, durability: Durability) -> None:
+        await run_io(_unmark, self.root / directory, durability)
+
+    async def leftovers(self) -> list[Leftover]:
+        return [*await super().leftovers(), *await run_io(_unmarked, self.root)]
+
+
 # --- what runs in threads; each function owns the descriptors that it opens ---
 
 
@@ -113,7 +164,7 @@ def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop)
             continue
         except OSError as error:
             raise from_os_error(error, "creating a directory", str(path.parent)) from error
-    raise Conflict(f"{path.parent} is removed as often as it is made")
+    raise CheckpointExistsError(f"{path.parent} is removed as often as it is made")
 
 
 def _discard(root: Path, leftover: str) -> None:
@@ -142,23 +193,12 @@ def _leftovers(root: Path) -> list[Leftover]:
         found += [(name, "attempt") for name in names if _ATTEMPT.fullmatch(name)]
         if not found:
             return []
-        now = _storage_time(root)
-        return [Leftover(name, kind, now - _last_write(root / name)) for name, kind in found]  # type: ignore[arg-type]
+        now = storage_time(root)
+        return [Leftover(name, kind, now - last_write(root / name)) for name, kind in found]  # type: ignore[arg-type]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise from_os_error(error, "listing", str(root)) from error
-
-
-def _last_write(directory: Path) -> float:
-    times = [0.0]
-    with suppress(FileNotFoundError):  # it has just been published or deleted
-        times.append(directory.stat().st_mtime)
-        with os.scandir(directory) as entries:
-            for one in entries:
-                with suppress(FileNotFoundError):
-                    times.append(one.stat(follow_symlinks=False).st_mtime)
-    return max(times)
 
 
 def _remove(root: Path, names: tuple[str, ...]) -> None:
@@ -178,7 +218,7 @@ def _ages(directory: Path) -> dict[str, float]:
             found = list(entries)
         if not found:
             return {}
-        now = _storage_time(directory)
+        now = storage_time(directory)
         ages = {}
         for one in found:
             with suppress(FileNotFoundError):
@@ -190,24 +230,6 @@ def _ages(directory: Path) -> dict[str, float]:
     return ages
 
 
-def _storage_time(directory: Path) -> float:
-    """The time that the file system gives a file which is written now; this machine's where none can be written."""
-    flags = os.O_WRONLY | os.O_CLOEXEC
-    with suppress(OSError):
-        if hasattr(os, "O_TMPFILE"):
-            with open(os.open(directory, flags | os.O_TMPFILE, 0o600), "wb") as nameless:
-                return os.fstat(nameless.fileno()).st_mtime
-    path = directory / f".clock-{uuid.uuid4().hex}"
-    try:
-        with open(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), "wb") as named:
-            return os.fstat(named.fileno()).st_mtime
-    except OSError:
-        return time.time()
-    finally:
-        with suppress(OSError):
-            os.unlink(path)
-
-
 def _directories(root: Path) -> list[str]:
     try:
         with os.scandir(root) as entries:
@@ -216,3 +238,62 @@ def _directories(root: Path) -> list[str]:
         return []
     except OSError as error:
         raise from_os_error(error, "listing", str(root)) from error
+
+
+# --- the same, of attempts that lie in their target ---
+
+
+def _unmark(directory: Path, durability: Durability) -> None:
+    if not files_in(directory):
+        return
+    try:
+        os.close(os.open(directory / NOTE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
+        if durability == "fsync":
+            sync_names(directory)
+        unlink(directory / _MARKER)
+        if durability == "fsync":
+            sync_names(directory)
+    except SidestreamError:
+        raise
+    except OSError as error:
+        raise from_os_error(error, "removing", str(directory)) from error
+    _finish_retiring(directory)
+
+
+def _finish_retiring(directory: Path) -> None:
+    """The note goes last: it says that the rest is no attempt."""
+    names = files_in(directory)
+    if _MARKER in names:
+        return
+    for name in names:
+        path = directory / name
+        if path.is_dir() and not path.is_symlink():
+            remove_tree(path)
+        elif name != NOTE:
+            unlink(path)
+    unlink(directory / NOTE)
+    with suppress(OSError):
+        directory.rmdir()
+
+
+def _unmarked(root: Path) -> list[Leftover]:
+    try:
+        with os.scandir(root) as entries:
+            directories = [one.name for one in entries if one.name[0] != "." and one.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise from_os_error(error, "listing", str(root)) from error
+    found = []
+    for name in directories:
+        files = files_in(root / name)
+        if NOTE in files and _MARKER not in files:
+            found.append(Leftover(f"{name}/{NOTE}", "retired", 0.0))
+        elif is_unfinished(files) and not _is_marked(root / name, files):
+            ages = ages_of(root / name, files).items()
+            found += [Leftover(f"{name}/{save_id}", "attempt", age_s) for save_id, age_s in ages]
+    return found
+
+
+def _is_marked(directory: Path, files: list[str]) -> bool:
+    return _MARKER in files and not is_torn(directory)

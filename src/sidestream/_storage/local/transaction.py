@@ -11,15 +11,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..._runtime.threads import Stop, Threads, io_threads
-from ...errors import Conflict, NoSpace, NotDurable, NotShared, SidestreamError, StorageError, from_os_error
+from ...errors import (
+    CheckpointExistsError,
+    NoSpaceError,
+    NotDurableError,
+    SidestreamError,
+    StorageError,
+    StorageNotSharedError,
+    from_os_error,
+)
 from ...options import Durability
 from ..bodies import Body
+from ..names import ABANDONED_AFTER_S
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
     RACES,
+    collect_orphans,
     is_directory,
     is_vacant,
     link_new,
@@ -32,7 +42,7 @@ from .exchange import exchange, exchanges
 from .read import read_tail
 from .write import write_file
 
-__all__ = ["LocalTransaction"]
+__all__ = ["LocalTransaction", "Naming", "check_whole", "occupied", "unlink"]
 
 _Step: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], None]
 """The step that makes an attempt visible: of the attempt, the target, the files that must be there, and the attempt's
@@ -40,15 +50,35 @@ directory as it was made."""
 
 _REPLACEABLE = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
 """Files of which a directory has one if it is a checkpoint or an export."""
+_NO_RENAME = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EINVAL, errno.EXDEV, errno.EMFILE})
+"""What file systems answer that rename no directory; gcsfuse counts the files in it, and says EMFILE."""
+_REMEDY = (
+    "If this file system cannot rename a directory, as mounts of buckets cannot, pass "
+    'storage=sidestream.Storage(commit="marker")'
+)
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+
+
+class Naming(NamedTuple):
+    """What is done to names. ``appear`` gives a complete file the name that readers look for, and raises
+    ``FileExistsError`` if that is another file; ``sync`` makes the names in a directory durable; ``take`` takes an
+    attempt of a dead process away, and returns where it is then."""
+
+    appear: Callable[[Path, Path], None]
+    sync: Callable[[Path], None]
+    take: Callable[[Path, str], Path | None]
 
 
 class LocalTransaction(Transaction):
     """A ``Transaction`` below the directory ``root``, which need not exist yet."""
 
-    def __init__(self, root: Path, attempt: Attempt) -> None:
+    _naming = Naming(link_new, sync_directory, take_away)
+    _preallocates = True
+
+    def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
         super().__init__(attempt)
         self._root = root
+        self._address = address
         self._target = root / attempt.target
         self._hidden = root / attempt.name
         self._directory = self._target if attempt.kind == "part" else self._hidden
@@ -59,7 +89,11 @@ class LocalTransaction(Transaction):
 
     @property
     def address(self) -> StoreAddress:
-        return StoreAddress(str(self._root))
+        return self._address
+
+    @property
+    def place(self) -> Path:
+        return self._directory
 
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         return await io_threads().run(read_tail, self._root / name, None, nbytes)
@@ -76,42 +110,51 @@ class LocalTransaction(Transaction):
         stop.check()
         if attempt.kind == "part":
             with self._make_once():
-                _make_shared(self._directory, attempt.durability)
-        elif attempt.kind == "joined" or self._made is not None:
+                _make_shared(self._directory, attempt.durability, self._naming)
+        elif attempt.kind in ("joined", "joined_files") or self._made is not None:
             _check_joined(self._directory)
         else:
             self._make()
-        for name, body in files:
+        for given, body in files:
+            name = self.committed_name(given)
             self._names[name] = None
-            write_file(self._directory / name, body, attempt.durability, stop, threads, target=attempt.target)
+            self._write_file(name, body, stop, threads)
             del body  # and with it the memory, while the next one is waited for
+
+    def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
+        attempt = self.attempt
+        path, preallocate = self._directory / name, self._preallocates
+        write_file(path, body, attempt.durability, stop, threads, target=attempt.target, preallocate=preallocate)
 
     def _make(self) -> None:
         vacant = is_vacant(self._target)
         replaces = self.attempt.kind == "replacement"
         if not vacant and not (replaces and _may_be_replaced(self._target)):
-            raise _occupied(self._target)
+            raise occupied(self._target)
+        if not self.attempt.in_run:
+            collect_orphans(self._root, self.attempt.target, ABANDONED_AFTER_S, self._naming.take)
         self._replaceable = not vacant
         with self._make_once():
-            self._made = _create(self._root, self._hidden, self.attempt)
+            self._made = _create(self._root, self._hidden, self.attempt, self._naming)
         if replaces and not vacant and not _exchanges(self._hidden):
             self.discard_here()
-            raise Conflict(
+            raise CheckpointExistsError(
                 f"{self._target} is not empty, and this file system cannot exchange two directories in one step: save "
                 "to a new directory, or remove the old one first"
             )
 
     def wrote(self, sizes: Mapping[str, int]) -> None:
-        self._names.update(dict.fromkeys(sizes))
+        self._names.update(dict.fromkeys(map(self.committed_name, sizes)))
 
     def clear(self, names: Sequence[str]) -> None:
         for name in names:
-            _unlink(self._directory / name)
+            unlink(self._directory / self.committed_name(name))
 
     async def put(self, name: str, body: Body) -> None:
-        attempt, stop = self.attempt, Stop()
+        stop = Stop()
         self._names[name] = None
-        await io_threads().run(_put, self._directory / name, body, attempt, stop, stop=stop)
+        # An attempt that is gone was taken away. Nothing of it may come back, so its directory is not made again.
+        await io_threads().run(self._write_file, name, body, stop, stop=stop)
 
     async def put_last(self, name: str, body: Body) -> None:
         if self.attempt.kind == "part":
@@ -122,13 +165,13 @@ class LocalTransaction(Transaction):
     async def make_visible(self) -> None:
         attempt = self.attempt
         if attempt.kind == "file":
-            await io_threads().run(_publish_file, self._hidden, self._target, attempt.durability)
+            await io_threads().run(_publish_file, self._hidden, self._target, attempt.durability, self._naming)
             return
         if attempt.kind == "part":
             assert self._last is not None
             stop, (name, body) = Stop(), self._last
             path = self._target / name
-            await io_threads().run(_publish_part, path, body, attempt.durability, stop, stop=stop)
+            await io_threads().run(_publish_part, path, body, attempt.durability, self._naming, stop, stop=stop)
             self._names.clear()
             self._last = None
             return
@@ -139,9 +182,9 @@ class LocalTransaction(Transaction):
         await io_threads().run(_publish, self._hidden, self._target, names, self._made, attempt.durability, move)
         self._made = None  # what is there under the name of the attempt, if anything, is what this one replaced
 
-    def _note_replaced(self, error: NotDurable) -> None:
+    def _note_replaced(self, error: NotDurableError) -> None:
         if self.attempt.kind == "replacement":
-            error.add_note(f"what it has replaced may still be in {self._hidden}, which nothing deletes")
+            error.add_note(f"what it has replaced may still be in {self._hidden}, until it is collected")
 
     async def _discard_replaced(self) -> None:
         await io_threads().run(self._discard_replaced_here)
@@ -150,7 +193,7 @@ class LocalTransaction(Transaction):
         if not self._end_making():
             return
         path: Path | None = self._hidden
-        with suppress(NoSpace):  # a quota may refuse the rename, and not the removal, which makes room
+        with suppress(NoSpaceError):  # a quota may refuse the rename, and not the removal, which makes room
             path = take_away(self._root, self.attempt.name)
         if path is not None:
             remove_tree(path)
@@ -164,7 +207,7 @@ class LocalTransaction(Transaction):
         if self.attempt.kind == "part":  # others may be writing into that directory
             self._last = None
             for name in tuple(self._names):  # a thread that was left behind may add one
-                _unlink(self._directory / name)
+                unlink(self._directory / name)
             return
         # Nobody else publishes an attempt of our own; any other is taken out of its writer's reach first.
         own, self._made = self._made is not None, None
@@ -176,24 +219,19 @@ class LocalTransaction(Transaction):
 # --- what runs in threads ---
 
 
-def _unlink(path: Path) -> None:
+def unlink(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise from_os_error(error, "removing", str(path)) from error
 
 
-def _put(path: Path, body: Body, attempt: Attempt, stop: Stop) -> None:
-    # An attempt that is gone was taken away. Nothing of it may come back, so its directory is not made again.
-    write_file(path, body, attempt.durability, stop, target=attempt.target)
-
-
-def _create(root: Path, hidden: Path, attempt: Attempt) -> os.stat_result:
+def _create(root: Path, hidden: Path, attempt: Attempt, naming: Naming) -> os.stat_result:
     """Returns the new directory, with the mode that the umask gives; until it is published nobody else looks into the
     attempt."""
     made: list[Path] = []
     try:
-        make_root(root, attempt.durability, made)
+        make_root(root, attempt.durability, made, naming.sync)
         hidden.mkdir()
         made.append(hidden)
         found = hidden.stat()
@@ -225,23 +263,25 @@ def _publish(
         raise
     except OSError as error:
         if error.errno in _OCCUPIED:
-            raise _occupied(target) from error
+            raise occupied(target) from error
+        if error.errno in _NO_RENAME:
+            raise StorageError(error.errno, f"publishing failed: {error.strerror}. {_REMEDY}", str(target)) from error
         raise from_os_error(error, "publishing", str(target)) from error
     if durability == "fsync":
         try:
             sync_directory(target.parent)
         except OSError as error:
-            raise NotDurable(
+            raise NotDurableError(
                 error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
             ) from error
 
 
 def _move(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None) -> None:
     """Rename the attempt to the target, which is not there or empty."""
-    _check_whole(attempt, names, target)
+    check_whole(attempt, names, target)
     os.rename(attempt, target)
     try:
-        _check_whole(target, names, target)
+        check_whole(target, names, target)
     except FileNotFoundError:
         pass  # retention or another process has removed the whole directory
     except StorageError:
@@ -253,7 +293,7 @@ def _move(attempt: Path, target: Path, names: frozenset[str], made: os.stat_resu
 def _replace(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None, *, checked: bool) -> None:
     """Exchange the attempt with the target, or rename it if there is none. Another save, or a removal, may come
     between the look and the step: then there is another look. ``checked``: what is there may be replaced. Raises
-    ``Conflict`` if it must not be."""
+    ``CheckpointExistsError`` if it must not be."""
     for left in reversed(range(RACES)):
         vacant = is_vacant(target)
         checked = checked and not vacant  # what comes now was not looked at
@@ -278,10 +318,10 @@ def _exchange(attempt: Path, target: Path, names: frozenset[str]) -> None:
     replace this one at once, and delete it."""
     directory = os.open(attempt, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _check_whole(directory, names, target)
+        check_whole(directory, names, target)
         exchange(attempt, target)
         try:
-            _check_whole(directory, names, target)
+            check_whole(directory, names, target)
         except StorageError:
             if _is(os.fstat(directory), target):
                 exchange(attempt, target)
@@ -297,7 +337,7 @@ def _is(directory: os.stat_result, path: Path) -> bool:
         return False
 
 
-def _check_whole(directory: Path | int, names: frozenset[str], target: Path) -> None:
+def check_whole(directory: Path | int, names: frozenset[str], target: Path) -> None:
     """Raise ``StorageError`` if files are missing, ``FileNotFoundError`` if the directory is missing."""
     gone = sorted(names.difference(os.listdir(directory)))
     if gone:
@@ -310,43 +350,43 @@ def _check_whole(directory: Path | int, names: frozenset[str], target: Path) -> 
         )
 
 
-def _publish_file(attempt: Path, target: Path, durability: Durability) -> None:
+def _publish_file(attempt: Path, target: Path, durability: Durability, naming: Naming) -> None:
     try:
-        link_new(attempt / target.name, target)
+        naming.appear(attempt / target.name, target)
     except FileExistsError as error:
-        raise Conflict(f"{target} already exists: choose another name, or delete it first") from error
+        raise CheckpointExistsError(f"{target} already exists: choose another name, or delete it first") from error
     except OSError as error:
         raise from_os_error(error, "publishing", str(target)) from error
     try:
         if durability == "fsync":
-            sync_directory(target.parent)
+            naming.sync(target.parent)
     except OSError as error:
-        raise NotDurable(
+        raise NotDurableError(
             error.errno, "the file is complete, but the sync of its directory failed", str(target)
         ) from error
     finally:
         shutil.rmtree(attempt, ignore_errors=True)
 
 
-def _make_shared(directory: Path, durability: Durability) -> None:
+def _make_shared(directory: Path, durability: Durability, naming: Naming) -> None:
     """It is there when this returns, whoever has made it."""
     try:
-        make_root(directory, durability, [])
+        make_root(directory, durability, [], naming.sync)
     except OSError as error:
         raise from_os_error(error, "creating a checkpoint directory", str(directory)) from error
 
 
-def _publish_part(path: Path, body: Body, durability: Durability, stop: Stop) -> None:
+def _publish_part(path: Path, body: Body, durability: Durability, naming: Naming, stop: Stop) -> None:
     hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         write_file(hidden, body, durability, stop)
         if durability == "fsync":
-            sync_directory(path.parent)  # the names of what it speaks of
-        link_new(hidden, path)
+            naming.sync(path.parent)  # the names of what it speaks of
+        naming.appear(hidden, path)
     except FileExistsError as error:
         if isinstance(error, SidestreamError):
             raise
-        raise Conflict(f"{path} exists already: save to a new directory") from error
+        raise CheckpointExistsError(f"{path} exists already: save to a new directory") from error
     except OSError as error:
         if isinstance(error, SidestreamError):
             raise
@@ -356,21 +396,23 @@ def _publish_part(path: Path, body: Body, durability: Durability, stop: Stop) ->
             hidden.unlink()
     if durability == "fsync":
         try:
-            sync_directory(path.parent)
+            naming.sync(path.parent)
         except OSError as error:
-            raise NotDurable(
+            raise NotDurableError(
                 error.errno, "the part is committed, but the sync of its directory failed", str(path)
             ) from error
 
 
-def _occupied(target: Path) -> Conflict:
+def occupied(target: Path) -> CheckpointExistsError:
     if not os.path.isdir(target):
-        return Conflict(f"{target} already exists and is a file: choose another name, or delete it first")
-    return Conflict(f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step")
+        return CheckpointExistsError(f"{target} already exists and is a file: choose another name, or delete it first")
+    return CheckpointExistsError(
+        f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step"
+    )
 
 
 def _may_be_replaced(target: Path) -> bool:
-    """Return whether it is a directory, or was removed meanwhile. Raises ``Conflict``."""
+    """Return whether it is a directory, or was removed meanwhile. Raises ``CheckpointExistsError``."""
     with suppress(FileNotFoundError):
         if not is_directory(target):
             return False
@@ -379,8 +421,8 @@ def _may_be_replaced(target: Path) -> bool:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raise ``Conflict`` if a directory that is not empty is neither a checkpoint nor an export: what is replaced is
-    deleted whole."""
+    """Raise ``CheckpointExistsError`` if a directory that is not empty is neither a checkpoint nor an export: what is
+    replaced is deleted whole."""
     try:
         found = os.listdir(target)
     except FileNotFoundError:
@@ -388,7 +430,7 @@ def _check_replaceable(target: Path) -> None:
     except OSError as error:
         raise from_os_error(error, "listing", str(target)) from error
     if found and _REPLACEABLE.isdisjoint(found):
-        raise Conflict(
+        raise CheckpointExistsError(
             f"{target} is not empty, and no checkpoint (it has no .metadata), so it was not replaced: save to a new "
             "directory, or empty this one first"
         )
@@ -407,7 +449,7 @@ def _check_joined(attempt: Path) -> None:
     except FileNotFoundError:
         there = False
     if not there:
-        raise NotShared(
+        raise StorageNotSharedError(
             errno.ENOENT, "rank 0 has made this directory, and it is not here: save to storage that all ranks share",
             str(attempt),
         )  # fmt: skip

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..._runtime.threads import Stop, Threads
-from ...errors import Conflict, SidestreamError, from_os_error, without_frames
+from ...errors import CheckpointExistsError, SidestreamError, from_os_error, without_frames
 from ...options import Durability
-from ..bodies import Body, Part
+from ..bodies import Body, FilePart
 
 __all__ = ["write_file"]
 
@@ -23,13 +23,21 @@ _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
 def write_file(
-    path: Path, body: Body, durability: Durability, stop: Stop, threads: Threads | None = None, *, target: str = ""
+    path: Path,
+    body: Body,
+    durability: Durability,
+    stop: Stop,
+    threads: Threads | None = None,
+    *,
+    target: str = "",
+    preallocate: bool = True,
 ) -> None:
-    """Write a new file. ``target`` is named in errors, where ``path`` does not contain the name of what is saved."""
+    """Write a new file. ``target`` is named in errors, where ``path`` does not contain the name of what is saved.
+    ``preallocate=False`` is for file systems that only pretend to reserve space: libc then writes into every block."""
     try:
         descriptor, direct = _open_new(path, direct=body.aligned)
         try:
-            if body.nbytes:
+            if body.nbytes and preallocate:
                 _preallocate(descriptor, body.nbytes)
             _Parts(descriptor, direct, body).write(stop, threads)
             if durability == "fsync":
@@ -37,7 +45,7 @@ def write_file(
         finally:
             os.close(descriptor)  # an error that NFS kept for close() is one of this write
     except FileExistsError as error:
-        raise Conflict(f"{path} exists already: two saves share one attempt's name") from error
+        raise CheckpointExistsError(f"{path} exists already: two saves share one attempt's name") from error
     except OSError as error:
         if isinstance(error, SidestreamError):  # of the staging: some are also an OSError
             raise
@@ -85,14 +93,14 @@ class _Parts:
             finally:
                 part.release()
 
-    def _take_one(self) -> Part | None:
+    def _take_one(self) -> FilePart | None:
         with self._lock:
             if self._error is not None or self._next == len(self._parts):
                 return None
             self._next += 1
             return self._parts[self._next - 1]
 
-    def _write_part(self, part: Part, failed: Stop) -> None:
+    def _write_part(self, part: FilePart, failed: Stop) -> None:
         view = part.take(failed)
         failed.check()
         self._direct = _write_buffer(self._descriptor, view, part.offset, self._direct)

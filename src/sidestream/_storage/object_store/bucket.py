@@ -7,11 +7,11 @@ from datetime import datetime
 from typing import TypeVar
 
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
-from ...errors import Conflict
+from ...errors import CheckpointExistsError
 from ...options import Listing, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
-from ..clients.io_loop import Call, on_io_loop
+from ..clients.io_loop import LoopCall, on_io_loop
 from ..clients.requests import Requests, Taken, fate_of, is_refused
 from .names import id_of
 
@@ -70,7 +70,7 @@ class Bucket:
 
     def upload(self, key: str, body: Body, stop: Stop) -> None:
         """In a thread: see ``Engine.upload``."""
-        engine = Call(self.made).result("connecting", stop)
+        engine = LoopCall(self.made).result("connecting", stop)
         engine.upload(key, body, self.requests, stop)
 
     async def listing(self, directory: str) -> Listing:
@@ -81,7 +81,7 @@ class Bucket:
         """Whether this created it. False: its content is there already, perhaps from a request that was carried out
         though its answer was lost. What names its writer at its end is compared by that, all else as a ``whole``.
 
-        Raises ``Conflict`` if the name is taken by another content."""
+        Raises ``CheckpointExistsError`` if the name is taken by another content."""
         key = self.key(name)
         end = bytes(content[0 if whole else -4096 :])
 
@@ -99,7 +99,7 @@ class Bucket:
         try:
             return await self.run("writing", name, create)
         except Taken as taken:
-            raise Conflict(f"{self.url}/{name} exists already: another writer was first") from taken
+            raise CheckpointExistsError(f"{self.url}/{name} exists already: another writer was first") from taken
 
     async def version(self, name: str) -> str:
         key = self.key(name)
@@ -108,7 +108,7 @@ class Bucket:
     async def replace(self, name: str, content: bytes, version: str) -> None:
         """Put ``content``, which names its writer at its end, if the object has this version.
 
-        Raises ``Conflict`` if it has another one, or is gone."""
+        Raises ``CheckpointExistsError`` if it has another one, or is gone."""
         key = self.key(name)
 
         async def replace(engine: Engine) -> None:
@@ -123,7 +123,9 @@ class Bucket:
         try:
             await self.run("writing", name, replace)
         except Taken as taken:
-            raise Conflict(f"{self.url}/{name} was replaced or removed meanwhile: another writer was first") from taken
+            raise CheckpointExistsError(
+                f"{self.url}/{name} was replaced or removed meanwhile: another writer was first"
+            ) from taken
 
     async def compares_versions(self, name: str, version: str) -> bool:
         """Return whether the storage refuses to replace ``name``, which is not there. One that knows no conditions

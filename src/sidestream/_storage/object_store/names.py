@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-__all__ = ["NOTE", "id_of", "is_plain_shard", "name_with_id"]
+__all__ = ["NOTE", "id_of", "is_plain_shard", "is_unfinished", "name_with_id", "sidecar_with_id"]
 
 NOTE = "retired"
 """The object that says that a checkpoint is being deleted."""
@@ -18,6 +19,10 @@ def name_with_id(name: str, save_id: str) -> str:
     return f"{stem}-{save_id}{dot}{suffix}" if dot else f"{name}-{save_id}"
 
 
+def sidecar_with_id(name: str, save_id: str) -> str:
+    return f"file-{save_id}.{name}"
+
+
 def id_of(file: str) -> str | None:
     """Return the id of the save that wrote this object; None for an object with another kind of name."""
     match = _OURS.fullmatch(file)
@@ -27,3 +32,10 @@ def id_of(file: str) -> str | None:
 def is_plain_shard(file: str) -> bool:
     """Return whether this is the name of a shard file without an id, as in a checkpoint that ``copy`` has brought."""
     return _PLAIN.fullmatch(file) is not None
+
+
+def is_unfinished(files: Iterable[str]) -> bool:
+    """Return whether a directory that has these files, and no complete marker, was written by saves that commit with a
+    marker: it is no checkpoint yet, or is being deleted. Otherwise it was a checkpoint, if it has a manifest."""
+    names = frozenset(files) - {".metadata"}
+    return NOTE in names or all(id_of(name) is not None for name in names)

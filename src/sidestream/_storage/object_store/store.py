@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from datetime import UTC, datetime
 from mmap import mmap
 from typing import Any, TypeVar
 
 from ..._runtime.threads import current_deadline, io_threads
-from ...errors import AccessDenied, Corrupt
+from ...errors import AccessDeniedError, CorruptCheckpointError
 from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
@@ -22,6 +20,7 @@ from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket
 from .names import NOTE, id_of
+from .orphans import age_s, clock_of, collect_orphans
 from .transaction import ObjectTransaction, check_replaces, content_of
 
 __all__ = ["ObjectStore"]
@@ -74,7 +73,7 @@ class ObjectStore:
     async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         content = await content_of(body)
         if not self.capabilities.listing:
-            raise AccessDenied(errno.EROFS, "it can be read and not written", f"{self.url}/{name}")
+            raise AccessDeniedError(errno.EROFS, "it can be read and not written", f"{self.url}/{name}")
         await self._io(lambda: self._bucket.create(name, content), f"writing {name}")
 
     async def discard(self, leftover: str) -> None:
@@ -106,7 +105,7 @@ class ObjectStore:
             for run in queue:
                 await self._read_run(name, run)
 
-        workers = [asyncio.ensure_future(work()) for _ in range(min(self._bucket.policy.in_flight, len(runs)))]
+        workers = [asyncio.ensure_future(work()) for _ in range(min(self._bucket.policy.concurrency, len(runs)))]
         try:
             for worker in workers:
                 await worker
@@ -134,7 +133,7 @@ class ObjectStore:
             content = await self._bucket.run("reading", name, get)
         if len(content) < end - start:
             at = start + len(content)
-            raise Corrupt(
+            raise CorruptCheckpointError(
                 f"{self.url}/{name} ends at byte {at}, but {end - at} more belong there",
                 file=name.rpartition("/")[2],
                 offset=at,
@@ -162,7 +161,7 @@ class ObjectStore:
 
         mapped = await self._io(map_file, f"mapping {name}")
         if len(mapped) < nbytes:
-            raise Corrupt(
+            raise CorruptCheckpointError(
                 f"{self.url}/{name} is shorter than the {nbytes} bytes that were saved", file=name.rpartition("/")[2]
             )
         return mapped
@@ -202,18 +201,21 @@ class ObjectStore:
         await self._bucket.delete(directory, sorted(listing.files, key=lambda name: name == NOTE))
         await self._bucket.forget(directory)
 
+    async def collect(self, target: str, *, after_s: float) -> list[str]:
+        return await self._io(lambda: collect_orphans(self._bucket, target, after_s), f"looking at {target}")
+
     async def leftovers(self) -> list[Leftover]:
         return await self._io(self._leftovers, "looking for leftovers")
 
     async def _leftovers(self) -> list[Leftover]:
-        now = await self._clock()
+        now = await clock_of(self._bucket)
         found: list[Leftover] = []
         for directory in (await self._bucket.listing("")).directories:
             listing = await self._bucket.listing(directory)
             if _MARKER in listing.files:
                 continue
             if (note := listing.files.get(NOTE)) is not None:
-                found.append(Leftover(f"{directory}/{NOTE}", "retired", _age_s(now, note.modified)))
+                found.append(Leftover(f"{directory}/{NOTE}", "retired", age_s(now, note.modified)))
                 continue
             ids: dict[str, list[BlobInfo]] = {}
             for file, info in listing.files.items():
@@ -221,39 +223,24 @@ class ObjectStore:
                     ids.setdefault(save_id, []).append(info)
             for save_id, infos in ids.items():
                 newest = max((info.modified for info in infos if info.modified), default=None)
-                found.append(Leftover(f"{directory}/{save_id}", "attempt", _age_s(now, newest)))
+                found.append(Leftover(f"{directory}/{save_id}", "attempt", age_s(now, newest)))
         root = f"{self._bucket.root}/"
         for upload, begun in (await self._bucket.uploads("")).items():
             name = upload.partition("?upload=")[0].rpartition("/")[2]
             if id_of(name) is not None:
-                found.append(Leftover(upload.removeprefix(root), "attempt", _age_s(now, begun)))
+                found.append(Leftover(upload.removeprefix(root), "attempt", age_s(now, begun)))
         return found
 
     async def ages(self, directory: str) -> dict[str, float]:
         async def look() -> dict[str, float]:
-            now = await self._clock()
+            now = await clock_of(self._bucket)
             listing = await self._bucket.listing(directory)
-            return {name: _age_s(now, info.modified) for name, info in listing.files.items()}
+            return {name: age_s(now, info.modified) for name, info in listing.files.items()}
 
         return await self._io(look, f"listing {directory}")
 
-    async def _clock(self) -> datetime | None:
-        """What time it is there, as a freshly written object says."""
-        name = f".leases/clock-{uuid.uuid4().hex}"  # each call has its own: it is deleted at the end
-        await self._bucket.put(self._bucket.key(name), memoryview(b"now"))
-        listing = await self._bucket.listing(".leases")
-        await self._bucket.delete(".leases", [name.rpartition("/")[2]])
-        written = listing.files.get(name.rpartition("/")[2])
-        return None if written is None else written.modified
-
     async def _io(self, work: Callable[[], Coroutine[Any, Any, T]], doing: str) -> T:
         return await on_io_loop(work, doing)
-
-
-def _age_s(now: datetime | None, then: datetime | None) -> float:
-    if now is None or then is None:
-        return 0.0
-    return max(0.0, (now.astimezone(UTC) - then.astimezone(UTC)).total_seconds())
 
 
 def _runs(ranges: Sequence[ReadRange]) -> list[list[ReadRange]]:

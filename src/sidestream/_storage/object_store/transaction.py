@@ -13,24 +13,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
+from ..._runtime.marks import is_uncertain, mark_stuck
 from ..._runtime.threads import Deadline, Stop, Threads, current_deadline, io_threads, time_limit
 from ...errors import (
-    AccessDenied,
-    Conflict,
-    Corrupt,
-    DeadlineExceeded,
-    InvalidOption,
+    AccessDeniedError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    DeadlineExceededError,
+    InvalidOptionError,
     SidestreamError,
     StorageError,
     without_frames,
 )
-from ...events import PromiseLost, emit
+from ...events import GuaranteeLost, emit
 from ..bodies import Body
-from ..clients.io_loop import Call, on_io_loop
-from ..clients.requests import is_uncertain, translated
+from ..clients.io_loop import LoopCall, on_io_loop
+from ..clients.requests import translated
+from ..names import ABANDONED_AFTER_S
 from ..transaction import Attempt, StoreAddress, Transaction, marker_in
 from .bucket import Bucket
-from .names import NOTE, id_of, is_plain_shard, name_with_id
+from .names import NOTE, id_of, is_plain_shard, name_with_id, sidecar_with_id
+from .orphans import clear_export, collect_orphans
 from .parts import part_bytes_for
 
 __all__ = ["ObjectTransaction", "check_replaces", "content_of"]
@@ -84,7 +87,7 @@ class ObjectTransaction(Transaction):
         return name_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     def sidecar_name(self, name: str) -> str:
-        return f"file-{self.attempt.save_id}.{name}" if self._carries_id else name
+        return sidecar_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     def path_of(self, name: str = "") -> str:
         target = self.attempt.target
@@ -100,12 +103,12 @@ class ObjectTransaction(Transaction):
             raise without_frames(self._explained(error))  # noqa: B904
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Return the ``Conflict`` behind ``error`` where another save has replaced the marker, which deletes files of
-        saves that have lost."""
+        """Return the ``CheckpointExistsError`` behind ``error`` where another save has replaced the marker, which
+        deletes files of saves that have lost."""
         if isinstance(error, StorageError) and error.errno == errno.ENOENT:
             try:
-                Call(self._check_not_overtaken).result(f"looking at {self.attempt.target}")
-            except Conflict as conflict:
+                LoopCall(self._check_not_overtaken).result(f"looking at {self.attempt.target}")
+            except CheckpointExistsError as conflict:
                 conflict.__cause__ = error
                 return conflict
             except Exception:
@@ -116,8 +119,8 @@ class ObjectTransaction(Transaction):
         attempt, bucket = self.attempt, self._bucket
         stop.check()
         _check_promises(bucket)
-        if not self._made and attempt.kind not in ("joined", "part"):
-            Call(self._check_vacant).result(f"looking at {bucket.url}/{attempt.target}", stop)
+        if not self._made and attempt.kind not in ("joined", "joined_files", "part"):
+            LoopCall(self._check_vacant).result(f"looking at {bucket.url}/{attempt.target}", stop)
         with self._make_once():
             self._made = True
         for given, body in files:
@@ -135,12 +138,17 @@ class ObjectTransaction(Transaction):
         """What attempts have left behind is no obstacle to another one: their names are their own."""
         bucket, target = self._bucket, self.attempt.target
         listing = await bucket.listing(target)
+        if self.attempt.replaces_export and await clear_export(bucket, target, listing):
+            return
         if self.attempt.kind == "replacement" and _MARKER in listing.files:
             self._replaced = await self._look_at_replaced(listing.files)
             return
+        if self.attempt.kind == "replacement" and not self.attempt.in_run:
+            await collect_orphans(bucket, target, ABANDONED_AFTER_S)
+            listing = await bucket.listing(target)
         taken = [name for name in listing.files if not self._carries_id or id_of(name) is None]
         if listing.directories or taken:
-            raise Conflict(
+            raise CheckpointExistsError(
                 f"{bucket.url}/{target} is not empty: save to a new prefix, or let a Checkpointer make generations of "
                 "a step"
             )
@@ -149,14 +157,16 @@ class ObjectTransaction(Transaction):
                 await bucket.size(target)
             except FileNotFoundError:
                 return
-            raise Conflict(f"{bucket.url}/{target} already exists: choose another name, or delete it first")
+            raise CheckpointExistsError(
+                f"{bucket.url}/{target} already exists: choose another name, or delete it first"
+            )
 
     async def _look_at_replaced(self, listed: Collection[str]) -> _Replaced:
         bucket, save_id = self._bucket, self.attempt.save_id
         check_replaces(bucket)
         name = f"{self.attempt.target}/{_MARKER}"
         if NOTE in listed:
-            raise Conflict(
+            raise CheckpointExistsError(
                 f"{bucket.url}/{self.attempt.target} is being removed: save when remove() has ended, and call it again "
                 "if it was interrupted"
             )
@@ -164,9 +174,9 @@ class ObjectTransaction(Transaction):
             version = await bucket.version(name)
             marked_id = await self._marked_id(name)
         except FileNotFoundError as error:
-            raise Conflict(f"{bucket.url}/{name} was removed meanwhile") from error
+            raise CheckpointExistsError(f"{bucket.url}/{name} was removed meanwhile") from error
         if not await bucket.compares_versions(self.path_of(self.committed_name("manifest")), version):
-            raise InvalidOption(f"{_no_conditions(bucket)}: it puts what it was asked to put on a condition only")
+            raise InvalidOptionError(f"{_no_conditions(bucket)}: it puts what it was asked to put on a condition only")
         ids = {owner for file in listed if (owner := _owner(file)) is not None}
         if marked_id is not None:
             ids.add(marked_id)
@@ -176,10 +186,10 @@ class ObjectTransaction(Transaction):
         """Return the id of the save that wrote this marker; None if it is damaged."""
         try:
             marker = await marker_in(self._bucket, name)
-        except Corrupt:
+        except CorruptCheckpointError:
             return None
         if marker is None:
-            raise Conflict(
+            raise CheckpointExistsError(
                 f"{self._bucket.url}/{self.attempt.target} was written by another writer, whose files cannot be told "
                 "from others on object storage: remove() it first, or save to a new prefix"
             )
@@ -197,7 +207,9 @@ class ObjectTransaction(Transaction):
         except FileNotFoundError:
             unchanged = False
         if not unchanged:
-            raise Conflict(f"{self._bucket.url}/{name} was replaced or removed meanwhile: another writer was first")
+            raise CheckpointExistsError(
+                f"{self._bucket.url}/{name} was replaced or removed meanwhile: another writer was first"
+            )
 
     def _send_whole(self, name: str, body: Body, stop: Stop) -> None:
         bucket = self._bucket
@@ -205,14 +217,14 @@ class ObjectTransaction(Transaction):
         try:
             content = _in_one_piece(body, stop)
             if self._carries_id:
-                Call(lambda: bucket.put(key, content)).result(f"writing {key}", stop)
+                LoopCall(lambda: bucket.put(key, content)).result(f"writing {key}", stop)
                 return
-            creation = Call(lambda: bucket.create(name, content, whole=True))
+            creation = LoopCall(lambda: bucket.create(name, content, whole=True))
             self._begun.add(name)  # also what a cancel leaves in doubt is ours: it was created, or is not there
             try:
                 if not creation.result(f"writing {key}", stop):
                     self._begun.discard(name)  # another writer's, perhaps, and good: it stays, whatever becomes of us
-            except Conflict:
+            except CheckpointExistsError:
                 self._begun.discard(name)
                 raise
         finally:
@@ -244,7 +256,7 @@ class ObjectTransaction(Transaction):
     def _check_writable(self, name: str) -> None:
         if not self._bucket.capabilities.listing:
             where = f"{self._bucket.url}/{self._shown(name)}"
-            raise AccessDenied(errno.EROFS, "it can be read and not written", where)
+            raise AccessDeniedError(errno.EROFS, "it can be read and not written", where)
 
     def _shown(self, name: str) -> str:
         return f"{self.attempt.name}/{name}"
@@ -270,7 +282,7 @@ class ObjectTransaction(Transaction):
             for file in files:  # not those of other ranks, which have the same id
                 await bucket.abort([upload for upload in uploads if f"/{file}?upload=" in upload], file)
 
-        Call(clear).result(f"removing files of {self.attempt.name}")
+        LoopCall(clear).result(f"removing files of {self.attempt.name}")
 
     # --- the end ---
 
@@ -300,8 +312,8 @@ class ObjectTransaction(Transaction):
                 else:
                     await self._bucket.replace(name, content, self._replaced.version)
             except Exception as error:
-                if is_uncertain(error) and not isinstance(error, Conflict):
-                    error.left_behind = True  # type: ignore[attr-defined]  # it may still arrive
+                if is_uncertain(error) and not isinstance(error, CheckpointExistsError):
+                    mark_stuck(error)  # it may still arrive
                     uncertain.append(error)
                 raise
 
@@ -309,7 +321,7 @@ class ObjectTransaction(Transaction):
             await on_io_loop(create, f"publishing {name}", unstoppable=True)
         except asyncio.CancelledError as cancel:
             if uncertain:
-                cancel.left_behind = True  # type: ignore[attr-defined]
+                mark_stuck(cancel)
             raise
 
     async def _check_complete(self) -> None:
@@ -319,10 +331,10 @@ class ObjectTransaction(Transaction):
         if self._in_parts and self._carries_id:
             try:
                 await bucket.abort_uploads(target, self.attempt.save_id)
-            except (StorageError, DeadlineExceeded) as error:  # all the same, what was acknowledged is there
+            except (StorageError, DeadlineExceededError) as error:  # all the same, what was acknowledged is there
                 current_deadline().check("listing uploads")
                 unknown = f"what fails leaves nothing: an upload of which nobody heard may stay open ({error})"
-                emit(PromiseLost(f"{bucket.url}/{target}", unknown))
+                emit(GuaranteeLost(f"{bucket.url}/{target}", unknown))
         listing = await bucket.listing(self._directory)
         for name, nbytes in self._sizes.items():
             info = listing.files.get(name)
@@ -358,7 +370,7 @@ class ObjectTransaction(Transaction):
 
     def discard_here(self) -> None:
         with time_limit(Deadline.after(_CLEAN_UP_S)):
-            Call(self._discard).result("removing")
+            LoopCall(self._discard).result("removing")
 
     async def _discard(self) -> None:
         if not self._end_making() or not self._made:
@@ -372,7 +384,7 @@ class ObjectTransaction(Transaction):
     async def _delete_begun(self) -> None:
         """What this attempt wrote under names that others may use too; nothing, where another writer has committed."""
         bucket, attempt = self._bucket, self.attempt
-        shared = attempt.kind in ("files", "part")
+        shared = attempt.kind in ("files", "joined_files", "part")
         committed = shared and _MARKER in (await bucket.listing(attempt.target)).files
         try:
             await bucket.delete("", () if committed else sorted(self._begun))
@@ -385,19 +397,19 @@ class ObjectTransaction(Transaction):
 
 
 def check_replaces(bucket: Bucket) -> None:
-    """Raise ``InvalidOption`` where nothing can be replaced in one step."""
+    """Raise ``InvalidOptionError`` where nothing can be replaced in one step."""
     if not bucket.capabilities.versions:
-        raise InvalidOption(_no_conditions(bucket))
+        raise InvalidOptionError(_no_conditions(bucket))
 
 
 def _check_promises(bucket: Bucket) -> None:
     name, can = bucket.engine.name, bucket.capabilities
     if not can.listing:
-        raise InvalidOption(f"{bucket.url} can be read and not written: save to object storage or a directory")
+        raise InvalidOptionError(f"{bucket.url} can be read and not written: save to object storage or a directory")
     if not can.create_only and name not in _warned:
         _warned.add(name)
         emit(
-            PromiseLost(
+            GuaranteeLost(
                 bucket.url,
                 f"{name} has no conditional put: of two saves to one name at the same time both may report "
                 "success, and the marker of the later one stays",

@@ -42,7 +42,7 @@ class FileCache:
         """Return bytes ``start`` to ``end``, or fewer at the end of the file.
 
         The first read of a file fetches all of it, and others wait for that, in all processes of this host, until their
-        own deadline or that of the fetch; then another one fetches. Raises ``DeadlineExceeded``, and what the file
+        own deadline or that of the fetch; then another one fetches. Raises ``DeadlineExceededError``, and what the file
         system raises.
         """
         path = self._directory / str(self._name(key))

@@ -11,13 +11,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ..errors import Skipped
+from ..errors import SkippedError
 from .future import StagingFuture
 
-__all__ = ["Ledger", "raise_all"]
+__all__ = ["UnretrievedErrors", "raise_all"]
 
 
-class Ledger:
+class UnretrievedErrors:
     """The stages in flight, and those that failed, until somebody has heard of the error. Safe for any thread.
 
     Successes are dropped when they come: a result would keep its memory. To be skipped as a policy says is no failure.
@@ -31,15 +31,15 @@ class Ledger:
     def track(self, future: StagingFuture[Any]) -> None:
         with self._changed:
             self._futures.append(future)
-        future.when_heard(partial(self._drop, weakref.ref(future)))  # weak: no cycle is to keep its result
+        future.on_retrieved(partial(self._drop, weakref.ref(future)))  # weak: no cycle is to keep its result
         future.add_done_callback(self._forget)
-        if future.heard:
+        if future.retrieved:
             self._drop(weakref.ref(future))
 
-    def unheard(self) -> list[StagingFuture[Any]]:
+    def unretrieved(self) -> list[StagingFuture[Any]]:
         """In flight, or failed and not heard of yet."""
         with self._changed:
-            return [one for one in self._futures if not one.heard]
+            return [one for one in self._futures if not one.retrieved]
 
     def wait(self, timeout_s: float) -> bool:
         """Block until no stage is in flight. Returns False if the time limit passes first.
@@ -76,17 +76,17 @@ class Ledger:
 
     def _forget(self, future: Future[Any]) -> None:
         error = Future.exception(future)
-        if error is None or isinstance(error, Skipped):
+        if error is None or isinstance(error, SkippedError):
             self._drop(weakref.ref(future))
         with self._changed:
-            self._tell()
+            self._notify()
 
     def _drop(self, gone: weakref.ref[Any]) -> None:
         with self._changed:
             self._futures = [one for one in self._futures if one is not gone()]
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.notify_all()
         for waker in self._wakers:
             waker()
@@ -94,8 +94,8 @@ class Ledger:
 
 def raise_all(stages: Sequence[StagingFuture[Any]]) -> None:
     """Raise the first error that nobody has heard of, with what the others said as notes: there is no later."""
-    failed = [one for one in stages if not one.heard and one.failure() is not None]
-    failed = [one for one in failed if not isinstance(one.failure(), Skipped)]
+    failed = [one for one in stages if not one.retrieved and one.failure() is not None]
+    failed = [one for one in failed if not isinstance(one.failure(), SkippedError)]
     if not failed:
         return
     first, *others = [one.exception(0) for one in failed]

@@ -1,4 +1,4 @@
-"""The one thread that owns every connection between ranks: nothing else reads or writes them, or waits for them."""
+"""The connections between ranks, and the one thread of a process that reads, writes and closes all of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..errors import Corrupt
-from .frames import Frame, Frames, encode
+from ..errors import CorruptCheckpointError
+from .messages import GroupMessage, MessageDecoder, encode_message
 
-__all__ = ["Link", "Owner", "keep_from_children", "owner"]
+__all__ = ["Connection", "ConnectionThread", "close_in_children", "connection_thread"]
 
 _log = logging.getLogger("sidestream")
 
@@ -28,8 +28,9 @@ _MAX_WAIT_S = 3600.0  # a selector refuses more than 24 days
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000))
 
 
-class Owner:
-    """Runs what it is given, in order, in its thread; and what is due, and what connections bring."""
+class ConnectionThread:
+    """A thread that runs callbacks: those that other threads post, those whose time has come, and those of sockets that
+    are ready."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -37,35 +38,35 @@ class Owner:
         self._bell, bell = socket.socketpair()
         self._bell.setblocking(False)
         bell.setblocking(False)
-        self._selector.register(bell, selectors.EVENT_READ, lambda _: self._heard(bell))
+        self._selector.register(bell, selectors.EVENT_READ, lambda _: self._drain_bell(bell))
         self._work: deque[Callable[[], None]] = deque()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         threading.Thread(target=self._run, name="sidestream-ranks", daemon=True).start()
 
     def post(self, work: Callable[[], None]) -> None:
-        """From any thread."""
+        """Run ``work`` in the thread, after earlier posts. May be called in any thread."""
         self._work.append(work)
-        with suppress(BlockingIOError):  # it has been rung already
+        with suppress(BlockingIOError):  # the thread has been woken up already
             self._bell.send(b"!")
 
     def post_at(self, when: float, work: Callable[[], None]) -> None:
-        """At ``when`` (``time.monotonic``), or later. From any thread."""
+        """Run ``work`` in the thread at ``when`` (``time.monotonic`` seconds) or later. May be called in any thread."""
         self.post(lambda: heapq.heappush(self._due, (when, next(self._count), work)))
 
-    def watch(self, sock: socket.socket, events: int, arrived: Callable[[int], None]) -> None:
-        """In the thread."""
+    def register(self, sock: socket.socket, events: int, arrived: Callable[[int], None]) -> None:
+        """Call ``arrived`` with the events of ``sock`` that occur. Called in the thread."""
         try:
             self._selector.modify(sock, events, arrived)
         except KeyError:
             self._selector.register(sock, events, arrived)
 
-    def forget(self, sock: socket.socket) -> None:
-        """In the thread."""
+    def unregister(self, sock: socket.socket) -> None:
+        """Stop watching ``sock``. Called in the thread."""
         with suppress(KeyError, ValueError):
             self._selector.unregister(sock)
 
-    def _heard(self, bell: socket.socket) -> None:
+    def _drain_bell(self, bell: socket.socket) -> None:
         with suppress(BlockingIOError):
             while bell.recv(4096):
                 pass
@@ -82,44 +83,44 @@ class Owner:
                 self._guarded(self._work.popleft())
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """The edge of the thread: a mistake in one group's protocol must not take the others' connections along."""
+        """Run ``work`` and log its error: a bug in the messages of one group must not end the connections of others."""
         try:
             work()
         except Exception:
             _log.exception("control traffic between ranks: unexpected")
 
 
-class Link:
-    """One connection. Everything here runs in the owner's thread; ``on_frame`` and ``on_close`` are called there."""
+class Connection:
+    """One connection. All methods run in the connection thread, which also calls ``on_message`` and ``on_close``."""
 
-    def __init__(self, thread: Owner, sock: socket.socket) -> None:
-        self._owner = thread
+    def __init__(self, thread: ConnectionThread, sock: socket.socket) -> None:
+        self._thread = thread
         self._sock = sock
         self._out: deque[memoryview] = deque()
-        self.frames = Frames()
-        self.on_frame: Callable[[Frame], None] = _ignore
+        self.decoder = MessageDecoder()
+        self.on_message: Callable[[GroupMessage], None] = _ignore
         self.on_close: Callable[[str], None] = _ignore
         self.open = True
-        keep_from_children(sock)
+        close_in_children(sock)
         sock.setblocking(False)
-        with suppress(OSError):  # a socket pair has none of these
+        with suppress(OSError):  # a socket pair has none of these options
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE:
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        thread.watch(sock, selectors.EVENT_READ, self._ready)
+        thread.register(sock, selectors.EVENT_READ, self._ready)
 
-    def send(self, frame: Frame) -> None:
+    def send(self, message: GroupMessage) -> None:
         if self.open:
-            self._out.append(memoryview(encode(frame)))
+            self._out.append(memoryview(encode_message(message)))
             self._write()
 
     def close(self, why: str) -> None:
         if not self.open:
             return
         self.open = False
-        self._owner.forget(self._sock)
+        self._thread.unregister(self._sock)
         self._sock.close()
         self._out.clear()
         self.on_close(why)
@@ -142,9 +143,9 @@ class Link:
             self.close("its connection was closed")
             return
         try:
-            for frame in self.frames.feed(piece):
-                self.on_frame(frame)
-        except Corrupt as error:
+            for message in self.decoder.feed(piece):
+                self.on_message(message)
+        except CorruptCheckpointError as error:
             self.close(str(error))
 
     def _write(self) -> None:
@@ -161,38 +162,38 @@ class Link:
             self.close(f"its connection broke: {error.strerror or error}")
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-        self._owner.watch(self._sock, wanted, self._ready)
+        self._thread.register(self._sock, wanted, self._ready)
 
 
 def _ignore(_: Any) -> None:
-    """Until somebody listens."""
+    """Drop a message: no callback has been set yet."""
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def keep_from_children(sock: socket.socket) -> None:
-    """A forked child (a worker of a data loader) would keep the connection open when this process has died, and nobody
-    would hear of its death."""
+def close_in_children(sock: socket.socket) -> None:
+    """Close ``sock`` in forked children. A child (a worker of a data loader) would keep the connection open after this
+    process has died, so that its peers would not notice the death."""
     _sockets.add(sock)
 
 
-_owner: Owner | None = None
-_owner_lock = threading.Lock()
+_running: ConnectionThread | None = None
+_running_lock = threading.Lock()
 
 
-def owner() -> Owner:
-    """The thread of this process; a forked child has its own."""
-    global _owner
-    with _owner_lock:
-        if _owner is None or _owner.pid != os.getpid():
-            _owner = Owner()
-        return _owner
+def connection_thread() -> ConnectionThread:
+    """Return the connection thread of this process; a forked child has its own."""
+    global _running
+    with _running_lock:
+        if _running is None or _running.pid != os.getpid():
+            _running = ConnectionThread()
+        return _running
 
 
 def _after_fork() -> None:
-    global _owner, _owner_lock
-    _owner, _owner_lock = None, threading.Lock()
+    global _running, _running_lock
+    _running, _running_lock = None, threading.Lock()
     for sock in list(_sockets):
         if sock.fileno() >= 0:
             os.close(sock.detach())

@@ -1,0 +1,127 @@
+"""An export by several ranks: each writes some of the files into one attempt, which rank 0 commits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from .._group import Operation, prepare_together, stoppable
+from .._runtime.threads import io_threads
+from .._save.group import Group, maker_of_attempt
+from .._save.operation import RankReceipt, SaveOrder
+from .._storage import Outcome, Transaction
+from ..errors import InvalidOptionError, RankFailuresError
+from .source import Pipeline
+from .targets import TargetFile
+
+__all__ = ["Divided", "DividedFiles", "as_one"]
+
+T = TypeVar("T")
+
+
+async def as_one(ranks: Operation | None, work: Callable[[], Awaitable[T]]) -> T:
+    """Do ``work``. If it fails on one of several ranks, it fails on all of them. Raises ``RankFailuresError`` then."""
+    if ranks is None:
+        return await work()
+    result: T = await prepare_together(ranks, work)
+    return result
+
+
+@dataclass(slots=True)
+class DividedFiles:
+    """The files of an export, of which every rank writes some. ``last``: those that rank 0 writes when the others are
+    complete. ``others`` of them are known to rank 0 alone, until it has told their sizes."""
+
+    order: SaveOrder
+    operation: Operation
+    tensors: Sequence[TargetFile]
+    last: Sequence[TargetFile]
+    terms: object
+    """What the files depend on, besides their names and sizes."""
+    others: dict[str, int] = field(default_factory=dict)
+    _written: dict[str, int] = field(default_factory=dict)
+
+    async def write(self, pipeline: Pipeline, into: Transaction) -> None:
+        """Write the files of this rank. Raises ``Stopped`` when another rank cannot go on."""
+        operation = self.operation
+        layout = [[one.name, one.nbytes] for one in self.tensors]
+        digest = await io_threads().run(_digest, [layout, self.terms])
+        answer = await operation.aexchange("plan", digest, self._begin)
+        self.others = json.loads(answer)
+        ranks = _divided(self.tensors, operation.world)
+        mine = [one for one, rank in zip(self.tensors, ranks, strict=True) if rank == operation.rank]
+        await stoppable(operation, pipeline.write(mine, into))
+        await operation.agree("write")
+        if operation.rank == 0:
+            await stoppable(operation, pipeline.write(self.last, into))
+            mine.extend(self.last)
+        self._written.update((one.name, one.nbytes) for one in mine)
+
+    # --- the layout: these files stand for themselves ---
+
+    async def receipt(self, plan: None, written: None) -> RankReceipt:
+        return RankReceipt(self._written, None)
+
+    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
+        return {}
+
+    def pack(self, receipt: RankReceipt) -> bytes:
+        return b""
+
+    def unpack(self, rank: int, content: bytes) -> None:
+        return None
+
+    async def _begin(self, digests: Sequence[bytes]) -> bytes:
+        """On rank 0: make the attempt, if all ranks mean the same export."""
+        differs = [rank for rank, one in enumerate(digests) if one != digests[0]]
+        if differs:
+            raise InvalidOptionError(
+                f"ranks that export together have to say the same: select=, names=, dtype= and max_shard_bytes= make "
+                f"other files on rank {differs[0]} than on rank 0"
+            )
+        await io_threads().run(maker_of_attempt(self.order))
+        return json.dumps({one.name: one.nbytes for one in self.last}).encode()
+
+
+def _digest(told: object) -> bytes:
+    """Called in a worker thread."""
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).digest()
+
+
+def _divided(files: Sequence[TargetFile], world: int) -> list[int]:
+    """Return the rank that writes each file: the largest files first, each by the rank that has least to write."""
+    load = [0] * world
+    ranks = [0] * len(files)
+    for number in sorted(range(len(files)), key=lambda one: (-files[one].nbytes, one)):
+        rank = min(range(world), key=lambda one: (load[one], one))
+        ranks[number] = rank
+        load[rank] += files[number].nbytes
+    return ranks
+
+
+class Divided(Group):
+    """The coordinator: rank 0 commits when all ranks have written their files, or for none."""
+
+    def __init__(self, order: SaveOrder, operation: Operation) -> None:
+        super().__init__(order, operation, _Unplanned())
+
+    async def _look_back(self, verdict: RankFailuresError) -> None:
+        """Delete what this rank has written under names that stay. Whether a rank 0 that died has committed is not
+        known: an export has no marker."""
+        first = verdict.failures[0]
+        if first.rank == 0 and first.kind in ("RankDied", "DeadlineExceededError") and self._operation.step == "commit":
+            self._order.transaction.outcome = "unknown"
+        elif self._order.transaction.place is None:  # or else rank 0 deletes the hidden directory
+            await self._order.transaction.clean_up(verdict)
+
+    async def _seen(self) -> Outcome:
+        return "unknown"
+
+
+class _Unplanned:
+    """Nothing that the ranks have planned decides how a failure ends."""
+
+    planned: Any = None

@@ -1,0 +1,610 @@
+"""The messages among the ranks of a process group. Each rank has one connection, to rank 0."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from .._runtime.threads import Deadline, end_abandoned
+from ..errors import ForkedProcessError, RankFailure, RankFailuresError
+from ..options import RANK_WAIT_S
+from .absence import WARN_AFTER_S, BeginMessage, remedy, warn_of_missing
+from .connections import Connection, ConnectionThread, connection_thread
+from .failure import Stopped, pack, pack_all, rank_died, unpack, unpack_all
+from .messages import GroupMessage, GroupMessageKind
+from .operation import FOLLOWING, VERDICT_GRACE_S, Exchange, Operation
+
+__all__ = ["OtherRank", "Rank0", "RankGroup"]
+
+Gathered: TypeAlias = "Future[Sequence[bytes]]"
+
+_STOP_S = 10.0
+"""How long rank 0 waits for ranks to stop before it sends the verdict without them."""
+_LATER_S = VERDICT_GRACE_S / 3
+"""How long past its deadline a rank above 0 waits for the verdict of rank 0."""
+_CHECK_S = 1.0
+"""How often a rank checks for operations on event loops that have ended."""
+_REMEMBERED = 256
+_UNKNOWN = "unknown"  # the step of rank 0, in failures that another rank reports
+
+
+class RankGroup(ABC):
+    """The base of ``Rank0`` and ``OtherRank``. Public methods may be called in any thread, all others run in the
+    connection thread."""
+
+    def __init__(self, rank: int, world: int, token: str) -> None:
+        self.rank = rank
+        self.world = world
+        self.plans: Any = None
+        """The state that planning keeps between operations."""
+        self.token = token
+        self._thread: ConnectionThread = connection_thread()
+        self._lock = threading.Lock()
+        self._number = 0
+        self._pid = os.getpid()
+
+    def begin(self, kind: str, deadline: Deadline, rank_wait_s: float = RANK_WAIT_S) -> Operation:
+        """Begin the next operation of this group. Every rank has to begin the same operations in the same order. Does
+        not block."""
+        if os.getpid() != self._pid:
+            raise ForkedProcessError("ranks do not save from a forked child; save in the process that joined the group")
+        with self._lock:
+            self._number += 1
+            return self._posted(Operation(self, self._number, kind, deadline, rank_wait_s))
+
+    def follow(self, operation: Operation, index: int, kind: str, deadline: Deadline) -> Operation:
+        """Begin an operation whose number is computed from that of ``operation``, so that the ranks may begin such
+        operations in different orders."""
+        number = operation.number + (index + 1) * FOLLOWING
+        return self._posted(Operation(self, number, kind, deadline, operation.rank_wait_s))
+
+    def _posted(self, operation: Operation) -> Operation:
+        self._thread.post(lambda: self._begin(operation))
+        self._check_loops_later(weakref.ref(operation))
+        return operation
+
+    def _check_loops_later(self, operation: weakref.ref[Operation]) -> None:
+        self._thread.post_at(time.monotonic() + _CHECK_S, lambda: self._check_loops(operation))
+
+    def _check_loops(self, operation: weakref.ref[Operation]) -> None:
+        """End the operations of event loops that have ended, once per second until ``operation`` has ended. The other
+        ranks wait for this one, and no other thread of this process may check."""
+        one = operation()
+        if one is not None and not one.ended:
+            self._check_loops_later(operation)  # first, because the next line may fail while a loop starts again
+            end_abandoned()
+
+    def id_of(self, number: int) -> str:
+        """Return an id that is the same on all ranks. It is known once the rank has received an answer of rank 0."""
+        return hashlib.blake2b(f"{self.token} {number}".encode(), digest_size=16).hexdigest()
+
+    def step(self, operation: Operation, exchange: Exchange) -> None:
+        """Send this rank's part of a step, and resolve the futures of ``exchange``."""
+        self._thread.post(lambda: self._step(operation, exchange))
+
+    def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None:
+        """Send the answers of a step, by rank. Only rank 0 does."""
+        raise NotImplementedError
+
+    def make_irrevocable(self, operation: Operation) -> Future[bool]:
+        """Make later failures of other ranks have no effect. Resolves to False if a rank has failed already. Only rank
+        0 does."""
+        raise NotImplementedError
+
+    def fail(self, operation: Operation, error: BaseException, *, undone: bool, start_over: bool = False) -> None:
+        """Report that this rank has failed. ``undone``: it has stopped; otherwise its step continues, and may still be
+        completed. ``start_over``: all ranks start over if no rank has failed for another reason."""
+        packed = {**pack(self.rank, operation.step, error), "start_over": start_over}
+        self._thread.post(lambda: self._fail(operation, packed, undone))
+
+    def leave(self, operation: Operation) -> None:
+        """Report that this rank has stopped because another rank has failed."""
+        self._thread.post(lambda: self._leave(operation))
+
+    def close(self, operation: Operation) -> None:
+        """End an operation that has succeeded on this rank."""
+        self._thread.post(lambda: self._close(operation))
+
+    @abstractmethod
+    def shut(self) -> None:
+        """Close every connection. Runs in the connection thread."""
+
+    def _start_over(self, operation: Operation) -> None:
+        packed = operation.start_over()
+        self._check_loops_later(weakref.ref(operation))
+        self._join(operation)
+        if packed is not None:
+            self._fail(operation, packed, True)
+
+    @abstractmethod
+    def _begin(self, operation: Operation) -> None: ...
+
+    @abstractmethod
+    def _join(self, operation: Operation) -> None:
+        """Take part in an operation that has no verdict yet."""
+
+    @abstractmethod
+    def _step(self, operation: Operation, exchange: Exchange) -> None: ...
+
+    @abstractmethod
+    def _fail(self, operation: Operation, packed: dict[str, Any], undone: bool) -> None: ...
+
+    @abstractmethod
+    def _leave(self, operation: Operation) -> None: ...
+
+    @abstractmethod
+    def _close(self, operation: Operation) -> None: ...
+
+
+# --- rank 0 --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _State:
+    """The state of an operation on rank 0. ``operation`` is set once rank 0 itself has begun it."""
+
+    number: int
+    operation: Operation | None = None
+    begun: set[int] = field(default_factory=set)
+    """The ranks that have begun the operation."""
+    warned: set[int] = field(default_factory=set)
+    """The ranks in ``begun`` that have been sent the list of missing ranks."""
+    gives_up_at: float = math.inf
+    """When the first of the waiting ranks times out (``time.monotonic`` seconds)."""
+    parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    gathered: dict[str, Gathered] = field(default_factory=dict)
+    answered: dict[str, Future[bytes]] = field(default_factory=dict)
+    steps: dict[int, str] = field(default_factory=dict)  # the last step that each rank has taken part in
+    failures: dict[int, RankFailure] = field(default_factory=dict)
+    restartable: set[int] = field(default_factory=set)
+    """The ranks in ``failures`` that fail only if not all ranks start over."""
+    stopped: set[int] = field(default_factory=set)
+    stopping: bool = False
+    irrevocable: bool = False
+    verdict: bytes | None = None
+    started_over: bool = False
+    """Whether it continues as an operation with another number."""
+    closed: bool = False
+
+    def forget(self) -> None:
+        """Drop the parts and answers, because the state itself is kept for longer."""
+        self.parts.clear()
+        self.gathered.clear()
+        self.answered.clear()
+
+
+class Rank0(RankGroup):
+    """Rank 0, to which all others are connected."""
+
+    def __init__(self, world: int, token: str) -> None:
+        super().__init__(0, world, token)
+        self._connections: dict[int, Connection] = {}
+        self._dead: dict[int, str] = {}
+        self._states: dict[int, _State] = {}
+        self.is_shut = False
+        self.stop_listening: Callable[[], None] | None = None
+        """Set by the listener, in the connection thread."""
+
+    def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None:
+        self._thread.post(lambda: self._answer(operation.number, step, answers))
+
+    def make_irrevocable(self, operation: Operation) -> Future[bool]:
+        sealed: Future[bool] = Future()
+        self._thread.post(lambda: sealed.set_result(self._make_irrevocable(self._state(operation.number))))
+        return sealed
+
+    # --- the connection thread ---
+
+    def shut(self) -> None:
+        self.is_shut = True
+        if self.stop_listening is not None:
+            self.stop_listening()
+        for connection in list(self._connections.values()):
+            connection.close("the process group was destroyed")
+
+    def connected(self, rank: int, connection: Connection) -> None:
+        """Use ``connection``, which has been authenticated, for ``rank``."""
+        self._connections[rank] = connection
+        self._dead.pop(rank, None)
+        connection.on_message = lambda message: self._on_message(rank, message)
+        connection.on_close = lambda why: self._on_close(rank, connection, why)
+
+    def _state(self, number: int) -> _State:
+        if number not in self._states:
+            self._states[number] = _State(number)
+            for old in list(self._states)[: max(0, len(self._states) - _REMEMBERED)]:
+                if self._states[old].closed:
+                    del self._states[old]
+        return self._states[number]
+
+    def _begin(self, operation: Operation) -> None:
+        state = self._state(operation.number)
+        if state.verdict is not None:
+            operation.conclude(unpack_all(state.verdict))
+        else:
+            self._join(operation)
+
+    def _join(self, operation: Operation) -> None:
+        state = self._state(operation.number)
+        state.operation = operation
+        self._on_begun(state, 0, BeginMessage.of(operation))
+        if state.stopping:
+            operation.stop()
+        for rank in self._dead:
+            self._record_failure(state, rank_died(rank, "start"))
+        self._thread.post_at(
+            operation.deadline.at, lambda: self._expire(state)
+        )  # the state drops an operation that has ended
+
+    def _on_begun(self, state: _State, rank: int, begun: BeginMessage) -> None:
+        """Record that ``rank`` has begun the operation. The first ranks wait for the others, and after a while rank 0
+        sends them the list of missing ranks."""
+        state.begun.add(rank)
+        if self._is_waiting(state):
+            now = time.monotonic()
+            self._thread.post_at(now + max(0.0, WARN_AFTER_S - begun.waited_s), lambda: self._warn(state, begun.kind))
+            gives_up_at = now + begun.rank_wait_s - begun.waited_s
+            if gives_up_at < state.gives_up_at:
+                state.gives_up_at = gives_up_at
+                self._thread.post_at(gives_up_at, lambda: self._fail_missing(state, begun))
+
+    def _is_waiting(self, state: _State) -> bool:
+        return len(state.begun) < self.world and not state.stopping and not state.closed
+
+    def _warn(self, state: _State, kind: str) -> None:
+        if not self._is_waiting(state):
+            return
+        missing = sorted(set(range(self.world)) - state.begun)
+        for rank in sorted(state.begun - state.warned):
+            if rank and rank in self._connections:
+                self._connections[rank].send(
+                    GroupMessage(GroupMessageKind.MISSING, state.number, "", json.dumps(missing).encode())
+                )
+            elif state.operation is not None:
+                warn_of_missing(state.operation, missing)
+        state.warned |= state.begun
+
+    def _fail_missing(self, state: _State, begun: BeginMessage) -> None:
+        """Fail the operation, because a rank has waited for its ``rank_wait_s``."""
+        if not self._is_waiting(state):
+            return
+        advice = f"; {remedy(begun.kind)}"
+        for rank in sorted(set(range(self.world)) - state.begun):
+            connected = "" if rank == 0 or rank in self._connections else ", and never connected"
+            text = f"it did not join this {begun.kind} within rank_wait_s={begun.rank_wait_s:g}{connected}{advice}"
+            self._record_failure(state, RankFailure(rank, "start", "DeadlineExceededError", text))
+            advice = ""
+
+    def _step(self, operation: Operation, exchange: Exchange) -> None:
+        state = self._state(operation.number)
+        if state.stopping:
+            for future in (exchange.gathered, exchange.answered):
+                if future is not None and not future.done():
+                    future.set_exception(Stopped())
+            return
+        assert exchange.gathered is not None
+        step = exchange.step
+        state.gathered[step], state.answered[step] = exchange.gathered, exchange.answered
+        self._part(state, 0, step, exchange.part)
+
+    def _part(self, state: _State, rank: int, step: str, part: bytes) -> None:
+        parts = state.parts.setdefault(step, {})
+        parts[rank] = part
+        state.steps[rank] = step
+        gathered = state.gathered.get(step)
+        if len(parts) == self.world and gathered is not None and not gathered.done():
+            gathered.set_result([parts[one] for one in range(self.world)])
+            del state.parts[step]
+
+    def _answer(self, number: int, step: str, answers: Sequence[bytes]) -> None:
+        state = self._state(number)
+        if state.stopping and not state.irrevocable:
+            return
+        try:
+            for rank, connection in list(
+                self._connections.items()
+            ):  # a copy: a connection that is found closed is removed
+                connection.send(GroupMessage(GroupMessageKind.ANSWER, number, step, answers[rank]))
+        finally:
+            answered = state.answered.get(step)
+            if answered is not None and not answered.done():
+                answered.set_result(answers[0])
+
+    def _on_message(self, rank: int, message: GroupMessage) -> None:
+        state = self._state(message.op)
+        if state.started_over:  # a late message
+            return
+        if message.kind is GroupMessageKind.STOPPED or (message.kind is GroupMessageKind.FAILED and state.stopping):
+            state.stopped.add(rank)
+            self._conclude(state)
+        if state.verdict is not None:  # a late message
+            self._connections[rank].send(GroupMessage(GroupMessageKind.VERDICT, message.op, "", state.verdict))
+        elif message.kind is GroupMessageKind.BEGUN:
+            self._on_begun(state, rank, BeginMessage.unpack(message.payload))
+        elif message.kind is GroupMessageKind.DATA and not state.stopping:
+            self._part(state, rank, message.step, message.payload)
+        elif message.kind is GroupMessageKind.FAILED and not state.stopping:
+            state.stopped.add(rank)
+            self._record_failed_rank(state, json.loads(message.payload))
+
+    def _on_close(self, rank: int, connection: Connection, why: str) -> None:
+        if self._connections.get(rank) is not connection:
+            return
+        del self._connections[rank]
+        self._dead[rank] = why
+        for state in list(self._states.values()):
+            if not state.closed and state.verdict is None:
+                state.stopped.add(rank)
+                self._record_failure(state, rank_died(rank, state.steps.get(rank, "start")))
+
+    def _fail(self, operation: Operation, packed: dict[str, Any], undone: bool) -> None:
+        state = self._state(operation.number)
+        state.stopped.add(0)
+        if undone:  # rank 0 itself does not continue
+            state.irrevocable = False
+        self._record_failed_rank(state, packed)
+
+    def _record_failed_rank(self, state: _State, packed: dict[str, Any]) -> None:
+        """Record the failure of a rank. If its deadline passed while it waited for other ranks in a step, those ranks
+        have failed."""
+        failure, missing = unpack(packed), set[int]()
+        if packed.get("start_over"):
+            state.restartable.add(failure.rank)
+        for parts in state.parts.values():
+            if failure.kind == "DeadlineExceededError" and failure.rank in parts:
+                missing |= set(range(self.world)) - set(parts)
+        for rank in sorted(missing):
+            text = "it did not come to this step in time"
+            self._record_failure(state, RankFailure(rank, next(iter(state.parts)), "DeadlineExceededError", text))
+        if not missing:
+            self._record_failure(state, failure)
+
+    def _leave(self, operation: Operation) -> None:
+        state = self._state(operation.number)
+        state.stopped.add(0)
+        self._conclude(state)
+
+    def _close(self, operation: Operation) -> None:
+        state = self._state(operation.number)
+        state.closed = True
+        state.operation = None
+        state.forget()
+        self._conclude(state)  # other ranks may have failed since, and wait for the verdict
+
+    def _make_irrevocable(self, state: _State) -> bool:
+        state.irrevocable = state.irrevocable or not state.stopping
+        return state.irrevocable
+
+    def _record_failure(self, state: _State, failure: RankFailure) -> None:
+        """Record a failure and tell all ranks to stop, unless the operation is irrevocable."""
+        if state.irrevocable or state.verdict is not None:
+            return
+        state.failures.setdefault(failure.rank, failure)
+        if not state.stopping:
+            state.stopping = True
+            for connection in list(self._connections.values()):
+                connection.send(GroupMessage(GroupMessageKind.STOP, state.number, "", b""))
+            if state.operation is not None:
+                state.operation.stop()
+            self._thread.post_at(time.monotonic() + _STOP_S, lambda: self._conclude(state, late=True))
+        self._conclude(state)
+
+    def _conclude(self, state: _State, *, late: bool = False) -> None:
+        """Send the verdict once every connected rank has stopped, or without them if ``late``."""
+        if not state.stopping or state.verdict is not None or state.started_over:
+            return
+        expected = set(self._connections)
+        if state.operation is not None:
+            expected.add(0)
+        missing = expected - state.stopped
+        if missing and not late:
+            return
+        others = [one for rank, one in state.failures.items() if rank not in state.restartable]
+        if not others and not missing and len(state.begun) == self.world:
+            self._all_start_over(state)
+            return
+        verdict = RankFailuresError(others or list(state.failures.values()))
+        state.verdict = pack_all(verdict.failures)
+        for connection in list(self._connections.values()):
+            connection.send(GroupMessage(GroupMessageKind.VERDICT, state.number, "", state.verdict))
+        state.closed = True
+        if state.operation is not None:
+            state.operation.conclude(verdict)
+            state.operation = None
+        state.forget()
+
+    def _all_start_over(self, state: _State) -> None:
+        state.started_over = state.closed = True
+        for connection in list(self._connections.values()):
+            connection.send(GroupMessage(GroupMessageKind.START_OVER, state.number, "", b""))
+        operation, state.operation = state.operation, None
+        state.forget()
+        if operation is not None:
+            self._start_over(operation)
+
+    def _expire(self, state: _State) -> None:
+        """Fail the ranks that rank 0 still waits for at its deadline."""
+        operation = state.operation
+        if operation is None or state.closed or state.irrevocable or state.stopping:
+            return
+        expires_at = operation.expires_at
+        if expires_at > time.monotonic():  # its deadline was extended
+            self._thread.post_at(expires_at, lambda: self._expire(state))
+            return
+        step, missing = operation.step, set(range(self.world))
+        for waited, parts in state.parts.items():
+            step, missing = waited, set(range(self.world)) - set(parts)
+        limit = operation.deadline.timeout_s
+        for rank in sorted(missing):
+            here = rank == 0 or rank in self._connections
+            text = f"it did not come to this step within timeout_s={limit:g}" + (
+                "" if here else ", and never connected"
+            )
+            self._record_failure(state, RankFailure(rank, step, "DeadlineExceededError", text))
+
+
+# --- the other ranks ------------------------------------------------------------------------------------------------
+
+
+class OtherRank(RankGroup):
+    """A rank above 0, with its connection to rank 0. Messages are kept until it is connected."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(rank, world, "")
+        self._connection: Connection | None = None
+        self._unsent: list[GroupMessage] = []
+        self._lost: str | None = None
+        self._operations: dict[int, Operation] = {}
+        self._answered: dict[tuple[int, str], Future[bytes]] = {}
+        self._begun = 0  # the number of the newest operation
+        self._verdicts: dict[int, bytes] = {}  # of operations not begun here yet; rank 0 may have ended by then
+
+    # --- the connection thread ---
+
+    def connected(self, connection: Connection, token: str) -> None:
+        """Use ``connection``, and send what was kept for it."""
+        self.token = token
+        self._connection = connection
+        connection.on_message = self._on_message
+        connection.on_close = self._on_close
+        for operation in list(self._operations.values()):
+            self._on_begun(operation)
+        unsent, self._unsent = self._unsent, []
+        for message in unsent:
+            connection.send(message)
+
+    def shut(self) -> None:
+        if self._connection is not None:
+            self._connection.close("the process group was destroyed")
+
+    def not_connected(self, why: str) -> None:
+        """End all operations, because rank 0 was not found. The next operation tries again."""
+        self._unsent.clear()
+        for operation in list(self._operations.values()):
+            self._end_alone(operation, RankFailure(0, "start", "DeadlineExceededError", why))
+
+    def _begin(self, operation: Operation) -> None:
+        if operation.number < FOLLOWING:
+            self._begun = operation.number
+        verdict = self._verdicts.pop(operation.number, None)
+        if verdict is not None:
+            operation.conclude(unpack_all(verdict))
+        else:
+            self._join(operation)
+
+    def _join(self, operation: Operation) -> None:
+        self._operations[operation.number] = operation
+        if self._lost is not None:
+            self._end_alone(operation, rank_died(0, _UNKNOWN))
+            return
+        self._expire_later(operation)
+        if self._connection is not None:
+            self._on_begun(operation)
+        else:  # rank 0 is found when it has begun its first operation
+            number = operation.number  # a timer that referred to the operation would keep its errors alive
+            self._thread.post_at(operation.began_at + WARN_AFTER_S, lambda: self._warn(number))
+
+    def _on_begun(self, operation: Operation) -> None:
+        self._send(GroupMessage(GroupMessageKind.BEGUN, operation.number, "", BeginMessage.of(operation).pack()))
+
+    def _warn(self, number: int) -> None:
+        operation = self._operations.get(number)
+        if operation is not None and self._connection is None:
+            warn_of_missing(operation, [0])
+
+    def _expire_later(self, operation: Operation) -> None:
+        number = operation.number
+        self._thread.post_at(_verdict_due_at(operation), lambda: self._expire(number))
+
+    def _step(self, operation: Operation, exchange: Exchange) -> None:
+        if operation.stopping:
+            if not exchange.answered.done():
+                exchange.answered.set_exception(Stopped())
+            return
+        self._answered[operation.number, exchange.step] = exchange.answered
+        self._send(GroupMessage(GroupMessageKind.DATA, operation.number, exchange.step, exchange.part))
+
+    def _send(self, message: GroupMessage) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+        elif self._lost is None:
+            self._unsent.append(message)
+
+    def _fail(self, operation: Operation, packed: dict[str, Any], undone: bool) -> None:
+        self._send(GroupMessage(GroupMessageKind.FAILED, operation.number, "", json.dumps(packed).encode()))
+
+    def _leave(self, operation: Operation) -> None:
+        self._send(GroupMessage(GroupMessageKind.STOPPED, operation.number, "", b""))
+
+    def _close(self, operation: Operation) -> None:
+        if (
+            operation.number in self._operations and operation.stopping
+        ):  # it has succeeded here, and rank 0 waits for this rank
+            self._leave(operation)
+        self._forget(operation)
+
+    def _forget(self, operation: Operation) -> None:
+        self._operations.pop(operation.number, None)
+        for key in [key for key in self._answered if key[0] == operation.number]:
+            del self._answered[key]
+
+    def _on_message(self, message: GroupMessage) -> None:
+        operation = self._operations.get(message.op)
+        if message.kind is GroupMessageKind.ANSWER:
+            answered = self._answered.pop((message.op, message.step), None)
+            if answered is not None and not answered.done():
+                answered.set_result(message.payload)
+        elif operation is None:
+            if message.kind is GroupMessageKind.STOP:  # this rank has nothing to stop; the verdict will reach it
+                self._send(GroupMessage(GroupMessageKind.STOPPED, message.op, "", b""))
+            elif message.kind is GroupMessageKind.VERDICT and message.op > self._begun:
+                self._verdicts[message.op] = message.payload
+                for old in list(self._verdicts)[:-_REMEMBERED]:  # verdicts of operations that had ended here before
+                    del self._verdicts[old]
+        elif message.kind is GroupMessageKind.STOP:
+            operation.stop()
+        elif message.kind is GroupMessageKind.MISSING:
+            warn_of_missing(operation, json.loads(message.payload))
+        elif message.kind is GroupMessageKind.VERDICT:
+            self._forget(operation)
+            operation.conclude(unpack_all(message.payload))
+        elif message.kind is GroupMessageKind.START_OVER:
+            self._forget(operation)
+            self._start_over(operation)
+
+    def _on_close(self, why: str) -> None:
+        self._lost, self._connection = why, None
+        for operation in list(self._operations.values()):
+            self._end_alone(operation, rank_died(0, _UNKNOWN))
+
+    def _expire(self, number: int) -> None:
+        """End an operation whose verdict has not come in time."""
+        operation = self._operations.get(number)
+        if operation is None:
+            return
+        if _verdict_due_at(operation) > time.monotonic():  # its deadline was extended
+            self._expire_later(operation)
+            return
+        limit = operation.deadline.timeout_s
+        text = f"it did not answer within timeout_s={limit:g}"
+        self._end_alone(operation, RankFailure(0, _UNKNOWN, "DeadlineExceededError", text))
+
+    def _end_alone(self, operation: Operation, failure: RankFailure) -> None:
+        self._forget(operation)
+        operation.conclude(RankFailuresError([failure]))
+
+
+def _verdict_due_at(operation: Operation) -> float:
+    """Return when a rank above 0 stops waiting for the verdict. A rank that has received the signal to stop knows that
+    rank 0 is alive, and waits for the ranks that have not stopped."""
+    return operation.expires_at + _LATER_S + (_STOP_S if operation.stopping else 0.0)

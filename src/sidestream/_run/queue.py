@@ -1,0 +1,318 @@
+"""The queue of the saves of a run: which of them begins, waits, is skipped, or is refused.
+
+Saves are in the queue in the order of their calls, from the call to the end of the save, and begin in that order. Over
+ranks, rank 0 decides when every rank has called a save, and tells all. Each rank then begins what is to begin in the
+order of its calls, which is the same on all ranks: if two ranks planned two saves in different orders, each of them
+would wait for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from .._group import Deadline, Operation, prepare_together, stoppable
+from .._save.pending import SaveInfo, SaveProgress, SaveWork
+from .._storage import Outcome, step_name
+from ..errors import InvalidOptionError, SkippedError
+from ..events import SaveContext, SaveSkipped, emit
+from ..options import WhenFull
+from .leases import Lease
+
+__all__ = ["JointTurn", "Place", "QueuedSave", "SaveQueue", "Started", "Turn", "decide"]
+
+Verdict = Literal["wait", "slot", "begin", "full", "overtaken"]
+"""``"slot"``: it has a slot, and begins when the saves before it have begun. ``"full"`` and ``"overtaken"``: it never
+begins."""
+
+Started: TypeAlias = tuple[SaveWork, Lease | None]
+"""A save that has begun, and the lease on its target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A save in the queue. ``asks``: it may get a slot. Over ranks it asks on rank 0 when every rank has called it, and
+    on the other ranks when rank 0 has decided that it begins."""
+
+    when_full: WhenFull
+    asks: bool = False
+    holds: bool = False
+    """A slot."""
+    begun: bool = False
+
+
+def decide(size: int, places: Sequence[Place]) -> list[Verdict]:
+    """Return what becomes of each of ``places``, which are in the order of the calls, if there are ``size`` slots.
+
+    Slots are given in that order, so a save that does not ask yet holds up those behind it.
+    """
+    free = size - sum(place.holds for place in places)
+    asking = next((number for number, place in enumerate(places) if not place.asks), len(places))
+    newest = max(
+        (number for number in range(asking) if places[number].when_full == "latest"),
+        default=0,
+    )
+    verdicts: list[Verdict] = []
+    all_begun = True
+    for number, place in enumerate(places):
+        verdict: Verdict = "wait"
+        if place.holds or (number < asking and free):
+            free -= not place.holds
+            verdict = "begin" if all_begun else "slot"
+        elif number < asking and place.when_full in ("skip", "fail"):
+            verdict = "full"
+        elif number < newest and place.when_full == "latest":
+            verdict = "overtaken"
+        all_begun = all_begun and (place.begun or verdict in ("full", "overtaken"))
+        verdicts.append(verdict)
+    return verdicts
+
+
+class SaveQueue:
+    """The saves of one run in this process. ``size`` of them may be on their way at once."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.taken = 0
+        """How many slots are taken."""
+        self._turns: list[Turn] = []
+
+    def join(self, turn: Turn) -> None:
+        self._turns.append(turn)
+
+    def leave(self, turn: Turn) -> None:
+        if turn in self._turns:
+            self._turns.remove(turn)
+            self.settle()
+
+    def settle(self) -> None:
+        """Decide anew, after a change, and act on it."""
+        verdicts = decide(self.size, [turn.place for turn in self._turns])
+        for turn, verdict in zip(list(self._turns), verdicts, strict=True):
+            if verdict in ("full", "overtaken"):
+                self._turns.remove(turn)
+            turn.become(verdict)
+        taken = sum(turn.place.holds for turn in self._turns)
+        if taken != self.taken:
+            self.taken = taken
+            for turn in self._turns:
+                turn.on_taken()
+
+
+class Turn:
+    """The turn of one save, from its call on. Its owner calls ``leave`` when the save has ended."""
+
+    generation: int | None = None
+    """What it is saved as, where this is decided with the turn."""
+
+    def __init__(self, queue: SaveQueue, when_full: WhenFull) -> None:
+        self.place = Place(when_full)
+        self._queue = queue
+        self._verdict: Verdict = "wait"
+        self._decided = asyncio.Event()
+        queue.join(self)
+
+    @property
+    def why(self) -> str:
+        """Why it never comes."""
+        if self.place.when_full == "latest":
+            return "a newer save came before it had begun"
+        return f"{self._queue.size} saves are in flight"
+
+    def ask(self, when_full: WhenFull | None = None) -> bool:
+        """Ask for a slot, as ``when_full`` says if it is given. Return whether there is one."""
+        self.place = replace(self.place, asks=True, when_full=when_full or self.place.when_full)
+        self._queue.settle()
+        return self.place.holds
+
+    async def come(self) -> bool:
+        """Wait until the save may begin. False if it never may."""
+        self.ask()
+        return await self.decided()
+
+    async def decided(self) -> bool:
+        await self._decided.wait()
+        return self._verdict == "begin"
+
+    def begun(self) -> None:
+        """The next one may begin."""
+        self.place = replace(self.place, begun=True)
+        self._queue.settle()
+
+    def leave(self) -> None:
+        """Give back the place, and the slot if there is one. Any number of times."""
+        self._queue.leave(self)
+
+    def abandon(self) -> None:
+        """As ``leave``, where the turn is not waited for."""
+        self.leave()
+
+    # --- what the queue does ---
+
+    def become(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        self.place = replace(self.place, holds=verdict in ("slot", "begin"))
+        if verdict not in ("wait", "slot"):
+            self._decided.set()
+
+    def on_taken(self) -> None:
+        """Another number of slots is taken."""
+
+
+class JointTurn(Turn):
+    """The turn of one save over ranks. ``promised``: the save is never skipped, and waits. ``claim`` returns the
+    generation for a step, on rank 0.
+
+    What the save waits for in the queue has deadlines of its own, so its own time counts before it and after it: ranks
+    have one ``deadline()`` to come to the call, and the save has another one from when it begins. Ranks above 0 know
+    the queue by what is on its way with them.
+    """
+
+    def __init__(
+        self,
+        queue: SaveQueue,
+        when_full: WhenFull,
+        operation: Operation,
+        step: int,
+        deadline: Callable[[], Deadline],
+        claim: Callable[[int], Awaitable[int]],
+        *,
+        promised: bool = False,
+    ) -> None:
+        super().__init__(queue, when_full)
+        self._operation = operation
+        self._step = step
+        self._deadline = deadline
+        self._claim = claim
+        self._promised = promised
+        self._exchanging = False
+
+    async def come(self) -> bool:
+        """As of any turn: the same on all ranks. On rank 0, ``InvalidOptionError`` where ranks mean different saves."""
+        if await prepare_together(self._operation, self._agree):
+            return True
+        self._operation.close()
+        return False
+
+    def abandon(self) -> None:
+        self._operation.report(asyncio.CancelledError())
+        self.leave()
+
+    def on_taken(self) -> None:
+        """Above rank 0, its time counts when nothing is on its way here that it could wait for."""
+        if self._exchanging and self._queue.taken:
+            self._operation.suspend()
+        elif self._exchanging:
+            self._operation.resume(self._deadline())
+
+    async def _agree(self) -> bool:
+        operation = self._operation
+        part = {
+            "step": self._step,
+            "when_full": self.place.when_full,
+            "promised": self._promised,
+        }
+        self._exchanging = operation.rank > 0
+        self.on_taken()
+        try:
+            answer = await operation.aexchange("begin", json.dumps(part).encode(), self._decide)
+        finally:
+            if self._exchanging:
+                operation.resume(self._deadline())  # however it ended: the verdict has a deadline too
+            self._exchanging = False
+        self.generation = json.loads(answer)
+        if self.generation is None:
+            return False
+        if operation.rank:
+            self.ask("wait")
+            await stoppable(operation, self.decided())
+        return True
+
+    async def _decide(self, parts: Sequence[bytes]) -> bytes:
+        """On rank 0, when all have called: the generation, or null where this save is skipped."""
+        operation = self._operation
+        told = [json.loads(part) for part in parts]
+        for name in ("step", "when_full"):
+            said = {str(one[name]) for one in told}
+            if len(said) > 1:
+                raise InvalidOptionError(f"ranks that save together have to say the same: {name} is {sorted(said)}")
+        operation.suspend()
+        self.ask("wait" if any(one["promised"] for one in told) else None)
+        begins = await stoppable(operation, self.decided())
+        operation.resume(self._deadline())
+        return json.dumps(await self._claim(self._step) if begins else None).encode()
+
+
+class QueuedSave:
+    """The work of one save of a run: it waits for its turn, begins with ``start``, and is written under a lease, so
+    that no process takes the attempt for abandoned."""
+
+    def __init__(self, run: str, step: int, turn: Turn, start: Callable[[], Awaitable[Started]]):
+        self._save = SaveContext("save", f"{run}/{step_name(step, 1)}", run=run, step=step)  # of any generation
+        self._turn = turn
+        self._start: Callable[[], Awaitable[Started]] | None = start
+        self._work: SaveWork | None = None
+        self._lease: Lease | None = None
+
+    @property
+    def url(self) -> str:
+        return self._save.url if self._work is None else self._work.url
+
+    @property
+    def outcome(self) -> Outcome:
+        return "absent" if self._work is None else self._work.outcome
+
+    @property
+    def progress(self) -> SaveProgress:
+        return SaveProgress() if self._work is None else self._work.progress
+
+    @property
+    def expires_at(self) -> float:
+        """No deadline: a save in the queue may wait for any time."""
+        return math.inf if self._work is None else self._work.expires_at
+
+    async def begin(self) -> bool:
+        """Wait for its turn, and start it. False if its turn never comes."""
+        start, self._start = self._start, None  # with the state, which is not kept
+        if start is None or not await self._turn.come():
+            return False
+        self._work, self._lease = await start()
+        self._turn.begun()
+        return True
+
+    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+        try:
+            if self._work is None and not await self.begin():
+                error = SkippedError(f"{self.url} was not saved: {self._turn.why}")
+                emit(SaveSkipped(self._save, str(error)))
+                raise error
+            assert self._work is not None
+            return await self._work.run(staged)
+        finally:
+            try:
+                if self._lease is not None:
+                    await self._lease.release()
+            finally:
+                self._turn.leave()
+
+    def abandon(self) -> None:
+        self._start = None
+        if self._work is not None:
+            self._work.abandon()
+        if self._lease is not None:
+            self._lease.abandon()
+        with suppress(RuntimeError):  # the loop is closed, and with it all tasks in the queue
+            self._turn.abandon() if self._work is None else self._turn.leave()
+
+    def leave(self, *, stuck: bool) -> None:
+        try:
+            if self._work is not None:
+                self._work.leave(stuck=stuck)
+        finally:
+            if self._lease is not None:
+                self._lease.drop()

@@ -1,0 +1,88 @@
+"""``Reading``: steps of a run are restored and read, under leases."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from .._load.api import LoadReport, LoadRequest
+from .._load.open.steps import Step
+from .._storage import Location
+from ..errors import CheckpointNotFoundError
+from ..options import Fallback, check_choice, check_steps
+from .restore import Restoring, RestoringTogether, Wish, choose
+from .run import Run
+from .steps import check_run, list_steps
+
+__all__ = ["Latest", "Reading"]
+
+Latest = Literal["latest"]
+
+
+class Reading:
+    """What one ``Checkpointer`` reads of its run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.restored: LoadReport | None = None
+        self.passed_over: Mapping[str, str] = {}
+        """Directories that the last ``restore`` took an older step for, and why."""
+
+    async def check(self) -> None:
+        """Raise ``InvalidOptionError`` if the URL is that of a checkpoint."""
+        if self._run.store.capabilities.rename:  # on object storage the first listing of the run shows the same
+            with self._run.time_limit():
+                await check_run(self._run.store)
+
+    async def restore(
+        self, state: Mapping[str, Any], step: int | Latest | None, fallback: Fallback, request: LoadRequest
+    ) -> int | None:
+        """As ``Checkpointer.restore``."""
+        run, member, wish = self._run, self._run.together(), wish_for(step, fallback)
+        restoring: Restoring | RestoringTogether
+        if member is None:
+            restoring = Restoring(run.store, run.url, run.leases, wish, request)
+        else:
+            restoring = RestoringTogether(member, run.store, run.url, run.leases, wish, request)
+        with run.time_limit(request.options.timeout_s):
+            self.restored = await restoring.run(state)
+        self.passed_over = restoring.passed_over
+        if self.restored is None:
+            if wish.step is not None:
+                raise await self._not_found(wish.step)
+            return None
+        return restoring.step
+
+    @asynccontextmanager
+    async def step(self, step: int | Latest | None) -> AsyncIterator[tuple[Step, Location]]:
+        """A committed step, which may be damaged, and where it is; it is leased within the ``async with``."""
+        run, wish = self._run, wish_for(step, "never")
+        with run.time_limit():
+            chosen = await choose(run.store, run.leases, wish, ())
+        if chosen is None:
+            raise await self._not_found(wish.step)
+        found, lease = chosen
+        try:
+            yield found, run.at(found.name)
+        finally:
+            if lease is not None:
+                await lease.release()
+
+    async def steps(self) -> list[Step]:
+        """The committed steps, in order, whether they are damaged or not."""
+        with self._run.time_limit():
+            return await list_steps(self._run.store)
+
+    async def _not_found(self, step: int | None) -> CheckpointNotFoundError:
+        there = [found.step for found in await self.steps()]
+        wanted = "step" if step is None else f"step {step}"
+        return CheckpointNotFoundError(f"{self._run.url} has no committed {wanted}; it has {there or 'none'}")
+
+
+def wish_for(step: int | Latest | None, fallback: Fallback) -> Wish:
+    check_choice("fallback", fallback, Fallback)
+    if step is None or step == "latest":
+        return Wish(None, fallback == "older")
+    check_steps(step)
+    return Wish(step, fallback == "older")

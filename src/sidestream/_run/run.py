@@ -1,0 +1,44 @@
+"""``Run``: where a run is, and what all its operations have in common."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from .._group import GroupChoice, Member, group_of
+from .._runtime.threads import Deadline, time_limit
+from .._storage import Location, Store
+from .leases import Leases
+
+__all__ = ["Run"]
+
+
+class Run:
+    """A run, as one ``Checkpointer`` uses it."""
+
+    def __init__(self, store: Store, url: str, group: GroupChoice, *, timeout_s: float, lease_s: float) -> None:
+        self.store = store
+        self.url = url
+        self.leases = Leases(store, lease_s)
+        self.timeout_s = timeout_s
+        self._group: GroupChoice = group
+
+    def together(self) -> Member | None:
+        """Return the group that saves and restores with this process; None where it is by itself."""
+        member = group_of(self._group)
+        return None if member is None or member.group.world == 1 else member
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process chooses and deletes: of several ranks rank 0 does."""
+        member = self.together()
+        return member is None or member.group.rank == 0
+
+    def at(self, directory: str) -> Location:
+        """Return the location of a directory of the run."""
+        return Location(self.store, directory, f"{self.url}/{directory}")
+
+    def deadline(self) -> Deadline:
+        return Deadline.after(self.timeout_s)
+
+    def time_limit(self, timeout_s: float | None = None) -> AbstractContextManager[None]:
+        return time_limit(self.deadline() if timeout_s is None else Deadline.after(timeout_s))

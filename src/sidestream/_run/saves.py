@@ -1,0 +1,274 @@
+"""The saves of one run: started in turn, alone or with other ranks, watched until they have ended."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from .._format.records import Node
+from .._group import Operation, prepare_together
+from .._layout.metadata import encode_metadata
+from .._runtime.threads import Deadline
+from .._save.api import (
+    PendingExport,
+    PendingSave,
+    SavedAs,
+    SaveWork,
+    Stager,
+    Worker,
+    plan_alone,
+    prewarm,
+    start_save,
+    start_together,
+)
+from .._storage import FileSource, Location, check_sources, step_name
+from ..errors import InvalidOptionError, RankFailuresError, TooManySavesError
+from ..options import SaveOptions, WhenFull, check_step, options_of
+from .exports import Exports
+from .maintenance import Upkeep
+from .queue import JointTurn, QueuedSave, SaveQueue, Started, Turn
+from .run import Run
+from .steps import Generations
+
+__all__ = ["Saves"]
+
+EARLIER = "an earlier save"
+"""The step in which a rank fails that raises, in its call, what it had not told anybody yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a save was asked to do."""
+
+    state: Mapping[str, Any]
+    step: int
+    options: SaveOptions
+    metadata: Node = None
+    files: Mapping[str, FileSource] = field(default_factory=dict)
+
+
+class Saves:
+    """The saves of one ``Checkpointer``. ``check_usable`` raises when that is closed; ``upkeep`` is what follows a save
+    that was committed. ``options`` are those of saves that are given no others."""
+
+    def __init__(
+        self,
+        run: Run,
+        options: SaveOptions,
+        stager: Stager,
+        worker: tuple[Worker | None, bool],
+        exports: Exports,
+        upkeep: Upkeep,
+        check_usable: Callable[[], None],
+        *,
+        slots: int,
+        when_full: WhenFull,
+    ) -> None:
+        self._run = run
+        self.options = options
+        self._stager = stager
+        self._worker = worker
+        self._when_full: WhenFull = when_full
+        self._exports = exports
+        self._upkeep = upkeep
+        self._check_usable = check_usable
+        self._queue = SaveQueue(slots)
+        self._pending: list[PendingSave] = []
+        self._generations = Generations(run.store, slots)
+        self._orders = itertools.count()
+        self._under_way: dict[int, int] = {}  # the steps of saves that have not ended, by the order of their calls
+        self._last_order = -1
+        self.last: tuple[int, float] | None = None
+        """The step that was committed last, and when."""
+
+    async def prewarm(self, state: Mapping[str, Any] | int | None) -> None:
+        """As ``Checkpointer.prewarm``, and ``reserve`` for so many bytes."""
+        run, options = self._run, self.options
+        alone = SavedAs(options.names, options.dtype).applied(plan_alone, run.url, others=False)
+        with run.time_limit():
+            await prewarm(state, self._stager, self._worker, plan=alone if run.together() is None else None)
+
+    # --- one save ---
+
+    async def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+        files: Mapping[str, FileSource] | None = None,
+        options: SaveOptions | None = None,
+        *,
+        promised: bool = False,
+    ) -> PendingSave:
+        """As ``Checkpointer.async_save``. ``promised``: never skipped, and made also if other saves have failed."""
+        options = self.options if options is None else self._checked(options)
+        run, member = self._run, self._run.together()
+        when_full: WhenFull = "wait" if promised else self._when_full
+        limit = Deadline.after(options.timeout_s)
+        operation = None if member is None else member.begin("save", limit, options.rank_wait_s)
+        if operation is None:
+            turn = Turn(self._queue, when_full)
+        else:
+            turn = self._joint_turn(operation, step, promised=promised)
+
+        async def check() -> _Asked:
+            check_step(step)
+            asked = _Asked(state, step, options, encode_metadata(metadata), check_sources(files))
+            if not promised:
+                self._raise_unretrieved_to_all(operation) if operation else self.raise_unretrieved()
+            return asked
+
+        try:
+            asked = await (check() if operation is None else prepare_together(operation, check))
+            queued = when_full == "latest" and (operation is not None or not turn.ask())
+            exports = self._exports.of(step, run.at(step_name(step, 1)).url)
+            checks = not (promised or queued)
+            work = QueuedSave(run.url, step, turn, partial(self._start, turn, operation, asked, exports, checks=checks))
+            if not queued and not await work.begin():
+                if when_full == "fail":
+                    raise TooManySavesError(f"{work.url} was not saved: {turn.why}, as many as slots= allows")
+                return PendingSave(work)
+            pending = PendingSave(work, exports)
+        except BaseException:
+            turn.leave()
+            raise
+        self._watch_over(pending, step)
+        return pending
+
+    async def _claim(self, step: int) -> int:
+        with self._run.time_limit():
+            return await self._generations.claim(step)
+
+    def _checked(self, options: SaveOptions) -> SaveOptions:
+        """Return the options of one save. Raises ``InvalidOptionError`` for those that belong to the whole run."""
+        options, mine, default = options_of(options, SaveOptions), self.options, SaveOptions()
+        for name in ("writer", "streaming"):
+            if getattr(options, name) not in (getattr(mine, name), getattr(default, name)):
+                raise InvalidOptionError(
+                    f"{name}= is the same for all saves of a Checkpointer: "
+                    f"pass Checkpointer(save=SaveOptions({name}=...))"
+                )
+        return replace(options, writer=mine.writer, streaming=mine.streaming)
+
+    def _joint_turn(self, operation: Operation, step: int, *, promised: bool) -> JointTurn:
+        deadline = self._run.deadline
+        return JointTurn(self._queue, self._when_full, operation, step, deadline, self._claim, promised=promised)
+
+    async def _start(
+        self,
+        turn: Turn,
+        operation: Operation | None,
+        asked: _Asked,
+        exports: tuple[PendingExport, ...],
+        *,
+        checks: bool,
+    ) -> Started:
+        run, generation = self._run, turn.generation
+        if generation is None:
+            with run.time_limit():
+                generation = await self._generations.next(asked.step)
+            if checks:  # for the others closing waits, and they are made whatever became of other saves
+                self._check_usable()  # it may have been closed while this waited
+                self.raise_unretrieved()
+        target = run.at(step_name(asked.step, generation))
+        launch = partial(self._launch, asked, generation, exports, target)
+        if operation is not None:
+            work = start_together(launch, operation, target.url)
+            return work, None if operation.rank else run.leases.announce(target.name, "save")
+        work = launch(None)
+        self._generations.started(asked.step, generation)
+        return work, run.leases.announce(target.name, "save")
+
+    def _launch(
+        self,
+        asked: _Asked,
+        generation: int,
+        exports: tuple[PendingExport, ...],
+        target: Location,
+        operation: Operation | None,
+    ) -> SaveWork:
+        return start_save(
+            asked.state,
+            target,
+            asked.options,
+            stager=self._stager,
+            step=asked.step,
+            generation=generation,
+            metadata=asked.metadata,
+            worker=self._worker,
+            operation=operation,
+            exports=exports,
+            files=asked.files,
+        )
+
+    # --- all saves ---
+
+    def _watch_over(self, pending: PendingSave, step: int) -> None:
+        order = next(self._orders)
+        self._under_way[order] = step
+        pending.when_done(lambda: self._on_done(pending, order, step))
+        self._pending = [one for one in self._pending if not one.done() or one.unretrieved is not None] + [pending]
+        self._exports.watch_over(pending.exports, deletes=self._run.leads)
+
+    def _on_done(self, pending: PendingSave, order: int, step: int) -> None:
+        del self._under_way[order]
+        if pending.outcome == "committed":
+            if order > self._last_order:  # of two that overlap, the one that was begun later is the last one
+                self._last_order, self.last = order, (step, time.monotonic())
+            if self._run.leads:
+                self._upkeep.request()
+
+    def protected(self) -> list[int]:
+        """Return the step that was saved last, and those under way: a commit is listed before its save has ended."""
+        return [*self._under_way.values(), *([] if self.last is None else [self.last[0]])]
+
+    @property
+    def pending(self) -> int:
+        """How many have not ended."""
+        return sum(not save.done() for save in self._pending)
+
+    @property
+    def failures(self) -> list[BaseException]:
+        """What saves failed with that nobody has awaited."""
+        return [save.unretrieved for save in self._pending if save.unretrieved is not None]
+
+    def raise_unretrieved(self) -> None:
+        """Raise what nobody has heard of, of saves and of what followed them: one error, with the others as its
+        notes."""
+        errors = self.failures
+        for save in self._pending:
+            if save.unretrieved is not None:
+                save.mark_retrieved()
+        if self._upkeep.unretrieved is not None:
+            errors.append(self._upkeep.unretrieved)
+            self._upkeep.unretrieved = None
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"besides: {type(other).__name__}: {other}")
+            raise errors[0]
+
+    def _raise_unretrieved_to_all(self, operation: Operation) -> None:
+        """It ends this save on all ranks. One that learns of that after its call does not raise it in its next one: a
+        single failure would end save after save, by turns. Closing raises it."""
+        self._pending = [save for save in self._pending if not _tells_of_earlier(save.unretrieved)]
+        operation.step = EARLIER
+        self.raise_unretrieved()
+        operation.step = "start"
+
+    def cancel(self) -> None:
+        for save in self._pending:
+            save.cancel()
+
+    async def ended(self) -> None:
+        """Wait until all have ended. Never raises what they raised."""
+        for save in self._pending:
+            await save.ended()
+
+
+def _tells_of_earlier(error: BaseException | None) -> bool:
+    """Whether a save failed for no reason of its own."""
+    return isinstance(error, RankFailuresError) and all(one.step == EARLIER for one in error.failures)

@@ -1,0 +1,380 @@
+"""An attempt with ``commit="marker"``: files with names of their own in the target, and a marker created last.
+
+A process may die while it writes the marker. So the last bytes of the marker are written when all others are durable,
+and without them it is no marker.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..._format.marker import END_BYTES, METADATA_NAME, TAIL_BYTES, is_complete
+from ..._runtime.threads import Stop, Threads, io_threads
+from ...errors import (
+    CheckpointExistsError,
+    InvalidOptionError,
+    NotDurableError,
+    SidestreamError,
+    StorageError,
+    from_os_error,
+)
+from ..bodies import Body
+from ..names import ABANDONED_AFTER_S
+from ..object_store.names import NOTE, id_of, is_unfinished, name_with_id, sidecar_with_id
+from ..transaction import Attempt, StoreAddress
+from .directories import (
+    RACES,
+    collect_orphans,
+    has_leases,
+    is_vacant,
+    make_root,
+    move_new,
+    storage_time,
+    sync_directory,
+)
+from .read import read_tail
+from .transaction import LocalTransaction, Naming, check_whole, occupied, unlink
+
+__all__ = [
+    "NO_REPLACEMENT",
+    "MarkedTransaction",
+    "ages_of",
+    "collect",
+    "discard",
+    "files_in",
+    "is_torn",
+    "sync_names",
+]
+
+NO_REPLACEMENT = (
+    'with commit="marker" nothing can be replaced in one step, so overwrite=True is refused: save to a new directory, '
+    "and remove() the old one afterwards"
+)
+
+_NO_ID = "0" * 32
+
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+_MOST_COMMIT_S = 600.0  # a writer that hung for an hour may have been taken for dead
+
+
+def sync_names(directory: Path) -> None:
+    """``sync_directory``, where the file system does that to directories."""
+    try:
+        sync_directory(directory)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+class MarkedTransaction(LocalTransaction):
+    """A ``Transaction`` whose directory is the target itself. Files that keep their names (``"file"``, ``"files"``,
+    ``"part"``) are written where a ``LocalTransaction`` writes them, and are then moved one after the other."""
+
+    _naming = Naming(move_new, sync_names, Path)
+    _preallocates = False
+
+    def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
+        super().__init__(root, attempt, address)
+        self._in_place = attempt.kind in ("directory", "replacement", "joined")
+        if self._in_place:
+            self._directory = self._target
+        self._new: list[Path] = []  # directories that were made
+        self._claimed = False  # the marker was created by this attempt, and may be incomplete
+
+    def committed_name(self, name: str) -> str:
+        return name_with_id(name, self.attempt.save_id) if self._in_place else name
+
+    def sidecar_name(self, name: str) -> str:
+        return sidecar_with_id(name, self.attempt.save_id) if self._in_place else name
+
+    def path_of(self, name: str = "") -> str:
+        if not self._in_place:
+            return super().path_of(name)
+        return f"{self.attempt.target}/{name}" if name else self.attempt.target
+
+    def _make(self) -> None:
+        if not self._in_place:
+            super()._make()
+            return
+        if self.attempt.kind == "replacement" and METADATA_NAME in files_in(self._target):
+            raise InvalidOptionError(f"{self._target}: {NO_REPLACEMENT}")
+        make_vacant(self._target)
+        with self._make_once():
+            self._make_target()
+            self._made = self._target.stat()
+
+    def _make_target(self) -> None:
+        try:
+            make_root(self._target, self.attempt.durability, self._new, sync_names)
+        except OSError as error:
+            raise from_os_error(error, "creating a checkpoint directory", str(self._target)) from error
+
+    def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
+        for _ in range(RACES):
+            try:
+                super()._write_file(name, body, stop, threads)
+            except StorageError as error:
+                # Another attempt that failed has removed the directory. Later than this the attempt itself was removed.
+                if error.errno != errno.ENOENT or len(self._names) > 1 or not self._in_place:
+                    raise
+                self._make_target()
+            else:
+                return
+        raise CheckpointExistsError(f"{self._directory} is removed as often as it is made")
+
+    async def put_last(self, name: str, body: Body) -> None:
+        if self._in_place:
+            self._last = name, body
+        else:
+            await super().put_last(name, body)
+
+    async def make_visible(self) -> None:
+        if self.attempt.kind == "files":
+            await io_threads().run(_publish_files, self._hidden, self._target, tuple(self._names), self.attempt)
+            self._made = None
+        elif not self._in_place:
+            await super().make_visible()
+        else:
+            await io_threads().run(self._mark)
+            self._last, self._made = None, None
+            self._names.clear()
+
+    def _mark(self) -> None:
+        assert self._last is not None
+        name, body = self._last
+        path, durable = self._target / name, self.attempt.durability == "fsync"
+        try:
+            if durable:
+                sync_names(self._target)  # the names of what the marker stands for
+            self._create_marker(path, body, durable)
+        except SidestreamError:
+            raise
+        except OSError as error:
+            raise from_os_error(error, "publishing", str(path)) from error
+        if durable:
+            try:
+                sync_names(self._target)
+            except OSError as error:
+                raise NotDurableError(
+                    error.errno, "the checkpoint is committed, but the sync of its directory failed", str(self._target)
+                ) from error
+
+    def _create_marker(self, path: Path, body: Body, durable: bool) -> None:
+        """Everything but the last bytes first. What fails before these are written removes the marker; afterwards the
+        outcome has to be read back."""
+        content = b"".join(part.take(Stop()) for part in body.parts)
+        began = time.monotonic()
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except FileExistsError as error:
+            raise taken(self._target) from error
+        sent = False
+        try:
+            try:
+                end = len(content) - END_BYTES
+                _write(descriptor, content[:end], 0)
+                if durable:
+                    os.fsync(descriptor)
+                check_whole(self._target, frozenset(self._names), self._target)
+                late = time.monotonic() - began > _MOST_COMMIT_S
+                if late:
+                    raise StorageError(errno.ETIMEDOUT, "writing the marker took too long to go on", str(path))
+                self._claimed = sent = True
+                _write(descriptor, content[end:], end)
+                if durable:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            sent = False  # who took this attempt for dead meanwhile has removed files: then the marker goes too
+            check_whole(self._target, frozenset((*self._names, path.name)), self._target)
+        except BaseException:
+            if not sent and time.monotonic() - began <= _MOST_COMMIT_S:
+                with suppress(OSError):
+                    os.unlink(path)
+            raise
+        self._claimed = False
+
+    def _note_replaced(self, error: NotDurableError) -> None:
+        """Do nothing: nothing is replaced here."""
+
+    async def _discard_replaced(self) -> None:
+        """Do nothing: nothing is replaced here, and what has the name of the attempt is the checkpoint."""
+
+    def discard_here(self) -> None:
+        if not self._in_place:
+            super().discard_here()
+            return
+        if self.outcome == "committed" or not self._end_making():
+            return
+        self._made, self._last = None, None
+        if self._claimed:
+            remove_torn(self._target)
+        remove_files(self._target, self.attempt.save_id)
+        if self._target in self._new:
+            with suppress(OSError):  # others have files in it
+                self._target.rmdir()
+
+
+# --- what runs in threads ---
+
+
+def _write(descriptor: int, content: bytes, position: int) -> None:
+    view = memoryview(content)
+    while view:
+        done = os.pwrite(descriptor, view, position)
+        view, position = view[done:], position + done
+
+
+def _publish_files(hidden: Path, target: Path, names: Sequence[str], attempt: Attempt) -> None:
+    """Move what other ranks have written into ``hidden``, and then ``names`` in their order: the last one makes the
+    others what they are."""
+    durable, moved, last = attempt.durability == "fsync", [], names[-1]
+    try:
+        check_whole(hidden, frozenset(names), target)
+        names = [*sorted(set(os.listdir(hidden)).difference(names)), *names]
+        if not is_vacant(target):
+            raise occupied(target)
+        make_root(target, attempt.durability, [], sync_names)
+        for name in names:
+            if durable and name is last:
+                sync_names(target)
+            move_new(hidden / name, target / name)
+            moved.append(name)
+    except BaseException as error:
+        for name in moved:
+            unlink(target / name)
+        if isinstance(error, SidestreamError) or not isinstance(error, OSError):
+            raise
+        if isinstance(error, FileExistsError):
+            raise occupied(target) from error
+        raise from_os_error(error, "publishing", str(target)) from error
+    try:
+        if durable:
+            sync_names(target)
+    except OSError as error:
+        raise NotDurableError(
+            error.errno, "the files are complete, but the sync of their directory failed", str(target)
+        ) from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+# --- whose files are in a target ---
+
+
+def taken(target: Path) -> CheckpointExistsError:
+    if not is_torn(target):
+        return occupied(target)
+    return CheckpointExistsError(
+        f"{target} has an incomplete {METADATA_NAME}: another save is committing there, or died while it did. Save to "
+        f"another directory, or try again when nobody has written there for {ABANDONED_AFTER_S / 60:.0f} minutes"
+    )
+
+
+def files_in(directory: Path) -> list[str]:
+    """The names in a directory; none if it does not exist."""
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except NotADirectoryError:
+        raise occupied(directory) from None
+    except OSError as error:
+        raise from_os_error(error, "listing", str(directory)) from error
+
+
+def is_torn(directory: Path) -> bool:
+    """Whether its marker lacks the last bytes."""
+    try:
+        return not is_complete(read_tail(directory / METADATA_NAME, None, TAIL_BYTES))
+    except FileNotFoundError:
+        return False
+
+
+def remove_torn(directory: Path) -> None:
+    if is_torn(directory):
+        unlink(directory / METADATA_NAME)
+
+
+def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
+    """By the id of each save that has files there, how long ago the last of them was written. A marker without its last
+    bytes may be anybody's. A directory without files is nobody's; its id is ``_NO_ID``."""
+    newest: dict[str, float] = {}
+    torn = 0.0
+    for name in names:
+        with suppress(FileNotFoundError):
+            written = (directory / name).stat(follow_symlinks=False).st_mtime
+            if (save_id := id_of(name)) is not None:
+                newest[save_id] = max(newest.get(save_id, 0.0), written)
+            elif name == METADATA_NAME:
+                torn = written
+    if not newest and (torn or not names):
+        with suppress(FileNotFoundError):
+            newest[_NO_ID] = torn or directory.stat().st_mtime
+    if not newest:
+        return {}
+    now = storage_time(directory.parent)  # where no nameless file can be made, this writes to the directory
+    return {save_id: now - max(written, torn) for save_id, written in newest.items()}
+
+
+def make_vacant(target: Path) -> None:
+    """Raise ``CheckpointExistsError`` if more is in ``target`` than files of saves without a marker; remove those of
+    dead processes."""
+    names = files_in(target)
+    if not names:
+        return
+    if not _is_unmarked(target, names):
+        raise occupied(target)
+    _discard_dead(target, names, ABANDONED_AFTER_S)
+    if METADATA_NAME in names and is_torn(target):
+        raise taken(target)
+
+
+def _is_unmarked(directory: Path, names: list[str]) -> bool:
+    """Whether nothing but files of saves without a marker is in a directory that has these ``names``."""
+    return NOTE not in names and is_unfinished(names) and (METADATA_NAME not in names or is_torn(directory))
+
+
+def _discard_dead(directory: Path, names: list[str], after_s: float) -> list[str]:
+    dead = [save_id for save_id, age_s in ages_of(directory, names).items() if age_s > after_s]
+    for save_id in dead:
+        discard(directory, save_id)
+    return dead
+
+
+def collect(root: Path, target: str, after_s: float) -> list[str]:
+    """``collect_orphans``, and the files of such attempts in ``target`` itself. Nothing is renamed."""
+    collected = collect_orphans(root, target, after_s, Path)
+    names = files_in(root / target)
+    if not names or has_leases(root, target) or not _is_unmarked(root / target, names):
+        return collected
+    return [*collected, *_discard_dead(root / target, names, after_s)]
+
+
+def remove_files(directory: Path, save_id: str) -> None:
+    for _ in range(RACES):
+        found = [name for name in files_in(directory) if id_of(name) == save_id]
+        if not found:
+            return
+        for name in found:
+            unlink(directory / name)
+    raise StorageError(
+        errno.EBUSY, "another process creates files of this save as fast as they are removed", str(directory)
+    )
+
+
+def discard(directory: Path, save_id: str) -> None:
+    """Of a dead process. The marker goes first: what it stands for may be incomplete from now on. Does nothing if there
+    is a complete one: whose it is would have to be read."""
+    remove_torn(directory)
+    if METADATA_NAME in files_in(directory):
+        return
+    remove_files(directory, save_id)
+    with suppress(OSError):
+        directory.rmdir()

@@ -1,0 +1,85 @@
+"""What killed saves have left at a target, and how old it is by the clock of the storage."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from datetime import UTC, datetime
+
+from ...errors import CheckpointExistsError
+from ...options import Listing
+from ..names import ABANDONED_AFTER_S
+from .bucket import Bucket
+from .names import NOTE, id_of, is_plain_shard
+
+__all__ = ["age_s", "clear_export", "clock_of", "collect_orphans"]
+
+_MARKER = ".metadata"
+_READ_FIRST = frozenset({"model.safetensors", "model.safetensors.index.json"})
+"""Files of which every complete export has one. They are written last, and deleted first."""
+_SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+
+
+async def clock_of(bucket: Bucket) -> datetime | None:
+    """What time it is there, as a freshly written object says."""
+    name = f".leases/clock-{uuid.uuid4().hex}"  # each call has its own: it is deleted at the end
+    await bucket.put(bucket.key(name), memoryview(b"now"))
+    listing = await bucket.listing(".leases")
+    await bucket.delete(".leases", [name.rpartition("/")[2]])
+    written = listing.files.get(name.rpartition("/")[2])
+    return None if written is None else written.modified
+
+
+def age_s(now: datetime | None, then: datetime | None) -> float:
+    if now is None or then is None:
+        return 0.0
+    return max(0.0, (now.astimezone(UTC) - then.astimezone(UTC)).total_seconds())
+
+
+async def collect_orphans(bucket: Bucket, target: str, after_s: float) -> list[str]:
+    """Delete the files of saves to ``target``, and of a copy, of which none was written within ``after_s``, and return
+    their names, if there is no checkpoint: beside one, the marker tells which saves can still be committed, and a
+    replacement deletes the files of all others."""
+    listing = await bucket.listing(target)
+    if _MARKER in listing.files or NOTE in listing.files:
+        return []
+    owned: dict[str, list[str]] = {}
+    for file in listing.files:
+        owner = "" if is_plain_shard(file) else id_of(file)
+        if owner is not None:
+            owned.setdefault(owner, []).append(file)
+    if not owned:
+        return []
+    now = await clock_of(bucket)
+    collected: list[str] = []
+    for owner, files in owned.items():
+        if min(age_s(now, listing.files[file].modified) for file in files) > after_s:
+            await bucket.delete(target, files)
+            collected += files
+            if owner:
+                await bucket.abort_uploads(target, owner)
+    await bucket.forget(target)
+    return collected
+
+
+async def clear_export(bucket: Bucket, target: str, listing: Listing) -> bool:
+    """Delete the export at ``target``, complete or left behind by a killed process, so that another one can be written.
+    Returns False, having done nothing, where there is none. Of two exports at once one succeeds at most, because each
+    creates its files. Raises ``CheckpointExistsError`` where nothing is created conditionally."""
+    files = listing.files
+    complete = not _READ_FIRST.isdisjoint(files)
+    shards = [info for name, info in files.items() if _SHARD.fullmatch(name)]
+    if listing.directories or _MARKER in files or not (complete or shards):
+        return False
+    if not bucket.capabilities.create_only:
+        raise CheckpointExistsError(
+            f"{bucket.url}/{target} has an export, and {bucket.engine.name} creates no object conditionally, so it was "
+            "not replaced: delete it first"
+        )
+    if not complete:
+        now = await clock_of(bucket)
+        if min(age_s(now, info.modified) for info in shards) <= ABANDONED_AFTER_S:
+            return False
+    await bucket.delete(target, sorted(files, key=lambda name: name not in _READ_FIRST))
+    await bucket.forget(target)
+    return True

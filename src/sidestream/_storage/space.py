@@ -1,0 +1,96 @@
+"""Whether what a save is about to write fits on its file system, beside what else the save writes there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import NoSpaceError
+from .transaction import Transaction
+
+__all__ = ["Space"]
+
+_EXACT = frozenset({"ext2", "ext3", "ext4", "xfs", "tmpfs"})
+"""File systems that store bytes as they are: what is larger than their free space does not fit. Others may compress
+it, or ask a server of which nothing is known."""
+_BLOCK_BYTES = 512  # the unit of st_blocks
+
+
+class Space:
+    """The space that a save takes, with its exports. For any thread.
+
+    Nothing is refused that may fit: what others free, or take, meanwhile is not known, and quotas are not either.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: dict[int, tuple[Transaction, int]] = {}
+
+    def expect(self, transaction: Transaction, nbytes: int) -> None:
+        """Count ``nbytes`` that ``transaction`` will write, without a check."""
+        with self._lock:
+            self._taken.setdefault(id(transaction), (transaction, nbytes))
+
+    def take(self, transaction: Transaction, nbytes: int, *, alone: bool = False) -> None:
+        """Raise ``NoSpaceError`` if ``nbytes`` surely do not fit; otherwise count them. ``alone``: whatever else is
+        counted gives way to them."""
+        directory = transaction.place
+        if directory is None:
+            return
+        place = _existing(directory)
+        with self._lock, suppress(FileNotFoundError):
+            device, free = os.stat(place).st_dev, _free(place)  # free first: what is written meanwhile is counted less
+            others = 0 if alone else sum(self._left(device, id(transaction)))
+            if nbytes + others > free and _kind(device) in _EXACT:
+                beside = f", beside {others} bytes that this save still writes there" if others else ""
+                raise NoSpaceError(
+                    errno.ENOSPC,
+                    f"{nbytes} bytes are needed{beside}, and {free} are free: free space, or write elsewhere",
+                    str(directory.parent),
+                )
+            self._taken[id(transaction)] = transaction, nbytes
+
+    def _left(self, device: int, own: int) -> Iterator[int]:
+        """What others are still going to write to ``device``."""
+        for number, (transaction, nbytes) in self._taken.items():
+            place = transaction.place
+            if number == own or place is None or transaction.over:
+                continue
+            with suppress(OSError):
+                if os.stat(_existing(place)).st_dev == device:
+                    yield max(0, nbytes - _allocated(place))
+
+
+def _existing(path: Path) -> Path:
+    return next((one for one in (path, *path.parents) if one.exists()), Path("/"))
+
+
+def _free(place: Path) -> int:
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
+
+
+def _allocated(directory: Path) -> int:
+    try:
+        with os.scandir(directory) as entries:
+            return sum(one.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES for one in entries)
+    except FileNotFoundError:
+        return 0
+
+
+def _kind(device: int) -> str | None:
+    """Return the type of the file system on ``device``; None if the system does not tell."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == number:
+            return rest.split()[0]
+    return None

@@ -1,0 +1,183 @@
+"""What killed saves, exports, conversions and copies leave beside a target, and what collects it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import sidestream
+from sidestream import events
+from sidestream.errors import CheckpointNotFoundError, StorageError
+
+STATE = {"a": torch.arange(1000.0), "b": torch.ones(300, 300)}
+
+KILLED = """
+    import asyncio, os, signal, sys
+    import torch
+    import sidestream
+    from sidestream import events
+    from sidestream._storage.local import transaction
+
+    what, target, source, at = sys.argv[1:]
+    state = {"a": torch.arange(1000.0), "b": torch.ones(300, 300)}
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def seen(event):
+        if isinstance(event, events.SaveWritten) and event.save.operation == what.split()[0]:
+            die()
+
+    if at == "exchanged":
+        real = transaction.exchange
+        transaction.exchange = lambda *paths: (real(*paths), die())
+    else:
+        observed = events.observe(seen)
+        observed.__enter__()
+
+    async def main():
+        if what == "save":
+            await sidestream.save(state, target, overwrite=at == "exchanged")
+        elif what == "export":
+            await sidestream.save(state, source + "-saved", export=sidestream.HF(target))
+        elif what == "convert":
+            await sidestream.convert(source, target)
+        else:
+            await sidestream.copy(source, target)
+
+    asyncio.run(main())
+"""
+
+
+def kill(what: str, target: Path, source: Path, at: str = "written") -> None:
+    """Run ``what`` in a process that is killed before it commits, or just after it has exchanged two directories."""
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(KILLED), what, str(target), str(source), at]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+def orphans(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.name.startswith("."))
+
+
+def age(path: Path, seconds: float) -> None:
+    """As if nobody had written to it for so long."""
+    now = path.stat().st_mtime - seconds
+    for one in (*path.rglob("*"), path):
+        os.utime(one, (now, now))
+
+
+async def collects(verb: str, target: Path, source: Path) -> None:
+    if verb == "save":
+        await sidestream.save(STATE, target)
+    elif verb == "overwrite":
+        await sidestream.save(STATE, target, overwrite=True)
+    elif verb == "export":
+        info = await sidestream.save(STATE, target.parent / "beside", export=sidestream.HF(target))
+        assert isinstance(info.exports[0], sidestream.ConvertReport)
+    elif verb == "convert":
+        await sidestream.convert(source, target)
+    elif verb == "copy":
+        await sidestream.copy(source, target)
+    else:
+        await sidestream.remove(target)
+
+
+VERBS = ["save", "overwrite", "export", "convert", "copy", "remove"]
+
+
+@pytest.mark.parametrize("name", ["last", "step-100"])
+async def test_an_attempt_is_collected_when_nobody_has_written_to_it_for_an_hour(name: str, tmp_path: Path) -> None:
+    source, root = tmp_path / "source", tmp_path / "root"
+    await sidestream.save(STATE, source)
+    for what, verb in zip(["save", "export", "convert", "copy", "save", "save"], VERBS, strict=True):
+        kill(what, root / name, source)
+        (orphan,) = orphans(root)
+        age(orphan, 3500)
+        if verb == "remove":
+            with pytest.raises(CheckpointNotFoundError):
+                await sidestream.remove(root / name)
+        else:
+            await collects(verb, root / name, source)
+            assert orphans(root) == [orphan], verb
+            for path in (root / name, root / "beside"):
+                shutil.rmtree(path, ignore_errors=True)
+        age(orphan, 3700)
+        await collects(verb, root / name, source)
+        assert orphans(root) == [], verb
+        for path in (root / name, root / "beside"):
+            shutil.rmtree(path, ignore_errors=True)
+    with pytest.raises(CheckpointNotFoundError):
+        await sidestream.remove(root / name)
+
+
+@pytest.mark.parametrize("verb", ["overwrite", "remove"])
+async def test_what_a_process_that_was_killed_after_the_exchange_has_replaced(verb: str, tmp_path: Path) -> None:
+    await sidestream.save(STATE, tmp_path / "last")
+    kill("save", tmp_path / "last", tmp_path, "exchanged")
+    (orphan,) = orphans(tmp_path)
+    assert (orphan / ".metadata").exists()
+    age(orphan, 3700)
+    await collects(verb, tmp_path / "last", tmp_path)
+    assert orphans(tmp_path) == []
+
+
+async def test_attempts_at_other_targets_stay(tmp_path: Path) -> None:
+    names = ["last", "other", "step-1", "step-10", "step-1.g2"]
+    for name in names:
+        kill("save", tmp_path / name, tmp_path)
+    assert len(orphans(tmp_path)) == len(names)
+    (tmp_path / f".{'0' * 32}.{'1' * 32}.partial").mkdir()
+    (tmp_path / ".mine.partial").mkdir()
+    for orphan in orphans(tmp_path):
+        age(orphan, 8000)
+    for left, name in zip(range(len(names), 0, -1), names, strict=True):
+        await sidestream.save(STATE, tmp_path / name)
+        assert len(orphans(tmp_path)) == left + 1, name
+
+
+async def test_attempts_of_a_run_are_left_to_the_run(tmp_path: Path) -> None:
+    """A lease may say that their writer lives, or the run may have another rule."""
+    kill("save", tmp_path / "step-1", tmp_path)
+    (orphan,) = orphans(tmp_path)
+    age(orphan, 8000)
+    async with sidestream.Checkpointer(tmp_path, abandoned_after_s=10_000) as run:
+        await run.save(STATE, step=1)
+        assert orphan.exists()
+    (tmp_path / ".leases").mkdir(exist_ok=True)
+    await sidestream.remove(tmp_path / "step-1")
+    await sidestream.save(STATE, tmp_path / "step-1")
+    assert orphan.exists()
+    (tmp_path / ".leases").rmdir()
+    await sidestream.save(STATE, tmp_path / "step-1", overwrite=True)
+    assert not orphan.exists()
+
+
+async def test_a_writer_whose_attempt_was_collected_cannot_commit(tmp_path: Path) -> None:
+    """A process that was stopped for an hour, and goes on."""
+    collected: list[str] = []
+
+    def seen(event: object) -> None:
+        if isinstance(event, events.SaveWritten) and not collected:
+            (orphan,) = orphans(tmp_path)
+            collected.append(orphan.name)
+            age(orphan, 3700)
+            other = threading.Thread(target=lambda: asyncio.run(sidestream.save({"other": 1}, tmp_path / "last")))
+            other.start()
+            other.join()
+
+    with events.observe(seen), pytest.raises(StorageError):
+        await sidestream.save(STATE, tmp_path / "last")
+    assert collected
+    assert list(await sidestream.open_checkpoint(tmp_path / "last")) == ["other"]
+    assert orphans(tmp_path) == []
