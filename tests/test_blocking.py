@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -129,6 +129,19 @@ def test_the_classes_have_the_methods_of_the_async_ones(kind: str) -> None:
         if inspect.isfunction(method):
             expected = [one for one in inspect.signature(method).parameters if one != "self"]
             assert [one for one in inspect.signature(other).parameters if one != "self"] == expected, name
+
+
+def test_a_keyword_that_is_not_known(tmp_path: Path) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: sidestream.blocking.save({"n": 1}, tmp_path / "a", saver="process"),  # type: ignore[call-arg]
+        lambda: sidestream.blocking.async_save({"n": 1}, tmp_path / "a", saver="process"),  # type: ignore[call-arg]
+        lambda: sidestream.blocking.open_checkpoint(tmp_path / "a", saver="process"),  # type: ignore[call-arg]
+        lambda: sidestream.blocking.Checkpointer(tmp_path / "run", saver="process"),  # type: ignore[call-arg]
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'saver'"):
+            call()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_loop_the_others_refuse(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ async def test_the_next_save_uses_the_memory_again(saver: Any, tmp_path: Path) -
             first, memory = stager, stager.statistics().reserved_bytes
             assert memory >= 12 * MIB
         assert stager is first
-    await asyncio.to_thread(blocking.save, state_of(5), tmp_path / "5", saver=saver)
+    await asyncio.to_thread(blocking.save, state_of(5), tmp_path / "5", options=sidestream.SaveOptions(writer=saver))
     assert idle() == [first]
 
 

@@ -561,8 +561,8 @@ async def test_indices_out_of_the_shape_are_not_loaded_in_place(tmp_path: Path) 
 async def test_no_file_names_a_class_that_is_imported(tmp_path: Path) -> None:
     await sidestream.save({"x": int8((2, 4), 0)}, tmp_path / "c")
     for name, text in (
-        ("os.system", "only if allow="),
-        ("subclasses.Int8", "only if allow="),
+        ("os.system", "only if safe_globals="),
+        ("subclasses.Int8", "only if safe_globals="),
         ("torchao.quantization.Int8Tensor", "import torchao.quantization first"),
     ):
         rewritten(tmp_path / "c", lambda lines, name=name: entry(lines, "x")[1].__setitem__(0, name))

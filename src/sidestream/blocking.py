@@ -188,7 +188,7 @@ class _Call(Generic[T]):
         """Run the work in a task of its own, so that its error is delivered and not raised here."""
         self.caller.adopt()
         with time_limit(self._deadline):
-            self._task = task = asyncio.ensure_future(self._work())
+            self._task = task = asyncio.create_task(self._awaited())
         if self._interrupted:
             task.cancel()
         try:
@@ -200,6 +200,10 @@ class _Call(Generic[T]):
             raise
         finally:
             self._settle(task)
+
+    async def _awaited(self) -> T:
+        """Call the work within the task, so that what the call itself raises (a wrong keyword) is delivered too."""
+        return await self._work()
 
     def _settle(self, task: asyncio.Task[T]) -> None:
         error = None if task.cancelled() else task.exception()

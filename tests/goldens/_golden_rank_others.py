@@ -48,7 +48,7 @@ async def apart(rank: Rank) -> None:
     await rank.tries("planner", lambda: saved("planner", "step 8", planner=DefaultSavePlanner()))
     bad = failing(DefaultSavePlanner, "resolve_data")
     await rank.tries("a planner that raises", lambda: saved("bad", "step 9", planner=bad))
-    await rank.tries("writer process", lambda: saved("bad", "step 10", saver="process"))
+    await rank.tries("writer process", lambda: saved("bad", "step 10", writer="process"))
     if rank.number == 0:
         for path in sorted((folder / "c").iterdir()):
             rank.table.entries[f"c, {path.name}"] = _described(path, planned=True)
@@ -131,10 +131,8 @@ async def storages(rank: Rank) -> None:
         "save, short files on rank 1": short,
         "save, not closed": unclosed,
         "save, closed": lambda: kept[0].close(),
-        "save, writer process": lambda: save("process", options=sidestream.SaveOptions(writer="process")),
-        "load, a key is missing on rank 1": lambda: load(
-            "c", **for_load(**one_of(rank, 1, {"more": torch.zeros(1)}, {}))
-        ),
+        "save, writer process": lambda: save("process", writer="process"),
+        "load, a key is missing on rank 1": lambda: load("c", **one_of(rank, 1, {"more": torch.zeros(1)}, {})),
         "load, nothing there": lambda: load("none"),
         "load, nothing there on rank 1": lambda: load(one_of(rank, 1, "none", "c")),
     }

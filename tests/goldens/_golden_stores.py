@@ -144,7 +144,7 @@ async def _faults(stores: Stores) -> None:
         await stores.tries(name, lambda p=place: sidestream.save(SMALL, p.url(), **for_save(**p.keywords)))
     large: tuple[tuple[str, Fault], ...] = (("begin", "lose"), ("part", 503), ("complete", "lose"))
     for kind, fault in large:
-        place = stores.fresh(in_flight=1)
+        place = stores.fresh(concurrency=1)
         stores.server.once(kind, fault, key="run/ckpt")
         name = f"save, several parts, {fault} once at {kind}"
         await stores.tries(name, lambda p=place: sidestream.save(LARGE, p.url(), **for_save(**p.keywords)))
@@ -157,7 +157,7 @@ async def _faults(stores: Stores) -> None:
             name = f"save, {fault} at every {kind}"
             await stores.tries(name, lambda p=place: sidestream.save(SMALL, p.url(), **for_save(**p.keywords)))
     for kind in ("part", "complete"):
-        place = stores.fresh(retries=1, in_flight=1)
+        place = stores.fresh(retries=1, concurrency=1)
         stores.server.always(kind, 500)
         name = f"save, several parts, 500 at every {kind}"
         await stores.tries(name, lambda p=place: sidestream.save(LARGE, p.url(), **for_save(**p.keywords)))

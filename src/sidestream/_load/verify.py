@@ -240,7 +240,7 @@ class Verification:
             nbytes=self.done_bytes,
             verified=tuple(fqn for fqn in fqns if fqn not in apart),
             unverified=tuple(sorted(unverified)),
-            damaged=tuple(damaged.values()),
+            damaged=tuple(sorted(damaged.values(), key=lambda one: (one.file or "", one.offset or 0, one.fqn or ""))),
             digest=digest_check(manifest.digest),
             unreadable=tuple(sorted(unreadable)),
         )
