@@ -119,9 +119,7 @@ async def storages(table: Table) -> None:
         "save, the target is there": lambda: save(small(), StorageWriter(folder / "c")),
         "save, overwrite": lambda: save(small(1.0), StorageWriter(folder / "c", overwrite=True)),
         "save, overwrite a strange directory": lambda: save(small(), StorageWriter(folder / "full", overwrite=True)),
-        "save, a planner that raises": lambda: save(
-            small(), StorageWriter(folder / "f"), planner=_Failing()
-        ),
+        "save, a planner that raises": lambda: save(small(), StorageWriter(folder / "f"), planner=_Failing()),
         "save, an object": lambda: save({"a": {1: object()}}, StorageWriter(folder / "o")),
         "load": lambda: load(blank(small()), StorageReader(folder / "c")),
         "load, stock": lambda: load({"bf16": torch.zeros(20, 3).bfloat16()}, StorageReader(CHECKPOINTS / "stock")),

@@ -17,7 +17,7 @@ from keywords import for_run, for_save
 
 import sidestream
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import Attempt, BytesBody, locate_directory
+from sidestream._storage import Attempt, BytesBody, Transaction, locate_directory
 from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError
 
 STATE = {"a": torch.arange(1000.0), "b": torch.ones(300, 300)}
@@ -152,6 +152,27 @@ async def test_of_several_exports_at_once_one_succeeds(server: S3Server) -> None
     assert all(isinstance(one, CheckpointExistsError | sidestream.ConvertReport) for one in ended), ended
     found = await exported(url, 7, server)
     assert int(found["c"][0]) in winners
+
+
+@pytest.mark.parametrize("ends", ["commit", "discard"])
+async def test_an_export_that_another_one_has_replaced(ends: str, server: S3Server) -> None:
+    location = locate_directory(f"s3://{server.bucket}/exports/7", where_in(server)["storage"])
+
+    async def written(content: bytes) -> Transaction:
+        attempt = Attempt(location.name, "files", uuid.uuid4().hex, "fsync", replaces_export=True)
+        transaction = location.store.begin(attempt)
+        await asyncio.to_thread(transaction.write_here, [("model.safetensors", BytesBody(content))])
+        return transaction
+
+    with time_limit(Deadline.after(60)):
+        first = await written(b"first")
+        second = await written(b"the second")
+        if ends == "commit":
+            with pytest.raises(CheckpointExistsError, match=r"exports/7 was replaced meanwhile: another export"):
+                await first.commit({})
+        await first.discard()
+        await second.commit({})
+    assert server.objects["exports/7/model.safetensors"] == b"the second"
 
 
 async def test_a_store_in_memory() -> None:

@@ -12,10 +12,10 @@ from ..names import ABANDONED_AFTER_S
 from .bucket import Bucket
 from .names import NOTE, id_of, is_plain_shard
 
-__all__ = ["age_s", "clear_export", "clock_of", "collect_orphans"]
+__all__ = ["READ_FIRST", "age_s", "clear_export", "clock_of", "collect_orphans"]
 
 _MARKER = ".metadata"
-_READ_FIRST = frozenset({"model.safetensors", "model.safetensors.index.json"})
+READ_FIRST = frozenset({"model.safetensors", "model.safetensors.index.json"})
 """Files of which every complete export has one. They are written last, and deleted first."""
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
@@ -67,7 +67,7 @@ async def clear_export(bucket: Bucket, target: str, listing: Listing) -> bool:
     Returns False, having done nothing, where there is none. Of two exports at once one succeeds at most, because each
     creates its files. Raises ``CheckpointExistsError`` where nothing is created conditionally."""
     files = listing.files
-    complete = not _READ_FIRST.isdisjoint(files)
+    complete = not READ_FIRST.isdisjoint(files)
     shards = [info for name, info in files.items() if _SHARD.fullmatch(name)]
     if listing.directories or _MARKER in files or not (complete or shards):
         return False
@@ -80,6 +80,6 @@ async def clear_export(bucket: Bucket, target: str, listing: Listing) -> bool:
         now = await clock_of(bucket)
         if min(age_s(now, info.modified) for info in shards) <= ABANDONED_AFTER_S:
             return False
-    await bucket.delete(target, sorted(files, key=lambda name: name not in _READ_FIRST))
+    await bucket.delete(target, sorted(files, key=lambda name: name not in READ_FIRST))
     await bucket.forget(target)
     return True

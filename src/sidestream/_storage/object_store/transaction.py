@@ -26,6 +26,7 @@ from ...errors import (
     without_frames,
 )
 from ...events import GuaranteeLost, emit
+from ...options import Listing
 from ..bodies import Body
 from ..clients.io_loop import LoopCall, on_io_loop
 from ..clients.requests import translated
@@ -33,7 +34,7 @@ from ..names import ABANDONED_AFTER_S
 from ..transaction import Attempt, StoreAddress, Transaction, marker_in
 from .bucket import Bucket
 from .names import NOTE, id_of, is_plain_shard, name_with_id, sidecar_with_id
-from .orphans import clear_export, collect_orphans
+from .orphans import READ_FIRST, clear_export, collect_orphans
 from .parts import part_bytes_for
 
 __all__ = ["ObjectTransaction", "check_replaces", "content_of"]
@@ -340,12 +341,26 @@ class ObjectTransaction(Transaction):
             info = listing.files.get(name)
             if info is None or info.nbytes != nbytes:
                 await self._check_not_overtaken()
+                self._check_export_not_overtaken(listing)
                 found = "is gone" if info is None else f"has {info.nbytes} bytes"
                 raise _NotSent(
                     5,
                     f"{name} {found}, {nbytes} were written: the attempt was removed, or the storage lost a part",
                     bucket.url,
                 )
+
+    def _check_export_not_overtaken(self, listing: Listing) -> None:
+        """Raise ``CheckpointExistsError`` if another export has replaced this one, which is visible once the file that
+        readers look for is written. The other export deletes that file first: a shard alone was lost by the storage."""
+        if not self.attempt.replaces_export:
+            return
+        first = {name: nbytes for name, nbytes in self._sizes.items() if name in READ_FIRST}
+        if all((info := listing.files.get(name)) and info.nbytes == nbytes for name, nbytes in first.items()):
+            return
+        self._begun.clear()  # files of these names are those of the other export, and are not deleted
+        raise CheckpointExistsError(
+            f"{self._bucket.url}/{self.attempt.target} was replaced meanwhile: another export was written to it"
+        )
 
     async def _discard_replaced(self) -> None:
         replaced, self._replaced = self._replaced, None
@@ -385,7 +400,12 @@ class ObjectTransaction(Transaction):
         """What this attempt wrote under names that others may use too; nothing, where another writer has committed."""
         bucket, attempt = self._bucket, self.attempt
         shared = attempt.kind in ("files", "joined_files", "part")
-        committed = shared and _MARKER in (await bucket.listing(attempt.target)).files
+        committed = False
+        if shared:
+            listing = await bucket.listing(attempt.target)
+            committed = _MARKER in listing.files
+            with suppress(CheckpointExistsError):
+                self._check_export_not_overtaken(listing)
         try:
             await bucket.delete("", () if committed else sorted(self._begun))
         finally:
