@@ -142,11 +142,13 @@ async def remove(
         url: the checkpoint, ours or one of stock DCP; not a run, and not a single file.
         durability: with ``"fsync"`` the removal is durable before files are deleted.
         timeout_s: for the whole call.
-        storage_options, storage: as for ``save``.
+        storage_options: as for ``save``.
+        storage: as for ``save``.
 
     Raises:
-        CheckpointNotFoundError: there is no ``.metadata``, and nothing was left behind. StorageError,
-        AccessDeniedError, DeadlineExceededError: files may be left behind, which are no checkpoint any more.
+        CheckpointNotFoundError: there is no ``.metadata``, and nothing was left behind.
+        StorageError, AccessDeniedError, DeadlineExceededError: files may be left behind, which are no checkpoint any
+            more.
     """
     running_loop("remove")
     check_choice("durability", durability, Durability)

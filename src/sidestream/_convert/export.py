@@ -56,14 +56,15 @@ class HF:
     Args:
         url: the directory, which must not exist. In the ``export=`` of a ``Checkpointer`` it may contain ``{step}``,
             and then a step that is saved again replaces its export (``docs/exports.md``).
-        select: patterns of names (``"model.*"``) to export; None for every tensor. names: the names in the export
-        (``Names``); two tensors with one name are a ``KeyCollisionError``. ``strip_prefix``
-            makes a function that removes prefixes.
+        select: patterns of names (``"model.*"``) to export; None for every tensor.
+        names: the names in the export (``Names``); two tensors with one name are a ``KeyCollisionError``.
+            ``strip_prefix`` makes a function that removes prefixes.
         dtype: what floating-point tensors become, or patterns of names in the export (``Dtypes``).
         max_shard_bytes: where the next file begins.
         files: further files of the directory, such as ``config.json``, by name: their content, or the path of a regular
             file of 64 MiB at most. A path is read in a thread when the export begins.
-        storage_options, storage: for ``url``, as for ``save``.
+        storage_options: for ``url``, as for ``save``.
+        storage: for ``url``, as for ``save``.
 
     Raises:
         InvalidOptionError: for a name in ``files`` that is no plain file name, and for other wrong arguments.
