@@ -446,20 +446,24 @@ class SaveOptions:
 
     Args:
         durability: ``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: no syncs; it survives the death
-            of the process only.
+        of
+            the process only.
         writer: What writes: ``"thread"``, threads of this process; ``"process"``, a process of its own, which leaves
-            the interpreter to the trainer; ``"auto"``, a process where one can be started, else threads; or a
+        the
+            interpreter to the trainer; ``"auto"``, a process where one can be started, else threads; or a
             ``WriterProcess`` with options.
         digest: ``"blake3"``: keep a cryptographic digest of each block beside its checksum (extra ``digest``).
         streaming: Pass the state through 256 MiB of memory in place of a staged copy of the whole. ``staged`` is then
-            done when nearly everything is written. For weights that do not change while they are saved, and for hosts
-            with less free memory than the state has.
-        names: The FQN in the checkpoint of each FQN in the state (``Names``). None leaves an entry out.
-        dtype: The dtype that floating-point tensors get in the checkpoint (``Dtypes``). They are converted while they
-            are staged.
+        done
+            when nearly everything is written. For weights that do not change while they are saved, and for hosts with
+            less free memory than the state has.
+        names: The FQN in the checkpoint of each FQN in the state (``Names``). None leaves an entry out. dtype: The
+        dtype that floating-point tensors get in the checkpoint (``Dtypes``). They are converted while they are
+            staged.
         planner: A ``SavePlanner`` of torch, which decides what is saved under which name. It is called in a thread,
-            with the staged copy. It cannot be combined with ``names``, ``dtype`` and ``digest``. Two saves at the same
-            time need two planners.
+        with
+            the staged copy. It cannot be combined with ``names``, ``dtype`` and ``digest``. Two saves at the same time
+            need two planners.
         timeout_s: The limit of the whole save, in seconds.
         rank_wait_s: How long a rank waits for the other ranks to make the same call, in seconds. After 5 s it logs a
             warning that names the missing ranks.
@@ -502,19 +506,21 @@ class LoadOptions:
 
     Args:
         verify: ``"always"``: compare every byte that is read with its checksum. ``"manifest"``: compare the manifest,
-            the layout and the sizes of files, and not the payload.
-        atomic: Read everything into memory of its own first, so that a failure leaves the target unchanged.
-        progress: Called on the event loop with the bytes read so far and the bytes to read. What it raises ends the
-            load.
-        names: The FQN in the checkpoint of each FQN in the target (``Names``), where they differ:
+        the
+            layout and the sizes of files, and not the payload.
+        atomic: Read everything into memory of its own first, so that a failure leaves the target unchanged. progress:
+        Called on the event loop with the bytes read so far and the bytes to read. What it raises ends the load. names:
+        The FQN in the checkpoint of each FQN in the target (``Names``), where they differ:
             ``names=sidestream.add_prefix("module.")`` reads ``"weight"`` from ``"module.weight"``. It is called once
             for each name, in a thread.
         safe_globals: Types whose objects are made again, by their own code, from what another writer saved of them. No
             other code runs.
         trust: ``"data"``: values of other writers are read as data. ``"pickle"``: they are unpickled, which runs the
-            code that the file contains. Our own checkpoints are data in either case.
+        code
+            that the file contains. Our own checkpoints are data in either case.
         planner: A ``LoadPlanner`` of torch, which decides what is read into what. It is called in threads, one call at
-            a time. It cannot be combined with ``atomic``, ``names`` and tolerances.
+        a
+            time. It cannot be combined with ``atomic``, ``names`` and tolerances.
         timeout_s: The limit of the whole load, in seconds.
         rank_wait_s: How long a rank waits for the other ranks to make the same call, in seconds.
 

@@ -107,8 +107,7 @@ async def open_checkpoint(
 ) -> Checkpoint:
     """Read and validate what the checkpoint at ``url`` says about itself, and no payload.
 
-    ``timeout_s`` is for this call and for each one on the result, ``safe_globals``, ``trust`` and the rest as for
-    ``load``.
+    ``timeout_s`` is for this call and for each one on the result, ``allow``, ``trust`` and the rest as for ``load``.
     Raises ``CheckpointNotFoundError``, ``CorruptCheckpointError``, ``UnsupportedCheckpointError``. The result holds
     nothing open and needs no closing.
     """

@@ -76,8 +76,10 @@ async def save(
     (``docs/ranks.md``). Whatever one rank raises then becomes the same ``RankFailuresError`` on all of them.
 
     Cancelling leaves nothing behind and raises ``CancelledError``. If the commit has been sent by then, it is finished,
-    and the checkpoint is there. After an error nothing is visible, unless the list below says otherwise; what was written
-    has been removed, and older checkpoints are unchanged.
+    and the checkpoint is there.
+
+    After an error nothing is visible, what was written has been removed, and older checkpoints are unchanged, unless
+    the list below says otherwise.
 
     Args:
         state: What DCP takes: nested dicts and lists of tensors, plain values, and objects with ``state_dict()``. The

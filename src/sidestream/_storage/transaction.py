@@ -125,10 +125,9 @@ class Transaction(ABC):
 
         Raises:
             CheckpointExistsError: the target exists and is not what the kind of the transaction allows. Nothing is left
-                behind.
-            StorageNotSharedError: the attempt of another process, or of an earlier call, is not there.
-            ClosedError: ``stop`` is set.
-            StorageError, DeadlineExceededError: an attempt may be left behind, for ``discard``.
+            behind. StorageNotSharedError: the attempt of another process, or of an earlier call, is not there.
+            ClosedError: ``stop`` is set. StorageError, DeadlineExceededError: an attempt may be left behind, for
+            ``discard``.
         """
 
     @abstractmethod
