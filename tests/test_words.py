@@ -45,8 +45,9 @@ allowed."""
 
 FORMER_INTERFACE = (
     r"(?<![\w-])(saver|overlap|apart|rename|allow|store_policy|target_options)=", r"\bstrict=\{", r"\bin_flight\b",
-    r"\bsnapshot=(True|False)", r'"(snapshot|ignore_unexpected)"', r"\bApart\b", r"\b(SaverProcess|SaverGone|PromiseLost)\b",
-    r"\b[Cc]heckpoint(er|s)\.(open|metadata)\b", r"\bprewarm\((nbytes|\d)", r"\bnot_asked_for\b", r"\breport\.ignored\b",
+    r"\bsnapshot=(True|False)", r'"(snapshot|ignore_unexpected)"', r"\bApart\b", r"\bSaverProcess\b",
+    r"\b(SaverGone|PromiseLost)\b", r"\b[Cc]heckpoint(er|s)\.(open|metadata)\b", r"\bprewarm\((nbytes|\d)",
+    r"\bnot_asked_for\b", r"\breport\.ignored\b",
 )  # fmt: skip
 """Names of the interface before 1.0, as CHANGELOG.md lists them, in forms that mean nothing else. Those of errors are
 taken from its table."""
