@@ -43,6 +43,13 @@ RIDDLES = (
 """People in place of parts, and sentences that have to be read twice. Name the part and what it does. "There is no" is
 allowed."""
 
+PLAIN_PAGES = (
+    "index", "quickstart", "setups", "saving", "loading", "runs", "staging", "ranks", "writer_process", "exports",
+    "converting", "object_stores", "stores/s3", "stores/gcs", "stores/azure", "stores/others", "stores/own", "security",
+    "reliability", "limits", "errors", "from_dcp", "glossary",
+)  # fmt: skip
+"""The pages of docs/ whose text has none of ``RIDDLES``. Code does not count."""
+
 FORMER_INTERFACE = (
     r"(?<![\w-])(saver|overlap|apart|rename|allow|store_policy|target_options)=", r"\bstrict=\{", r"\bin_flight\b",
     r"\bsnapshot=(True|False)", r'"(snapshot|ignore_unexpected)"', r"\bApart\b", r"\bSaverProcess\b",
@@ -125,6 +132,13 @@ def former_names(pages: Mapping[str, str], errors: Collection[str]) -> list[str]
     ]
 
 
+def page_riddles(page: str, phrases: Collection[str]) -> list[str]:
+    """Phrases of the list in the text of a page of Markdown."""
+    text = re.sub(r"^```.*?^```$|`[^`]+`", "``", page, flags=re.DOTALL | re.MULTILINE)
+    wanted = re.compile(rf"(?<!there )\b(?:{'|'.join(map(re.escape, phrases))})\b", re.IGNORECASE)
+    return wanted.findall(re.sub(r"\s+", " ", text))
+
+
 # --- over the package -----------------------------------------------------------------------------------------------
 
 
@@ -144,6 +158,11 @@ def test_the_plain_rooms_have_no_riddles() -> None:
     plain = {path: text for path, text in package_sources().items() if path.split("/")[0].split(".")[0] in PLAIN_ROOMS}
     assert {path.split("/")[0].split(".")[0] for path in plain} == set(PLAIN_ROOMS)
     assert retired_phrases(plain, RIDDLES) == []
+
+
+@pytest.mark.parametrize("name", PLAIN_PAGES)
+def test_the_plain_pages_have_no_riddles(name: str) -> None:
+    assert page_riddles((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), RIDDLES) == []
 
 
 def test_pages_and_examples_have_no_former_names() -> None:
@@ -197,3 +216,8 @@ def test_a_riddle_is_found(source: str, riddles: int) -> None:
 )
 def test_a_former_name_is_found(text: str, found: list[str]) -> None:
     assert [one.rpartition(": ")[2] for one in former_names({"a.md": text}, ["Busy"])] == found
+
+
+def test_a_riddle_of_a_page_is_found() -> None:
+    page = "Whoever waits is\ntold, if there is no `nobody`.\n```python\nnobody = 1\n```\n"
+    assert page_riddles(page, RIDDLES) == ["Whoever", "told"]
