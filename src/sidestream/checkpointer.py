@@ -67,21 +67,20 @@ class Checkpointer:
     With several ranks all ranks make the same calls in the same order, and rank 0 chooses, leases and deletes.
 
     Args:
-        url: The directory or prefix of the run.
-        keep: Which steps stay, such as ``KeepLast(3) | KeepBest("loss")``. None: all. The others are deleted after a
-            save, when a newer step has been read back and is good, and no process has a lease on them.
+        url: The directory or prefix of the run. keep: Which steps stay, such as ``KeepLast(3) | KeepBest("loss")``.
+        None: all. The others are deleted after a save,
+            when a newer step has been read back and is good, and no process has a lease on them.
         slots: How many saves may be in progress at the same time. Each has staged memory of its own, which is reused.
-        when_full: What a save does that finds no slot free (``options.WhenFull``).
-        stager: A stager to use in place of one of its own.
-        save: How saves are done. With ``writer="process"`` one process writes, from the first save or ``prewarm()``
-            until the ``Checkpointer`` is closed.
-        load: How steps are restored and opened. If it has no ``names``, ``restore`` uses those of ``save``.
-        export: A ``sidestream.HF``, or several, to write beside saves; ``{step}`` in its URL stands for the step.
-        exports_every: Export the steps that are multiples of this number.
-        exports_keep: How many exports stay, those of the highest steps. None: all.
-        timeout_s: The limit, in seconds, of every call that neither saves nor loads.
-        lease_s: How long a lease lasts after its holder has died, in seconds. A save acquires one when it takes longer
-            than a quarter of that.
+        when_full: What a save does that finds no slot free (``options.WhenFull``). stager: A stager to use in place of
+        one of its own. save: How saves are done. With ``writer="process"`` one process writes, from the first save or
+        ``prewarm()`` until
+            the ``Checkpointer`` is closed.
+        load: How steps are restored and opened. If it has no ``names``, ``restore`` uses those of ``save``. export: A
+        ``sidestream.HF``, or several, to write beside saves; ``{step}`` in its URL stands for the step. exports_every:
+        Export the steps that are multiples of this number. exports_keep: How many exports stay, those of the highest
+        steps. None: all. timeout_s: The limit, in seconds, of every call that neither saves nor loads. lease_s: How
+        long a lease lasts after its holder has died, in seconds. A save acquires one when it takes longer than
+            a quarter of that.
         abandoned_after_s: How long the files of a killed writer without a lease stay after the last write to them, in
             seconds.
         process_group: The ranks that save and restore together; ``"alone"``: this process only.
@@ -229,9 +228,9 @@ class Checkpointer:
                 saves at the same time need two.
 
         Raises:
-            TooManySavesError: No slot is free, and ``when_full="fail"``.
-            SidestreamError: An earlier save, or the pruning after it, failed, and its error was not retrieved; nothing
-                was started. Each error is raised once.
+            TooManySavesError: No slot is free, and ``when_full="fail"``. SidestreamError: An earlier save, or the
+            pruning after it, failed, and its error was not retrieved; nothing was
+                started. Each error is raised once.
         """
         self._opened.check()
         return await self._saves.save(state, step, metadata, files, options)
@@ -256,15 +255,12 @@ class Checkpointer:
         cancel leaves in ``state`` is as for ``sidestream.load``.
 
         Args:
-            state: As for ``sidestream.load``.
-            step: A number, or ``"latest"``.
-            fallback: ``"older"``: if the step is damaged, load the newest older one that is good (an older generation
-                of the same step first), and log a warning. ``restored.passed_over`` and ``health()`` list what was
+            state: As for ``sidestream.load``. step: A number, or ``"latest"``. fallback: ``"older"``: if the step is
+            damaged, load the newest older one that is good (an older generation of
+                the same step first), and log a warning. ``restored.passed_over`` and ``health()`` list what was
                 damaged.
-            strict: Which differences are accepted, as for ``sidestream.load``.
-            allow_missing: Which differences are accepted, as for ``sidestream.load``.
-            allow_unexpected: Which differences are accepted, as for ``sidestream.load``.
-            allow_cast: Which differences are accepted, as for ``sidestream.load``.
+            strict, allow_missing, allow_unexpected, allow_cast: Which differences are accepted, as for
+                ``sidestream.load``.
             options: In place of the ``load=`` of the ``Checkpointer``.
 
         Returns:
@@ -294,13 +290,14 @@ class Checkpointer:
         """Open a step as a ``Checkpoint``, with a lease on it until the end of the ``async with``.
 
         Args:
-            step: A number, or ``"latest"``.
-            options: ``verify``, ``safe_globals``, ``trust`` and ``timeout_s`` of the calls on the ``Checkpoint``, in
-                place of those of the ``Checkpointer``.
+            step: A number, or ``"latest"``. options: ``verify``, ``safe_globals``, ``trust`` and ``timeout_s`` of the
+            calls on the ``Checkpoint``, in place
+                of those of the ``Checkpointer``.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError: There is no such step, or it
-                cannot be read.
+            cannot
+                be read.
         """
         self._opened.check()
         options = self._load if options is None else options_of(options, LoadOptions)
@@ -374,9 +371,9 @@ class Checkpointer:
         and a newer step follows.
 
         Args:
-            after: Yield every step above this number, those that are there already first.
-            poll_s: How often the run is looked at, in seconds. On a local file system changes are noticed earlier, with
-                the extra ``watch``.
+            after: Yield every step above this number, those that are there already first. poll_s: How often the run is
+            looked at, in seconds. On a local file system changes are noticed earlier, with the
+                extra ``watch``.
         """
         self._opened.check()
         check_timeout(poll_s)
@@ -393,7 +390,8 @@ class Checkpointer:
 
         Args:
             dry_run: Delete and verify nothing. ``deleted`` has the steps that would go if the newest step that stays
-                proves to be good.
+            proves
+                to be good.
 
         Returns:
             What was deleted; nothing on ranks other than rank 0.
@@ -439,9 +437,9 @@ class Checkpointer:
         A failure is logged, and the program ends all the same. Closing the ``Checkpointer`` restores the handlers.
 
         Args:
-            signals: The signals, ``SIGTERM`` if none is given.
-            save: Called on the event loop. Returns a state and its step, or None if there is nothing new to save.
-                Without it only the saves in progress are finished.
+            signals: The signals, ``SIGTERM`` if none is given. save: Called on the event loop. Returns a state and its
+            step, or None if there is nothing new to save. Without
+                it only the saves in progress are finished.
             grace_s: The time for that, in seconds. The program ends after it, or when the signal arrives again.
             then: ``"exit"``: raise ``SystemExit(exit_code)`` out of the loop. ``"signal"``: let the signal kill the
                 process. ``"stay"``: go on; the program looks at ``preempted``.

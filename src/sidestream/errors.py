@@ -225,8 +225,8 @@ class SnapshotLostError(SidestreamError, MemoryError):
 
 
 class SkippedError(SidestreamError, RuntimeError):
-    """A stage or save did not take place, as its ``when_full=`` says: no memory or slot was free, or a newer one
-    came."""
+    """A stage or save gave way, as its ``when_full=`` or ``when_full=`` policy says: no memory or slot was free, or a
+    newer one came."""
 
 
 class GraphCaptureError(SidestreamError, RuntimeError):
@@ -392,7 +392,7 @@ class ShapeMismatchError(StateMismatchError):
 
 
 class DtypeMismatchError(StateMismatchError):
-    """A tensor of the target has another dtype than the saved one, and ``allow_cast=`` does not accept that."""
+    """A tensor of the target has another dtype than the saved one; nothing is cast unless ``strict`` names it."""
 
 
 class KindMismatchError(StateMismatchError):

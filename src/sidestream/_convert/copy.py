@@ -132,25 +132,21 @@ async def remove(
 ) -> None:
     """Remove the checkpoint in the directory or below the prefix ``url``, with everything else that is in it.
 
-    It disappears in one step for all readers, and its files are deleted after that: a local directory is renamed first,
-    and on object storage the marker is deleted first. A load in progress fails. What killed saves, exports and
-    conversions to ``url`` have left is removed too, if nothing has been written to it for an hour. Leases of a run do
-    not prevent it; retention (``keep=`` of a ``Checkpointer``) respects them. With several ranks one rank calls it.
-
-    After an error or a cancel files may be left that are not a checkpoint any more. On object storage a second call
-    removes them.
+    It disappears in one step for those who look for it, and its files are deleted after that: a local directory is
+    renamed first, on object storage the marker goes first. There a second call continues an interrupted one. A load
+    that has begun fails. What saves, exports and conversions to ``url`` that were killed have left is removed too, if
+    nobody has written to it for an hour. Leases of a run are not asked; retention (``keep=`` of a ``Checkpointer``)
+    asks them. With several ranks one rank calls it.
 
     Args:
-        url: The checkpoint, of sidestream or of stock DCP. It is not a run, and not a single file.
-        durability: With ``"fsync"`` the removal is durable before files are deleted.
-        timeout_s: The limit of the whole call, in seconds.
-        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
-        storage: How the storage at ``url`` is reached.
+        url: the checkpoint, ours or one of stock DCP; not a run, and not a single file.
+        durability: with ``"fsync"`` the removal is durable before files are deleted.
+        timeout_s: for the whole call.
+        storage_options, storage: as for ``save``.
 
     Raises:
-        InvalidOptionError, MissingExtraError: The call is wrong, or a package is missing.
-        CheckpointNotFoundError: There is no ``.metadata`` at ``url``, and nothing was left behind there.
-        StorageError, AccessDeniedError, DeadlineExceededError: The storage failed, or the time did not suffice.
+        CheckpointNotFoundError: there is no ``.metadata``, and nothing was left behind. StorageError,
+        AccessDeniedError, DeadlineExceededError: files may be left behind, which are no checkpoint any more.
     """
     running_loop("remove")
     check_choice("durability", durability, Durability)

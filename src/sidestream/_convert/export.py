@@ -47,28 +47,26 @@ _BUDGET_BYTES = 256 << 20  # of an export from the checkpoint
 @public
 @dataclass(frozen=True, slots=True)
 class HF:
-    """An export for ``export=``: a directory of safetensors as transformers reads it, with an index if it has several
-    files.
+    """An export for ``export=``: a directory of safetensors, with an index if there are several files, as transformers
+    reads it.
 
-    Only tensors are exported. Tied tensors are written once, under the first of their names; the header of the file has
-    the other names, as those of the safetensors package do.
+    Only tensors are exported. Tied tensors are written once, under the first of their names; the others are noted in
+    the header of the file, as the safetensors package does.
 
     Args:
-        url: The directory, which must not exist. For a ``Checkpointer`` its last part may contain ``{step}``; a step
-            that is saved again replaces its export then (``docs/exports.md``).
-        select: Patterns of names in the checkpoint (``"model.*"``). None: every tensor.
-        names: The name in the export of each name in the checkpoint (``options.Names``), such as
-            ``strip_prefix("model.")``. None leaves a tensor out.
-        dtype: What floating-point tensors are converted to, or patterns of names in the export and what those are
-            converted to (``options.Dtypes``).
-        max_shard_bytes: The size of a file above which the next one begins, in bytes.
-        files: Further files of the directory, such as ``config.json``, by name: their content, or the path of a regular
-            file of this machine, of 64 MiB at most. A path is read when the export begins.
-        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
-        storage: How the storage at ``url`` is reached.
+        url: the directory, which must not exist. In the ``export=`` of a ``Checkpointer`` it may contain ``{step}``,
+            and then a step that is saved again replaces its export (``docs/exports.md``).
+        select: patterns of names (``"model.*"``) to export; None for every tensor. names: the names in the export
+        (``Names``); two tensors with one name are a ``KeyCollisionError``. ``strip_prefix``
+            makes a function that removes prefixes.
+        dtype: what floating-point tensors become, or patterns of names in the export (``Dtypes``).
+        max_shard_bytes: where the next file begins.
+        files: further files of the directory, such as ``config.json``, by name: their content, or the path of a regular
+            file of 64 MiB at most. A path is read in a thread when the export begins.
+        storage_options, storage: for ``url``, as for ``save``.
 
     Raises:
-        InvalidOptionError: A name in ``files`` is not a plain file name, or another argument is wrong.
+        InvalidOptionError: for a name in ``files`` that is no plain file name, and for other wrong arguments.
     """
 
     url: str | os.PathLike[str]

@@ -54,9 +54,9 @@ async def load(
     is raised after ``state`` has changed as a whole.
 
     Args:
-        state: What ``save`` takes.
-        url: A directory, prefix or single file that ``save``, stock DCP, ``torch.save`` or safetensors wrote;
-            ``http(s)://`` can be read too.
+        state: What ``save`` takes. url: A directory, prefix or single file that ``save``, stock DCP, ``torch.save`` or
+        safetensors wrote; ``http(s)://``
+            can be read too.
         strict: False accepts missing and unexpected names, as in torch.
         allow_missing: Which names of ``state`` the checkpoint may lack: True, or glob patterns of FQNs. What is missing
             stays as it is in ``state``.
@@ -72,10 +72,10 @@ async def load(
 
     Raises:
         InvalidOptionError, MissingExtraError, KeyCollisionError: The call is wrong; nothing was changed.
-        CheckpointNotFoundError: There is no committed checkpoint at ``url``.
-        StateMismatchError: ``state`` and the checkpoint differ; nothing was changed. The subclasses
-            ``MissingKeysError``, ``UnexpectedKeysError``, ``ShapeMismatchError``, ``DtypeMismatchError``,
-            ``KindMismatchError`` and ``IncompleteTensorError`` are raised where all differences are of one kind.
+        CheckpointNotFoundError: There is no committed checkpoint at ``url``. StateMismatchError: ``state`` and the
+        checkpoint differ; nothing was changed. The subclasses ``MissingKeysError``,
+            ``UnexpectedKeysError``, ``ShapeMismatchError``, ``DtypeMismatchError``, ``KindMismatchError`` and
+            ``IncompleteTensorError`` are raised where all differences are of one kind.
         UnsafeObjectError: A value of another writer is more than data, and its type is not in ``safe_globals``.
         UnsupportedCheckpointError, UnsupportedTensorError: This version does not read that.
         CorruptCheckpointError: Bytes are missing or altered.

@@ -78,23 +78,20 @@ async def save(
     Cancelling leaves nothing behind and raises ``CancelledError``. If the commit has been sent by then, it is finished,
     and the checkpoint is there.
 
-    After an error nothing is visible, what was written has been removed, and older checkpoints are unchanged, unless
-    the list below says otherwise.
-
     Args:
         state: What DCP takes: nested dicts and lists of tensors, plain values, and objects with ``state_dict()``. The
             checkpoint has what they hold at the call, provided that no tensor changes before it is staged
             (``async_save`` says when that is).
         url: The new directory or prefix: a path, or what fsspec understands (``s3://``, ``gs://``, ``az://``,
             ``memory://`` and so on).
-        stager: A stager whose memory is used from save to save. None: memory is mapped for this save alone.
-        metadata: Plain data that can be read without the state, such as metrics or a configuration. Stock DCP ignores
-            it.
-        files: Sidecar files that are committed with the checkpoint: by name their content, or the path of a regular
-            file of this machine; 64 MiB at most each. Paths are read before ``staged`` is done. ``Checkpoint.file``
-            returns them. With several ranks those of rank 0 count.
+        stager: A stager whose memory is used from save to save. None: memory is mapped for this save alone. metadata:
+        Plain data that can be read without the state, such as metrics or a configuration. Stock DCP ignores it. files:
+        Sidecar files that are committed with the checkpoint: by name their content, or the path of a regular file
+            of this machine; 64 MiB at most each. Paths are read before ``staged`` is done. ``Checkpoint.file`` returns
+            them. With several ranks those of rank 0 count.
         export: A ``sidestream.HF``, or several, to write beside the checkpoint (``docs/exports.md``). This call waits
-            for them. An export that fails does not fail the save.
+        for
+            them. An export that fails does not fail the save.
         overwrite: Replace the checkpoint that is at ``url``. Readers find the old one or the new one, never neither. On
             object storage this needs puts on a condition. Of several saves at the same time one succeeds.
         process_group: The ranks that save together; ``"alone"`` saves from this process only.
@@ -107,15 +104,14 @@ async def save(
 
     Raises:
         InvalidOptionError, MissingExtraError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError: The call or
-            the state is wrong; nothing was written.
+        the
+            state is wrong; nothing was written.
         CheckpointExistsError: The target is not empty, or it is not a checkpoint that ``overwrite=True`` could replace;
             or another save was committed first.
-        StorageError, NoSpaceError, AccessDeniedError: The storage failed.
-        ArenaExhaustedError, WriterProcessError: Memory did not suffice, or the writer process was lost.
-        PlannerError: The planner raised.
-        DeadlineExceededError: ``timeout_s`` has passed.
-        NotDurableError: The checkpoint is visible, but a sync failed.
-        OutcomeUnknownError: The commit was sent, and its result could not be read back.
+        NoSpaceError, AccessDeniedError, StorageError, ArenaExhaustedError, WriterProcessError, PlannerError,
+        DeadlineExceededError: Nothing is visible, what was written has been removed, and older checkpoints are
+        unchanged. NotDurableError: The checkpoint is visible, but a sync failed. OutcomeUnknownError: The commit was
+        sent, and its result could not be read back.
     """
     pending = async_save(
         state,
@@ -171,17 +167,8 @@ def async_save(
     written then.
 
     Args:
-        state: As for ``save``.
-        url: As for ``save``.
-        stager: As for ``save``.
-        metadata: As for ``save``.
-        files: As for ``save``.
-        export: As for ``save``.
-        overwrite: As for ``save``.
-        process_group: As for ``save``.
-        storage_options: As for ``save``.
-        storage: As for ``save``.
-        options: As for ``save``.
+        state, url, stager, metadata, files, export, overwrite, process_group, storage_options, storage, options: As for
+            ``save``.
 
     Returns:
         The save in progress. It goes on if nobody awaits it, and is logged if it fails and nobody retrieves the error.

@@ -58,12 +58,7 @@ def async_save_part(
         url: The directory or prefix that all ranks save to. It may have other parts of the same save, and no more.
         part: Which part of which save this is.
         planner: A ``SavePlanner`` of torch; without one DCP's own plans.
-        stager: As for ``sidestream.save``.
-        durability: As for ``sidestream.save``.
-        metadata: As for ``sidestream.save``.
-        timeout_s: As for ``sidestream.save``.
-        storage_options: As for ``sidestream.save``.
-        storage: As for ``sidestream.save``.
+        stager, durability, metadata, timeout_s, storage_options, storage: As for ``sidestream.save``.
 
     Returns:
         The save. When it has been awaited, this part is durable. A cancel removes what was written.
