@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ._staging.stager import AsyncStager
     from ._staging.tree import StagedState
     from .checkpointer import Checkpointer
-    from .options import Storage, StorePolicy, WriterProcess, add_prefix, strip_prefix
+    from .options import LoadOptions, SaveOptions, Storage, StorePolicy, WriterProcess, add_prefix, strip_prefix
 
 __all__ = [
     "HF",

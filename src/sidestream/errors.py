@@ -308,7 +308,7 @@ class RankFailuresError(SidestreamError, RuntimeError):
     """
 
     def __init__(self, failures: Sequence[RankFailure]):
-        self.failures = tuple(sorted(failures, key=lambda one: one.rank))
+        self.failures: tuple[RankFailure, ...] = tuple(sorted(failures, key=lambda one: one.rank))
         shown = [str(one) for one in self.failures[:8]]
         more = [f"... and {len(self.failures) - 8} ranks more"] if len(self.failures) > 8 else []
         super().__init__("\n  ".join([f"{len(self.failures)} of the ranks failed:", *shown, *more]))
@@ -357,8 +357,8 @@ class IncompleteCheckpointError(SidestreamError, LookupError):
     ):
         super().__init__(message)
         self.save_id = save_id
-        self.missing = tuple(missing)
-        self.others = dict(others or {})
+        self.missing: tuple[int, ...] = tuple(missing)
+        self.others: dict[int, str] = dict(others or {})
 
 
 class BadSignatureError(SidestreamError, ValueError):
@@ -373,7 +373,7 @@ class StateMismatchError(SidestreamError, ValueError):
 
     def __init__(self, message: str, offenders: Sequence[str] = ()):
         super().__init__(message)
-        self.offenders = tuple(offenders)
+        self.offenders: tuple[str, ...] = tuple(offenders)
 
 
 class MissingKeysError(StateMismatchError, KeyError):

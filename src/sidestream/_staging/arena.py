@@ -146,9 +146,9 @@ class Allocation:
     ) -> None:
         self._arena = weakref.ref(arena)
         self._memory = weakref.ref(memory)
-        self.start = start
+        self.start: int = start
         self._array: ctypes.Array[ctypes.c_char] | None = array
-        self.nbytes = nbytes
+        self.nbytes: int = nbytes
 
     @property
     def shared(self) -> SharedMemory | None:

@@ -103,7 +103,7 @@ class DeviceStage:
     def __init__(
         self, sides: dict[Hashable, _Side], tensors: list[torch.Tensor], root: Mapping[Any, Any] | None
     ) -> None:
-        self.sides = sides
+        self.sides: dict[Hashable, _Side] = sides
         self._tensors: list[torch.Tensor] | None = tensors  # or the allocator would hand out their memory
         self._root = root
 
@@ -160,7 +160,7 @@ class DeviceEngine:
         chunk_bytes: int | None = None,
     ) -> None:
         self.driver = driver
-        self.host = host or HostEngine()
+        self.host: HostEngine = host or HostEngine()
         self._small_bytes = small_bytes
         self._chunk_bytes = chunk_bytes
         self._streams: dict[Hashable, Any] = {}
