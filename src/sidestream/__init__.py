@@ -9,7 +9,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import blocking, dcp, errors, events, signing
+    from . import blocking, dcp, errors, events, options, signing
     from ._convert.convert import ConvertReport, convert
     from ._convert.copy import CopyReport, copy, remove
     from ._convert.export import HF
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from ._run.health import Health
     from ._run.pruning import Pruned
     from ._run.retention import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
+    from ._run.watch import Watch
     from ._save.api import async_save, save
     from ._save.pending import PendingSave, SaveInfo, SaveProgress
     from ._save.sinks import PendingExport
+    from ._staging.arena import ArenaStatistics
     from ._staging.blocking import BlockingAsyncStager
     from ._staging.cached import set_cache_bytes
     from ._staging.future import StagingFuture
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HF",
+    "ArenaStatistics",
     "AsyncStager",
     "BlockingAsyncStager",
     "Checkpoint",
@@ -61,6 +64,7 @@ __all__ = [
     "StorePolicy",
     "TensorInfo",
     "VerifyReport",
+    "Watch",
     "WriterProcess",
     "add_prefix",
     "async_save",
@@ -72,6 +76,7 @@ __all__ = [
     "events",
     "load",
     "open_checkpoint",
+    "options",
     "remove",
     "save",
     "set_cache_bytes",
@@ -82,6 +87,7 @@ __all__ = [
 
 _HOMES = {
     "HF": "_convert.export",
+    "ArenaStatistics": "_staging.arena",
     "AsyncStager": "_staging.stager",
     "BlockingAsyncStager": "_staging.blocking",
     "Checkpoint": "_load.checkpoint",
@@ -112,6 +118,7 @@ _HOMES = {
     "StorePolicy": "options",
     "TensorInfo": "_load.checkpoint",
     "VerifyReport": "_load.verify",
+    "Watch": "_run.watch",
     "add_prefix": "options",
     "async_save": "_save.api",
     "convert": "_convert.convert",
@@ -127,7 +134,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("blocking", "dcp", "errors", "events", "signing"):
+    if name in ("blocking", "dcp", "errors", "events", "options", "signing"):
         return import_module(f".{name}", __name__)
     if name == "__version__":
         return metadata.version("sidestream")

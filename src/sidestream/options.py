@@ -12,31 +12,42 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, ge
 from .errors import InvalidOptionError
 
 if TYPE_CHECKING:
+    import os
+
     import torch
 
 __all__ = [
-    "RANK_WAIT_S",
+    "Backing",
     "BlobInfo",
     "BlobStore",
     "BlobUpload",
     "Capabilities",
     "Commit",
     "Digest",
+    "DigestCheck",
     "Dtypes",
     "Durability",
     "EngineChoice",
     "Fallback",
+    "FileSource",
+    "Format",
+    "GroupChoice",
     "IndependentPart",
     "IoPriority",
+    "Latest",
     "Listing",
     "LoadOptions",
+    "Memory",
     "Names",
+    "Outcome",
     "Progress",
     "PutMode",
     "SaveOptions",
+    "StageMode",
+    "Stager",
     "Storage",
     "StorePolicy",
-    "Tolerance",
+    "Then",
     "Tolerated",
     "Trust",
     "Verify",
@@ -44,22 +55,7 @@ __all__ = [
     "WriterChoice",
     "WriterProcess",
     "add_prefix",
-    "check_bool",
-    "check_choice",
-    "check_count",
-    "check_dtype",
-    "check_names",
-    "check_seconds",
-    "check_step",
-    "check_steps",
-    "check_timeout",
-    "check_verify",
-    "check_writer",
-    "is_fsspec",
-    "options_of",
-    "storage_of",
     "strip_prefix",
-    "tolerance_of",
 ]
 
 Durability = Literal["fsync", "flush"]
@@ -119,6 +115,61 @@ newest older one that is good, log a warning, and list in the report what was pa
 EngineChoice = Literal["auto", "obstore", "fsspec"]
 """The client of object storage. ``"auto"``: obstore for ``s3://``, ``gs://`` and ``az://`` where it is installed and
 knows all the ``storage_options``, fsspec for everything else."""
+
+Outcome: TypeAlias = Literal["committed", "absent", "unknown"]
+"""How a save has ended. ``"committed"``: the checkpoint is visible. ``"absent"``: nothing is visible, and what was
+written has been removed. ``"unknown"``: the commit was sent, and could not be read back; nothing was removed."""
+
+FileSource: TypeAlias = "bytes | str | os.PathLike[str]"
+"""The content of a sidecar file, or the path of a regular file on this machine."""
+
+GroupChoice: TypeAlias = "Literal['alone'] | Any"
+"""What ``process_group=`` takes. A ``ProcessGroup`` of torch: its ranks. None: all ranks of the job, or this process
+where ``torch.distributed`` is not initialized. ``"alone"``: this process alone."""
+
+Latest = Literal["latest"]
+"""The newest committed step of a run, in place of a number."""
+
+Then = Literal["exit", "signal", "stay"]
+"""How a program ends after a preemption. ``"exit"``: ``SystemExit`` out of the loop, so that every ``finally`` runs.
+``"signal"``: the signal ends the process as if it had no handler; nothing else runs. ``"stay"``: the program goes on,
+looks at ``preempted`` and ends by itself."""
+
+StageMode = Literal["lazy", "eager", "hybrid"]
+"""When a stage copies. ``"lazy"``: copies go on after ``stage()`` has returned, and the sources must not change before
+the fence. ``"eager"``: the sources may change when ``stage()`` has returned. ``"hybrid"``: as lazy, and what would
+not be copied before the next fence is copied on the device first."""
+
+Backing = Literal["private", "shared"]
+"""The memory of a stager. ``"private"``: a forked child keeps the bytes that it saw, whatever is staged later.
+``"shared"``: a memfd, which another process can be handed; a forked child sees later stages in it."""
+
+Format = Literal["dcp", "torch", "safetensors"]
+"""What ``convert`` writes. ``"dcp"``: a checkpoint of sidestream, which stock DCP reads. ``"torch"``: one file, as
+``torch.save`` writes it. ``"safetensors"``: one file, or a directory as transformers reads it."""
+
+Memory: TypeAlias = "Literal['host', 'mapped'] | torch.device"
+"""Where ``Checkpoint.state_dict`` puts tensors: new memory of the host or of a device, or ``"mapped"``, the pages of
+the files."""
+
+DigestCheck = Literal["verified", "not installed"]
+"""What was done with the digests in a checkpoint. ``"not installed"``: the extra ``digest`` is missing, so only
+checksums were compared."""
+
+
+class Stager(Protocol):
+    """A stager for ``stager=`` other than sidestream's own: one of torch's, or any object with this method."""
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """Copy a state dict to host memory.
+
+        Args:
+            state_dict: The state. Its tensors may be on any device.
+
+        Returns:
+            The copy, which does not change any more, or a ``concurrent.futures.Future`` of it.
+        """
+
 
 _MIN_PART_BYTES = 5 << 20  # S3 takes no smaller ones
 

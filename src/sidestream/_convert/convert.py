@@ -35,6 +35,7 @@ from ..errors import InvalidOptionError, KeyCollisionError, UnsupportedTensorErr
 from ..options import (
     Dtypes,
     Durability,
+    Format,
     Names,
     Progress,
     Storage,
@@ -68,10 +69,6 @@ __all__ = [
     "convert",
     "convert_opened",
 ]
-
-Format = Literal["dcp", "torch", "safetensors"]
-"""``"dcp"``: a checkpoint of ours, which stock DCP reads. ``"torch"``: one file, as ``torch.save`` writes it.
-``"safetensors"``: one file, or a directory as transformers reads it."""
 
 _SPOKEN = {"torch": "files of torch.save as this version writes them", "safetensors": "safetensors"}
 _LEAST_BYTES = 96 << 20

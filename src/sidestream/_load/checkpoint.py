@@ -7,7 +7,7 @@ from collections import ChainMap
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
@@ -50,6 +50,7 @@ from .._storage import Location, RangeSource, locate_directory
 from ..errors import CorruptCheckpointError, InvalidOptionError, MissingKeysError, UnsupportedCheckpointError
 from ..options import (
     Dtypes,
+    Memory,
     Progress,
     Storage,
     Trust,
@@ -70,9 +71,6 @@ from .reader import Reader, Wanted, whole
 from .verify import VerifyReport, verify_manifest
 
 __all__ = ["Checkpoint", "Memory", "TensorInfo", "open_checkpoint", "open_from"]
-
-Memory: TypeAlias = Literal["host", "mapped"] | torch.device
-"""Where tensors go: new memory of the host or of a device, or ``"mapped"``, the files' own pages."""
 
 
 @public

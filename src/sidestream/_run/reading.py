@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any
 
 from .._load.api import LoadReport, LoadRequest
 from .._load.open.steps import Step
 from .._storage import Location
 from ..errors import CheckpointNotFoundError
-from ..options import Fallback, check_choice, check_steps
+from ..options import Fallback, Latest, check_choice, check_steps
 from .restore import Restoring, RestoringTogether, Wish, choose
 from .run import Run
 from .steps import check_run, list_steps
 
 __all__ = ["Latest", "Reading"]
-
-Latest = Literal["latest"]
 
 
 class Reading:

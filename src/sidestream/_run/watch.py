@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .._load.open.steps import Step
+from .._runtime.public import public
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from .._storage import LocalStore, Store
 from .steps import list_generations
@@ -30,6 +31,7 @@ def news(seen: Iterable[str], steps: Iterable[Step]) -> list[Step]:
     return sorted(fresh, key=lambda each: each.order)
 
 
+@public
 class Watch:
     """Iterate over it with ``async for``: the number of each newly committed step, in order; one that was saved again
     comes again. A step that is gone before its turn comes is left out.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -28,6 +28,7 @@ from ..errors import (
     InvalidOptionError,
     SidestreamError,
 )
+from ..options import StageMode
 from .arena import Allocation
 from .captured import named
 from .driver import Driver
@@ -35,8 +36,6 @@ from .host import HostEngine, check_extent, elements_of, move, pieces_in, raw_st
 from .image import Copy
 
 __all__ = ["DeviceEngine", "DeviceStage", "StageMode", "held_back"]
-
-StageMode = Literal["lazy", "eager", "hybrid"]
 
 _SMALL_BYTES = 1 << 20
 _CHUNK_BYTES = (32 << 20, 512 << 20)
