@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from ._staging.stager import AsyncStager
     from ._staging.tree import StagedState
     from .checkpointer import Checkpointer
-    from .options import LoadOptions, SaveOptions, Storage, StorePolicy, WriterProcess, add_prefix, strip_prefix
+    from .options import (
+        ConvertOptions,
+        LoadOptions,
+        SaveOptions,
+        Storage,
+        StorePolicy,
+        WriterProcess,
+        add_prefix,
+        strip_prefix,
+    )
 
 __all__ = [
     "HF",
@@ -39,6 +48,7 @@ __all__ = [
     "BlockingAsyncStager",
     "Checkpoint",
     "Checkpointer",
+    "ConvertOptions",
     "ConvertReport",
     "CopyReport",
     "Damage",
@@ -92,6 +102,7 @@ _HOMES = {
     "BlockingAsyncStager": "_staging.blocking",
     "Checkpoint": "_load.checkpoint",
     "Checkpointer": "checkpointer",
+    "ConvertOptions": "options",
     "ConvertReport": "_convert.convert",
     "CopyReport": "_convert.copy",
     "Damage": "_load.verify",

@@ -78,10 +78,18 @@ class SharedMemory(Protocol):
 @public
 @dataclass(frozen=True, slots=True)
 class ArenaStatistics:
-    """Bytes: ``budget_bytes`` may be reserved at most, ``reserved_bytes`` are mapped, ``leased_bytes`` are in use now,
-    ``peak_leased_bytes`` were at some time, ``registered_bytes`` of the reserved ones are known to an accelerator.
-    ``waiters`` threads are waiting for memory. ``kept_bytes`` of the reserved ones are no longer used, and stay mapped
-    because their accelerator did not unregister them."""
+    """The memory of a stager, in bytes.
+
+    Attributes:
+        budget_bytes: The most that may be mapped.
+        reserved_bytes: The memory that is mapped now.
+        registered_bytes: The part of it that is registered with an accelerator.
+        leased_bytes: The part of it that is in use now.
+        peak_leased_bytes: The most that was in use at one time.
+        leases: How many pieces are in use now.
+        waiters: How many threads wait for memory.
+        kept_bytes: The part that is not used any more, and stays mapped because its accelerator did not unregister it.
+    """
 
     budget_bytes: int
     reserved_bytes: int

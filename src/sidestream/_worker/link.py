@@ -185,7 +185,7 @@ class WorkerLink:
                     "nice": options.nice,
                     "io_priority": options.io_priority,
                     "affinity": None if options.affinity is None else sorted(options.affinity),
-                    "rate_bytes_per_s": options.rate_bytes_per_s,
+                    "max_bytes_per_second": options.max_bytes_per_second,
                     "probe": [ctypes.addressof(self._probe), self._probe.raw],
                 }),
             )  # fmt: skip
