@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial, update_wrapper
+from inspect import cleandoc
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -60,6 +61,7 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 H = TypeVar("H")
+K = TypeVar("K", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -118,8 +120,8 @@ _may_stop_the_loop: ContextVar[bool] = ContextVar("sidestream_may_stop_the_loop"
 def stopping_the_loop() -> Iterator[None]:
     """Allow the calls in the ``with`` block to be made where an event loop runs, which stops until each call returns.
 
-    This is for synchronous frameworks in a notebook, whose code runs on the thread of the kernel's loop. Elsewhere
-    such a call is a mistake, and raises ``WrongLoopError``.
+    This is for synchronous frameworks in a notebook, whose code runs on the thread of the kernel's loop. Elsewhere such
+    a call is a mistake, and raises ``WrongLoopError``.
     """
     token = _may_stop_the_loop.set(True)
     try:
@@ -324,6 +326,17 @@ def _documented_as(original: object) -> Callable[[F], F]:
     return decorate
 
 
+def _with_sections_of(original: type) -> Callable[[K], K]:
+    """Append the sections of a docstring, from ``Args:`` on."""
+
+    def decorate(own: K) -> K:
+        sections = cleandoc(original.__doc__ or "").partition("\n\nArgs:\n")
+        own.__doc__ = "".join((cleandoc(own.__doc__ or ""), *sections[1:]))
+        return own
+
+    return decorate
+
+
 class _Holder(Generic[H]):
     """A blocking object, which holds the one of the same name in ``sidestream``."""
 
@@ -365,7 +378,7 @@ class _Waiting(Generic[T]):
 class PendingSave(_Waiting[_saving.SaveInfo]):
     """A save in progress: ``result()`` waits for its ``SaveInfo``.
 
-    The save goes on whether or not a thread waits for it, and ends before the process does.
+    The save continues whether or not a thread waits for it, and ends before the process does.
 
     Attributes:
         staged: Its ``result(timeout_s=None)`` waits until everything has been copied, or the save has ended otherwise.
@@ -500,6 +513,7 @@ class Checkpoint(_Holder[_checkpoint.Checkpoint], Mapping[str, "_checkpoint.Tens
         """As ``sidestream.Checkpoint.verify``, with the same arguments."""
 
 
+@_with_sections_of(_checkpointer.Checkpointer)
 class Checkpointer(_Holder[_checkpointer.Checkpointer]):
     """``sidestream.Checkpointer`` for code without an event loop: the same arguments, and its methods block.
 
@@ -608,7 +622,7 @@ def async_save(*args: Any, **kwargs: Any) -> Any:
             ``save``.
 
     Returns:
-        The save in progress. It goes on if no thread waits for it, and is logged if it fails and its error is not
+        The save in progress. It continues if no thread waits for it, and is logged if it fails and its error is not
         retrieved. The process ends when it has ended.
 
     Raises:

@@ -178,7 +178,8 @@ _MIN_PART_BYTES = 5 << 20  # S3 takes no smaller ones
 
 @dataclass(frozen=True, slots=True)
 class StorePolicy:
-    """How object storage is talked to: ``policy=`` of ``Storage``. It has no effect on local directories.
+    """The settings of the client of object storage: ``policy=`` of ``Storage``. Local directories
+    ignore them.
 
     Args:
         engine: The client (``options.EngineChoice``).
@@ -398,7 +399,7 @@ Commit = Literal["rename", "marker"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Storage:
-    """How the storage at a URL is reached: ``storage=`` of every call that takes a URL.
+    """The way to the storage at a URL: ``storage=`` of every call that takes a URL.
 
     It holds credentials, so it cannot be pickled, and ``repr`` shows neither options nor file system.
 
@@ -523,7 +524,7 @@ IoPriority = Literal["normal", "low", "idle"]
 
 @dataclass(frozen=True, slots=True)
 class WriterProcess:
-    """How the process that writes for the trainer is run: ``writer=`` of ``SaveOptions``. Saves with equal options
+    """The settings of the process that writes for the trainer: ``writer=`` of ``SaveOptions``. Saves with equal options
     share one process.
 
     Args:
@@ -575,7 +576,7 @@ with options."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How a save is done: ``options=`` of ``save`` and ``async_save``, ``save=`` of a ``Checkpointer``.
+    """The settings of a save: ``options=`` of ``save`` and ``async_save``, ``save=`` of a ``Checkpointer``.
 
     Args:
         durability: ``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: nothing is synced, and it
@@ -631,7 +632,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a load is done: ``options=`` of ``load`` and ``Checkpointer.restore``, ``load=`` of a ``Checkpointer``.
+    """The settings of a load: ``options=`` of ``load`` and ``Checkpointer.restore``, ``load=`` of a ``Checkpointer``.
 
     Args:
         verify: ``"always"``: compare every byte that is read with its checksum. ``"manifest"``: compare the manifest,
@@ -680,7 +681,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """How a conversion is done: ``options=`` of ``convert``.
+    """The settings of a conversion: ``options=`` of ``convert``.
 
     Args:
         max_shard_bytes: The size of a file above which the next one begins, in bytes, for a directory of safetensors or

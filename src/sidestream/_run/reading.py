@@ -34,7 +34,7 @@ class Reading:
                 await check_run(self._run.store)
 
     async def restore(
-        self, state: Mapping[str, Any], step: int | Latest | None, fallback: Fallback, request: LoadRequest
+        self, state: Mapping[str, Any], step: int | Latest, fallback: Fallback, request: LoadRequest
     ) -> int | None:
         """As ``Checkpointer.restore``."""
         run, member, wish = self._run, self._run.together(), wish_for(step, fallback)
@@ -78,9 +78,9 @@ class Reading:
         return CheckpointNotFoundError(f"{self._run.url} has no committed {wanted}; it has {there or 'none'}")
 
 
-def wish_for(step: int | Latest | None, fallback: Fallback) -> Wish:
+def wish_for(step: int | Latest, fallback: Fallback) -> Wish:
     check_choice("fallback", fallback, Fallback)
-    if step is None or step == "latest":
+    if step == "latest":
         return Wish(None, fallback == "older")
     check_steps(step)
     return Wish(step, fallback == "older")
