@@ -140,10 +140,10 @@ def sections_of(doc: str) -> dict[str, list[str]]:
             found[title] = [" ".join(lines)]
             continue
         entries = [line for line in lines if not line.startswith(" ")]
-        found[title] = [
-            name.strip().lstrip("*") for entry in entries for name in entry.partition(":")[0].split(",") if ":" in entry
-        ]
-        found[title] += [f"no entry: {entry!r}" for entry in entries if ":" not in entry]
+        heads = [entry.partition(":")[0] for entry in entries]
+        if title == "Raises":  # an entry may have several names there, and nowhere else
+            heads = [name.strip() for head in heads for name in head.split(",")]
+        found[title] = [head.lstrip("*") for head in heads]
     return found
 
 

@@ -2,8 +2,8 @@
 
 Each function blocks its caller until the work is done; the work runs on the loop of a portal thread that is started at
 first use. Inside a running event loop, of asyncio or trio, they raise ``WrongLoopError``, because they would block it
-(``stopping_the_loop`` allows that).
-Saves that are in flight when the program ends are finished before the process does.
+(``stopping_the_loop`` allows that). Ctrl-C is what a cancel is for the async verbs: the call cleans up and raises
+``KeyboardInterrupt``. Saves that are in flight when the program ends are finished before the process does.
 
 The caller's code runs in the calling thread while that thread waits: ``state_dict()`` and ``load_state_dict()`` of
 objects, stagers, ``progress`` callbacks, and the launch of the copies of a save. So it has that thread's current device
@@ -221,13 +221,21 @@ def _twin(verb: Callable[..., Any], call: Callable[..., Any], own: Callable[...,
     """Give ``call`` the name, signature and documentation of ``verb``, whose twin it is.
 
     The docstring of ``own`` stands in the documentation, which is made without imports. Where it does not begin with
-    "As", the twin differs from the verb, and the docstring replaces that of the verb.
+    "As", the twin differs from the verb, and the docstring replaces that of the verb, but for the arguments.
     """
     update_wrapper(call, verb)
     call.__module__ = __name__
     call.__qualname__ = own.__qualname__
-    if not (own.__doc__ or "As ").startswith("As "):
-        call.__doc__ = own.__doc__
+    if own.__doc__ and not own.__doc__.startswith("As "):
+        text, heading, sections = cleandoc(own.__doc__).partition("Returns:\n")
+        arguments, _, _ = _sections_of(verb).partition("Returns:\n")
+        call.__doc__ = f"{text}{arguments}{heading}{sections}"
+
+
+def _sections_of(documented: object) -> str:
+    """The sections of a docstring, from ``Args:`` on."""
+    _, heading, sections = cleandoc(documented.__doc__ or "").partition("Args:\n")
+    return heading + sections
 
 
 def _blocking(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[[Callable[..., Any]], Callable[P, T]]:
@@ -327,11 +335,10 @@ def _documented_as(original: object) -> Callable[[F], F]:
 
 
 def _with_sections_of(original: type) -> Callable[[K], K]:
-    """Append the sections of a docstring, from ``Args:`` on."""
+    """Append the sections of a docstring to that of a class."""
 
     def decorate(own: K) -> K:
-        sections = cleandoc(original.__doc__ or "").partition("\n\nArgs:\n")
-        own.__doc__ = "".join((cleandoc(own.__doc__ or ""), *sections[1:]))
+        own.__doc__ = f"{cleandoc(own.__doc__ or '')}\n\n{_sections_of(original)}"
         return own
 
     return decorate
@@ -616,10 +623,6 @@ def async_save(*args: Any, **kwargs: Any) -> Any:
     Wait for ``pending.staged.result()`` before the tensors change, and for ``pending.result()`` to have the
     ``SaveInfo``. Plain values are copied during this call. It raises what is wrong with ``url`` and the options.
     Everything else is raised by ``pending.result()``; nothing has been written then.
-
-    Args:
-        state, url, stager, metadata, files, export, overwrite, process_group, storage_options, storage, options: As for
-            ``save``.
 
     Returns:
         The save in progress. It continues if no thread waits for it, and is logged if it fails and its error is not

@@ -209,7 +209,11 @@ class Checkpointer:
         A cancel cancels the save and its exports. What that leaves is as for ``sidestream.save``.
 
         Args:
-            state, step, metadata, files, options: As for ``async_save``.
+            state: As for ``sidestream.save``.
+            step: The number of the step, not negative.
+            metadata: Plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
+            files: Sidecar files, as for ``sidestream.save``.
+            options: In place of the ``save=`` of the ``Checkpointer``, whose writer stays.
 
         Returns:
             What was committed. ``SaveInfo.exports`` has for each export its report, or the error that it failed with.
@@ -288,8 +292,10 @@ class Checkpointer:
             fallback: ``"older"``: if the step is damaged, load the newest older one that is good (an older generation
                 of the same step first), and log a warning. ``restored.passed_over`` and ``health()`` list what was
                 damaged.
-            strict, allow_missing, allow_unexpected, allow_cast: Which differences are accepted, as for
-                ``sidestream.load``.
+            strict: False accepts missing and unexpected names, as in torch.
+            allow_missing: Which names of ``state`` the step may lack: True, or glob patterns of FQNs.
+            allow_unexpected: Which names in the step ``state`` may lack, inside of its top-level keys.
+            allow_cast: Which tensors may have another dtype in the step. They are converted.
             options: In place of the ``load=`` of the ``Checkpointer``.
 
         Returns:

@@ -394,7 +394,7 @@ class LoadFellBack(LoadEvent):
 Event: TypeAlias = (
     Retried | Throttled | SlowPart | GuaranteeLost | WriterProcessLost | RanksMissing | SaveEvent | LoadEvent
 )
-"""Any event, for annotations of an observer. The bases of those of saves and loads are ``SaveEvent`` and ``LoadEvent``."""
+"""Any event. Those of saves have the base ``SaveEvent``, those of loads ``LoadEvent``."""
 
 Observer: TypeAlias = Callable[[Event], object]
 """A function that is called with each event, in the thread in which it happens. What it returns is ignored."""

@@ -53,7 +53,7 @@ class Reading:
         return restoring.step
 
     @asynccontextmanager
-    async def step(self, step: int | Latest | None) -> AsyncIterator[tuple[Step, Location]]:
+    async def step(self, step: int | Latest) -> AsyncIterator[tuple[Step, Location]]:
         """A committed step, which may be damaged, and where it is; it is leased within the ``async with``."""
         run, wish = self._run, wish_for(step, "never")
         with run.time_limit():

@@ -170,8 +170,17 @@ def async_save(
     nothing has been written then.
 
     Args:
-        state, url, stager, metadata, files, export, overwrite, process_group, storage_options, storage, options: As for
-            ``save``.
+        state: The state, as for ``save``.
+        url: The new directory or prefix, as for ``save``.
+        stager: A stager whose memory is used from save to save.
+        metadata: Plain data that can be read without the state.
+        files: Sidecar files, by name: their content or their path.
+        export: A ``sidestream.HF``, or several. ``pending.exports`` has their outcomes.
+        overwrite: Replace the checkpoint that is at ``url``, as for ``save``.
+        process_group: The ranks that save together (``options.GroupChoice``).
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage at ``url`` is reached.
+        options: How the save is done. None: ``SaveOptions()``.
 
     Returns:
         The save in progress. It continues if it is not awaited. If it fails and its error is not retrieved, the error

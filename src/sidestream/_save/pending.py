@@ -34,7 +34,8 @@ class SaveInfo(Displayed):
     Attributes:
         url: The checkpoint.
         save_id: The id of the save that wrote it.
-        step, generation: The step of a run, and how many saves of that step came before, plus 1. None and 1 elsewhere.
+        step: The step of the run. None outside of a run.
+        generation: How many saves of the step came before, plus 1.
         nbytes: The bytes of its data files.
         durability: Whether its files and directories were synced.
         seconds: How long it took from the call until the sources could change (``"staged"``), until all data was on
