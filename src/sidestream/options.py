@@ -458,6 +458,7 @@ def storage_of(options: Mapping[str, Any] | None, storage: Storage | None, prefi
 
 
 def is_fsspec(filesystem: object) -> bool:
+    """Return True for a file system of fsspec."""
     return hasattr(filesystem, "cat_file") and not isinstance(filesystem, type)
 
 
@@ -728,6 +729,7 @@ def options_of(given: Opt | None, kind: type[Opt]) -> Opt:
 
 
 def check_writer(writer: object) -> None:
+    """Raise ``InvalidOptionError`` unless it is what ``writer=`` takes."""
     if not isinstance(writer, WriterProcess) and writer not in ("thread", "process", "auto"):
         raise InvalidOptionError(
             f"writer={writer!r} has to be one of 'thread', 'process', 'auto', or a WriterProcess(...)"
@@ -742,6 +744,7 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def check_verify(verify: object) -> None:
+    """Raise ``InvalidOptionError`` unless it is what ``verify=`` takes."""
     if verify == "never":
         raise InvalidOptionError(
             "verify='never' was a second name for verify='manifest': pass that, which checks the manifest, the layout "
@@ -855,39 +858,44 @@ def add_prefix(prefix: str, *, after: str | Collection[str] = "") -> Callable[[s
 
 
 def check_bool(name: str, value: object) -> None:
+    """Raise ``InvalidOptionError`` unless the option is True or False."""
     if not isinstance(value, bool):
         raise InvalidOptionError(f"{name}={value!r} has to be True or False")
 
 
 def check_timeout(timeout_s: object) -> None:
+    """Raise ``InvalidOptionError`` unless it is what ``timeout_s=`` takes."""
     check_seconds("timeout_s", timeout_s)
 
 
 def check_seconds(name: str, seconds: object) -> None:
+    """Raise ``InvalidOptionError`` unless the option is a positive number of seconds."""
     number = seconds if type(seconds) is int or type(seconds) is float else 0
     if not 0 < number <= _MAX_TIMEOUT_S:
         raise InvalidOptionError(f"{name}={seconds!r} has to be a positive number of seconds, {_MAX_TIMEOUT_S} at most")
 
 
 def check_budget(budget_bytes: object) -> None:
-    """Memory for payloads of a conversion or a copy."""
+    """Raise ``InvalidOptionError`` unless it suffices for the payloads of a conversion or a copy."""
     check_count("budget_bytes", budget_bytes)
     if cast("int", budget_bytes) < _LEAST_BUDGET_BYTES:
         raise InvalidOptionError(f"budget_bytes={budget_bytes} has to be {_LEAST_BUDGET_BYTES} at least")
 
 
 def check_count(name: str, value: object) -> None:
+    """Raise ``InvalidOptionError`` unless the option is a positive integer."""
     if type(value) is not int or value < 1:
         raise InvalidOptionError(f"{name}={value!r} has to be a positive integer")
 
 
 def check_steps(step: object) -> None:
-    """A step, or ``"latest"``."""
+    """Raise ``InvalidOptionError`` unless it is the number of a step, or ``"latest"``."""
     if step != "latest":
         check_step(step)
 
 
 def check_step(step: object) -> None:
+    """Raise ``InvalidOptionError`` unless it is the number of a step."""
     if type(step) is not int or not 0 <= step < 10**18:
         raise InvalidOptionError(f"step={step!r} has to be an integer of at most 18 digits, not negative")
 
