@@ -42,6 +42,7 @@ from ._runtime.threads import Deadline, time_limit
 from ._save import api as _saving
 from ._storage import Outcome
 from .errors import DeadlineExceededError, WrongLoopError
+from .options import Latest, LoadOptions
 
 __all__ = [
     "Checkpoint",
@@ -524,8 +525,8 @@ class Checkpoint(_Holder[_checkpoint.Checkpoint], Mapping[str, "_checkpoint.Tens
 class Checkpointer(_Holder[_checkpointer.Checkpointer]):
     """``sidestream.Checkpointer`` for code without an event loop: the same arguments, and its methods block.
 
-    It is open when it has been made, and ``close()`` or the end of its ``with`` block closes it. ``watch``,
-    ``reading`` and ``on_preemption`` need an event loop, and are not here.
+    It is open when it has been made, and ``close()`` or the end of its ``with`` block closes it. ``watch``
+    and ``on_preemption`` need an event loop, and are not here.
     """
 
     @_entering(_checkpointer.Checkpointer)
@@ -591,6 +592,31 @@ class Checkpointer(_Holder[_checkpointer.Checkpointer]):
             return self._held.health()
 
         return _run(health)
+
+    @contextmanager
+    def reading(self, step: int | Latest = "latest", *, options: LoadOptions | None = None) -> Iterator[Checkpoint]:
+        """Open a step as a ``Checkpoint``, with a lease on it until the end of the ``with``.
+
+        Args:
+            step: A number, or ``"latest"``.
+            options: ``verify``, ``safe_globals``, ``trust`` and ``timeout_s`` of the calls on the ``Checkpoint``, in
+                place of those of the ``Checkpointer``.
+
+        Yields:
+            The checkpoint. Use it inside of the ``with`` only.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError: There is no such step, or it
+                cannot be read.
+            StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
+            ClosedError: The ``Checkpointer`` is closed.
+        """
+        held = self._held.reading(step, options=options)
+        checkpoint = _run(held.__aenter__)
+        try:
+            yield Checkpoint(checkpoint)
+        finally:  # an error in the block is not one of the reading: the lease ends in either case
+            _run(lambda: held.__aexit__(None, None, None))
 
     def close(self) -> None:
         """Wait for the saves in progress, their exports and the pruning after them, and free the staging memory.

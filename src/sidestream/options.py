@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
@@ -176,7 +176,7 @@ _LEAST_BUDGET_BYTES = 96 << 20
 _MIN_PART_BYTES = 5 << 20  # S3 takes no smaller ones
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StorePolicy:
     """The settings of the client of object storage: ``policy=`` of ``Storage``. Local directories
     ignore them.
@@ -415,6 +415,7 @@ class Storage:
     """
 
     options: Mapping[str, Any] | None = None
+    _: KW_ONLY
     filesystem: Any = None
     policy: StorePolicy | None = None
     commit: Commit = "rename"
@@ -523,7 +524,7 @@ IoPriority = Literal["normal", "low", "idle"]
 """Of a process, to the scheduler of the disk: as others have it; after them; only when nobody else wants the disk."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WriterProcess:
     """The settings of the process that writes for the trainer: ``writer=`` of ``SaveOptions``. Saves with equal options
     share one process.

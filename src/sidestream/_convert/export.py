@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -72,6 +72,7 @@ class HF:
     """
 
     url: str | os.PathLike[str]
+    _: KW_ONLY
     select: str | Collection[str] | None = None
     names: Names | None = None
     dtype: Dtypes | None = None

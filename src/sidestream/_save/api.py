@@ -327,7 +327,7 @@ async def prewarm(
     if state is None or not isinstance(stager, AsyncStager):
         return
     if isinstance(state, int):
-        await stager.prewarm(state)
+        await stager.reserve(state)
     else:
         await _prewarm_for(stager, state, plan)
     if process is not None:

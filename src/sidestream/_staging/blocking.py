@@ -69,7 +69,7 @@ class BlockingAsyncStager:
         """
         if not self.cache_staged_state_dict:
             self._stager.trim()
-        future = self._stager.stage(state_dict, convert=_check_type if self.type_check else copy.deepcopy)
+        future = self._stager.stage(state_dict, copy_value=_check_type if self.type_check else copy.deepcopy)
         deadline = Deadline.after(self._timeout_s)
         try:
             return future.result(deadline.remaining_s())

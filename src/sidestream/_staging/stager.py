@@ -138,7 +138,7 @@ class AsyncStager:
         state_dict: Mapping[str, Any],
         *,
         wait_streams: Sequence[Any] = (),
-        convert: Callable[[Any], Any] = copy.deepcopy,
+        copy_value: Callable[[Any], Any] = copy.deepcopy,
     ) -> StagingFuture[StagedState]:
         """Launch the copies of every tensor in ``state_dict``, and return at once. Other values are copied during the
         call.
@@ -149,7 +149,7 @@ class AsyncStager:
         Args:
             state_dict: Nested dicts, lists and tuples of tensors and values.
             wait_streams: Further streams, beside the current ones, whose work the copies wait for.
-            convert: Copies each value that is not a tensor, number, text or container.
+            copy_value: Copies each value that is not a tensor, number, text or container.
 
         Returns:
             A future of a ``StagedState`` in host memory, with the same structure, shapes, strides and shared storages.
@@ -163,7 +163,7 @@ class AsyncStager:
             InvalidOptionError: ``state_dict`` is not a state dict.
             UnsafeObjectError: A value cannot be copied.
         """
-        return self.launch_state(state_dict, Deadline.after(self._timeout_s), wait_streams, convert)[1]
+        return self.launch_state(state_dict, Deadline.after(self._timeout_s), wait_streams, copy_value)[1]
 
     def synchronize_staging(self) -> Awaitable[None]:
         """Return an awaitable that is done when the sources of every stage launched so far may change.
@@ -227,12 +227,12 @@ class AsyncStager:
         """Return how much memory is mapped, registered and in use now, in bytes."""
         return self._arena.statistics()
 
-    def prewarm(self, state_dict: Mapping[str, Any] | int) -> StagingFuture[None]:
-        """Map and touch memory in a thread of the stager, so that the first stage is as fast as later ones. Nothing is
-        copied.
+    def prewarm(self, state_dict: Mapping[str, Any]) -> StagingFuture[None]:
+        """Map and touch memory for a state in a thread of the stager, so that the first stage is as fast as later ones.
+        Nothing is copied.
 
         Args:
-            state_dict: The state that will be staged, or a number of bytes.
+            state_dict: The state that will be staged.
 
         Returns:
             A future that is done when the memory is ready. It raises ``ArenaExhaustedError`` or
@@ -241,12 +241,26 @@ class AsyncStager:
         Raises:
             ClosedError: The stager was closed.
             ForkedProcessError: The stager was made before a fork, in the parent.
-            InvalidOptionError: The argument is neither a state dict nor a positive number.
+            InvalidOptionError: ``state_dict`` is not a state dict.
         """
-        if not isinstance(state_dict, int):
-            return self.prewarm_for(capture(state_dict, lambda value: value))
-        check_count("prewarm()", state_dict)
-        return self._prewarm(state_dict, [])
+        return self.prewarm_for(capture(state_dict, lambda value: value))
+
+    def reserve(self, nbytes: int) -> StagingFuture[None]:
+        """Map and touch memory, as ``prewarm()`` does.
+
+        Args:
+            nbytes: How much memory, in bytes.
+
+        Returns:
+            A future that is done when the memory is ready, as for ``prewarm()``.
+
+        Raises:
+            ClosedError: The stager was closed.
+            ForkedProcessError: The stager was made before a fork, in the parent.
+            InvalidOptionError: ``nbytes`` is not a positive integer.
+        """
+        check_count("nbytes", nbytes)
+        return self._prewarm(nbytes, [])
 
     def _prewarm(self, nbytes: int, tensors: list[torch.Tensor]) -> StagingFuture[None]:
         self._check_usable()
@@ -351,14 +365,14 @@ class AsyncStager:
         state_dict: Mapping[str, Any],
         deadline: Deadline,
         wait_streams: Sequence[Any] = (),
-        convert: Callable[[Any], Any] = copy.deepcopy,
+        copy_value: Callable[[Any], Any] = copy.deepcopy,
     ) -> tuple[Staging[StagePlan], StagingFuture[StagedState]]:
         """Stage ``state_dict`` as ``stage()`` does, and return its staging beside the future. ``release()`` of the
         staging stops it, and changes nothing that has been delivered."""
         self._check_usable()
         future: StagingFuture[StagedState] = StagingFuture()
         staging = self._launch(
-            capture(state_dict, convert),
+            capture(state_dict, copy_value),
             partial(plan_stage, self._plans),
             deadline,
             wait_streams,
