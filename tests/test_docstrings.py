@@ -40,13 +40,13 @@ NOT_CONSTRUCTED = frozenset({
 """Classes whose objects calls return. Programs do not make them, so their arguments are not documented."""
 
 NO_BEGINNING = frozenset({
-    "and", "any", "as", "everything", "how", "if", "in", "is", "it", "none", "nothing", "some",
+    "and", "as", "everything", "how", "if", "in", "is", "it", "none", "nothing", "some",
     "something", "that", "there", "these", "those", "what", "when", "where", "whether", "which", "who",
     "whoever", "why", "with",
 })  # fmt: skip
 """First words with which neither a noun phrase nor a verb begins."""
 
-NO_VERB = frozenset({"a", "all", "an", "each", "its", "one", "that", "the", "their"})
+NO_VERB = frozenset({"a", "all", "an", "any", "each", "its", "one", "that", "the", "their"})
 """First words of noun phrases. A function or method begins with a verb in place of one."""
 
 SECTIONS = ("Args", "Attributes", "Raises", "Returns", "Yields")
@@ -240,7 +240,7 @@ def objections(path: str, one: Any) -> list[str]:
 
 
 def undocumented_aliases(source: str) -> list[str]:
-    """Names of ``__all__`` that are assigned and not followed by a docstring."""
+    """Names of ``__all__`` that are assigned, and not followed by a docstring that begins well."""
     body = ast.parse(source).body
     names = {
         node.targets[0].id if isinstance(node, ast.Assign) else node.target.id: after  # type: ignore[union-attr]
@@ -250,11 +250,13 @@ def undocumented_aliases(source: str) -> list[str]:
     }
     public = set(ast.literal_eval(next(node.value for node in body if _is_all(node))))
     return sorted(
-        name
-        for name, after in names.items()
-        if name in public
-        and not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and str(after.value.value))
+        name for name, after in names.items() if name in public and bad_beginning(_text_of(after), verb=False)
     )
+
+
+def _text_of(node: ast.stmt | None) -> str | None:
+    text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+    return text if isinstance(text, str) else None
 
 
 def _is_all(node: ast.stmt) -> bool:
@@ -382,7 +384,8 @@ def test_a_record_that_lacks_a_field_in_its_docstring_is_found() -> None:
 
 
 def test_an_alias_without_a_docstring_is_found() -> None:
-    assert undocumented_aliases('__all__ = ["A", "B"]\nA = 1\n"""The first."""\nB = 2\n') == ["B"]
+    source = '__all__ = ["A", "B", "C"]\nA = 1\n"""The first."""\nB = 2\nC = 3\n"""What it takes."""\n'
+    assert undocumented_aliases(source) == ["B", "C"]
 
 
 def test_too_many_parameters_are_found() -> None:

@@ -352,13 +352,13 @@ class _Holder(Generic[H]):
 
 
 class _Waiting(Generic[T]):
-    """Something to wait for with ``result(timeout_s)``."""
+    """An awaitable of ``sidestream`` behind ``result(timeout_s)``."""
 
     def __init__(self, wait: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self._wait = wait
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Wait for the result. Ctrl-C ends the wait, and the work goes on.
+        """Wait for the result. Ctrl-C ends the wait, and the work continues.
 
         Args:
             timeout_s: The limit of the wait, in seconds. None: no limit.
@@ -367,7 +367,7 @@ class _Waiting(Generic[T]):
             What awaiting the object of ``sidestream`` returns.
 
         Raises:
-            DeadlineExceededError: It was not done within ``timeout_s``. The work goes on.
+            DeadlineExceededError: It was not done within ``timeout_s``. The work continues.
             SidestreamError: What awaiting the object of ``sidestream`` raises.
         """
 

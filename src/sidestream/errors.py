@@ -135,8 +135,8 @@ def _is_plain(value: object) -> bool:
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """``error`` and all that led to it without the frames behind them: those would keep memory for as long as somebody
-    keeps the error."""
+    """Remove the frames from ``error`` and all that led to it, and return it. They would keep memory for as long as the
+    error is kept."""
     chain: list[BaseException | None] = [error]
     seen: set[int] = set()
     while chain:
@@ -435,9 +435,9 @@ def out_of_memory(error: BaseException, doing: str) -> OutOfMemoryError | None:
         refused = any(words in str(error).lower() for words in _NO_MEMORY)
     if not refused:
         return None
-    told = str(error).partition("\n")[0][:300] or type(error).__name__
+    text = str(error).partition("\n")[0][:300] or type(error).__name__
     return OutOfMemoryError(
-        f"{doing}: out of memory ({told}); free some, raise the limit of this process, or load less at once"
+        f"{doing}: out of memory ({text}); free some, raise the limit of this process, or load less at once"
     )
 
 

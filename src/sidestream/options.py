@@ -60,7 +60,8 @@ __all__ = [
 ]
 
 Durability = Literal["fsync", "flush"]
-"""``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: it survives the death of the process only."""
+"""The durability of what is acknowledged. ``"fsync"``: it survives a power cut. ``"flush"``: it survives the death of
+the process only."""
 
 RANK_WAIT_S = 300.0
 """How long a rank waits by default for the other ranks to make a call of all ranks."""
@@ -68,24 +69,24 @@ RANK_WAIT_S = 300.0
 _MAX_TIMEOUT_S = 10**9  # some thirty years; the system's own limit for waits is not much higher
 
 Verify = Literal["always", "manifest"]
-"""``"always"``: every byte that is used is checked against its checksum. ``"manifest"``: manifest, file sizes and
-layout are checked, the payload is not."""
+"""The comparison of what is read with its checksums. ``"always"``: every byte that is used is compared. ``"manifest"``:
+manifest, file sizes and layout are compared, and the payload is not."""
 
 Digest = Literal["blake3"]
 """A cryptographic digest of each block of each tensor, kept in the manifest beside its checksum."""
 
 Trust = Literal["data", "pickle"]
-"""What the plain values of another writer's checkpoint are read as. ``"data"``: nothing that they name is imported or
-called. ``"pickle"``: they are unpickled, which runs whatever code their author put into them."""
+"""The way in which plain values of another writer's checkpoint are read. ``"data"``: nothing that they name is imported
+or called. ``"pickle"``: they are unpickled, which runs the code that their author put into them."""
 
 Tolerated: TypeAlias = "bool | str | Collection[str]"
-"""What ``allow_missing=``, ``allow_unexpected=`` and ``allow_cast=`` of a load take. ``True``: every name. A text or a
-collection of texts: the names that match one of these glob patterns (``"model.head.*"``). ``False`` or nothing:
+"""The names that ``allow_missing=``, ``allow_unexpected=`` and ``allow_cast=`` of a load accept. True: every name. A
+text or a collection of texts: the names that match one of these glob patterns (``"model.head.*"``). False or nothing:
 none."""
 
 Names: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
-"""What ``names=`` takes: a function from an FQN in the state dict to its FQN in the checkpoint, or a mapping from the
-ones to the others.
+"""The names that ``names=`` gives: a function from an FQN in the state dict to its FQN in the checkpoint, or a mapping
+from the ones to the others.
 
 The direction is the same in every call. A load passes the names of its target, and reads each tensor under the name
 that is returned. A save passes the names of its state, and writes each tensor under the name that is returned; so does
@@ -95,67 +96,67 @@ mapping leaves the names that it lacks as they are. None means that the name has
 memory (tied tensors)."""
 
 Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype]"
-"""What ``dtype=`` takes: a floating-point dtype, or patterns of names (``{"*.norm.*": torch.float32,
-"*": torch.bfloat16}``), of which the first that matches decides. A tensor that matches none keeps its dtype, and every
+"""The dtypes that ``dtype=`` takes: a floating-point dtype, or patterns of names (``{"*.norm.*": torch.float32, "*":
+torch.bfloat16}``), of which the first that matches decides. A tensor that matches none keeps its dtype, and every
 tensor that is not floating-point keeps its dtype."""
 
 Progress: TypeAlias = Callable[[int, int], object]
-"""Called on the event loop with the bytes read so far and the bytes to read, first with 0. What it raises ends the
-load, as an error of storage would."""
+"""A function that is called on the event loop with the bytes done so far and the bytes to do, first with 0. What it
+raises ends the call, as an error of storage would."""
 
 WhenFull = Literal["wait", "skip", "latest", "fail"]
-"""What a stage does that finds no memory free, and a save of a ``Checkpointer`` that finds no slot free. ``"wait"``:
-wait for one. ``"skip"``: raise ``SkippedError``. ``"latest"``: wait, but raise ``SkippedError`` when a newer stage or
-save comes before this one has begun; ``Checkpointer.async_save`` returns at once and its ``PendingSave`` waits.
-``"fail"``: raise ``ArenaExhaustedError`` or ``TooManySavesError``."""
+"""The policy of a stage that finds no memory free, and of a save of a ``Checkpointer`` that finds no slot free.
+``"wait"``: wait for one. ``"skip"``: raise ``SkippedError``. ``"latest"``: wait, but raise ``SkippedError`` when a
+newer stage or save comes before this one has begun; ``Checkpointer.async_save`` returns at once and its ``PendingSave``
+waits. ``"fail"``: raise ``ArenaExhaustedError`` or ``TooManySavesError``."""
 
 Fallback = Literal["never", "older"]
-"""What ``restore`` does when the step is damaged. ``"never"``: raise ``CorruptCheckpointError``. ``"older"``: take the
-newest older one that is good, log a warning, and list in the report what was passed over."""
+"""The choice of ``restore`` when the step is damaged. ``"never"``: raise ``CorruptCheckpointError``. ``"older"``: take
+the newest older one that is good, log a warning, and list in the report what was passed over."""
 
 EngineChoice = Literal["auto", "obstore", "fsspec"]
 """The client of object storage. ``"auto"``: obstore for ``s3://``, ``gs://`` and ``az://`` where it is installed and
 knows all the ``storage_options``, fsspec for everything else."""
 
 Outcome: TypeAlias = Literal["committed", "absent", "unknown"]
-"""How a save has ended. ``"committed"``: the checkpoint is visible. ``"absent"``: nothing is visible, and what was
-written has been removed. ``"unknown"``: the commit was sent, and could not be read back; nothing was removed."""
+"""The end of a save. ``"committed"``: the checkpoint is visible. ``"absent"``: nothing is visible, and what was written
+has been removed. ``"unknown"``: the commit was sent, and could not be read back; nothing was removed."""
 
 FileSource: TypeAlias = "bytes | str | os.PathLike[str]"
 """The content of a sidecar file, or the path of a regular file on this machine."""
 
 GroupChoice: TypeAlias = "Literal['alone'] | Any"
-"""What ``process_group=`` takes. A ``ProcessGroup`` of torch: its ranks. None: all ranks of the job, or this process
-where ``torch.distributed`` is not initialized. ``"alone"``: this process alone."""
+"""The ranks of a call, for ``process_group=``. A ``ProcessGroup`` of torch: its ranks. None: all ranks of the job, or
+this process where ``torch.distributed`` is not initialized. ``"alone"``: this process alone."""
 
 Latest = Literal["latest"]
 """The newest committed step of a run, in place of a number."""
 
 Then = Literal["exit", "signal", "stay"]
-"""How a program ends after a preemption. ``"exit"``: ``SystemExit`` out of the loop, so that every ``finally`` runs.
-``"signal"``: the signal ends the process as if it had no handler; nothing else runs. ``"stay"``: the program goes on,
+"""The end of a program after a preemption. ``"exit"``: ``SystemExit`` out of the loop, so that every ``finally`` runs.
+``"signal"``: the signal ends the process as if it had no handler; nothing else runs. ``"stay"``: the program continues,
 looks at ``preempted`` and ends by itself."""
 
 StageMode = Literal["lazy", "eager", "hybrid"]
-"""When a stage copies. ``"lazy"``: copies go on after ``stage()`` has returned, and the sources must not change before
-the fence. ``"eager"``: the sources may change when ``stage()`` has returned. ``"hybrid"``: as lazy, and what would
-not be copied before the next fence is copied on the device first."""
+"""The time at which a stage copies. ``"lazy"``: copies continue after ``stage()`` has returned, and the sources must
+not change before the fence. ``"eager"``: the sources may change when ``stage()`` has returned. ``"hybrid"``: as lazy,
+and what would not be copied before the next fence is copied on the device first."""
 
 Backing = Literal["private", "shared"]
 """The memory of a stager. ``"private"``: a forked child keeps the bytes that it saw, whatever is staged later.
 ``"shared"``: a memfd, which another process can be handed; a forked child sees later stages in it."""
 
 Format = Literal["dcp", "torch", "safetensors"]
-"""What ``convert`` writes. ``"dcp"``: a checkpoint of sidestream, which stock DCP reads. ``"torch"``: one file, as
-``torch.save`` writes it. ``"safetensors"``: one file, or a directory as transformers reads it."""
+"""The formats that ``convert`` writes. ``"dcp"``: a checkpoint of sidestream, which stock DCP reads. ``"torch"``: one
+file, as ``torch.save`` writes it. ``"safetensors"``: one file, or a directory as transformers reads it."""
 
 Memory: TypeAlias = "Literal['host', 'mapped'] | torch.device"
-"""Where ``Checkpoint.state_dict`` puts tensors: new memory of the host or of a device, or ``"mapped"``, the pages of
-the files."""
+"""The place of the tensors that ``Checkpoint.state_dict`` returns: new memory of the host or of a device, or
+``"mapped"``, the pages of the files."""
 
 DigestCheck = Literal["verified", "not installed"]
-"""What was done with the digests in a checkpoint. ``"not installed"``: the extra ``digest`` is missing, so only
-checksums were compared."""
+"""The result for the digests in a checkpoint. ``"verified"``: they were compared. ``"not installed"``: the extra
+``digest`` is missing, so only checksums were compared."""
 
 
 class Stager(Protocol):
@@ -251,7 +252,8 @@ class Capabilities:
 
 
 PutMode = Literal["create", "overwrite"]
-"""``"create"``: raise ``FileExistsError`` if the name exists. ``"overwrite"``: replace what is there."""
+"""The effect of a ``put`` on a blob that exists. ``"create"``: raise ``FileExistsError``. ``"overwrite"``: replace
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,8 +395,8 @@ class BlobStore(Protocol):
 
 
 Commit = Literal["rename", "marker"]
-"""How a save to a local directory makes its files visible. ``"rename"``: it writes a hidden directory, and renames it.
-``"marker"``: it writes into the target, and creates the marker last."""
+"""The way in which a save to a local directory makes its files visible. ``"rename"``: it writes a hidden directory, and
+renames it. ``"marker"``: it writes into the target, and creates the marker last."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -521,7 +523,8 @@ class IndependentPart:
 
 
 IoPriority = Literal["normal", "low", "idle"]
-"""Of a process, to the scheduler of the disk: as others have it; after them; only when nobody else wants the disk."""
+"""The priority of a process at the disk. ``"normal"``: that of other processes. ``"low"``: after them. ``"idle"``: only
+when no other process uses the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -571,9 +574,9 @@ class WriterProcess:
 
 
 WriterChoice: TypeAlias = Literal["thread", "process", "auto"] | WriterProcess
-"""Who writes. ``"thread"``: threads of this process. ``"process"``: a process of its own, so that the trainer keeps the
-interpreter to itself. ``"auto"``: a process where one can be had, threads elsewhere. ``WriterProcess``: ``"process"``,
-with options."""
+"""The writer of a save. ``"thread"``: threads of this process. ``"process"``: a process of its own, so that the trainer
+keeps the interpreter to itself. ``"auto"``: a process where one can be started, threads elsewhere. ``WriterProcess``:
+``"process"``, with options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
