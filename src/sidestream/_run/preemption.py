@@ -8,18 +8,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from .._runtime.tasks import create_owned_task
 from ..errors import InvalidOptionError, printable_lines
-from ..options import check_choice, check_timeout
+from ..options import Then, check_choice, check_timeout
 
 __all__ = ["Preemption", "Then"]
-
-Then = Literal["exit", "signal", "stay"]
-"""``"exit"``: ``SystemExit`` out of the loop, so that every ``finally`` runs. ``"signal"``: end by the signal itself,
-as if nobody had caught it; nothing else runs. ``"stay"``: go on; the program looks at ``preempted`` and ends by
-itself."""
 
 _log = logging.getLogger("sidestream")
 
