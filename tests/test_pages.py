@@ -1,4 +1,4 @@
-"""What pages show is what happens: commands and their output, parts of examples, the command line, the list of pages."""
+"""What pages show is what happens: output of commands, parts of examples, the command line, the list of pages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_parts_of_examples_are_in_the_examples(page: Path) -> None:
 
 
 def test_the_helpers_notice_differences(tmp_path: Path) -> None:
-    text = "```console\n$ echo 1 one\n2 one\n$ echo two\nthree\n```\n<!-- skip: no reason -->\n```console\n$ false\n```\n"
+    shown = "```console\n$ echo 1 one\n2 one\n$ echo two\nthree\n```\n"
+    text = shown + "<!-- skip: not here -->\n```console\n$ false\n```\n"
     printed = pages.run(text, tmp_path)
     same = [pages.shape(one.output) == pages.shape(two) for one, two in zip(pages.commands(text), printed, strict=True)]
     assert same == [True, False]
