@@ -19,11 +19,12 @@ def name(page: Path) -> str:
 
 
 def here(page: Path) -> bool:
-    found = pages.commands(page.read_text())
+    """Whether a tutorial or a page about an integration has commands that run here."""
+    found = pages.commands(page.read_text()) if page.parent != DOCS else []
     return bool(found) and not any("torchrun" in one.text for one in found)
 
 
-@pytest.mark.parametrize("page", filter(here, ALL), ids=name)
+@pytest.mark.parametrize("page", [page for page in ALL if here(page)], ids=name)
 def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     text = page.read_text()
     printed = pages.run(text, tmp_path)
