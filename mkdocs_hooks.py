@@ -1,10 +1,22 @@
-"""Hook of mkdocs: each page of the site has its Markdown beside it, which is what docs/llms.txt links to."""
+"""Hooks of mkdocs: some pages have fewer columns, and each page has its Markdown beside it.
+
+``docs/llms.txt`` links to the Markdown.
+"""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 from typing import Any
+
+
+HIDDEN = {"index.md": ["navigation"], "comparison.md": ["toc"]}
+"""Columns that pages do without."""
+
+
+def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
+    page.meta.setdefault("hide", HIDDEN.get(page.file.src_uri, []))
+    return markdown
 
 
 def on_post_build(config: Any) -> None:
