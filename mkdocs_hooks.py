@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-
 HIDDEN = {"index.md": ["navigation"], "comparison.md": ["toc"]}
 """Columns that pages do without."""
 

@@ -81,6 +81,19 @@ def test_readme_shows_its_example_early() -> None:
     assert lines.index("```python") < 40
 
 
+def anchors(page: str) -> set[str]:
+    """The anchors that mkdocs gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md"])  # mkdocs reads those of the pages in docs/
+def test_links_lead_to_headings(name: str) -> None:
+    links = re.findall(r"\((docs/[\w/]+\.md)(?:#([\w-]+))?\)", (ROOT / name).read_text())
+    assert len(links) > 10
+    assert [link for link in links if link[1] and link[1] not in anchors((ROOT / link[0]).read_text())] == []
+
+
 def test_finds_and_skips_blocks() -> None:
     text = "a\n```python\nx = 1\n```\n<!-- skip: needs a GPU -->\n```python\nboom\n```\n```bash\nls\n```\n"
     assert blocks(text) == [Block(2, "x = 1\n")]

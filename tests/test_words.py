@@ -1,4 +1,5 @@
-"""The words of the sources: a class name means one thing, and what has been retired does not come back.
+"""The words of the sources: a class name means one thing, and what has been retired does not come back, in the package
+and in the pages and examples that show its interface.
 
 Each check is a function over source text that returns what it objects to. The tests run it over the package, and over
 small wrong snippets that it has to catch.
@@ -16,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = Path(__file__).parents[1] / "src" / "sidestream"
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "src" / "sidestream"
 
 # --- the lists: extend them ----------------------------------------------------------------------------------------
 
@@ -40,6 +42,22 @@ RIDDLES = (
 )  # fmt: skip
 """People in place of parts, and sentences that have to be read twice. Name the part and what it does. "There is no" is
 allowed."""
+
+PLAIN_PAGES = (
+    "index", "quickstart", "setups", "saving", "loading", "runs", "staging", "ranks", "writer_process", "exports",
+    "converting", "object_stores", "stores/s3", "stores/gcs", "stores/azure", "stores/others", "stores/own", "security",
+    "reliability", "limits", "errors", "from_dcp", "glossary",
+)  # fmt: skip
+"""The pages of docs/ whose text has none of ``RIDDLES``. Code does not count."""
+
+FORMER_INTERFACE = (
+    r"(?<![\w-])(saver|overlap|apart|rename|allow|store_policy|target_options)=", r"\bstrict=\{", r"\bin_flight\b",
+    r"\bsnapshot=(True|False)", r'"(snapshot|ignore_unexpected)"', r"\bApart\b", r"\bSaverProcess\b",
+    r"\b(SaverGone|PromiseLost)\b", r"\b[Cc]heckpoint(er|s)\.(open|metadata)\b", r"\bprewarm\((nbytes|\d)",
+    r"\bnot_asked_for\b", r"\breport\.ignored\b",
+)  # fmt: skip
+"""Names of the interface before 1.0, as CHANGELOG.md lists them, in forms that mean nothing else. Those of errors are
+taken from its table."""
 
 
 # --- the checks -----------------------------------------------------------------------------------------------------
@@ -86,6 +104,41 @@ def retired_phrases(sources: Mapping[str, str], phrases: Collection[str]) -> lis
     return found
 
 
+def former_errors(changelog: str) -> list[str]:
+    """The names that errors had before they all ended in ``Error``."""
+    return re.findall(r"^\| `([A-Z]\w+)` \| `\w+Error` \|$", changelog, re.MULTILINE)
+
+
+def code_of(page: str) -> Iterator[tuple[int, str]]:
+    """The code in a page of Markdown: line by line in blocks, and what stands between backticks elsewhere."""
+    in_block = False
+    for number, line in enumerate(page.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_block = not in_block
+        elif in_block:
+            yield number, line
+        else:
+            yield from ((number, span) for span in re.findall(r"`([^`]+)`", line))
+
+
+def former_names(pages: Mapping[str, str], errors: Collection[str]) -> list[str]:
+    """Names of the former interface in the code of pages, and in Python files."""
+    wanted = re.compile("|".join([*FORMER_INTERFACE, rf"\b({'|'.join(errors)})\b"]))
+    return [
+        f"{path}:{number}: {found[0]}"
+        for path, text in pages.items()
+        for number, code in (code_of(text) if path.endswith(".md") else enumerate(text.splitlines(), 1))
+        for found in wanted.finditer(code)
+    ]
+
+
+def page_riddles(page: str, phrases: Collection[str]) -> list[str]:
+    """Phrases of the list in the text of a page of Markdown."""
+    text = re.sub(r"^```.*?^```$|`[^`]+`", "``", page, flags=re.DOTALL | re.MULTILINE)
+    wanted = re.compile(rf"(?<!there )\b(?:{'|'.join(map(re.escape, phrases))})\b", re.IGNORECASE)
+    return wanted.findall(re.sub(r"\s+", " ", text))
+
+
 # --- over the package -----------------------------------------------------------------------------------------------
 
 
@@ -105,6 +158,19 @@ def test_the_plain_rooms_have_no_riddles() -> None:
     plain = {path: text for path, text in package_sources().items() if path.split("/")[0].split(".")[0] in PLAIN_ROOMS}
     assert {path.split("/")[0].split(".")[0] for path in plain} == set(PLAIN_ROOMS)
     assert retired_phrases(plain, RIDDLES) == []
+
+
+@pytest.mark.parametrize("name", PLAIN_PAGES)
+def test_the_plain_pages_have_no_riddles(name: str) -> None:
+    assert page_riddles((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), RIDDLES) == []
+
+
+def test_pages_and_examples_have_no_former_names() -> None:
+    errors = former_errors((ROOT / "CHANGELOG.md").read_text())
+    assert len(errors) > 30
+    shown = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.py"))]
+    pages = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in shown}
+    assert former_names(pages, errors) == []
 
 
 # --- over wrong snippets --------------------------------------------------------------------------------------------
@@ -136,3 +202,22 @@ def test_a_retired_name_is_found(source: str) -> None:
 )
 def test_a_riddle_is_found(source: str, riddles: int) -> None:
     assert len(retired_phrases({"a.py": source}, RIDDLES)) == riddles
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Pass `overlap=` or `strict={...}`.", ["overlap=", "strict={"]),
+        ("```python\nwith checkpoints.open(3): ...\n```", ["checkpoints.open"]),
+        ("```python\nexcept sidestream.errors.Busy:\n```", ["Busy"]),
+        ("A Busy day: in_flight, `--rename`, `safe_globals=`, `StorageWriter(part=)`, `checkpoint.metadata`.", []),
+        ('`TooManySavesError`, `when_full=`, `Storage(commit="rename")`, `names=`', []),
+    ],
+)
+def test_a_former_name_is_found(text: str, found: list[str]) -> None:
+    assert [one.rpartition(": ")[2] for one in former_names({"a.md": text}, ["Busy"])] == found
+
+
+def test_a_riddle_of_a_page_is_found() -> None:
+    page = "Whoever waits is\ntold, if there is no `nobody`.\n```python\nnobody = 1\n```\n"
+    assert page_riddles(page, RIDDLES) == ["Whoever", "told"]
