@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -72,13 +74,20 @@ def run(page: str, directory: Path) -> list[str]:
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
         (programs / name).chmod(0o755)
     script = "".join(f"{one.text}\necho '{_END}'\n" for one in commands(page))
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=directory, capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    shell = subprocess.Popen(
+        ["bash", "-c", script], cwd=directory, env=environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    printed = done.stdout.split(f"{_END}\n")[:-1]
+    try:
+        output, errors = shell.communicate(timeout=280)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)  # also what a page leaves in the background
+        shell.wait()
+    printed = output.split(f"{_END}\n")[:-1]
     if len(printed) != len(commands(page)):
-        raise AssertionError(done.stdout + done.stderr)
+        raise AssertionError(output + errors)
     return printed
 
 
