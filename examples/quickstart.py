@@ -1,6 +1,6 @@
 """A training task that saves while other tasks of the loop have their turn; run it twice to see it resume.
 
-python examples/quickstart.py [DIRECTORY]
+python examples/quickstart.py [DIRECTORY [STEPS]]
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ async def tick(pauses: list[float]) -> None:
         pauses.append(time.perf_counter() - before)
 
 
-async def main(directory: str) -> None:
+async def main(directory: str = "checkpoints", steps: str = "60") -> None:
     torch.set_num_threads(1)  # leave a core to the loop
     pauses: list[float] = []
     ticker = asyncio.create_task(tick(pauses))
-    await train(directory, steps=60, every=20)
+    await train(directory, int(steps), every=20)
     ticker.cancel()
     print(f"the ticker ran {len(pauses)} times; its longest pause was {max(pauses) * 1e3:.1f} ms")
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "checkpoints"))
+    asyncio.run(main(*sys.argv[1:]))
