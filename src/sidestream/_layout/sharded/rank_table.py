@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import struct
 from array import array
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._format.manifest import parse_composite
-from ..._format.records import SAVED_DTYPES, CompositeEntry, DictKey, Key
+from ..._format.records import SAVED_DTYPES, CompositeEntry, DictKey, Key, itemsize
 from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from ..._staging import Captured, Composite, PlanCache, fingerprint
@@ -23,6 +24,8 @@ from ..composites.entry import composite_entry
 from ..flatten import CompositeLeaf, Leaf, leaves_of
 
 __all__ = ["Box", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "parse_rows", "unpack_boxes"]
+
+_MOST_FRAME_BYTES = 16384  # with the gap before an item
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -59,6 +62,8 @@ class Held(NamedTuple):
     items: tuple[Item, ...]
     raw_rows: bytes
     raw_boxes: bytes
+    most_bytes: int
+    """What the items have at most in files, without the plain values."""
     table: str
     """Digest of the rows alone."""
     digest: str
@@ -138,7 +143,9 @@ def _hold(leaves: Sequence[Leaf], composites: Mapping[str, CompositeEntry], capt
     raw_rows, raw_boxes = (yield from _pack_rows(rows)), (yield from _pack_boxes(len(rows), items))
     table = hashlib.blake2b(raw_rows, digest_size=16).hexdigest()
     digest = hashlib.blake2b(table.encode() + raw_boxes, digest_size=16).hexdigest()
-    return Held(tuple(rows), tuple(items), raw_rows, raw_boxes, table, digest)
+    payload = sum(math.prod(item.box[1]) * itemsize(rows[item.row].dtype) for item in items)
+    most_bytes = payload + len(items) * _MOST_FRAME_BYTES
+    return Held(tuple(rows), tuple(items), raw_rows, raw_boxes, most_bytes, table, digest)
 
 
 def _tensor_row(
