@@ -204,8 +204,8 @@ class Outgoing:
 
     def _close_file(self, content: io.BytesIO, pending: list[tuple[WriteItem, Receipt]]) -> tuple[str, Body]:
         name, raw = self._name(), content.getvalue()
-        told = {"file": name, "file_bytes": len(raw), "file_crc": crc32(raw)}
-        done = [(item, replace(receipt, **told)) for item, receipt in pending]
+        crc = crc32(raw)
+        done = [(item, replace(receipt, file=name, file_bytes=len(raw), file_crc=crc)) for item, receipt in pending]
         self._receipts.append(lambda: done)
         return name, BytesBody(raw)
 
