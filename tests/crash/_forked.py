@@ -249,6 +249,11 @@ class _Child:
                     options=sidestream.SaveOptions(writer=self.saver()),
                 )
                 self.tell(acked=name, seed=seed, round=number)
+            except (errors.CheckpointExistsError, errors.StorageError) as error:
+                if "commit" not in self.trial:  # without a rename a removal ends a save to the same name
+                    (run / f"ready-{number + 1}-{me}").touch()
+                    raise
+                self.tell(lost=number, why=str(error))
             except BaseException:
                 (run / f"ready-{number + 1}-{me}").touch()
                 raise
