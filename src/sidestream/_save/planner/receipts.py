@@ -12,10 +12,11 @@ __all__ = ["PackedReceipt", "Receipt", "TensorReceipt", "ValueReceipt"]
 
 @dataclass(frozen=True, slots=True)
 class TensorReceipt:
-    """A tensor that lies bare in ``file``, which has ``file_bytes``."""
+    """A tensor that lies bare in ``file``, which has ``file_bytes`` and the CRC-32 ``file_crc``."""
 
     file: str
     file_bytes: int
+    file_crc: int
     item_offset: int
     item_bytes: int
     payload_offset: int
@@ -30,6 +31,7 @@ class ValueReceipt:
 
     file: str
     file_bytes: int
+    file_crc: int
     item_offset: int
     item_bytes: int
     node: Node
@@ -42,6 +44,7 @@ class PackedReceipt:
 
     file: str
     file_bytes: int
+    file_crc: int
     item_offset: int
     item_bytes: int
     transforms: tuple[str, ...]

@@ -42,7 +42,7 @@ from .exchange import exchange, exchanges
 from .read import read_tail
 from .write import write_file
 
-__all__ = ["LocalTransaction", "Naming", "check_whole", "occupied", "unlink"]
+__all__ = ["NO_RENAME", "LocalTransaction", "Naming", "check_whole", "occupied", "unlink"]
 
 _Step: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], None]
 """The step that makes an attempt visible: of the attempt, the target, the files that must be there, and the attempt's
@@ -50,7 +50,7 @@ directory as it was made."""
 
 _REPLACEABLE = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
 """Files of which a directory has one if it is a checkpoint or an export."""
-_NO_RENAME = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EINVAL, errno.EXDEV, errno.EMFILE})
+NO_RENAME = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EINVAL, errno.EXDEV, errno.EMFILE})
 """What file systems answer that rename no directory; gcsfuse counts the files in it, and says EMFILE."""
 _REMEDY = (
     "If this file system cannot rename a directory, as mounts of buckets cannot, pass "
@@ -264,7 +264,7 @@ def _publish(
     except OSError as error:
         if error.errno in _OCCUPIED:
             raise occupied(target) from error
-        if error.errno in _NO_RENAME:
+        if error.errno in NO_RENAME:
             raise StorageError(error.errno, f"publishing failed: {error.strerror}. {_REMEDY}", str(target)) from error
         raise from_os_error(error, "publishing", str(target)) from error
     if durability == "fsync":
