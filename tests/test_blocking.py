@@ -365,6 +365,15 @@ def test_a_call_within_a_call_is_refused(tmp_path: Path) -> None:
     sidestream.blocking.save({}, tmp_path / "b")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell in the background makes its children ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
 def test_an_interrupt_in_code_of_the_caller(method: str, tmp_path: Path) -> None:
     class Interrupted(Watching):

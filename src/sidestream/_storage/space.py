@@ -72,7 +72,7 @@ class Space:
                 device, free = (
                     os.stat(place).st_dev,
                     _free(place),
-                )  # free first: later writes count as space still needed
+                )  # free first: later writes count twice, and not never
                 kind = _kind(device)
             except OSError:
                 return  # nothing certain is known, and what is wrong there is found by the first write
