@@ -208,8 +208,10 @@ async def test_everything_on_a_real_mount() -> None:
     for writer in ("thread", "process"):
         target = root / f"by-{writer}"
         options = sidestream.SaveOptions(writer=writer, timeout_s=60)
-        await sidestream.save(state(), target, storage=MARKER, options=options)
-        assert_same(await loaded(target), state())
+        for seed in (1, 2):
+            await sidestream.save(state(seed), target, storage=MARKER, overwrite=True, options=options)
+            assert_same(await loaded(target), state(seed))
+        assert len(list(target.iterdir())) == 4
         await sidestream.remove(target, storage=MARKER)
     await everything(root)
     shutil.rmtree(root)
