@@ -28,7 +28,7 @@ class BlockingAsyncStager:
     ``async_stager=``. Other options as in ``AsyncStager``.
     """
 
-    _synchronize_after_execute = False  # DCP: nothing is left to wait for when stage() has returned
+    _synchronize_after_execute = False  # read by DCP: when stage() has returned, all copies are complete
 
     def __init__(
         self,
