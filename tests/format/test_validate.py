@@ -82,7 +82,7 @@ def test_overlapping_items(second_at: int, second_length: int) -> None:
 def test_file_names(name: str) -> None:
     entry = ValueEntry(("v",), name, 0, 10)
     for files in ({name: 100}, {}):
-        with pytest.raises(CorruptCheckpointError, match="no plain file name") as caught:
+        with pytest.raises(CorruptCheckpointError, match="not a plain file name") as caught:
             run_sliced(validate(Manifest("", {"v": entry}, files)))
         assert caught.value.file == name
 

@@ -235,7 +235,7 @@ def _check_views(manifest: Manifest, url: str) -> Steps[None]:
     distinct: dict[object, int] = {}
     for entry in manifest.entries.values():
         yield
-        if isinstance(entry, TensorEntry) and any(chunk.told is not None for chunk in entry.chunks):
+        if isinstance(entry, TensorEntry) and any(chunk.foreign is not None for chunk in entry.chunks):
             distinct[entry.dtype, entry.chunks] = entry.nbytes
     nbytes, there = sum(distinct.values()), sum(manifest.files.values())
     if nbytes > _VIEWS_ANYHOW_BYTES + _VIEWS_RATIO * there:
@@ -249,7 +249,7 @@ def _foreign_tensor(fqn: str, entry: TensorEntry, found: Located, checked: set[o
     if any(chunk.transform for chunk in entry.chunks):
         return SourceTensor(entry.path, entry, None, None, fqn)
     located, payloads = found
-    identity = (entry.dtype, entry.chunks) if all(chunk.told is not None for chunk in entry.chunks) else fqn
+    identity = (entry.dtype, entry.chunks) if all(chunk.foreign is not None for chunk in entry.chunks) else fqn
     straight = _straight(_row_major(located, payloads))
     unchecked = {chunk: one for chunk, one in payloads.items() if (chunk.file, chunk.payload_offset) not in checked}
     checked.update((chunk.file, chunk.payload_offset) for chunk in unchecked)
@@ -271,7 +271,7 @@ def _row_major(located: TensorEntry, payloads: Mapping[Chunk, ForeignPayload]) -
             return None
         if payload.strides is None and payload.payload_bytes != math.prod(chunk.sizes) * size:
             return None
-        chunks.append(replace(chunk, payload_offset=chunk.payload_offset + payload.first_element * size, told=None))
+        chunks.append(replace(chunk, payload_offset=chunk.payload_offset + payload.first_element * size, foreign=None))
     return replace(located, chunks=tuple(chunks))
 
 

@@ -49,7 +49,7 @@ __all__ = [
 
 def has_no_checksum(chunk: Chunk) -> bool:
     """Return whether another writer has left no checksum of a payload whose place is known."""
-    return chunk.payload_offset is not None and (chunk.told is None or chunk.told.crc is None)
+    return chunk.payload_offset is not None and (chunk.foreign is None or chunk.foreign.crc is None)
 
 
 class Piece(NamedTuple):
