@@ -75,7 +75,7 @@ class Piece(NamedTuple):
         elif isinstance(expected, Whole):
             expected.check(self.number, view)
         elif view != expected:
-            raise altered(self.fqn, self.file, self.offset, "they differ from what the manifest says")
+            raise altered(self.fqn, self.file, self.offset, "they are not what the manifest says")
 
     def _check_blocks(self, chunk: Chunk, view: memoryview, burst: Burst) -> None:
         crcs, digests = chunk.crcs or b"", chunk.digests
