@@ -16,7 +16,7 @@ DIGEST_BYTES = 32
 DigestOf: TypeAlias = Callable[[memoryview], bytes]
 
 DigestCheck = Literal["verified", "not installed"]
-"""The outcome of the check of the digests that a checkpoint has."""
+"""What became of the digests that a checkpoint carries."""
 
 
 def digest_of(digest: Digest) -> DigestOf:

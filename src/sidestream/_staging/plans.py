@@ -110,7 +110,7 @@ class PlanCache:
         self._lock = threading.Lock()
         self._kept: list[_Kept[Any]] = []  # the newest first
         self.made = 0
-        """The number of plans that were made."""
+        """How many plans had to be made."""
 
     def get(self, key: Hashable, make: Callable[[], Steps[T]]) -> Steps[T]:
         """Return the plan for ``key``. If it is not cached, ``make`` makes it in steps."""

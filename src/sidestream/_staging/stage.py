@@ -78,7 +78,7 @@ class Staging(Generic[P]):
         self.then: Callable[[], None] = _nothing
         """Called when ``copied`` has been resolved, in the thread that did that."""
         self.work: Future[None] | None = None
-        """The job of the stager's thread, queued or running."""
+        """The stager's part, queued or running."""
         self.readers = frozenset(range(readers))
         """The numbers of further readers that have not left."""
         self.held_bytes = 0

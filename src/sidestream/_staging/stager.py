@@ -267,13 +267,15 @@ class AsyncStager:
         readers: int = 0,
         passes: bool = False,
     ) -> Staging[P]:
-        """Launch the filling of the images that ``lay_out`` plans, in order; it is called in the stager's thread.
+        """Launch a stage of the images that ``lay_out`` plans. ``lay_out`` is called in the stager's thread.
 
-        Memory is leased image by image, so that a state larger than the budget passes through if earlier images are
-        released as they are read. Whoever reads them calls ``settle()`` when it is ready to. Where this process would
-        copy host memory without being waited for, and at its full speed, ``filler`` does it. ``readers`` is the number
-        of further readers, each of which reads it through a ``SnapshotReader``. ``passes``: the first reader releases
-        each image as soon as it can, so that memory may be used again within this stage.
+        The images are filled in order, and memory is leased image by image. So a state larger than the budget can be
+        staged if earlier images are released as they are read. The reader calls ``settle()`` when it is ready to read.
+
+        ``filler`` makes the copies within host memory, unless the caller waits for them (``mode="eager"``) or
+        ``max_bytes_per_second`` limits them. ``readers`` is the number of further readers, each with a
+        ``SnapshotReader``. ``passes``: the first reader releases each image as soon as it can, so that its memory may be
+        used again within this stage.
         """
         staging = self._launch(
             captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler, readers=readers, passes=passes
