@@ -272,10 +272,10 @@ class AsyncStager:
         The images are filled in order, and memory is leased image by image. So a state larger than the budget can be
         staged if earlier images are released as they are read. The reader calls ``settle()`` when it is ready to read.
 
-        ``filler`` makes the copies within host memory, unless the caller waits for them (``mode="eager"``) or
+        ``filler`` makes the copies of a state in host memory, unless the caller waits for them (``mode="eager"``) or
         ``max_bytes_per_second`` limits them. ``readers`` is the number of further readers, each with a
-        ``SnapshotReader``. ``passes``: the first reader releases each image as soon as it can, so that its memory may be
-        used again within this stage.
+        ``SnapshotReader``. ``passes``: the first reader releases each image as soon as it can, so that its memory may
+        be used again within this stage.
         """
         staging = self._launch(
             captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler, readers=readers, passes=passes
