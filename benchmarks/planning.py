@@ -26,7 +26,7 @@ from sidestream._format.manifest import parse_manifest, root_body, write_root
 from sidestream._format.marker import Marker
 from sidestream._format.records import Chunk, Manifest
 from sidestream._format.shared import PartName, Root, Shared, join, parse_part, write_part
-from sidestream._layout.sharded.assign import Told, assign
+from sidestream._layout.sharded.assign import RankReport, assign
 from sidestream._layout.sharded.rank_table import Item, Row, _pack_boxes, _pack_rows, parse_rows
 from sidestream._runtime.threads import run_sliced
 from sidestream._runtime.torch_probes import TORCH_VERSION
@@ -50,13 +50,13 @@ def box_of(shape: tuple[int, ...], rank: int, world: int) -> tuple[tuple[int, ..
     return (start, *(0,) * (len(shape) - 1)), (min(size, shape[0] - start), *shape[1:])
 
 
-def told_of(rows: Sequence[Row], rank: int, world: int) -> Told:
+def told_of(rows: Sequence[Row], rank: int, world: int) -> RankReport:
     items = []
     for number, row in enumerate(rows):
         box = box_of(row.shape, rank, world)
         if box[1][0]:
             items.append(Item(number, box, number, (0,) * len(row.shape)))
-    return Told("table", run_sliced(_pack_boxes(len(rows), items)))
+    return RankReport("table", run_sliced(_pack_boxes(len(rows), items)))
 
 
 def chunks_of(rows: Sequence[Row], rank: int, world: int) -> list[tuple[int, str, Chunk]]:

@@ -385,7 +385,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         UnsafeObjectError,
         r"a tensor that its __tensor_flatten__ does not",
     ),
-    "no tensor": (lambda: of(Nameless, 3), UnsupportedTensorError, r"names context among its tensors"),
+    "no tensor": (lambda: of(Nameless, 3), UnsupportedTensorError, r"lists context, which is not a tensor"),
     "nothing": (lambda: of(Empty), UnsupportedTensorError, r"wraps 0 tensors: save"),
     "jagged": (jagged, UnsupportedTensorError, r"shape is not fixed: save its components"),
     "in a tuple": (
@@ -512,7 +512,7 @@ async def test_what_is_no_sparse_tensor_is_not_made(lie: str, tmp_path: Path) ->
     await sidestream.save(sparse(2, 4), tmp_path / "c")
     rewritten(tmp_path / "c", LIES[lie])
     checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
-    with pytest.raises(CorruptCheckpointError, match=r"no tensor of layout|does not say whether"):
+    with pytest.raises(CorruptCheckpointError, match=r"do not form a tensor of layout|does not say whether"):
         await checkpoint.state_dict()
     target = sparse(0, 4)
     if lie.startswith("coalesced"):
@@ -530,7 +530,7 @@ async def test_indices_out_of_the_shape_are_not_loaded_in_place(tmp_path: Path) 
     await sidestream.save({"coo": lying}, tmp_path / "d")
     rewritten(tmp_path / "d", lambda lines: entry(lines, "coo")[1].__setitem__(2, [4, 6]))
     target = {"coo": sparse(0)["coo"]}
-    with pytest.raises(CorruptCheckpointError, match="coo: its parts are no tensor of layout sparse_coo"):
+    with pytest.raises(CorruptCheckpointError, match="coo: its parts do not form a tensor of layout sparse_coo"):
         await sidestream.load(target, tmp_path / "d")
     assert differ({"coo": sparse(0)["coo"]}, target) == []
 

@@ -179,8 +179,8 @@ async def test_a_shape_that_no_file_of_that_size_can_hold(tmp_path: Path) -> Non
         (["stream.zstd/2"], errors.UnsupportedCheckpointError, "stream.zstd/2"),
         (["stream.xor@mine/1"], errors.UnsupportedCheckpointError, "stream.xor@mine/1"),
         (["stream.zstd/1", "stream.zstd/1"], errors.UnsupportedCheckpointError, "stream.zstd/1, stream.zstd/1"),
-        ([["nested"]], errors.CorruptCheckpointError, "transforms that are none"),
-        ("stream.zstd/1", errors.CorruptCheckpointError, "transforms that are none"),
+        ([["nested"]], errors.CorruptCheckpointError, "transforms that are not a list of names"),
+        ("stream.zstd/1", errors.CorruptCheckpointError, "transforms that are not a list of names"),
     ],
     ids=str,
 )

@@ -117,7 +117,7 @@ async def test_a_rank_is_missing(written: Path, tmp_path: Path) -> None:
     path = copied(written, "local", tmp_path)
     (path / "__1.metadata").rename(path / "__2.metadata")
     with pytest.raises(
-        errors.CorruptCheckpointError, match=r"__1\.metadata is missing, although __2\.metadata is there"
+        errors.CorruptCheckpointError, match=r"__1\.metadata is missing, although there is __2\.metadata"
     ):
         await sidestream.open_checkpoint(path)
     (path / "__2.metadata").unlink()

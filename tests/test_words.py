@@ -34,14 +34,15 @@ RETIRED_PHRASES = ("as ever", "hear of", "hears", "in a hurry", "knows no more t
 """Phrases that no docstring, comment or message of the package has any more."""
 
 PLAIN_ROOMS = (
-    "__init__", "_group", "_runtime", "_worker", "blocking", "checkpointer", "cli", "dcp", "errors", "events",
-    "options", "signing",
+    "__init__", "_convert", "_format", "_group", "_layout", "_runtime", "_staging", "_worker", "blocking",
+    "checkpointer", "cli", "dcp", "errors", "events", "options", "signing",
 )  # fmt: skip
 """The rooms whose docstrings, comments and messages have none of ``RIDDLES``."""
 
 RIDDLES = (
-    *RETIRED_PHRASES, "affair", "anybody", "became of", "becomes of", "goes on", "heard", "is no", "are no", "let go",
-    "lets go", "nobody", "somebody", "to be had", "told", "whoever",
+    *RETIRED_PHRASES, "affair", "anybody", "anyone", "are no", "became of", "becomes of", "everybody", "goes on",
+    "had better", "heard", "in one go", "is no", "let go", "lets go", "nobody", "on its way", "on their way",
+    "somebody", "to be had", "told", "what there is", "whichever", "whoever",
 )  # fmt: skip
 """People in place of parts, and sentences that have to be read twice. Name the part and what it does. "There is no" is
 allowed."""

@@ -206,7 +206,7 @@ async def test_what_arrived_is_compared(tmp_path: Path, saved: Path) -> None:
         server.objects = _Forgetful()
         place = s3_place(server, "fsspec")
         for source, target in ((saved, "c"), (tmp_path / "source.pt", "c.pt")):
-            with pytest.raises(errors.StorageError, match="other bytes came back"):
+            with pytest.raises(errors.StorageError, match="other bytes were read back"):
                 await sidestream.copy(source, place.url(target), budget_bytes=LEAST, **to(place))
             assert keys(place) == set()
 

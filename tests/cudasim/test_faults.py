@@ -175,7 +175,9 @@ def test_a_full_device(mode: StageMode) -> None:
                     assert bool((copies["t"] == 5).all())
                     copies.release()
                     del copies
-                with pytest.raises(ArenaExhaustedError, match=r"copies of what must not wait: free device memory$"):
+                with pytest.raises(
+                    ArenaExhaustedError, match=r"copies of tensors that must not wait: free device memory$"
+                ):
                     await stager.stage(state)  # small and conjugated tensors need some
                 stager.fence()
             await assert_works(stager, 6.0)

@@ -82,7 +82,7 @@ def test_overlapping_items(second_at: int, second_length: int) -> None:
 def test_file_names(name: str) -> None:
     entry = ValueEntry(("v",), name, 0, 10)
     for files in ({name: 100}, {}):
-        with pytest.raises(CorruptCheckpointError, match="no plain file name") as caught:
+        with pytest.raises(CorruptCheckpointError, match="not a plain file name") as caught:
             run_sliced(validate(Manifest("", {"v": entry}, files)))
         assert caught.value.file == name
 
@@ -146,7 +146,7 @@ def test_holes_are_listed_together() -> None:
 
 def test_chunks_lie_within_the_shape() -> None:
     for offsets, sizes in (((0,), (5,)), ((4,), (1,)), ((-1,), (2,)), ((2,), (-1,)), ((0, 0), (4, 1)), ((0,), (4, 1))):
-        with pytest.raises(CorruptCheckpointError, match=r"reaches|rank"):
+        with pytest.raises(CorruptCheckpointError, match=r"reaches|dimensions"):
             run_sliced(validate(manifest(tensor((4,), chunk(offsets, sizes)))))
     for shape in ((-1,), (1 << 61, 4), (1 << 70,), (1,) * 65):
         with pytest.raises(CorruptCheckpointError, match="impossible shape"):

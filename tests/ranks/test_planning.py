@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream._layout.sharded.assign import Assignment, Told, assign
+from sidestream._layout.sharded.assign import Assignment, RankReport, assign
 from sidestream._layout.sharded.rank_layout import encode_values, lay_out_rank
 from sidestream._layout.sharded.rank_table import LocalTable, local_table, parse_rows
 from sidestream._runtime.threads import run_sliced
@@ -22,7 +22,7 @@ def assigned(*states: dict[str, Any]) -> tuple[list[str], list[LocalTable], list
         )
         for state in states
     ]
-    told = [Told(table.held.table, table.held.raw_boxes) for table in tables]
+    told = [RankReport(table.held.table, table.held.raw_boxes) for table in tables]
     shared, each = run_sliced(
         assign(told, {table.held.table: run_sliced(parse_rows(table.held.raw_rows)) for table in tables})
     )

@@ -1,1 +1,1 @@
-"""From one format to another: DCP, ``torch.save`` and safetensors, piece by piece under a memory budget."""
+"""Conversions between DCP, ``torch.save`` and safetensors, and copies, in pieces within a memory budget."""

@@ -1,4 +1,4 @@
-"""``convert``: from any format that is read to any that is written."""
+"""``convert``: writes a checkpoint of any readable format in any writable format."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    format: Format | None = None,  # noqa: A002  # what everybody calls it
+    format: Format | None = None,  # noqa: A002  # the usual name
     select: str | Collection[str] | None = None,
     names: Names | None = None,
     dtype: Dtypes | None = None,
@@ -193,15 +193,15 @@ class How:
     progress: Progress | None = None
     verb: Literal["export", "convert"] = "convert"
     replaces: bool = False
-    """Whether an export takes the place of one that is there."""
+    """Whether an export replaces an earlier one."""
     others: Mapping[str, bytes] = field(default_factory=dict)
-    """Files beside those of safetensors."""
+    """Files in addition to those of safetensors."""
 
 
 async def convert_opened(
     opened: Source, selection: Selection, where: Location, how: How, ranks: Operation | None = None
 ) -> ConvertReport:
-    """``convert`` what was selected of an opened source. ``ranks``: all ranks do so together, each with some of the
+    """Convert the selection of an opened source. With ``ranks``, all ranks do it together, and each writes some of the
     files."""
     with opened.all_there():
         return await _convert(opened, selection, where, how, ranks)
@@ -258,7 +258,7 @@ async def _convert(
             format=chosen,
             files=tuple(sizes),
             nbytes=sum(sizes.values()),
-            tensors=tuple(fqn for fqn in selection.order if fqn in selection.told),
+            tensors=tuple(fqn for fqn in selection.order if fqn in selection.wholes),
             values=tuple(one.fqn for one in selection.values),
             left_out=(*selection.left_out, *_without_place(opened, sidecars, how)),
             cast=selection.cast,
@@ -281,13 +281,13 @@ async def _run_divided(
     return {**{file.name: file.nbytes for file in tensors}, **divided.others}
 
 
-# --- what to take ---------------------------------------------------------------------------------------------------
+# --- the selection --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is converted, under its new names: the tensors, where each comes from, and the values. ``aliases``: names of
-    tied tensors that are noted and not written, and the names that they are written under. ``composites`` are tensors
+    """The tensors and values to convert, with their new names. ``origin`` has the source of each tensor. ``aliases``
+    maps names of tied tensors that are not written to the names with which they are written. ``composites`` are tensors
     that consist of others, which are among ``tensors``."""
 
     tensors: list[OutTensor]
@@ -298,8 +298,8 @@ class Selection:
     cast: tuple[str, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     composites: dict[str, CompositeEntry] = field(default_factory=dict)
-    told: frozenset[str] = frozenset()
-    """The new names of all tensors but those that are parts of others."""
+    wholes: frozenset[str] = frozenset()
+    """The new names of all tensors except parts of others."""
 
 
 def _select(
@@ -323,7 +323,7 @@ def _select(
     order = list(dict.fromkeys(new for new in named.values() if new is not None))
     left_out = tuple(fqn for fqn in entries if fqn not in parts and named.get(fqn) is None)
     found = Selection([], [], {}, order, left_out, ())
-    cast, told = [], []
+    cast, wholes = [], []
     for fqn, new in named.items():
         entry = entries[fqn]
         if new is None or new in found.origin or isinstance(entry, SourceOpaque):
@@ -332,7 +332,7 @@ def _select(
         path = (*paths[named[whole] or ""], *entry.path[len(entries[whole].path) :])
         if isinstance(entry, SourceComposite):
             found.composites[new] = replace(entry.entry, path=path)
-            told += [] if fqn in parts else [new]
+            wholes += [] if fqn in parts else [new]
             continue
         if not isinstance(entry, SourceTensor):
             found.values.append(OutValue(new, path, entry.node, entry.empty))
@@ -344,12 +344,12 @@ def _select(
         nbytes = math.prod(entry.entry.shape) * itemsize(wanted)
         found.tensors.append(OutTensor(new, path, wanted, entry.entry.shape, nbytes, (entry.identity, wanted)))
         found.origin[new] = (fqn, entry)
-        told += [] if fqn in parts else [new]
-    return replace(found, cast=tuple(cast), told=frozenset(told))
+        wholes += [] if fqn in parts else [new]
+    return replace(found, cast=tuple(cast), wholes=frozenset(wholes))
 
 
 def _paths(source: Source, named: Mapping[str, str | None]) -> dict[str, tuple[Key, ...]]:
-    """Return the paths of the new names. Of tied tensors with one name the first one decides."""
+    """Return the paths of the new names. If tied tensors have one name, it gets the path of the first one."""
     found: dict[str, tuple[Key, ...]] = {}
     for fqn, new in yielding_gil(named.items()):
         if new is not None and new not in found:
@@ -358,7 +358,8 @@ def _paths(source: Source, named: Mapping[str, str | None]) -> dict[str, tuple[K
 
 
 def _with_parts(source: Source, named: Mapping[str, str | None]) -> dict[str, str | None]:
-    """``named``, and the names of parts, which follow the tensor that they belong to. Raises ``KeyCollisionError``."""
+    """Return ``named`` with the names of parts, which begin with the name of their tensor. Raises
+    ``KeyCollisionError``."""
     found: dict[str, str | None] = {}
     for fqn, new in yielding_gil(named.items()):
         found[fqn] = new
@@ -388,12 +389,12 @@ def _refuse_unusual(source: Source, taken: Sequence[str], target: Format) -> Non
 
 
 def _identity(fqn: str, entry: SourceEntry) -> object:
-    """Return what is the same for tied tensors, and for nothing else."""
+    """Return a key that is equal for tied tensors only."""
     return (entry.identity, entry.entry.shape) if isinstance(entry, SourceTensor) else fqn
 
 
 def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
-    """Raise an error for the first tensor that cannot be read, which names the others too."""
+    """Raise the error of the first tensor that cannot be read. Its message also names the others."""
     opaque = [fqn for fqn in taken if isinstance(source.entries[fqn], SourceOpaque)]
     if not opaque:
         return
@@ -408,7 +409,7 @@ def _total(selection: Selection) -> int:
     return sum(distinct.values())
 
 
-# --- doing it -------------------------------------------------------------------------------------------------------
+# --- the files ------------------------------------------------------------------------------------------------------
 
 
 def _plan(selection: Selection, name: str | None, how: How) -> Sequence[TargetFile] | DcpTarget:
@@ -427,7 +428,7 @@ def _without_place(opened: Source, taken: Mapping[str, bytes], how: How) -> list
 
 
 class _ConvertedLayout:
-    """The layout of converted files: those of a checkpoint get a manifest and a marker, others stand for themselves."""
+    """The layout of converted files. Only a checkpoint gets a manifest and a marker."""
 
     def __init__(self, order: SaveOrder, files: Sequence[TargetFile] | DcpTarget, fqns: Sequence[str]) -> None:
         self._order = order
@@ -450,7 +451,7 @@ class _ConvertedLayout:
         return {**sidecar_files(self._order), **commit_files(manifest)}
 
 
-# --- what was asked for ---------------------------------------------------------------------------------------------
+# --- the options ----------------------------------------------------------------------------------------------------
 
 
 def _format(target: str | os.PathLike[str], chosen: Format | None) -> Format:

@@ -1,4 +1,4 @@
-"""``copy``: a checkpoint from one store to another as it is, and compared with what was read."""
+"""``copy``: copies a checkpoint from one store to another unchanged, and compares the result with the source."""
 
 from __future__ import annotations
 
@@ -195,13 +195,13 @@ async def remove(
             )
 
 
-# --- what there is to copy ------------------------------------------------------------------------------------------
+# --- the files to copy ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The files of ``source``, in the order in which they are written: the last one makes them a checkpoint.
-    ``single`` says that there is but one, which is the target itself."""
+    """The files of ``source`` in the order in which they are written. The last one completes the checkpoint.
+    ``single``: there is only one file, which is the target itself."""
 
     source: RangeSource
     url: str
@@ -216,9 +216,9 @@ class _Found:
 async def _look(source: RangeSource, location: Location, manifest: Manifest) -> _Found:
     single, url = source.name != location.name, location.url
     if not single and not location.store.capabilities.listing:
-        raise InvalidOptionError(f"{url}: a server without listings does not say which files are in a directory")
+        raise InvalidOptionError(f"{url}: the server has no listings, so the files of a directory are not known")
     verification = Verification(source, url, manifest)
-    pieces, left_out = await io_threads().run(_apart, await verification.plan())
+    pieces, left_out = await io_threads().run(_by_file, await verification.plan())
     await verification.check_whole_items()
     if verification.damages:
         first = next(iter(verification.damages.values()))
@@ -244,29 +244,30 @@ def _names(manifest: Manifest) -> list[str]:
 
 
 def _without_leftovers(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
-    """On object storage, what an attempt that did not commit has left carries its own id."""
+    """Return the files without those of uncommitted attempts, which have another id in their names on object
+    storage."""
     return {name: nbytes for name, nbytes in yielding_gil(listed.items()) if id_of(name) in (None, manifest.save_id)}
 
 
 def _gone(listed: Mapping[str, int], manifest: Manifest) -> str:
-    """Return a file that was there when the checkpoint was opened, and was not listed."""
+    """Return a file that existed when the checkpoint was opened and is not in the listing. Empty if there is none."""
     expected = [*manifest.files, *([METADATA_NAME] if manifest.own and not manifest.parts else [])]
     return next((name for name in yielding_gil(expected) if name not in listed), "")
 
 
 def _in_order(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
-    """The files to copy; the file that readers look for is the last one."""
+    """Return the files to copy. The file that makes them a checkpoint for readers is the last one."""
     sizes = _without_leftovers(listed, manifest)
     markers = [name for name in (METADATA_NAME, INDEX_NAME, part_metadata_name(0)) if name in sizes]
     last = markers[0] if markers else max(sizes, key=lambda name: sizes[name])
     return {**{name: nbytes for name, nbytes in sizes.items() if name != last}, last: sizes[last]}
 
 
-# --- copying it -----------------------------------------------------------------------------------------------------
+# --- the copy -------------------------------------------------------------------------------------------------------
 
 
 class _CopiedFile:
-    """A file that is read in windows; no piece that has a checksum lies across two of them."""
+    """A file that is copied in windows. A piece with a checksum lies in one window."""
 
     def __init__(self, name: str, nbytes: int, pieces: Sequence[Piece], window_bytes: int) -> None:
         self.name, self.nbytes = name, nbytes
@@ -279,7 +280,7 @@ class _CopiedFile:
             self._pieces[bisect_right(ends, piece.offset)].append(piece)
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
-        """Compare what was read, and note what it is."""
+        """Compare the bytes with their checksums, and store the CRC of the window."""
         start, _ = self.windows[index]
         for piece in self._pieces[index]:
             stop.check()
@@ -288,7 +289,7 @@ class _CopiedFile:
 
 
 def _ends(nbytes: int, pieces: Sequence[Piece], window_bytes: int) -> list[int]:
-    """Where windows of a file end: on a page, if there is one between two of ``pieces``."""
+    """Return the ends of the windows of a file. A window ends at a page if ``pieces`` allow it."""
     ends: list[int] = []
     start = done = paged = 0
     for piece in pieces:
@@ -308,8 +309,9 @@ def _ends(nbytes: int, pieces: Sequence[Piece], window_bytes: int) -> list[int]:
 
 
 @sliced
-def _apart(pieces: Iterable[Piece]) -> Steps[tuple[dict[str, list[Piece]], set[str]]]:
-    """By file and in order; those that lie across others are left out, and named. Only a forged file has some."""
+def _by_file(pieces: Iterable[Piece]) -> Steps[tuple[dict[str, list[Piece]], set[str]]]:
+    """Return the pieces by file in order, and the FQNs of pieces that were left out because they overlap with others.
+    Only a forged checkpoint has such pieces."""
     found: dict[str, list[Piece]] = {}
     left_out: set[str] = set()
     for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):
@@ -345,7 +347,7 @@ class _Copy:
     _done_bytes: int = 0
 
     async def write(self, into: Transaction) -> bytes | None:
-        """Write everything but a ``.metadata``, which is returned: it is the commit that adds it."""
+        """Write all files except ``.metadata``, which is returned because the commit writes it."""
         found = self.found
         files = [
             _CopiedFile(
@@ -404,9 +406,11 @@ class _Copy:
                 try:
                     await self.where.store.read(name, [ReadRange(start, view)])
                 except (CorruptCheckpointError, FileNotFoundError) as error:
-                    raise StorageError(errno.EIO, f"what was written did not arrive: {error}", name) from error
+                    raise StorageError(errno.EIO, f"the written file cannot be read back: {error}", name) from error
                 if await io_threads().run(crc32, view) != file.crcs[index]:
-                    raise StorageError(errno.EIO, f"other bytes came back than were written, from {start} on", name)
+                    raise StorageError(
+                        errno.EIO, f"other bytes were read back than were written, from offset {start} on", name
+                    )
                 del view
                 scratch.give_back(memory)
                 self._tell(end - start)

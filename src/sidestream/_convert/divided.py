@@ -1,4 +1,4 @@
-"""An export by several ranks: each writes some of the files into one attempt, which rank 0 commits."""
+"""Exports by several ranks. Each rank writes some of the files into one attempt, which rank 0 commits."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ async def as_one(ranks: Operation | None, work: Callable[[], Awaitable[T]]) -> T
 
 @dataclass(slots=True)
 class DividedFiles:
-    """The files of an export, of which every rank writes some. ``last``: those that rank 0 writes when the others are
-    complete. ``others`` of them are known to rank 0 alone, until it has told their sizes."""
+    """The files of an export, which the ranks divide among each other. Rank 0 writes those in ``last`` when the others
+    are complete. ``others`` has the sizes of these. Only rank 0 knows them before it sends them."""
 
     order: SaveOrder
     operation: Operation
     tensors: Sequence[TargetFile]
     last: Sequence[TargetFile]
     terms: object
-    """What the files depend on, besides their names and sizes."""
+    """The facts on which the files depend, apart from their names and sizes."""
     others: dict[str, int] = field(default_factory=dict)
     _written: dict[str, int] = field(default_factory=dict)
 
     async def write(self, pipeline: Pipeline, into: Transaction) -> None:
-        """Write the files of this rank. Raises ``Stopped`` when another rank cannot go on."""
+        """Write the files of this rank. Raises ``Stopped`` when another rank has failed."""
         operation = self.operation
         layout = [[one.name, one.nbytes] for one in self.tensors]
         digest = await io_threads().run(_digest, [layout, self.terms])
@@ -60,7 +60,7 @@ class DividedFiles:
             mine.extend(self.last)
         self._written.update((one.name, one.nbytes) for one in mine)
 
-    # --- the layout: these files stand for themselves ---
+    # --- the layout: the files need no manifest ---
 
     async def receipt(self, plan: None, written: None) -> RankReceipt:
         return RankReceipt(self._written, None)
@@ -75,7 +75,7 @@ class DividedFiles:
         return None
 
     async def _begin(self, digests: Sequence[bytes]) -> bytes:
-        """On rank 0: make the attempt, if all ranks mean the same export."""
+        """Make the attempt, if all ranks have the same export. Called on rank 0."""
         differs = [rank for rank, one in enumerate(digests) if one != digests[0]]
         if differs:
             raise InvalidOptionError(
@@ -86,13 +86,14 @@ class DividedFiles:
         return json.dumps({one.name: one.nbytes for one in self.last}).encode()
 
 
-def _digest(told: object) -> bytes:
-    """Called in a worker thread."""
-    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).digest()
+def _digest(content: object) -> bytes:
+    """Return a digest of ``content``. Called in a worker thread."""
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).digest()
 
 
 def _divided(files: Sequence[TargetFile], world: int) -> list[int]:
-    """Return the rank that writes each file: the largest files first, each by the rank that has least to write."""
+    """Return the rank that writes each file. The largest files come first, and each gets the rank with the least
+    bytes."""
     load = [0] * world
     ranks = [0] * len(files)
     for number in sorted(range(len(files)), key=lambda one: (-files[one].nbytes, one)):
@@ -103,18 +104,19 @@ def _divided(files: Sequence[TargetFile], world: int) -> list[int]:
 
 
 class Divided(Group):
-    """The coordinator: rank 0 commits when all ranks have written their files, or for none."""
+    """The coordinator of such an export. Rank 0 commits when all ranks have written their files. If one fails, all
+    fail."""
 
     def __init__(self, order: SaveOrder, operation: Operation) -> None:
         super().__init__(order, operation, _Unplanned())
 
     async def _look_back(self, verdict: RankFailuresError) -> None:
-        """Delete what this rank has written under names that stay. Whether a rank 0 that died has committed is not
-        known: an export has no marker."""
+        """Delete the files that this rank has written, if they have their final names. The outcome is unknown if rank 0
+        died during the commit, because an export has no marker."""
         first = verdict.failures[0]
         if first.rank == 0 and first.kind in ("RankDied", "DeadlineExceededError") and self._operation.step == "commit":
             self._order.transaction.outcome = "unknown"
-        elif self._order.transaction.place is None:  # or else rank 0 deletes the hidden directory
+        elif self._order.transaction.place is None:  # otherwise rank 0 deletes the hidden directory
             await self._order.transaction.clean_up(verdict)
 
     async def _seen(self) -> Outcome:
@@ -122,6 +124,6 @@ class Divided(Group):
 
 
 class _Unplanned:
-    """Nothing that the ranks have planned decides how a failure ends."""
+    """The plan for ``Group``. There is none, so it does not affect the outcome of a failure."""
 
     planned: Any = None

@@ -1,4 +1,4 @@
-"""``HF``: an export beside a save, as transformers reads it, from the snapshot that the checkpoint is written from."""
+"""``HF``: an export of a save for transformers, from the snapshot that is also the source of the checkpoint."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ __all__ = ["HF"]
 
 _STEP = "{step}"
 _NAMES = frozenset({INDEX_NAME, f"model{SUFFIX}"})
-"""Files of which every export has one."""
+"""Every export has one of these files."""
 _PART_BYTES = 16 << 20
 _MOST_HELD_BYTES = 256 << 20
-_BUDGET_BYTES = 256 << 20  # of an export from the checkpoint
+_BUDGET_BYTES = 256 << 20  # for an export from the checkpoint
 
 
 @public
@@ -123,7 +123,7 @@ class HF:
 
 
 class _Candidate(NamedTuple):
-    """A tensor that may be exported. Those with one ``identity`` are tied. ``composite`` is the type of one that
+    """A tensor that may be exported. Tensors with one ``identity`` are tied. ``composite`` is the type of a tensor that
     consists of others."""
 
     fqn: str
@@ -135,7 +135,7 @@ class _Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """The tensors that are written, with the name of each in the state; and what the report says of the others."""
+    """The tensors to write, with the name of each in the state, and the facts about the others for the report."""
 
     tensors: list[OutTensor]
     origin: dict[str, str]
@@ -145,8 +145,8 @@ class _Chosen:
 
 
 def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
-    """In a thread. Raises ``MissingKeysError``, ``KeyCollisionError``, ``InvalidOptionError``,
-    ``UnsupportedTensorError``."""
+    """Select and name the tensors to write. Called in a worker thread. Raises ``MissingKeysError``,
+    ``KeyCollisionError``, ``InvalidOptionError`` and ``UnsupportedTensorError``."""
     taken = set(selected([one.fqn for one in candidates], export.select, url))
     identities = {one.fqn: one.identity for one in candidates}
     chosen = [one.fqn for one in candidates if one.fqn in taken]
@@ -178,7 +178,7 @@ def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
 
 @dataclass(slots=True)
 class _Sink:
-    """One export. ``replaces``: it takes the place of an earlier one."""
+    """The export of one save. ``replaces``: it replaces an earlier export."""
 
     export: HF
     location: Location
@@ -201,7 +201,7 @@ class _Sink:
         chosen = _choose(self.export, candidates, self.url)
         items = {fqn: item for fqn, _, _, item in plan.named_tensors()}
         by_item = {items[chosen.origin[one.fqn]]: one for one in chosen.tensors}
-        tensors = [by_item[item] for item in sorted(by_item)]  # as they lie in the snapshot
+        tensors = [by_item[item] for item in sorted(by_item)]  # in the order of the snapshot
         laid, index = safetensors_layout(tensors, None, self.export.max_shard_bytes, chosen.aliases)
         if any(sum(one.nbytes for one in file.late) > _MOST_HELD_BYTES for file in laid):
             raise SnapshotLostError(f"{self.url}: too many tensors have to be kept back for the end of their file")
@@ -274,7 +274,7 @@ class _Sink:
                 chosen.left_out,
                 chosen.cast,
                 chosen.aliases,
-                told=frozenset(order),
+                wholes=frozenset(order),
             )
             how = How(
                 format="safetensors",
@@ -306,7 +306,7 @@ class _Sink:
 
 
 class _Piece(NamedTuple):
-    """The next elements of a tensor, converted to ``dtype`` when they are copied; None: bytes as they are."""
+    """The next elements of a tensor, which are converted to ``dtype`` when they are copied."""
 
     name: str
     elements: torch.Tensor
@@ -320,11 +320,11 @@ def _pieces(
     sources: Mapping[str, str],
     stop: Stop,
 ) -> Generator[_Piece]:
-    """Yield the payloads of these items, window after window."""
+    """Yield the payloads of these items, window by window."""
     window_number = first_item = 0
     for layout in plan.shards:
         for window in layout.windows:
-            with snapshot.window(window_number, stop) as view:  # also where nothing of it is exported: it is given back
+            with snapshot.window(window_number, stop) as view:  # also a window without exported tensors, to release it
                 for number in range(window.first, window.last):
                     one, item = by_item.get(first_item + number), layout.items[number]
                     start, end = max(item.payload_offset, window.start), min(item.trailer_offset, window.end)
@@ -342,7 +342,7 @@ def _piece(one: OutTensor, source: str, view: memoryview) -> _Piece:
 
 
 class _Stream:
-    """The bytes of files, one after the other, made of the pieces of tensors as they come."""
+    """The bytes of files, one after the other, made from pieces of tensors in the order of the snapshot."""
 
     def __init__(self, pieces: Generator[_Piece]) -> None:
         self._pieces = pieces
@@ -355,14 +355,14 @@ class _Stream:
         return file
 
     def close(self) -> None:
-        """Release the window that the last piece lies in. Nothing is taken from the files after that."""
+        """Release the window of the last piece. The files must not be read after that."""
         with self._lock:
             for file in self._files:
                 file.close()
             self._pieces.close()
 
     def _content(self, laid: SafetensorsFile) -> Generator[_Piece]:
-        """Yield what a file consists of. What belongs to its end is copied until then."""
+        """Yield the pieces of a file. Pieces that belong at its end are copied and kept until then."""
         yield _bytes_of(laid.header)
         held: dict[str, list[_Piece]] = {one.fqn: [] for one in laid.late}
         left = sum(one.nbytes for one in laid.tensors)
@@ -383,7 +383,7 @@ def _bytes_of(content: bytes) -> _Piece:
 
 
 class _StreamedFile:
-    """A ``Body`` whose parts are made in their order, by whichever thread comes first."""
+    """A ``Body`` whose parts are made in their order. A thread that needs a part makes all parts before it."""
 
     aligned = False
 
@@ -412,13 +412,14 @@ class _StreamedFile:
             return self._made.pop(number)
 
     def close(self) -> None:
-        """Drop the pieces that refer to staged memory: parts and files refer to each other."""
+        """Drop the pieces that refer to staged memory. Parts and files refer to each other, so they are freed late."""
         self._content.close()
         self._left = None
         self._made.clear()
 
     def _fill(self, memory: mmap.mmap, nbytes: int) -> None:
-        """Copy without the GIL, as torch does. Payloads are aligned in the file, and parts begin at multiples of 8."""
+        """Fill a part with the next pieces. Torch copies without the GIL. The copies are aligned, because payloads are
+        aligned in the file and parts begin at multiples of 8."""
         done = 0
         while done < nbytes:
             piece = self._left if self._left is not None else next(self._content)

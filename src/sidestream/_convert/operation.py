@@ -1,4 +1,5 @@
-"""Conversions and copies as save operations: their data comes from another checkpoint, and their caller waits."""
+"""Conversions and copies as save operations. Their data comes from another checkpoint, and they run in the caller's
+task."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _DOING = {"save": "saving", "export": "exporting", "convert": "converting", "cop
 
 
 class CopyingWriter:
-    """A writer that reads what it writes from another checkpoint, in the task of the caller. ``write`` brings all data
-    files to storage, and returns what the layout has to know of them."""
+    """A writer that reads its data from another checkpoint, in the task of the caller. ``write`` writes all data files,
+    and returns the facts about them that the layout needs."""
 
     def __init__(self, order: SaveOrder, write: Callable[[Transaction], Awaitable[Any]], nbytes: int) -> None:
         self._order = order
@@ -41,10 +42,10 @@ class CopyingWriter:
         """Do nothing: ``write`` has released its memory."""
 
     def interrupt(self) -> None:
-        """Do nothing: the hops that wait for the threads stop them."""
+        """Do nothing: the coroutines that wait for the threads stop them."""
 
     def leave(self) -> None:
-        """Do nothing: no thread works once its hop has ended."""
+        """Do nothing: each thread has ended when the coroutine that waits for it has."""
 
     def progress(self) -> SaveProgress:
         """Return nothing: a callback of the caller reports the progress."""

@@ -1,4 +1,5 @@
-"""What is converted (a checkpoint directory, a ``torch.save`` file or safetensors), and its data on the way."""
+"""The source of a conversion (a checkpoint directory, a ``torch.save`` file or safetensors), and the flow of its
+data."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ __all__ = [
     "open_source_at",
 ]
 
-_VIEWS_ANYHOW_BYTES = 64 << 20
+_VIEWS_ALWAYS_BYTES = 64 << 20
 _VIEWS_RATIO = 16
 
 
@@ -70,9 +71,9 @@ _VIEWS_RATIO = 16
 class SourceTensor:
     """A tensor of the source.
 
-    ``straight`` is the tensor as one dimension, if its bytes can be read from anywhere to anywhere; ``entry`` is it as
-    it was saved, and ``located`` what the zips say of that, if it is another writer's. ``checks`` are to be made
-    before, where checksums cover more than a piece. Tensors of one ``identity`` are tied.
+    ``straight`` is the tensor with one dimension, if any part of its bytes can be read by itself. ``entry`` is the
+    tensor as it was saved. ``located`` has the facts from the zips of another writer. ``checks`` have to be made before
+    the conversion, for checksums that cover more than a piece. Tensors with one ``identity`` are tied.
     """
 
     path: tuple[Key, ...]
@@ -85,7 +86,7 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class SourceValue:
-    """A plain value as data; None stands for an empty dict if ``empty``."""
+    """A plain value as data, or an empty dict if ``empty``."""
 
     path: tuple[Key, ...]
     node: Node
@@ -115,7 +116,7 @@ SourceEntry: TypeAlias = SourceTensor | SourceValue | SourceOpaque | SourceCompo
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is converted. ``files`` is open until ``aclose``."""
+    """The source of a conversion. ``files`` is open until ``aclose``."""
 
     files: RangeSource
     url: str
@@ -125,8 +126,8 @@ class Source:
     sidecars: Mapping[str, TensorEntry] = field(default_factory=dict)
 
     def parts(self) -> dict[str, str]:
-        """Return the FQNs of the parts of all composite tensors, and the tensor that each belongs to in the end. Called
-        in a worker thread."""
+        """Return the FQNs of the parts of all composite tensors, with the outermost tensor of each. Called in a worker
+        thread."""
         found: dict[str, str] = {}
         for fqn, one in yielding_gil(self.entries.items()):
             if isinstance(one, SourceComposite):
@@ -146,7 +147,7 @@ class Source:
         return {name: await io_threads().run(bytes, content) for name, content in found.items()}
 
     def all_there(self) -> AbstractContextManager[None]:
-        """Raise ``CorruptCheckpointError`` within it for a file that is gone."""
+        """Return a context that raises ``CorruptCheckpointError`` for a file that is gone."""
         return all_there(self.url)
 
     async def aclose(self) -> None:
@@ -154,12 +155,13 @@ class Source:
 
 
 async def open_source(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> Source:
-    """``open_source_at`` what ``url`` names."""
+    """Open the source at ``url``, as ``open_source_at`` does."""
     return await open_source_at(locate_directory(url, storage))
 
 
 async def open_source_at(location: Location) -> Source:
-    """Raises what opening a checkpoint raises; reads no payload of a tensor. The caller closes the result."""
+    """Open a source. Reads no payload of a tensor. The caller closes the result. Raises what the opening of a
+    checkpoint raises."""
     files, manifest = await open_manifest(location)
     try:
         with all_there(location.url):
@@ -235,10 +237,10 @@ def _check_views(manifest: Manifest, url: str) -> Steps[None]:
     distinct: dict[object, int] = {}
     for entry in manifest.entries.values():
         yield
-        if isinstance(entry, TensorEntry) and any(chunk.told is not None for chunk in entry.chunks):
+        if isinstance(entry, TensorEntry) and any(chunk.foreign is not None for chunk in entry.chunks):
             distinct[entry.dtype, entry.chunks] = entry.nbytes
     nbytes, there = sum(distinct.values()), sum(manifest.files.values())
-    if nbytes > _VIEWS_ANYHOW_BYTES + _VIEWS_RATIO * there:
+    if nbytes > _VIEWS_ALWAYS_BYTES + _VIEWS_RATIO * there:
         raise UnsupportedCheckpointError(
             f"{url}: its tensors are views of the same storages; written one by one they would take {nbytes} bytes, "
             f"and the file has {there}: clone() the tensors that are needed and save them again"
@@ -249,7 +251,7 @@ def _foreign_tensor(fqn: str, entry: TensorEntry, found: Located, checked: set[o
     if any(chunk.transform for chunk in entry.chunks):
         return SourceTensor(entry.path, entry, None, None, fqn)
     located, payloads = found
-    identity = (entry.dtype, entry.chunks) if all(chunk.told is not None for chunk in entry.chunks) else fqn
+    identity = (entry.dtype, entry.chunks) if all(chunk.foreign is not None for chunk in entry.chunks) else fqn
     straight = _straight(_row_major(located, payloads))
     unchecked = {chunk: one for chunk, one in payloads.items() if (chunk.file, chunk.payload_offset) not in checked}
     checked.update((chunk.file, chunk.payload_offset) for chunk in unchecked)
@@ -258,7 +260,7 @@ def _foreign_tensor(fqn: str, entry: TensorEntry, found: Located, checked: set[o
 
 
 def _row_major(located: TensorEntry, payloads: Mapping[Chunk, ForeignPayload]) -> TensorEntry | None:
-    """With every chunk where its elements begin, if they lie there one after the other."""
+    """Return the tensor with the offset of the elements of every chunk. None if a chunk is not row-major."""
     size = itemsize(located.dtype)
     chunks = []
     for chunk in located.chunks:
@@ -271,12 +273,12 @@ def _row_major(located: TensorEntry, payloads: Mapping[Chunk, ForeignPayload]) -
             return None
         if payload.strides is None and payload.payload_bytes != math.prod(chunk.sizes) * size:
             return None
-        chunks.append(replace(chunk, payload_offset=chunk.payload_offset + payload.first_element * size, told=None))
+        chunks.append(replace(chunk, payload_offset=chunk.payload_offset + payload.first_element * size, foreign=None))
     return replace(located, chunks=tuple(chunks))
 
 
 def _straight(entry: TensorEntry | None) -> TensorEntry | None:
-    """The tensor, if it is row-major, as one dimension, where every chunk is whole rows."""
+    """Return the tensor with one dimension. None if it is not row-major, or if a chunk is not whole rows."""
     if entry is None:
         return None
     row = math.prod(entry.shape[1:])
@@ -289,12 +291,12 @@ def _straight(entry: TensorEntry | None) -> TensorEntry | None:
     return replace(entry, shape=(math.prod(entry.shape),), chunks=tuple(chunks))
 
 
-# --- on the way to the target's files ---
+# --- the flow of data -------------------
 
 
 @dataclass(slots=True)
 class Pipeline:
-    """One conversion's data. ``origin`` says by the FQN in the target which tensor of the source it is."""
+    """The flow of data in one conversion. ``origin`` has the tensor of the source for each FQN in the target."""
 
     source: Source
     origin: Mapping[str, tuple[str, SourceTensor]]
@@ -306,7 +308,7 @@ class Pipeline:
     _held: dict[str, torch.Tensor] = field(default_factory=dict)
 
     async def check(self, pieces: Sequence[Piece]) -> None:
-        """Before anything is written: what has one checksum over more than is read at once."""
+        """Compare checksums that cover more than one piece. Called before anything is written."""
         queue = iter(pieces)
 
         async def work() -> None:
@@ -320,7 +322,7 @@ class Pipeline:
         await in_parallel(work)
 
     async def write(self, files: Sequence[TargetFile], into: Transaction) -> None:
-        """Write all of ``files``; when this returns or raises, no thread works on them any more."""
+        """Write all of ``files``. When this returns or raises, no thread works on them any more."""
         self._tell(0)
         by_name = {file.name: file for file in files}
 
@@ -365,7 +367,7 @@ class Pipeline:
         return straight, others
 
     async def _from_held(self, fqn: str, source: SourceTensor, one: Slice, into: torch.Tensor) -> None:
-        """A tensor that cannot be read piece by piece is held as a whole for as long as there are pieces to come."""
+        """Fill a slice of a tensor that cannot be read in pieces. The whole tensor is held until its last slice."""
         held = self._held.get(fqn)
         if held is None:
             with allocating(f"converting {fqn}"):
@@ -393,6 +395,6 @@ class Pipeline:
 
 
 def _slices_of(file: TargetFile, index: int) -> tuple[list[Slice], int]:
-    """Return the slices that lie in a window of a file, and their size in bytes."""
+    """Return the slices in a window of a file, and their size in bytes."""
     slices = gathered(file.slices(index))
     return slices, sum(one.nbytes for one in slices)

@@ -1,4 +1,4 @@
-"""What is written: files that consist of windows, each filled with payloads and then sealed with what goes around."""
+"""The files of a conversion. They consist of windows, which are filled with payloads and then sealed with frames."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OutTensor:
-    """A tensor as it is to be written; those with one ``identity`` are the same."""
+    """A tensor to write. Tensors with one ``identity`` are tied."""
 
     fqn: str
     path: tuple[Key, ...]
@@ -73,7 +73,7 @@ class OutValue:
 
 
 class Slice(NamedTuple):
-    """Bytes ``begin`` to ``begin + nbytes`` of the payload of ``tensor``, which belong at byte ``at`` of a window."""
+    """The bytes ``begin`` to ``begin + nbytes`` of the payload of ``tensor``, for byte ``at`` of a window."""
 
     tensor: OutTensor
     begin: int
@@ -83,14 +83,14 @@ class Slice(NamedTuple):
 
 class TargetFile(WindowedFile, Protocol):
     def slices(self, index: int) -> Iterator[Slice]:
-        """What belongs into a window before it is sealed."""
+        """Yield the slices of payloads in a window, which have to be filled before it is sealed."""
 
 
 Piece = bytes | OutTensor | Callable[[Mapping[int, int]], bytes]
 
 
 class Written:
-    """A file of pieces one after the other: known bytes, payloads, and bytes that depend on checksums before them."""
+    """A file of pieces: known bytes, payloads, and bytes that depend on the checksums of earlier payloads."""
 
     aligned = False
 
@@ -106,7 +106,7 @@ class Written:
         self._crcs: dict[int, int] = {}
 
     def _cut(self, pieces: Sequence[tuple[int, int, Piece]], window_bytes: int) -> None:
-        """Payloads are cut at multiples of 1 MiB, so at whole elements."""
+        """Divide the pieces into windows. Payloads are cut at multiples of 1 MiB, which are whole elements."""
         start = 0
         parts: list[tuple[int, int, int, Piece]] = []
         at: list[int] = []
@@ -169,7 +169,8 @@ class Written:
 def torch_file(
     name: str, tensors: Sequence[OutTensor], values: Sequence[OutValue], order: Sequence[str], window_bytes: int
 ) -> Written:
-    """One file with everything, nested as it was and in this order; tied tensors share a storage."""
+    """Return one file with all tensors and values, nested by their paths and in this order. Tied tensors share a
+    storage."""
     distinct: dict[object, int] = {}
     first: list[OutTensor] = []
     leaves: dict[str, tuple[tuple[Key, ...], _Pickled]] = {}
@@ -208,7 +209,7 @@ def _pickle_tree(node: Any) -> bytes:
 
 
 class SafetensorsFile(NamedTuple):
-    """A file: its header, and the tensors behind it without gaps."""
+    """The layout of a file: its header, and the tensors after it without gaps."""
 
     name: str
     header: bytes
@@ -220,7 +221,7 @@ class SafetensorsFile(NamedTuple):
 
     @property
     def late(self) -> list[OutTensor]:
-        """The tensors that lie behind others which come after them in the order of the export."""
+        """The tensors that come later in the file than in the order of the export."""
         return [one for one in self.tensors if alignment(one.nbytes) < ALIGN_BYTES]
 
 
@@ -248,7 +249,7 @@ def safetensors_files(
     aliases: Mapping[str, str],
     others: Mapping[str, bytes],
 ) -> list[Written]:
-    """The files of ``safetensors_layout``, and ``others`` beside them."""
+    """Return the files of ``safetensors_layout``, and ``others``."""
     laid, index = safetensors_layout(tensors, name, shard_bytes, aliases)
     files = []
     for file in laid:
@@ -256,16 +257,19 @@ def safetensors_files(
         for one in file.tensors:
             pieces.append((pieces[-1][0] + pieces[-1][1], one.nbytes, one))
         files.append(Written(file.name, pieces, window_bytes))
-    for other, content in {**others, **index}.items():  # on object storage files appear one by one: the index last
+    for other, content in {
+        **others,
+        **index,
+    }.items():  # the index is last, because files appear one by one on object storage
         files.append(Written(other, [(0, len(content), content)], max(window_bytes, len(content))))
     return files
 
 
-# --- a checkpoint of ours ---
+# --- a checkpoint for DCP ---
 
 
 class _DcpShard:
-    """A shard of ours."""
+    """A shard file for DCP."""
 
     aligned = True
 
@@ -291,7 +295,7 @@ class _DcpShard:
 
 
 class DcpTarget:
-    """A checkpoint of ours: its shards, and its entries when they have been written."""
+    """A checkpoint for DCP: its shard files, and its entries when they have been written."""
 
     def __init__(
         self,
@@ -334,12 +338,13 @@ class DcpTarget:
         return [*files, *self.shards]
 
     def crcs(self, names: Mapping[str, str]) -> dict[str, int]:
-        """Return the CRC of each file, when everything has been sealed. ``names``: what the files are called."""
+        """Return the CRC of each file, when all windows have been sealed. ``names``: the names of the files."""
         found = {names[shard.name]: shard.sealer.sums.whole(shard.layout) for shard in self.shards}
         return {**found, **({names["__0_0.distcp"]: crc32(self.values)} if self.values else {})}
 
     def entries(self, order: Sequence[str], names: Mapping[str, str]) -> dict[str, Entry]:
-        """By FQN, in this order; complete when everything has been sealed. ``names``: what the files are called."""
+        """Return the entries by FQN in this ``order``, when all windows have been sealed. ``names``: the names of the
+        files."""
         found: dict[str, Entry] = {
             fqn: replace(one, file=names[one.file]) if isinstance(one, ValueEntry) else one
             for fqn, one in self._entries.items()

@@ -1,4 +1,4 @@
-"""Files on their way to a store in windows, each filled, sealed and written, a bounded number of them at a time."""
+"""Writes of files in windows. Each window is filled, sealed and written, and a limited number of them is in memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..errors import ClosedError, allocating
 __all__ = ["WINDOWS", "WindowedFile", "Windows"]
 
 WINDOWS = 4
-"""So many windows are in memory at once."""
+"""The number of windows that are in memory at the same time."""
 
 
 class WindowedFile(Protocol):
-    """A file to be written."""
+    """A file to write."""
 
     @property
     def name(self) -> str: ...
@@ -38,14 +38,14 @@ class WindowedFile(Protocol):
 
     @property
     def windows(self) -> Sequence[tuple[int, int]]:
-        """Begin and end of each, without gaps."""
+        """The beginning and the end of each window, without gaps."""
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
-        """In a thread: finish a window whose payloads are in ``view``; it may wait for the windows before."""
+        """Finish a window whose payloads are in ``view``. Called in a worker thread. May wait for earlier windows."""
 
 
 class _Part:
-    """A window of a file: filled by the loop, sealed and written by a thread, which then lets go of it."""
+    """A window of a file. The loop fills it. A thread seals and writes it, and then drops its memory."""
 
     def __init__(self, file: WindowedFile, index: int) -> None:
         self.file, self.index = file, index
@@ -73,7 +73,7 @@ class _Part:
         self.filled.cancel()
 
     def release(self) -> None:
-        self.filled = Future()  # the old one refers to the memory
+        self.filled = Future()  # the old future refers to the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class _Body:
 
 
 Fill: TypeAlias = Callable[[WindowedFile, int, memoryview], Awaitable[None]]
-"""On the loop: put the content of a file's window of this index into memory."""
+"""Fills memory with the content of a window of a file, given its index. Runs on the event loop."""
 
 
 class Windows:
@@ -99,8 +99,8 @@ class Windows:
         self._keeping = True
 
     async def write(self, files: Iterable[WindowedFile], into: Transaction) -> None:
-        """Write all of ``files``; when this returns or raises, no thread works on them any more, and their memory goes
-        back to the system."""
+        """Write all of ``files``. When this returns or raises, no thread works on them any more, and their memory is
+        returned to the system."""
         parts = [(file, [_Part(file, index) for index in range(len(file.windows))]) for file in files]
         bodies = [(file.name, _Body(file.nbytes, file.aligned, one)) for file, one in parts]
         self._largest = max((part.nbytes for _, one in parts for part in one), default=1)
@@ -115,7 +115,7 @@ class Windows:
             raise first_error(errors) from None
         finally:
             threads.close()
-            # A thread that has just ended its work may refer to all this for some time yet.
+            # A thread that has just ended its work may refer to the memory for some time.
             self._keeping = False
             self._spare.clear()
 
@@ -129,9 +129,9 @@ class Windows:
             del view
 
     def _take(self, nbytes: int) -> memoryview:
-        """Memory of a window, which may be used again when nobody has a view of it any more: a client of object storage
-        goes on sending a part that it has released."""
-        spare = self._spare.pop() if self._spare else None  # appended by other threads, taken here alone
+        """Return memory for a window. It is used again when the last view of it is gone, because a client of object
+        storage may still send a part that it has released."""
+        spare = self._spare.pop() if self._spare else None  # other threads append, only this one pops
         with allocating("memory for a window"):
             memory = mmap.mmap(-1, self._largest) if spare is None else spare
         array = (ctypes.c_char * nbytes).from_buffer(memory)
@@ -139,9 +139,9 @@ class Windows:
         return memoryview(array).cast("B")
 
     def _give_back(self, memory: mmap.mmap) -> None:
-        """In any thread."""
+        """Keep the memory for another window. Called in any thread."""
         self._spare.append(memory)
         if not self._keeping:
             self._spare.clear()
-        with suppress(RuntimeError):  # whoever kept a view has outlived the loop
+        with suppress(RuntimeError):  # the view was kept until after the end of the loop
             self._loop.call_soon_threadsafe(self._slots.release)

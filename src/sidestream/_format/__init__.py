@@ -1,1 +1,1 @@
-"""A checkpoint as data: framing, metadata, manifest, checksums. Pure: no I/O, no torch."""
+"""The format of a checkpoint: frames, metadata, manifest, checksums. The room has no I/O and imports no torch."""

@@ -1,4 +1,4 @@
-"""CRC-32 (the zip's, IEEE 802.3) per block, and the arithmetic that joins blocks into the CRC of the whole."""
+"""CRC-32 (that of zip files, IEEE 802.3) for each block, and the CRC of a payload from the CRCs of its blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeAlias
 from .records import BLOCK_BYTES
 
 try:
-    from isal.isal_zlib import crc32  # 27 GB/s where zlib gives 6
+    from isal.isal_zlib import crc32  # 27 GB/s, zlib 6
 
     CRC_ENGINE = "isal"
 except ImportError:
@@ -22,21 +22,21 @@ except ImportError:
 __all__ = ["CRC_ENGINE", "block_count", "block_crcs", "combine", "crc32", "join_blocks", "pack_crcs", "unpack_crcs"]
 
 Burst: TypeAlias = Callable[[], AbstractContextManager[object]]
-"""Makes the context of many short calls that each release the GIL."""
+"""A function that returns a context for many short calls, each of which releases the GIL."""
 
 _BURST_BLOCKS = 4
 _POLYNOMIAL = 0xEDB88320  # bit-reversed: the highest bit is x**0
 
 
 def block_count(nbytes: int) -> int:
-    """How many CRCs a payload of ``nbytes`` carries."""
+    """Return the number of blocks, and so of CRCs, of a payload of ``nbytes``."""
     return -(-nbytes // BLOCK_BYTES)
 
 
 def block_crcs(view: memoryview, burst: Burst = nullcontext) -> list[int]:
-    """The CRC of each block of a run of payload that begins with a block."""
+    """Return the CRC of each block in a part of a payload. The part begins at the start of a block."""
     starts = range(0, len(view), BLOCK_BYTES)
-    # isal needs some 40 us for a block, a fraction of what it costs to get the GIL back from a busy loop.
+    # isal needs some 40 us for a block. To get the GIL back from a busy loop takes many times as long.
     with burst() if CRC_ENGINE == "isal" and len(starts) >= _BURST_BLOCKS else nullcontext():
         return [crc32(view[start : start + BLOCK_BYTES]) for start in starts]
 
@@ -50,12 +50,12 @@ def unpack_crcs(packed: bytes) -> tuple[int, ...]:
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC of two runs of bytes, one after the other, from the CRC of each (after zlib's ``crc32_combine``)."""
+    """Return the CRC of two runs of bytes, one after the other, from the CRC of each (as zlib's ``crc32_combine``)."""
     return _times(_power_of_x(8 * second_bytes), first) ^ second
 
 
 def join_blocks(crcs: list[int], nbytes: int) -> int:
-    """The CRC of a payload of ``nbytes`` from those of its blocks."""
+    """Return the CRC of a payload of ``nbytes`` from the CRCs of its blocks."""
     if not crcs:
         return 0
     total = crcs[0]
@@ -65,7 +65,7 @@ def join_blocks(crcs: list[int], nbytes: int) -> int:
 
 
 def _times(a: int, b: int) -> int:
-    """Product of two polynomials over GF(2) modulo the CRC's."""
+    """Return the product of two polynomials over GF(2), modulo the polynomial of the CRC."""
     product = 0
     while a:
         if a & 0x80000000:
@@ -77,7 +77,8 @@ def _times(a: int, b: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _power_of_x(exponent: int) -> int:
-    """``x ** exponent`` modulo the CRC's polynomial; appending n zero bits multiplies a CRC by ``x ** n``."""
+    """Return ``x ** exponent`` modulo the polynomial of the CRC. To append n zero bits is to multiply a CRC by
+    ``x ** n``."""
     power = 0x80000000
     for bit in range(exponent.bit_length()):
         if exponent >> bit & 1:
@@ -87,5 +88,5 @@ def _power_of_x(exponent: int) -> int:
 
 @cache
 def _square(bit: int) -> int:
-    """``x ** (2 ** bit)``."""
+    """Return ``x ** (2 ** bit)``."""
     return _times(_square(bit - 1), _square(bit - 1)) if bit else 0x40000000

@@ -1,8 +1,8 @@
-"""Whether boxes tile a shape exactly: no two of them overlap and nothing is left out.
+"""A check that boxes tile a shape exactly: no two boxes overlap, and every element is in one.
 
-Boxes are cut apart along one dimension after the other. That takes ``n log n`` steps for what sharding produces (rows,
-columns, grids, uneven ones); only boxes that no straight cut separates are compared pair by pair. All of it runs under
-a budget of steps, as the boxes may come from someone who wants the check to hang.
+The boxes are separated along one dimension after the other. For the results of sharding (rows, columns, grids, also
+uneven ones) that takes ``n log n`` steps. Boxes that no straight cut separates are compared pair by pair. The number of
+steps is limited, because an attacker may have chosen the boxes so that the check would hang.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class TooIntricateError(Exception):
-    """The boxes cannot be told apart within the budget of steps."""
+    """The boxes cannot be compared within the limit of steps."""
 
 
 def volume(boxes: Sequence[Box]) -> int:
-    """The elements of all boxes. Where they are as many as the shape's and no boxes overlap, nothing is left out."""
+    """Return the number of elements in all boxes. If it is that of the shape, and no boxes overlap, they cover the
+    shape."""
     return sum(math.prod(sizes) for _, sizes in boxes)
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """The indices of two boxes that share an element, or None. Boxes without elements overlap with nothing.
+    """Return the indices of two boxes that share an element, or None. Boxes without elements do not overlap.
 
-    All boxes have one rank. Raises ``TooIntricateError`` where telling takes far more steps than there are boxes.
+    All boxes have the same number of dimensions. Raises ``TooIntricateError`` if the check takes far more steps than
+    there are boxes.
     """
     steps_left = 128 * len(boxes) + (1 << 17)
     groups = [[index for index, (_, sizes) in enumerate(boxes) if 0 not in sizes]]
@@ -56,7 +58,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def _cut(boxes: Sequence[Box], group: list[int], dim: int) -> list[list[int]]:
-    """``group`` in parts whose extents along ``dim`` do not touch each other."""
+    """Divide ``group`` into parts whose extents along ``dim`` do not overlap."""
     parts: list[list[int]] = []
     reached = -1
     for index in sorted(group, key=lambda index: boxes[index][0][dim]):

@@ -1,4 +1,4 @@
-"""Cryptographic digests of a payload's blocks: the extra ``digest`` brings blake3."""
+"""Cryptographic digests of the blocks of a payload. The extra ``digest`` installs blake3."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DigestOf: TypeAlias = Callable[[memoryview], bytes]
 
 
 def digest_of(digest: Digest) -> DigestOf:
-    """The function that gives a block's digest. Raises ``MissingExtraError``."""
+    """Return the function that computes the digest of a block. Raises ``MissingExtraError``."""
     found = installed_digest(digest)
     if found is None:
         raise MissingExtraError(
@@ -28,7 +28,7 @@ def digest_of(digest: Digest) -> DigestOf:
 
 @cache
 def installed_digest(digest: str | None) -> DigestOf | None:
-    """As ``digest_of``; None where there are no digests, or the package is not installed."""
+    """Return the function of ``digest_of``. None without digests, or if the package is not installed."""
     if digest is None:
         return None
     try:
@@ -37,7 +37,7 @@ def installed_digest(digest: str | None) -> DigestOf | None:
         return None
 
     def of(block: memoryview) -> bytes:
-        found: bytes = blake3(block).digest()  # lets go of the GIL from 2 KiB on
+        found: bytes = blake3(block).digest()  # releases the GIL from 2 KiB on
         return found
 
     return of

@@ -1,4 +1,4 @@
-"""Recognizing files that are not checkpoints by their first bytes or their name, for an error that says what to do."""
+"""The recognition of files that are not checkpoints, by first bytes or name, for an error that says what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .torch_zip.zip import is_older, is_zip
 __all__ = ["HEAD_BYTES", "other_kind", "part_of_checkpoint"]
 
 HEAD_BYTES = 512
-"""How many bytes at the beginning of a file determine its kind."""
+"""The number of bytes at the beginning of a file that determine its kind."""
 
 _ZIP = (
     "it is a zip file; if torch.save wrote it, rename it so that its name ends in .pt (stock DCP writes such a file, "
@@ -23,14 +23,14 @@ _MAGICS = (
     (b"\x93NUMPY", "it is a NumPy array: save torch.from_numpy(numpy.load(...))"),
     (b"GGUF", "it is a GGUF file: convert it to safetensors with the tools of its writer"),
     (b"version https://git-lfs", "it is a Git LFS pointer and not the file itself: run git lfs pull"),
-    (b"<!DOCTYPE", "it is an HTML page: the download may have given an error page"),
-    (b"<html", "it is an HTML page: the download may have given an error page"),
+    (b"<!DOCTYPE", "it is an HTML page: the server may have sent an error page in place of the file"),
+    (b"<html", "it is an HTML page: the server may have sent an error page in place of the file"),
 )
 
 
 def other_kind(head: bytes, name: str) -> str | None:
-    """Say what kind of file ``name`` is, whose first bytes are ``head``, and what to do with it. Returns None if the
-    kind is unknown, or if the first bytes match the name."""
+    """Return text that says what kind of file ``name`` is, and what to do with it. ``head`` are its first bytes.
+    Returns None if the kind is unknown, or if the first bytes match the name."""
     if is_older(head):
         older = "it is in the format of torch.save from before torch 1.6: rename it so that its name ends in .pt"
         return older if name.endswith(SUFFIX) else None
@@ -51,7 +51,7 @@ def other_kind(head: bytes, name: str) -> str | None:
 
 
 def part_of_checkpoint(name: str) -> bool:
-    """Whether the name of a file is that of one of several files of a checkpoint."""
+    """Return whether ``name`` is the name of one of several files of a checkpoint."""
     base = name.rpartition("/")[2]
     return base in (".metadata", INDEX_NAME) or base.endswith(".distcp") or base.startswith("manifest-")
 

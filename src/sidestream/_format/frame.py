@@ -1,9 +1,9 @@
-"""The bytes around a payload: one item of a shard is a ``torch.save`` zip, framed by hand.
+"""The frame around a payload. An item of a shard file is a ``torch.save`` zip: header, payload, trailer.
 
-A zip's central directory comes after its data, and a record's CRC may stand in a descriptor behind the record, so the
-header depends on dtype and shape alone and the payload can pass through before its CRC is known. Item = header,
-payload, trailer. The smallest set of records that torch reads is written: ``data.pkl``, ``byteorder``, ``version`` and
-``data/0``. Golden tests hold the result against ``torch.load``, ``zipfile`` and ``torch.save``.
+The central directory of a zip comes after the data, and the CRC of a record may follow the record in a descriptor. So
+the header depends on dtype and shape alone, and the payload can be written before its CRC is known. An item has the
+smallest set of records that torch reads: ``data.pkl``, ``byteorder``, ``version`` and ``data/0``. Tests compare the
+result with ``torch.load``, ``zipfile`` and ``torch.save``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .records import DTYPES, itemsize, written_dtype
 
 __all__ = ["Frame", "frame_tensor", "frame_value"]
 
-_DOS_DATE = 0x21  # 1980-01-01, the earliest that a zip can say: files do not depend on the clock
+_DOS_DATE = 0x21  # 1980-01-01, the earliest date of a zip, so that files do not depend on the clock
 _CRC_FOLLOWS = 0x08
 _MAX_32 = 0xFFFFFFFF
 _ARCHIVE = "archive"
@@ -28,7 +28,7 @@ _ARCHIVE = "archive"
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """``header`` before and ``trailer(crc)`` after a payload of ``payload_bytes``."""
+    """The frame of a payload of ``payload_bytes``: the ``header`` before it and ``trailer(crc)`` after it."""
 
     header: bytes
     payload_bytes: int
@@ -41,11 +41,11 @@ class Frame:
 
     @property
     def blank_trailer(self) -> tuple[bytes, tuple[int, int]]:
-        """The trailer without the CRC, and the two places where it goes."""
+        """The trailer without the CRC, and the two offsets of the CRC in it."""
         return self._trailer, self._crc_at
 
     def trailer(self, crc: int) -> bytes:
-        """The trailer, with the CRC-32 of the payload in the descriptor and in the central directory."""
+        """Return the trailer with the CRC-32 of the payload, in the descriptor and in the central directory."""
         trailer = bytearray(self._trailer)
         for position in self._crc_at:
             struct.pack_into("<I", trailer, position, crc)
@@ -67,7 +67,7 @@ class _Record:
     def local_header(self) -> bytes:
         name = f"{_ARCHIVE}/{self.name}".encode()
         sizes = (0, 0) if self.flags & _CRC_FOLLOWS else (self.nbytes, self.nbytes)
-        # A zip64 field in the local header tells readers that the descriptor has 8-byte sizes.
+        # With a zip64 field in the local header, readers expect a descriptor with 8-byte sizes.
         extra = struct.pack("<HHQQ", 1, 16, 0, 0) if self.zip64 else b""
         if self.zip64:
             sizes = (_MAX_32, _MAX_32)
@@ -103,8 +103,8 @@ class _Record:
 
 @lru_cache(maxsize=65536)
 def frame_tensor(dtype: str, shape: tuple[int, ...]) -> Frame:
-    """The frame of a row-major tensor. ``dtype`` is one of ``SAVED_DTYPES``. Cached: a training run has few distinct
-    ones."""
+    """Return the frame of a row-major tensor. ``dtype`` is one of ``SAVED_DTYPES``. Frames are cached, because a
+    training run has few distinct ones."""
     payload_bytes = math.prod(shape) * itemsize(dtype)
     header, records = _lead(b"\x80\x02" + tensor_pickle(written_dtype(dtype), shape, "0") + b".")
     payload = _Record("data/0", payload_bytes, 0, len(header), _CRC_FOLLOWS)
@@ -119,7 +119,7 @@ def frame_tensor(dtype: str, shape: tuple[int, ...]) -> Frame:
 
 
 def frame_value(pickled: bytes, storages: Sequence[bytes] = ()) -> bytes:
-    """A whole item for a plain value: ``pickled`` refers to the i-th of ``storages`` as storage key ``str(i)``."""
+    """Return the whole item of a plain value. ``pickled`` refers to the i-th of ``storages`` by the key ``str(i)``."""
     body, records = _lead(pickled)
     for key, raw in enumerate(storages):
         record = _Record(f"data/{key}", len(raw), crc32(raw), len(body), 0)
@@ -130,7 +130,7 @@ def frame_value(pickled: bytes, storages: Sequence[bytes] = ()) -> bytes:
 
 
 def tensor_pickle(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
-    """The pickle of a row-major tensor over the storage ``key`` of its archive, as ``torch.save`` spells it."""
+    """Return the pickle of a row-major tensor over the storage ``key`` of its archive, as ``torch.save`` writes it."""
     itemsize, storage = DTYPES[dtype]
     elements = math.prod(shape)
     strides = [math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape))]
@@ -157,7 +157,7 @@ def tensor_pickle(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
 
 
 def _lead(pickled: bytes) -> tuple[bytes, list[_Record]]:
-    """The records that stand before any payload."""
+    """Return the records before any payload."""
     body, records = b"", []
     for name, raw in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
         record = _Record(name, len(raw), crc32(raw), len(body), 0)

@@ -1,6 +1,7 @@
-"""Checkpoints whose ranks saved apart: a part of each, which says how many there are and of which save.
+"""Checkpoints whose ranks saved independently. Each rank has a part, which names the save and the number of ranks.
 
-The marker of a part is the last attribute in ``__<rank>.metadata``, as that of a whole checkpoint is in ``.metadata``.
+The marker of a part is the last attribute in ``__<rank>.metadata``, like the marker of a whole checkpoint in
+``.metadata``.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _MANY = 1024
 
 @dataclass(frozen=True, slots=True)
 class PartMarker:
-    """The part of ``rank``, one of ``world_size``, of the save that its callers call ``save_id``. ``id`` is in the
-    names of its files; length and CRC-32 are those of its manifest. ``saved_at`` as in ``Marker``."""
+    """The part of ``rank``, one of ``world_size``, in the save to which the callers gave ``save_id``. ``id`` is in the
+    names of the files of the part. Length and CRC-32 are those of its manifest. ``saved_at`` as in ``Marker``."""
 
     save_id: str
     rank: int
@@ -49,7 +50,7 @@ class PartMarker:
 
 
 def part_metadata_name(rank: int) -> str:
-    """As stock DCP calls it."""
+    """Return the name that stock DCP uses."""
     return f"__{rank}.metadata"
 
 
@@ -62,14 +63,14 @@ def part_attribute(marker: PartMarker) -> bytes:
 
 
 def find_part_marker(tail: bytes, rank: int) -> PartMarker | None:
-    """The marker in the tail of the file of ``rank``; None if another writer made it. Raises
+    """Return the marker in the tail of the file of ``rank``. None if another writer made the file. Raises
     ``CorruptCheckpointError``."""
     file = part_metadata_name(rank)
-    told = find_attribute(tail, PART_ATTRIBUTE, file)
-    if told is None:
+    fields = find_attribute(tail, PART_ATTRIBUTE, file)
+    if fields is None:
         return None
     try:
-        marker = PartMarker(**told)
+        marker = PartMarker(**fields)
         numbers = (marker.rank, marker.world_size, marker.manifest_bytes, marker.manifest_crc, marker.saved_at)
         valid = all(type(number) is int and number >= 0 for number in numbers) and type(marker.save_id) is str
         if not valid or not marker.rank < marker.world_size <= _MOST_RANKS or _ID.fullmatch(marker.id) is None:
@@ -82,7 +83,8 @@ def find_part_marker(tail: bytes, rank: int) -> PartMarker | None:
 
 
 def whole(found: Mapping[int, PartMarker | None]) -> Steps[list[PartMarker]]:
-    """The parts of a checkpoint, by rank. ``found`` has what there is of each rank, at least one of them ours.
+    """Return the parts of a checkpoint, by rank. ``found`` has the marker of each part that exists, or None for a part
+    of another writer. At least one marker is not None.
 
     Raises ``IncompleteCheckpointError`` unless all parts of one save are present, and no others."""
     counts = Counter((one.save_id, one.world_size) for one in found.values() if one is not None)
@@ -93,19 +95,19 @@ def whole(found: Mapping[int, PartMarker | None]) -> Steps[list[PartMarker]]:
         if one is not None and (one.save_id, one.world_size) == (save_id, world)
     }
     rest = sorted(found.keys() - mine.keys())
-    others = dict((yield from collected((rank, _told(found[rank], save_id)) for rank in rest)))
+    others = dict((yield from collected((rank, _description(found[rank], save_id)) for rank in rest)))
     there = sum(rank < world for rank in found)
     if there == world and not others:
         return [mine[rank] for rank in range(world)]
-    said = []
+    problems = []
     missing = yield from missing_ranks(found, world)
     if missing:
-        said.append(f"the parts of {_ranks(missing, world - there)} are missing")
+        problems.append(f"the parts of {_ranks(missing, world - there)} are missing")
     by_text = yield from _by_text(others)
     for other, ranks in by_text.items():
-        said.append(f"{_ranks(ranks, len(ranks))}: {other}")
+        problems.append(f"{_ranks(ranks, len(ranks))}: {other}")
     raise IncompleteCheckpointError(
-        f"the save {save_id!r} of {world} ranks, each by itself, is not whole: {'; '.join(said)}",
+        f"the save {save_id!r} of {world} ranks, each by itself, is not whole: {'; '.join(problems)}",
         save_id=save_id,
         missing=missing,
         others={rank: "" if found[rank] is None else _id_of(found[rank]) for rank in others},
@@ -113,8 +115,8 @@ def whole(found: Mapping[int, PartMarker | None]) -> Steps[list[PartMarker]]:
 
 
 def missing_ranks(found: Container[int], world: int) -> Steps[list[int]]:
-    """Return the ranks that have no part, the first 65,536 of them, because a file of a few bytes can claim that there
-    are millions."""
+    """Return the ranks without a part. At most 65,536 are returned, because a file of a few bytes can claim millions of
+    ranks."""
     missing: list[int] = []
     for ranks in chunked(range(world), _MANY):
         missing += [rank for rank in ranks if rank not in found]
@@ -136,7 +138,7 @@ def _id_of(one: PartMarker | None) -> str:
     return "" if one is None else one.save_id
 
 
-def _told(one: PartMarker | None, save_id: str) -> str:
+def _description(one: PartMarker | None, save_id: str) -> str:
     if one is None:
         return "another writer's part"
     if one.save_id == save_id:

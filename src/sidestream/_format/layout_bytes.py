@@ -1,6 +1,6 @@
-"""The layout of a shard as bytes, and what became of it: for a process that knows nothing of the plan.
+"""The layout of a shard file as bytes, and its checksums as bytes, for messages to and from the writer process.
 
-What is sent is what has to be written (framing bytes and offsets), not what it was derived from.
+The bytes have what the process has to write (bytes of frames and offsets), and not the plan that it was made from.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CRC_BYTES = 4
 
 
 def pack_layout(layout: ShardLayout) -> Steps[bytes]:
-    """Some microseconds for each item."""
+    """Encode ``layout``. Takes some microseconds for each item."""
     numbers: dict[int, int] = {}
     frames: list[Frame] = []
     items = bytearray()
@@ -49,7 +49,7 @@ def _packed(frames: Iterable[Frame]) -> Iterator[bytes]:
 
 
 def unpack_layout(packed: memoryview) -> ShardLayout:
-    """What ``pack_layout`` made."""
+    """Decode what ``pack_layout`` has made."""
     nbytes, frame_count, item_count, window_count = _HEAD.unpack_from(packed)
     at = _HEAD.size
     frames: list[Frame] = []
@@ -65,12 +65,12 @@ def unpack_layout(packed: memoryview) -> ShardLayout:
 
 
 def pack_sums(sums: BlockSums) -> tuple[bytes, bytes]:
-    """Return the CRCs, those of the windows last, and the digests."""
+    """Encode the CRCs, with those of the windows last, and the digests."""
     return b"".join([*sums.crcs, pack_crcs(sums.windows)]), b"".join(sums.digests)
 
 
 def unpack_sums(layout: ShardLayout, crcs: bytes, digests: bytes, into: BlockSums) -> Steps[None]:
-    """Raises ``ValueError`` for what is not of this layout."""
+    """Decode what ``pack_sums`` has made into ``into``. Raises ``ValueError`` if it does not fit the layout."""
     end = max(0, len(crcs) - _CRC_BYTES * len(layout.windows))
     into.windows[:] = unpack_crcs(crcs[end:])
     yield from _distribute(layout, crcs[:end], _CRC_BYTES, into.crcs)
@@ -86,4 +86,4 @@ def _distribute(layout: ShardLayout, packed: bytes, each_bytes: int, into: list[
         at = end
         yield
     if at != len(packed):
-        raise ValueError(f"{len(packed)} bytes of checksums came, {at} belong to this shard")
+        raise ValueError(f"{len(packed)} bytes of checksums were received, this shard has {at}")

@@ -1,5 +1,5 @@
-"""The manifest: JSON lines, one for the checkpoint, one for each entry, and perhaps one for the user's own metadata.
-``docs/format.md`` has the fields."""
+"""The manifest: lines of JSON, one for the checkpoint, one for each entry, and one for the user's metadata if there is
+any. ``docs/format.md`` has the fields."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ __all__ = [
 T = TypeVar("T")
 _VERSION = 1
 _SHARED_VERSION = 2
-_COMPOSITE_VERSION = 3  # readers of the first versions have to refuse it
+_COMPOSITE_VERSION = 3  # so that readers of the first versions refuse it
 _SHARED_COMPOSITE_VERSION = 4
 _VERSIONS = range(_VERSION, _SHARED_COMPOSITE_VERSION + 1)
 
 
 def write_manifest(manifest: Manifest, torch_version: str) -> Iterator[bytes]:
-    """The file, line by line."""
+    """Yield the lines of the file."""
     composite = any(isinstance(entry, CompositeEntry) for entry in manifest.entries.values())
     yield head_line(manifest, torch_version, len(manifest.entries), composite=composite)
     for fqn, entry in manifest.entries.items():
@@ -61,8 +61,8 @@ def write_manifest(manifest: Manifest, torch_version: str) -> Iterator[bytes]:
 
 
 def head_line(manifest: Manifest, torch_version: str, entries: int, *, composite: bool) -> bytes:
-    """The first line, of a manifest with so many ``entries``. ``composite``: whether there are composite tensors among
-    them."""
+    """Return the first line. ``entries`` is the number of entries, and ``composite`` whether composite tensors are
+    among them."""
     version = _COMPOSITE_VERSION if composite else _VERSION
     return _line(
         {
@@ -78,7 +78,7 @@ def entry_line(fqn: str, entry: Entry) -> bytes:
 
 
 def line_around_checksums(fqn: str, entry: TensorEntry) -> tuple[bytes, bytes]:
-    """The line of a tensor whose only chunk has no checksums: up to where they go, and from there on."""
+    """Return the line of a tensor whose only chunk has no checksums, as the parts before and after their place."""
     before, quotes, after = entry_line(fqn, entry).partition(b'""]]],')  # no other text ends a chunk
     assert quotes
     return before + quotes[:1], quotes[1:] + after
@@ -89,7 +89,7 @@ def _path(entry: Entry) -> list[object]:
 
 
 def write_root(root: Root, torch_version: str, body: bytes) -> Iterator[bytes]:
-    """The root of a manifest in parts. ``body``: its patterns and rows, which do not change from save to save."""
+    """Yield the root of a manifest in parts. ``body`` has its patterns and rows, which are the same in every save."""
     version = _SHARED_COMPOSITE_VERSION if root.shared.composite else _SHARED_VERSION
     head = _head(root.manifest, version, torch_version, len(root.shared.rows))
     yield _line({**head, "patterns": len(root.shared.patterns), "parts": root.parts})
@@ -98,7 +98,7 @@ def write_root(root: Root, torch_version: str, body: bytes) -> Iterator[bytes]:
 
 
 def root_body(shared: Shared) -> Steps[bytes]:
-    """The lines of the patterns, then those of the rows."""
+    """Return the lines of the patterns, and after them those of the rows."""
     patterns = yield from collected(pattern_lines(shared), 1)
     rows = yield from collected(row_lines(shared))
     return b"".join(patterns + rows)
@@ -128,12 +128,12 @@ def _sidecar(name: str, entry: TensorEntry) -> list[object]:
 
 
 def metadata_line(manifest: Manifest) -> bytes:
-    """The last line, which can be read without the others; empty where there is no metadata."""
+    """Return the last line, which can be read without the others. It is empty without metadata."""
     return b"" if manifest.metadata is None else _line({"metadata": manifest.metadata})
 
 
 def parse_metadata_line(line: bytes) -> Node:
-    """The metadata in the last line. Raises ``CorruptCheckpointError``."""
+    """Return the metadata in the last line. Raises ``CorruptCheckpointError``."""
     try:
         return _metadata(json.loads(line))
     except (ValueError, TypeError, RecursionError):
@@ -142,7 +142,7 @@ def parse_metadata_line(line: bytes) -> Node:
 
 def _metadata(line: Any) -> Node:
     if type(line) is not dict or list(line) != ["metadata"] or type(line["metadata"]) is not dict:
-        raise CorruptCheckpointError("the manifest has a last line that is not what it announces")
+        raise CorruptCheckpointError("the last line of the manifest is not the metadata that its first line announces")
     node: Node = line["metadata"]
     return node
 
@@ -151,7 +151,7 @@ def _line(content: object) -> bytes:
     return _encode(content).encode() + b"\n"
 
 
-# Made once, and for trees only: half of the time of a line.
+# Made once, and without the check for cycles, a line takes half of the time.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
 
@@ -166,7 +166,7 @@ def _entry(entry: Entry) -> tuple[object, ...]:
         case CompositeEntry():
             return "composite", entry.content
         case OpaqueEntry():
-            raise TypeError("a tensor that cannot be read is never written")
+            raise TypeError("an entry that cannot be read cannot be written")
 
 
 def _chunk(chunk: Chunk) -> list[object]:
@@ -177,14 +177,16 @@ def _chunk(chunk: Chunk) -> list[object]:
 
 
 def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
-    """Raises ``CorruptCheckpointError`` where the text is not what ``write_manifest`` writes,
-    ``UnsupportedCheckpointError`` for a later version. The content is not validated here (``validate.py``). A ``Root``
-    has its entries in the parts of the ranks (``shared.py``)."""
+    """Parse a manifest. The content is not validated (``validate.py``). A ``Root`` has its entries in the parts of the
+    ranks (``shared.py``).
+
+    Raises ``CorruptCheckpointError`` if ``write_manifest`` cannot have written the text, and
+    ``UnsupportedCheckpointError`` for a later version."""
     lines = cast(list[bytes], raw.split(b"\n"))
     if lines.pop() != b"":
         raise CorruptCheckpointError("the manifest is cut off")
     try:
-        head = json.loads(lines[0].decode())  # bytes that look like UTF-16 would make it import a codec
+        head = json.loads(lines[0].decode())  # for bytes that look like UTF-16, loads() would import a codec
         if head["sidestream"] not in _VERSIONS or head["block_bytes"] != BLOCK_BYTES:
             raise UnsupportedCheckpointError(
                 f"the manifest has version {head['sidestream']}, this sidestream reads {_VERSIONS[-1]}: upgrade it"
@@ -209,9 +211,9 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
         planner = head.get("planner", "sidestream")
         if planner not in ("sidestream", "dcp"):
             raise UnsupportedCheckpointError(
-                f"the manifest was planned by {planner!a:.40}, which is unknown: upgrade it"
+                f"the manifest has the unknown planner {planner!a:.40}: upgrade sidestream"
             )
-        generation, noted = _is(int, head["generation"]), head.get("planner_data")
+        generation, planner_data = _is(int, head["generation"]), head.get("planner_data")
         save_id = _is(str, head["save_id"])
         return Manifest(
             save_id,
@@ -222,7 +224,7 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
             digest,
             metadata,
             planner,
-            noted,
+            planner_data,
             sidecars=_sidecars(head),
             file_crcs=_file_crcs(head),
         )
@@ -241,7 +243,7 @@ def _file_crcs(head: dict[str, Any]) -> dict[str, int]:
     for name, crc in found.items():
         if name not in head["files"] or not 0 <= crc < 1 << 32:
             raise CorruptCheckpointError(
-                "the manifest has a checksum of a file that is not there, or one that is none", file=name
+                "the manifest has the checksum of a file that it does not list, or one out of range", file=name
             )
     return found
 
@@ -272,7 +274,9 @@ def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, me
     for row in shared.rows:
         boxes = shared.patterns[row.pattern] if row.kind == "tensor" else ()
         if any(len(one.offsets) != len(row.shape) for one in boxes[:1]):
-            raise CorruptCheckpointError(f"{row.fqn}: the manifest has boxes of another rank for it", fqn=row.fqn)
+            raise CorruptCheckpointError(
+                f"{row.fqn}: the manifest has boxes with another number of dimensions for it", fqn=row.fqn
+            )
     save_id, generation = _is(str, head["save_id"]), _is(int, head["generation"])
     made = Manifest(
         save_id,
@@ -355,7 +359,7 @@ def _parse_key(key: Any) -> Key:
         return DictKey(value)
     if type(key) is int or type(key) is str:
         return key
-    raise CorruptCheckpointError("the manifest has a path that is not one")
+    raise CorruptCheckpointError("the manifest has a path with a step that is not a key or an index")
 
 
 def _parse_chunk(chunk: list[Any]) -> Chunk:
@@ -379,5 +383,5 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 def _is(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
-        raise CorruptCheckpointError(f"the manifest has a {type(value).__name__} where a {kind.__name__} belongs")
+        raise CorruptCheckpointError(f"the manifest has a {type(value).__name__} in place of a {kind.__name__}")
     return value

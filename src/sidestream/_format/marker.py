@@ -1,7 +1,7 @@
-"""The commit marker: what the tail of ``.metadata`` says about the save that wrote it.
+"""The commit marker: facts about the save in the tail of ``.metadata``.
 
 It is the last attribute of DCP's ``Metadata`` object, a string: a CRC-32 in hexadecimal, and JSON. Its place is fixed,
-so a reader needs the last ``TAIL_BYTES`` of the file only, and never decodes the pickle before it.
+so a reader needs only the last ``TAIL_BYTES`` of the file and does not decode the pickle before them.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ TAIL_BYTES = 4096
 MAX_METADATA_BYTES = 256 << 10
 _END = b"ub."  # SETITEMS into the state, BUILD the Metadata, STOP
 END_BYTES = len(_END)
-"""A save that creates ``.metadata`` in place writes so many bytes last, when all others are durable."""
+"""The number of bytes that a save which creates ``.metadata`` in place writes last, when all others are durable."""
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """One save: its id, and length and CRC-32 of ``manifest-<save_id>``; ``step`` if it belongs to a run.
+    """The marker of a save: its id, and length and CRC-32 of ``manifest-<save_id>``. ``step`` is set for a save of a
+    run.
 
-    ``saved_at``: when it was begun, in seconds since 1970 by the writer's clock; 0 if that is not known. The last
-    ``metadata_bytes`` of the manifest are the user's metadata, with a CRC-32 of their own."""
+    ``saved_at`` is the time when the save began, in seconds since 1970 by the writer's clock, or 0 if it is unknown.
+    The last ``metadata_bytes`` of the manifest are the user's metadata, with a CRC-32 of their own."""
 
     save_id: str
     manifest_bytes: int
@@ -64,38 +65,38 @@ def manifest_name(save_id: str) -> str:
 
 
 def marker_attribute(marker: Marker) -> bytes:
-    """Name and value of the attribute, and the end of the pickle."""
+    """Return the name and value of the attribute, and the end of the pickle."""
     return last_attribute(ATTRIBUTE, asdict(marker))
 
 
-def last_attribute(name: str, told: Mapping[str, object]) -> bytes:
-    """An attribute of ``Metadata`` with data of ours and a checksum of it, and the end of the pickle."""
-    content = json.dumps(told, separators=(",", ":"))
+def last_attribute(name: str, fields: Mapping[str, object]) -> bytes:
+    """Return an attribute of ``Metadata`` with ``fields`` and their checksum, and the end of the pickle."""
+    content = json.dumps(fields, separators=(",", ":"))
     return attribute_end(name, f"{crc32(content.encode()):08x}{content}")
 
 
 def attribute_end(name: str, value: str) -> bytes:
-    """Return the end of a pickle whose last attribute is the text ``name``."""
+    """Return the end of a pickle whose last attribute is ``name`` with the text ``value``."""
     return p.text(name) + p.text(value) + _END
 
 
 def find_marker(tail: bytes) -> Marker | None:
-    """The marker in the last ``TAIL_BYTES`` (or all) of a ``.metadata``; None if another writer made the file.
+    """Return the marker in the last ``TAIL_BYTES`` (or all) of a ``.metadata``. None if another writer made the file.
 
-    Raises ``CorruptCheckpointError`` if there is one and it is damaged, or if the file is cut off.
+    Raises ``CorruptCheckpointError`` if the marker is damaged, or if the file is cut off.
     """
-    told = find_attribute(tail, ATTRIBUTE, METADATA_NAME)
-    return None if told is None else _parse(told)
+    fields = find_attribute(tail, ATTRIBUTE, METADATA_NAME)
+    return None if fields is None else _parse(fields)
 
 
 def is_complete(tail: bytes) -> bool:
-    """Return whether the last bytes of a marker are there, in the last ``TAIL_BYTES`` (or all) of a ``.metadata``."""
+    """Return whether ``tail``, the last ``TAIL_BYTES`` (or all) of a ``.metadata``, has a marker up to its end."""
     return tail.endswith(_END) and p.text(ATTRIBUTE) in tail
 
 
 def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | None:
-    """What ``last_attribute`` has put at the end of ``file``; None if it has none of that name. Raises
-    ``CorruptCheckpointError``."""
+    """Return the fields that ``last_attribute`` has put at the end of ``file``. None without an attribute of that name.
+    Raises ``CorruptCheckpointError``."""
     if not tail.endswith(b"."):
         raise CorruptCheckpointError(f"{file} is cut off: it does not end as a pickle does", file=file)
     name = p.text(attribute)
@@ -110,17 +111,17 @@ def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | N
             raise ValueError
         if int(raw[:8], 16) != crc32(raw[8:]):
             raise ValueError
-        told = json.loads(raw[8:].decode())
-        if type(told) is not dict:
+        fields = json.loads(raw[8:].decode())
+        if type(fields) is not dict:
             raise ValueError
     except (ValueError, RecursionError):
         raise CorruptCheckpointError(f"the commit marker in {file} is damaged", file=file) from None
-    return told
+    return fields
 
 
-def _parse(told: dict[str, Any]) -> Marker:
+def _parse(fields: dict[str, Any]) -> Marker:
     try:
-        marker = Marker(**told)
+        marker = Marker(**fields)
     except TypeError:
         raise CorruptCheckpointError("the commit marker in .metadata is damaged", file=METADATA_NAME) from None
     numbers = [marker.manifest_bytes, marker.manifest_crc, marker.generation, marker.saved_at]

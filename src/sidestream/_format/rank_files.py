@@ -1,4 +1,4 @@
-"""Checkpoints that stock DCP wrote rank by rank: one ``__<rank>.metadata`` each, and nothing about the whole."""
+"""Checkpoints that stock DCP wrote rank by rank: one ``__<rank>.metadata`` for each rank, and none for the whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Item: TypeAlias = "tuple[TensorEntry, Chunk] | ValueEntry"
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What two ranks wrote under one name and place: the checkpoint has one meaning only if they are equal."""
+    """Two items that two ranks wrote with the same name and box. The checkpoint is consistent only if they are
+    equal."""
 
     fqn: str
     first: Item
@@ -33,25 +34,25 @@ def is_rank_file(name: str) -> bool:
 
 
 def ranks_among(names: Iterable[str]) -> Steps[list[int]]:
-    """Return the ranks that have such a file, in order."""
+    """Return the ranks that have a file among ``names``, in order."""
     matches = yield from collected(map(_NAME.fullmatch, names), 64)
     return sorted(int(match[1]) for match in matches if match)
 
 
 def rank_files(names: Iterable[str]) -> Steps[list[str]]:
-    """The files of the ranks, in order; none if there are none. Raises ``CorruptCheckpointError`` where one of them is
+    """Return the files of the ranks among ``names``, in order. Raises ``CorruptCheckpointError`` if a rank is
     missing."""
     ranks = yield from ranks_among(names)
     for expected, rank in enumerate(ranks):
         if rank != expected:
-            raise CorruptCheckpointError(f"__{expected}.metadata is missing, although __{rank}.metadata is there")
+            raise CorruptCheckpointError(f"__{expected}.metadata is missing, although there is __{rank}.metadata")
     return [f"__{rank}.metadata" for rank in ranks]
 
 
 def merge_ranks(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica]]]:
-    """The checkpoint that the ranks wrote together, and what is to be compared before it can be trusted.
+    """Return the checkpoint that the ranks wrote together, and the replicas that a reader has to compare.
 
-    Raises ``CorruptCheckpointError``, naming FQN and rank, where they disagree about what a name stands for.
+    Raises ``CorruptCheckpointError`` with FQN and rank if two ranks have different entries with one name.
     """
     entries: dict[str, Entry] = {}
     boxes: dict[str, dict[str, Chunk]] = {}
@@ -62,7 +63,7 @@ def merge_ranks(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica
             first = entries.setdefault(fqn, entry)
             if _meaning(first) != _meaning(entry):
                 raise CorruptCheckpointError(
-                    f"{fqn!r} is {_told(first)} to the ranks before, {_told(entry)} to rank {rank}",
+                    f"{fqn!r} is {_description(first)} for the ranks before, {_description(entry)} for rank {rank}",
                     file=f"__{rank}.metadata",
                     fqn=fqn,
                 )
@@ -75,7 +76,7 @@ def merge_ranks(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica
 
 
 def _gather(fqn: str, entry: TensorEntry, boxes: dict[str, Chunk]) -> Steps[list[Replica]]:
-    """Add the chunks of a rank to those of the ranks before; those that were there are replicas."""
+    """Add the chunks of a rank to ``boxes``, those of the ranks before. Returns the chunks that were there before."""
     found = []
     for chunk in entry.chunks:
         yield
@@ -98,7 +99,7 @@ def _meaning(entry: Entry) -> object:
     return type(entry), entry.path, shape
 
 
-def _told(entry: Entry) -> str:
+def _description(entry: Entry) -> str:
     if isinstance(entry, TensorEntry):
         return f"a {entry.dtype} of shape {entry.shape} at {entry.path}"
     return f"a value at {entry.path}"

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, as frozen records without torch. See ``docs/format.md``."""
+"""The parts of a checkpoint as frozen records, without torch. See ``docs/format.md``."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ __all__ = [
 ]
 
 BLOCK_BYTES = 1 << 20
-"""Payloads carry one CRC-32 for each block of this many bytes (the last one may be shorter)."""
+"""The size of a block. A payload has one CRC-32 for each block. The last block may be shorter."""
 
 Node: TypeAlias = "bool | int | float | str | dict[str, Node] | list[Node] | None"
-"""A plain Python value as JSON-ready data: scalars stand for themselves, everything else is a one-entry dict
-``{kind: content}``; ``values.py`` lists the kinds."""
+"""A plain Python value as JSON-ready data. Scalars are themselves. Everything else is a dict with one entry,
+``{kind: content}``. ``values.py`` lists the kinds."""
 
 
 @dataclass(frozen=True, slots=True)
 class DictKey:
-    """A dict key that is not a string (``0``, ``None``, ``2.5``, ``True``), kept so that it comes back as it was."""
+    """A dict key that is not a string (``0``, ``None``, ``2.5``, ``True``)."""
 
     value: int | float | bool | None
 
 
 Key: TypeAlias = str | int | DictKey
-"""One step of a path: a ``str`` is a dict key, a bare ``int`` is the index into a list, ``DictKey`` any other key."""
+"""A step of a path: a ``str`` is a dict key, an ``int`` is an index into a list, ``DictKey`` is any other key."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignPayload:
-    """What the file of another writer says of a payload in it: its CRC-32 (None: it has none), and strides and offset
+    """The facts about a payload in the file of another writer: its CRC-32 (None: there is none), and strides and offset
     if it is not row-major."""
 
     crc: int | None
@@ -69,15 +69,15 @@ class ForeignPayload:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One box of a tensor and where its bytes are.
+    """One box of a tensor, and where its bytes are.
 
-    ``item_offset`` and ``item_bytes`` delimit the whole item (a ``torch.save`` zip that holds one tensor) in ``file``;
-    ``payload_offset`` is where the row-major elements begin in ``file``, or None in a foreign checkpoint, where the
-    zip has to be opened to find out. ``crcs`` holds a little-endian u32 CRC-32 per block of ``BLOCK_BYTES`` of the
-    payload, or None where a foreign writer left none. ``transform`` is what a foreign writer did to the item as a whole
-    (compression); offset and length are then those of the result. ``digests`` holds 32 bytes per block where the save
-    was asked for them. ``told`` is what the zip says of the payload, where it has been opened already; several tensors
-    may then be views of one item.
+    ``item_offset`` and ``item_bytes`` delimit the whole item (a ``torch.save`` zip that holds one tensor) in ``file``.
+    ``payload_offset`` is the offset of the row-major elements in ``file``. It is None in a foreign checkpoint, where a
+    reader has to open the zip to find it. ``crcs`` holds a little-endian u32 CRC-32 for each block of the payload, or
+    None if a foreign writer made none. ``transform`` is what a foreign writer applied to the whole item (compression);
+    offset and length are then those of the result. ``digests`` holds 32 bytes for each block if the save made
+    digests. ``foreign`` has the facts from the zip of another writer if it has been opened already. Several tensors may
+    then be views of one item.
     """
 
     offsets: tuple[int, ...]
@@ -89,7 +89,7 @@ class Chunk:
     crcs: bytes | None = None
     transform: str | None = None
     digests: bytes | None = None
-    told: ForeignPayload | None = None
+    foreign: ForeignPayload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ValueEntry:
-    """A plain value. ``node`` is None in a foreign checkpoint, where only the pickled item at the location has it;
-    without an item (``told``) it is all there is. ``transform`` as in ``Chunk``."""
+    """A plain value. ``node`` is None in a foreign checkpoint, where only the pickled item has the value. An ``inline``
+    value has no item. ``transform`` as in ``Chunk``."""
 
     path: tuple[Key, ...]
     file: str
@@ -119,13 +119,13 @@ class ValueEntry:
     transform: str | None = None
 
     @property
-    def told(self) -> bool:
+    def inline(self) -> bool:
         return not self.item_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class EmptyEntry:
-    """An empty container, which DCP has no entry for: ``kind`` is ``"dict"`` (a list without elements is a value)."""
+    """An empty container, for which DCP has no entry. ``kind`` is ``"dict"``; a list without elements is a value."""
 
     path: tuple[Key, ...]
     kind: str = "dict"
@@ -133,9 +133,9 @@ class EmptyEntry:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueEntry:
-    """A tensor of another writer that this version cannot read, such as a quantized one. It is listed, and requesting
-    it raises an error that names it. ``dtype``, ``shape`` and ``chunks`` are the unchecked content of ``.metadata``: no
-    memory is allocated for them."""
+    """A tensor of another writer that this version cannot read, such as a quantized one. It is listed, and a request
+    for it raises an error that names it. ``dtype``, ``shape`` and ``chunks`` are the unchecked content of
+    ``.metadata``. No memory is allocated for them."""
 
     path: tuple[Key, ...]
     dtype: str
@@ -145,12 +145,12 @@ class OpaqueEntry:
 
 @dataclass(frozen=True, slots=True)
 class CompositeEntry:
-    """A tensor that consists of others, which have entries of their own: the part ``"values"`` of ``w`` is
+    """A tensor that consists of other tensors. They have entries of their own: the part ``"values"`` of ``w`` is
     ``w.values``.
 
     ``type`` is a layout of torch (``"sparse_coo"``) or the qualified name of a subclass. ``dtype``, ``shape`` and
-    ``strides`` (None for a layout) are those that the tensor itself reports, ``parts`` the names of the others in their
-    order. ``context`` is what the type needs besides, as a node. It has no bytes of its own.
+    ``strides`` (None for a layout) are those of the tensor itself. ``parts`` are the names of the parts in their order.
+    ``context`` is what the type needs in addition, as a node. The tensor has no bytes of its own.
     """
 
     path: tuple[Key, ...]
@@ -177,7 +177,7 @@ SPARSE_PARTS: dict[str, tuple[str, ...]] = {
 """The layouts of sparse tensors, and the parts of each."""
 
 MAX_PARTS = 64
-"""So many parts a tensor has at most."""
+"""The most parts of a tensor."""
 
 Entry: TypeAlias = TensorEntry | ValueEntry | EmptyEntry | OpaqueEntry | CompositeEntry
 
@@ -185,13 +185,13 @@ Row: TypeAlias = tuple[str, tuple[int, ...], int, str, int, int, int, bytes, byt
 """A tensor of one chunk with checksums, which ``rows.py`` has checked: dtype, shape, bytes of payload, file, offset and
 bytes of the item, offset of the payload, CRCs, digests, path.
 
-Nearly all entries of our own checkpoints are of this kind. A plain tuple takes a third of the time of the records, and
-the garbage collector does not track one once it has seen that it holds numbers, strings and bytes only.
+Nearly all entries of checkpoints of sidestream are of this kind. A plain tuple takes a third of the time of the
+records. The garbage collector stops tracking a tuple that holds only numbers, strings and bytes.
 """
 
 
 class Entries(Mapping[str, Entry]):
-    """Entries by FQN, of which some are kept as rows. ``found`` has the rows as they are."""
+    """Entries by FQN. Some are stored as rows, which ``found`` has as they are."""
 
     __slots__ = ("found",)
 
@@ -217,12 +217,12 @@ class Entries(Mapping[str, Entry]):
 
 
 def stored(entries: Mapping[str, Entry]) -> Mapping[str, Entry | Row]:
-    """The entries, those that are kept as rows as rows."""
+    """Return the entries as they are stored, some of them as rows."""
     return entries.found if isinstance(entries, Entries) else entries
 
 
 def parts_of(fqn: str, entries: Mapping[str, Entry]) -> list[str]:
-    """The FQNs of the parts of a composite tensor, and those of their parts, in order."""
+    """Return the FQNs of the parts of a composite tensor, and of the parts of these, in order."""
     found: list[str] = []
     entry = entries.get(fqn)
     for part in entry.parts if isinstance(entry, CompositeEntry) else ():
@@ -232,7 +232,7 @@ def parts_of(fqn: str, entries: Mapping[str, Entry]) -> list[str]:
 
 
 def all_parts(entries: Mapping[str, Entry]) -> set[str]:
-    """The FQNs of the parts of all composite tensors."""
+    """Return the FQNs of the parts of all composite tensors."""
     composites = ((fqn, one) for fqn, one in stored(entries).items() if isinstance(one, CompositeEntry))
     return {f"{fqn}.{part}" for fqn, one in composites for part in one.parts}
 
@@ -250,14 +250,13 @@ def _tensor(row: Row) -> TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything about a checkpoint but its bytes.
+    """The description of a checkpoint, without its payloads.
 
     ``entries`` is keyed by FQN, in the order of the saved state dict. ``files`` maps each data file to its size.
-    ``digest`` names the algorithm of the chunks' digests, if they have some. ``save_id`` is empty for a checkpoint that
-    another writer (stock DCP) made; ``own`` says so. ``metadata`` is what the user noted about it: a dict, as a node;
-    None if there is nothing. ``planner``: whose rules named the entries. DCP's make strings of all keys, drop empty
-    dicts, and save tied tensors one by one. ``planner_data`` is what a planner of another kind than DCP's default noted
-    for its own use, as data.
+    ``digest`` names the algorithm of the digests, if the chunks have digests. ``save_id`` is empty for a checkpoint of
+    another writer, such as stock DCP. ``metadata`` is the metadata of the user: a dict, as a node, or None. ``planner``
+    is the one whose rules named the entries. The rules of DCP convert all keys to strings, drop empty dicts, and save
+    tied tensors one by one. ``planner_data`` is data for a planner other than the default one of DCP.
     """
 
     save_id: str
@@ -270,13 +269,13 @@ class Manifest:
     planner: Literal["sidestream", "dcp"] = "sidestream"
     planner_data: Node = None
     ranks: int = 0
-    """How many ranks wrote it, each with a part of the manifest of its own; 0 where it is in one piece."""
+    """The number of ranks that wrote it, each with its own part of the manifest. 0 for a manifest in one piece."""
     parts: tuple[Any, ...] = ()
-    """The markers of the ranks, where they saved apart."""
+    """The markers of the ranks, if they saved independently."""
     sidecars: Mapping[str, TensorEntry] = field(default_factory=dict)
-    """The files that the user added, by name: each is one chunk of bytes, a whole file, which ``files`` has too."""
+    """The files that the user added, by name. Each is one chunk of bytes, a whole file, which is also in ``files``."""
     file_crcs: Mapping[str, int] = field(default_factory=dict)
-    """The CRC-32 of each of ``files`` that it is known of."""
+    """The CRC-32 of each of ``files``, as far as it is known."""
 
     checked: bool = True
     """False for a file that has no checksums at all, not even of its plain values."""
@@ -322,27 +321,28 @@ DTYPES: dict[str, tuple[int, str | None]] = {
     "bits2x4": (1, None),
     "bits4x2": (1, None),
 }
-"""The dtypes that a checkpoint may hold, by torch's names: element size in bytes and the storage class, if it has one.
+"""The dtypes of a checkpoint, by the names of torch: element size in bytes, and the storage class if there is one.
 
-``torch.save`` writes a dtype that once had a typed storage under that storage's name (``_rebuild_tensor_v2``), and the
-later ones as untyped storage with the dtype beside it (``_rebuild_tensor_v3``). Left out are those that torch itself
-cannot serialize (``SUB_BYTE_DTYPES``) and the quantized ones, which carry more than bytes.
+``torch.save`` writes a dtype that once had a typed storage with the name of that storage (``_rebuild_tensor_v2``). It
+writes later dtypes as untyped storage and the name of the dtype (``_rebuild_tensor_v3``). Dtypes that torch cannot
+serialize (``SUB_BYTE_DTYPES``) are left out, and also quantized ones, which consist of more than bytes.
 """
 
 SUB_BYTE_DTYPES = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8))
-"""Dtypes whose elements have a byte each in memory and need less. Torch neither serializes nor copies them."""
+"""Dtypes whose elements need less than a byte, and take one byte each in memory. Torch neither serializes nor copies
+them."""
 
 SAVED_DTYPES = frozenset(DTYPES) | SUB_BYTE_DTYPES
-"""The dtypes of tensors in checkpoints of ours."""
+"""The dtypes of tensors in checkpoints of sidestream."""
 
 STORAGE_DTYPES = {storage: name for name, (_, storage) in DTYPES.items() if storage is not None}
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes per element. Raises ``KeyError`` for a dtype that a checkpoint cannot hold."""
+    """Return the bytes of an element. Raises ``KeyError`` for a dtype that a checkpoint cannot hold."""
     return 1 if dtype in SUB_BYTE_DTYPES else DTYPES[dtype][0]
 
 
 def written_dtype(dtype: str) -> str:
-    """The dtype that items and ``.metadata`` have for a tensor of ``dtype``: one that stock torch reads."""
+    """Return the dtype for a tensor of ``dtype`` in items and ``.metadata``, which stock torch has to read."""
     return "uint8" if dtype in SUB_BYTE_DTYPES else dtype

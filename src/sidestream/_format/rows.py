@@ -1,7 +1,7 @@
-"""Lines of a manifest as rows: ordinary tensors, checked while they are parsed.
+"""Lines of a manifest as rows: ordinary tensors, which are checked while they are parsed.
 
-What is no row is left to the general code (``manifest.py``, ``validate.py``), which says what is wrong with it, if
-anything is. So a row is something that the general code accepts: ``tests/format/test_rows.py`` compares the two.
+All other lines are left to the general code (``manifest.py``, ``validate.py``), which raises an error for invalid ones.
+This module accepts only lines that the general code also accepts. ``tests/format/test_rows.py`` compares the two.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["Rows"]
 
 _Layout: TypeAlias = tuple[str, tuple[int, ...], int]
 
-# Within text without quotes, backslashes and control characters, JSON is what it stands for. To match such a line takes
-# half of the time that parsing it takes.
+# JSON text without quotes, backslashes and control characters needs no decoding. To match such a line takes half of the
+# time that a parser takes.
 _INTEGER = "(0|[1-9][0-9]{0,17})"
 _TEXT = r'"([^"\\\x00-\x1f]*)"'
 _LINE = re.compile(
@@ -33,7 +33,7 @@ _REST_OF_LAYOUT = "0]]]]"
 
 
 class Rows:
-    """Makes rows of the lines of one manifest, whose data files are ``files``. ``key_of`` parses a step of a path."""
+    """A parser of rows for one manifest with the data files ``files``. ``key_of`` parses a step of a path."""
 
     def __init__(self, files: Mapping[str, int], *, digests: bool, key_of: Callable[[Any], Key]) -> None:
         self._files = files
@@ -42,7 +42,7 @@ class Rows:
         self._layouts: dict[str, _Layout | None] = {}
 
     def read(self, line: str) -> tuple[str, Row] | None:
-        """Return the FQN and the row of a line; None if it is not that of an ordinary tensor."""
+        """Return the FQN and the row of a line. None if it is not the line of an ordinary tensor."""
         found = _LINE.fullmatch(line)
         if found is None:
             return None
@@ -67,7 +67,13 @@ class Rows:
             if raw_path != f'["{fqn}"]':
                 path = tuple([self._key_of(key) for key in json.loads(raw_path)])
                 check_path(fqn, path)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # Corrupt is a ValueError
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ):  # CorruptCheckpointError is a ValueError
             return None
         return fqn, (dtype, shape, payload_bytes, file, start, nbytes, payload, crcs, digests, path)
 
@@ -78,7 +84,8 @@ class Rows:
 
 
 def _layout(dtype: str, raw_shape: list[int], offsets: list[int], sizes: list[int]) -> _Layout | None:
-    """Dtype, shape and bytes of a tensor whose only chunk is all of it. Raises as ``check_shape``."""
+    """Return the dtype, shape and bytes of a tensor whose only chunk covers it, or None. Raises what ``check_shape``
+    raises."""
     if dtype not in SAVED_DTYPES or sizes != raw_shape or offsets != [0] * len(raw_shape):
         return None
     shape = tuple(raw_shape)

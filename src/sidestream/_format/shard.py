@@ -1,4 +1,4 @@
-"""A shard file: where each item goes, and the framing that is written around the payloads as they arrive."""
+"""The layout of a shard file, and the frames that are written around payloads when these have been staged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE_BYTES = 4096
 _PAGED_PAYLOAD_BYTES = 64 << 10
 _PACKED_ALIGN_BYTES = 64
 _RUN_BYTES = 256 << 10  # fits into the cache of a core
-_COMBINED_BYTES = 128 << 10  # of a payload: from here on it takes less to combine CRCs than to go through the bytes
+_COMBINED_BYTES = 128 << 10  # for a payload of this size, to combine CRCs takes less than to read the bytes again
 
 
 class Placed(NamedTuple):
@@ -44,8 +44,9 @@ class Placed(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Bytes ``start`` to ``end`` of a shard, whole pages, that are staged and written as one; ``items[first:last]``
-    have bytes in it. It begins before an item, or within a payload at a multiple of ``BLOCK_BYTES``."""
+    """The bytes ``start`` to ``end`` of a shard, whole pages, which are staged and written together.
+    ``items[first:last]`` have bytes in it. It begins before an item, or within a payload at a multiple of
+    ``BLOCK_BYTES``."""
 
     start: int
     end: int
@@ -54,8 +55,8 @@ class Window(NamedTuple):
 
 
 class BlockSums(NamedTuple):
-    """For each item of a shard the CRCs of its blocks, packed, and their digests (none at all where none are made); for
-    each window its CRC."""
+    """The checksums of a shard: for each item the packed CRCs and the digests of its blocks, and for each window its
+    CRC. ``digests`` is empty if the save makes none."""
 
     crcs: list[bytes]
     digests: list[bytes]
@@ -71,8 +72,8 @@ class BlockSums(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """A shard of ``nbytes`` (whole pages, so that direct I/O needs no tail of its own), its items by offset, and the
-    windows that it consists of."""
+    """A shard of ``nbytes``, its items by offset, and its windows. The size is whole pages, so that direct I/O writes
+    all of it."""
 
     nbytes: int
     items: tuple[Placed, ...]
@@ -80,11 +81,11 @@ class ShardLayout:
 
 
 def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> Steps[list[ShardLayout]]:
-    """Place the items in order, a new shard whenever one would grow beyond ``shard_bytes``.
+    """Place the items in order. A new shard begins when the last one would grow beyond ``shard_bytes``.
 
-    Payloads of 64 KiB and more begin on a page, for direct I/O and mmap; smaller ones are packed at 64 bytes. The gaps
-    lie before the items, where neither DCP nor a zip reader looks. Windows have ``window_bytes`` (a multiple of
-    ``BLOCK_BYTES``) at most, and a header more where a payload is cut.
+    Payloads of 64 KiB and more begin on a page, for direct I/O and mmap. Smaller ones are aligned to 64 bytes. The gaps
+    lie before the items, where neither DCP nor a zip reader reads. A window has at most ``window_bytes`` (a multiple of
+    ``BLOCK_BYTES``), plus a header if a payload is cut.
     """
     shards: list[ShardLayout] = []
     shard = _Shard(window_bytes)
@@ -98,7 +99,7 @@ def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> Ste
 
 
 class _Shard:
-    """A shard that is being laid out."""
+    """A shard to which items are added."""
 
     def __init__(self, window_bytes: int) -> None:
         self.items: list[Placed] = []
@@ -125,7 +126,7 @@ class _Shard:
         return ShardLayout(nbytes, tuple(self.items), tuple(self._windows))
 
     def _cut(self, end: int, next_item: int) -> None:
-        """Close the window at ``end``; the next one begins within or before item ``next_item``."""
+        """Close the window at ``end``. The next one begins within or before item ``next_item``."""
         self._windows.append(Window(self._start, end, self._first, len(self.items)))
         self._start, self._first = end, next_item
 
@@ -141,23 +142,24 @@ def _pages(nbytes: int) -> int:
 
 
 class Sealer:
-    """Writes headers, checksums and trailers into the windows of a shard, in any order and by several threads.
+    """Writes headers, checksums and trailers into the windows of a shard, in any order and in several threads.
 
-    Memory is used again and again, so every byte that no payload covers is written too: gaps become zeros.
+    The memory has been used before, so every byte outside of payloads is written. Gaps are filled with zeros.
     """
 
     def __init__(self, layout: ShardLayout, digest: DigestOf | None = None, burst: Burst = nullcontext) -> None:
         self._items = layout.items
         self._digest = digest
         self._burst = burst
-        self._leaves: dict[int, dict[int, bytes]] = {}  # digests of the blocks of those items
         self._changed = threading.Condition()
-        self._cut: dict[int, list[int | None]] = {}  # block CRCs of items that lie in several windows
-        self._parts: dict[int, dict[int, tuple[int, int]]] = {}  # CRC and bytes of what each window has of them
+        # For items in several windows: digests and CRCs of blocks, and CRC and bytes of the part in each window.
+        self._leaves: dict[int, dict[int, bytes]] = {}
+        self._cut: dict[int, list[int | None]] = {}
+        self._parts: dict[int, dict[int, tuple[int, int]]] = {}
         self._numbers = {window.start: number for number, window in enumerate(layout.windows)}
         self._windows = [0] * len(layout.windows)
         self.crcs: list[bytes] = [b""] * len(layout.items)
-        """For each item the CRCs of its blocks, packed; complete when every window has been sealed."""
+        """The packed CRCs of the blocks of each item. Complete when every window has been sealed."""
         self.digests: list[bytes] = [] if digest is None else [b""] * len(layout.items)
 
     @property
@@ -172,11 +174,11 @@ class Sealer:
         wait: Callable[[threading.Condition], object],
         seen: Callable[[memoryview], object] | None = None,
     ) -> Iterator[None]:
-        """Finish ``window``, whose payload bytes are in ``view``. Iterating does the work, item by item.
+        """Seal ``window``, whose payload bytes are in ``view``. The iterator does the work, item by item.
 
-        The window that holds the trailer of an item waits for the windows before it that hold its payload: ``wait``
-        waits until the condition, whose lock is held, is notified, or raises an error. ``seen`` is
-        given all of ``view``, run by run, in its final state and while it is still in the processor's cache.
+        The window with the trailer of an item waits for the earlier windows with its payload. ``wait`` is called with
+        the lock of the condition held. It waits until the condition is notified, or raises an error. ``seen`` is called
+        with all of ``view`` in its final state, run by run, while a run is still in the processor's cache.
         """
         written = window.start
         passing = None if seen is None else _Passing(view, seen)
@@ -215,7 +217,7 @@ class Sealer:
             passing.up_to(len(view), least=1)
 
     def _seal_small(self, view: memoryview, window: Window, written: int, index: int) -> tuple[int, list[bytes]]:
-        """Seal the run of small items that begins with item ``index``, if any: ``seal_run``."""
+        """Seal the run of small items that begins with item ``index``, if there is one (``seal_run``)."""
         if self._digest is not None:
             return written, []
         return seal_run(
@@ -223,7 +225,8 @@ class Sealer:
         )
 
     def _note_digests(self, index: int, view: memoryview, window: Window, item: Placed) -> None:
-        """Before the checksums of the same window are known to others: whoever has all of those has these too."""
+        """Store the digests of the blocks of ``item`` in ``window``. Called before the CRCs of the window are stored,
+        so that the digests are complete when the CRCs are."""
         if self._digest is None:
             return
         leaves = [self._digest(view[start:end]) for start, end in _blocks(window, item)]
@@ -245,8 +248,8 @@ class Sealer:
         part: tuple[int, int],
         wait: Callable[[threading.Condition], object],
     ) -> tuple[list[int], int]:
-        """Note the blocks of one window, and the CRC and bytes of them together; return those of the whole item, if its
-        trailer stands in this window."""
+        """Store the block CRCs of one window, with the CRC and the bytes of all of them. If the window has the trailer
+        of the item, wait for the other windows, and return the block CRCs and the CRC of the whole item."""
         begin = _first_block(window, item)
         with self._changed:
             known = self._cut.setdefault(index, [None] * block_count(item.frame.payload_bytes))
@@ -266,7 +269,7 @@ class Sealer:
 
 
 class _WindowCrc:
-    """The CRC of a window, from those of its payloads; of what is small, from the bytes."""
+    """The CRC of a window. It is combined from the CRCs of large payloads, and computed over all other bytes."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -274,7 +277,7 @@ class _WindowCrc:
         self._at = 0
 
     def payload(self, start: int, end: int, crc: int) -> None:
-        """Include a payload with this ``crc``, and what lies before it, which is in its final state."""
+        """Include a payload with this ``crc``, and the bytes before it, which are in their final state."""
         self._crc = combine(self.up_to(start), crc, end - start)
         self._at = end
 
@@ -286,7 +289,7 @@ class _WindowCrc:
 
 
 class _Passing:
-    """Shows a window to somebody, in runs that fit into a core's cache."""
+    """Calls ``seen`` with the bytes of a window, in runs that fit into the cache of a core."""
 
     def __init__(self, view: memoryview, seen: Callable[[memoryview], object]) -> None:
         self._view = view
@@ -300,7 +303,7 @@ class _Passing:
 
 
 def _checksums(view: memoryview, begin: int, end: int, passing: _Passing | None, burst: Burst) -> list[int]:
-    """The CRCs of the blocks of a payload, which is there from ``begin`` to ``end``."""
+    """Return the CRCs of the blocks of a payload, whose bytes are ``begin`` to ``end`` of ``view``."""
     if passing is None:
         return block_crcs(view[begin:end], burst)
     starts = range(begin, end, BLOCK_BYTES)
@@ -322,7 +325,7 @@ def _blocks(window: Window, item: Placed) -> Iterator[tuple[int, int]]:
 
 
 def _payload(window: Window, item: Placed) -> tuple[int, int]:
-    """Where in the window that of the item begins and ends."""
+    """Return where in the window the payload of the item begins and ends."""
     begin = max(item.payload_offset, window.start) - window.start
     return begin, max(begin, min(item.trailer_offset, window.end) - window.start)
 

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint that several ranks wrote: a small root, and one part for each rank.
 
-The root says what there is and which rank has which box of it; a part says where the boxes of its rank are, with their
-checksums. Rows that lie on the ranks in the same way share a *pattern*, so that the root stays small, and a reader
-fetches the parts of those ranks alone whose boxes it needs.
+The root has the entries, as rows, and the ranks that have the boxes of each. A part has the places of the boxes of its
+rank, with their checksums. Rows that are divided among the ranks in the same way share a *pattern*, so that the root
+stays small. A reader fetches only the parts of the ranks whose boxes it needs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PlacedBox(NamedTuple):
 
 
 class SharedRow(NamedTuple):
-    """``kind`` is ``"tensor"``, ``"value"``, ``"empty"`` or ``"composite"``; ``pattern`` is the number of a tensor's
+    """A row. ``kind`` is ``"tensor"``, ``"value"``, ``"empty"`` or ``"composite"``. ``pattern`` is the number of a tensor's
     pattern, the rank that has written a value, or -1. ``composite`` is the entry of a composite tensor, whose parts
     have rows of their own."""
 
@@ -61,7 +61,7 @@ class SharedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What ranks save together: the rows of all, and the patterns in which they lie."""
+    """The rows of a save of several ranks, and the patterns that divide them among the ranks."""
 
     rows: tuple[SharedRow, ...]
     patterns: tuple[tuple[PlacedBox, ...], ...]
@@ -73,7 +73,7 @@ class Shared:
 
 
 class PartName(NamedTuple):
-    """A rank's part of the manifest: its length and CRC-32. A rank that has written nothing has none (0 bytes)."""
+    """The length and CRC-32 of a rank's part of the manifest. A rank that has written nothing has no part (0 bytes)."""
 
     nbytes: int
     crc: int
@@ -81,7 +81,7 @@ class PartName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """The head of a shared manifest: ``manifest`` without entries, ``shared`` and the ``parts`` by rank."""
+    """The root of a shared manifest: ``manifest`` without entries, ``shared``, and the ``parts`` by rank."""
 
     manifest: Manifest
     shared: Shared
@@ -90,14 +90,14 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """The part that a rank has written: chunks by row and the name of their offsets (``keys.py``), values by row."""
+    """The part of a rank: chunks by row and the name of their offsets (``keys.py``), values by row."""
 
     chunks: Mapping[tuple[int, str], Chunk]
     values: Mapping[int, tuple[str, int, int, Node]]
 
 
 def part_name(root: str, rank: int) -> str:
-    """The file of a rank's part, beside the root of that name."""
+    """Return the file name of a rank's part, in the directory of the ``root``."""
     return f"{root}.{rank}"
 
 
@@ -107,7 +107,7 @@ def part_name(root: str, rank: int) -> str:
 def write_part(
     chunks: Sequence[tuple[int, Chunk]], values: Sequence[tuple[int, str, int, int, Node]]
 ) -> Iterator[bytes]:
-    """Line by line: which row, and then what a manifest's entry has."""
+    """Yield the lines of a part: the number of the row, and then the fields of an entry in a manifest."""
     for row, chunk in chunks:
         crcs = base64.b64encode(chunk.crcs or b"").decode()
         digests = [] if chunk.digests is None else [base64.b64encode(chunk.digests).decode()]
@@ -122,7 +122,7 @@ def _line(content: object) -> bytes:
 
 
 def parse_part(raw: bytes | bytearray) -> Steps[RankPart]:
-    """Raises ``CorruptCheckpointError``."""
+    """Parse the part of a rank. Raises ``CorruptCheckpointError``."""
     chunks: dict[tuple[int, str], Chunk] = {}
     values: dict[int, tuple[str, int, int, Node]] = {}
     lines = cast(list[bytes], raw.split(b"\n"))
@@ -156,7 +156,7 @@ def parse_part(raw: bytes | bytearray) -> Steps[RankPart]:
 
 def _check(*numbers: Any) -> None:
     if any(type(number) is not int for number in numbers):
-        raise CorruptCheckpointError("a part of the manifest has something else where a number belongs")
+        raise CorruptCheckpointError("a part of the manifest has another type in place of a number")
 
 
 def _check_row(number: Any) -> None:
@@ -167,7 +167,7 @@ def _check_row(number: Any) -> None:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise CorruptCheckpointError("a part of the manifest has something else where a name belongs")
+        raise CorruptCheckpointError("a part of the manifest has another type in place of a name")
     return value
 
 
@@ -193,7 +193,7 @@ def row_lines(shared: Shared) -> Iterator[bytes]:
 
 
 def parse_patterns(lines: Sequence[bytes], ranks: int) -> Steps[tuple[tuple[PlacedBox, ...], ...]]:
-    """Raises ``CorruptCheckpointError`` and what ``json`` raises."""
+    """Parse the lines of patterns. Raises ``CorruptCheckpointError`` and what ``json`` raises."""
     patterns = (tuple(_placed(one, ranks) for one in json.loads(line.decode())) for line in lines)
     return tuple((yield from collected(patterns, 1)))
 
@@ -202,15 +202,15 @@ def _placed(one: Any, ranks: int) -> PlacedBox:
     rank, offsets, sizes = one
     _check(rank, *offsets, *sizes)
     if not 0 <= rank < ranks or len(offsets) != len(sizes):
-        raise CorruptCheckpointError("the manifest has a box that is none")
+        raise CorruptCheckpointError("the manifest has an invalid box")
     return PlacedBox(rank, tuple(offsets), tuple(sizes))
 
 
 def join(root: Root, parts: Mapping[int, RankPart], wanted: Collection[int] | None = None) -> Steps[Manifest]:
-    """The manifest, whole, from its root and the parts of all ranks.
+    """Join the root and the parts of all ranks to a manifest.
 
-    With ``wanted`` rows, those alone have chunks, and of them only the boxes of the ranks that ``parts`` has. Raises
-    ``CorruptCheckpointError`` where a part lacks what the root says that it has.
+    With ``wanted``, only these rows have chunks, and only for the boxes of ranks in ``parts``. Raises
+    ``CorruptCheckpointError`` if a part lacks a box or a value that it has according to the root.
     """
     entries: dict[str, Entry] = {}
     for number, row in enumerate(root.shared.rows):
@@ -227,7 +227,7 @@ def join(root: Root, parts: Mapping[int, RankPart], wanted: Collection[int] | No
             if found is not None:
                 entries[row.fqn] = ValueEntry(row.path, *found)
             elif wanted is None or part is not None:
-                raise CorruptCheckpointError(f"{row.fqn}: no part of the manifest has it", fqn=row.fqn)
+                raise CorruptCheckpointError(f"{row.fqn}: its value is in no part of the manifest", fqn=row.fqn)
             else:
                 entries[row.fqn] = ValueEntry(row.path, "", 0, 0)
         else:
@@ -247,6 +247,6 @@ def _chunks(root: Root, parts: Mapping[int, RankPart], number: int, row: SharedR
         chunk = None if part is None else part.chunks.get((number, name_of(placed.offsets)))
         if chunk is None or chunk.sizes != placed.sizes:
             raise CorruptCheckpointError(
-                f"{row.fqn}: no part of the manifest has its box at {placed.offsets}", fqn=row.fqn
+                f"{row.fqn}: its box at {placed.offsets} is in no part of the manifest", fqn=row.fqn
             )
         yield chunk

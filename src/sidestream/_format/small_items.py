@@ -1,6 +1,6 @@
-"""Small items of a shard are sealed in runs, in a seventh of the time that the general code (``shard.py``) needs.
+"""The sealing of small items in runs. It takes a seventh of the time of the general code (``shard.py``).
 
-What lies between two payloads, the trailer of one item, the gap and the header of the next, is written as one piece.
+The bytes between two payloads (the trailer of one item, the gap, and the header of the next) are written as one piece.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["RUN_ITEMS", "seal_run"]
 _SMALL_BYTES = 64 << 10
 _RUN_BYTES = 256 << 10  # fits into the cache of a core
 RUN_ITEMS = 128
-"""So many at most with one call."""
+"""The most items that one call seals."""
 
 _CRC = struct.Struct("<I")
 _GAPS = [bytes(gap) for gap in range(64)]
@@ -25,11 +25,11 @@ _GAPS = [bytes(gap) for gap in range(64)]
 def seal_run(
     view: memoryview, window: tuple[int, int], written: int, items: Sequence[tuple[Frame, int]]
 ) -> tuple[int, list[bytes]]:
-    """Seal the first of ``items``, as long as they are small (64 KiB at most) and lie in ``window`` as a whole, and not
-    more than some 100 us of work. Return where the last one ends, and the packed checksum of each.
+    """Seal the first of ``items``, as far as they are small (at most 64 KiB) and lie completely in ``window``. One call
+    does some 100 us of work at most. Returns where the last sealed item ends, and the packed CRC of each.
 
-    ``window`` has the offsets in the file of the bytes in ``view``. Everything from ``written`` on, which is where the
-    item before ends, is given its final content.
+    ``window`` has the offsets in the file of the bytes in ``view``. ``written`` is the end of the item before. All
+    bytes from there on get their final content.
     """
     base, limit = window
     pack = _CRC.pack_into

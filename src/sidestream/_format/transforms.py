@@ -1,4 +1,5 @@
-"""What stock DCP's extensions did to the bytes of an item, undone: compression with zstd, and nothing else yet."""
+"""The inverse of what extensions of stock DCP did to the bytes of an item: compression with zstd, and no other so
+far."""
 
 from __future__ import annotations
 
@@ -11,33 +12,33 @@ from ..errors import CorruptCheckpointError, MissingExtraError, UnsupportedCheck
 __all__ = ["MOST_EXPANSION", "UnpackBudget", "check_transforms", "may_expand", "require", "unpack"]
 
 MOST_EXPANSION = 1 << 15
-"""How many bytes one byte of zstd can stand for: a block of 128 KiB takes four bytes at least."""
+"""The most bytes to which one byte of zstd can expand: a block of 128 KiB takes at least four bytes."""
 
 _RATIO = 64
-_ANYHOW_BYTES = 1 << 30
-_VALUES_ANYHOW_BYTES = 64 << 20
+_ALWAYS_BYTES = 1 << 30
+_VALUES_ALWAYS_BYTES = 64 << 20
 
 _ZSTD = "stream.zstd"
 _PIECE_BYTES = 1 << 20
-_WINDOW_BYTES = 8 << 20  # what every decoder has to have (RFC 8878); a frame that wants more has to be that large
+_WINDOW_BYTES = 8 << 20  # every decoder supports it (RFC 8878); a larger window is allowed for content of that size
 _MOST_WINDOW_BYTES = 128 << 20
 
 
 def check_transforms(descriptors: object, fqn: str) -> str | None:
-    """The one transform that an item was written through, if any.
+    """Return the transform of an item, or None.
 
-    Raises ``UnsupportedCheckpointError`` for another one than zstd in its first version, or several.
+    Raises ``UnsupportedCheckpointError`` for several transforms, and for any but the first version of zstd.
     """
     if not descriptors:
         return None
     if not isinstance(descriptors, list) or not all(isinstance(one, str) for one in descriptors):
-        raise CorruptCheckpointError(f".metadata: {fqn!r} has transforms that are none", fqn=fqn)
+        raise CorruptCheckpointError(f".metadata: {fqn!r} has transforms that are not a list of names", fqn=fqn)
     names = [one.partition("/") for one in descriptors]
     if len(names) == 1 and names[0][0] == _ZSTD and names[0][2].partition(".")[0] == "1":
         return _ZSTD
-    told = ", ".join(ascii(one[:80])[1:-1] for one in descriptors[:4])
+    names_shown = ", ".join(ascii(one[:80])[1:-1] for one in descriptors[:4])
     raise UnsupportedCheckpointError(
-        f"{fqn!r} was written through the transform {told}, which this version does not undo; "
+        f"{fqn!r} was written through the transform {names_shown}, which this version cannot reverse; "
         "load it with torch.distributed.checkpoint"
     )
 
@@ -49,15 +50,15 @@ def may_expand(packed_bytes: int) -> int:
     One item may expand to 32 Ki times its size, as zeros do. A checkpoint that consists of such items is refused,
     because a few megabytes would require terabytes of memory.
     """
-    return _ANYHOW_BYTES + _RATIO * packed_bytes
+    return _ALWAYS_BYTES + _RATIO * packed_bytes
 
 
 class UnpackBudget:
-    """The size that all compressed values read by one call may expand to together. Thread-safe."""
+    """The size to which all compressed values of one call may expand together. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._left = _VALUES_ANYHOW_BYTES
+        self._left = _VALUES_ALWAYS_BYTES
 
     def unpack(self, raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
         """Call ``unpack`` within the limits of the budget."""
@@ -76,9 +77,10 @@ def require() -> None:
 
 
 def unpack(raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
-    """The content of zstd frames. What is allocated grows with what really comes out of them.
+    """Decompress zstd frames. The allocated memory grows with the decompressed content, not with what a header claims.
 
-    Raises ``CorruptCheckpointError`` for what is no zstd or expands to more than ``most_bytes``, ``MissingExtraError``.
+    Raises ``CorruptCheckpointError`` if ``raw`` is not zstd or expands to more than ``most_bytes``, and
+    ``MissingExtraError``.
     """
     window_bytes = max(_WINDOW_BYTES, min(most_bytes, _MOST_WINDOW_BYTES))
     frames = _with_zstandard if _zstandard() else _with_pyzstd
@@ -89,7 +91,7 @@ def unpack(raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
             content += piece
             if len(content) > most_bytes:
                 raise CorruptCheckpointError(
-                    f"malformed zstd: it expands to more than the {most_bytes} bytes that it stands for"
+                    f"malformed zstd: it expands to more than the {most_bytes} bytes that it may have"
                 )
     except _errors() as error:
         raise CorruptCheckpointError(f"malformed zstd: {ascii(str(error)[:200])[1:-1]}") from None
@@ -115,7 +117,7 @@ def _with_pyzstd(raw: bytes | bytearray, window_bytes: int) -> Iterator[bytes]:
         yield decompressor.decompress(left, _PIECE_BYTES)
         while not decompressor.eof:
             if decompressor.needs_input:
-                return  # cut off: what was wrapped is found incomplete
+                return  # the frame is cut off; the reader of the content finds that it is incomplete
             yield decompressor.decompress(b"", _PIECE_BYTES)
         left = decompressor.unused_data
 
@@ -141,7 +143,7 @@ def _pyzstd() -> bool:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What the package in use complains with."""
+    """Return the errors of the package in use."""
     if _zstandard():
         import zstandard
 

@@ -1,4 +1,4 @@
-"""What has to hold of a ``Manifest`` before memory is touched on its behalf, whoever wrote it."""
+"""The validation of a ``Manifest`` of any writer, before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -67,19 +67,21 @@ _Range = tuple[int, int, str, object]
 
 
 def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
-    """Return if the manifest is sound. ``manifest.files`` has to hold the real sizes, fields the
-    types they declare.
+    """Check a manifest. ``manifest.files`` has to hold the real sizes, and all fields have to have their declared
+    types.
 
-    Then each data file is named by one plain component; each item lies within its file and either apart from all others
-    or exactly where another one lies (tied tensors); each payload fits into its item; the chunks of each tensor lie
-    within its shape, apart from each other, and cover it; no tensor claims more bytes than its files have.
+    After it has returned, these facts hold:
 
-    ``partly``: of a manifest in parts some were read, so chunks may be missing, and values without a file; then
-    ``check_patterns`` tells about holes.
+    - The name of each data file is one plain component. - Each item lies within its file. It does not overlap with
+    other items, or has the same range (tied tensors). - Each payload fits into its item. - The chunks of each tensor
+    lie within its shape, do not overlap, and cover it. - No tensor claims more bytes than its files have.
 
-    Raises ``CorruptCheckpointError`` with ``file`` or ``fqn`` set, and ``IncompleteTensorError`` (all tensors listed)
-    where only chunks are missing. ``UnsupportedCheckpointError`` for a dtype that is not known and for chunks in an
-    impracticable layout. For an ``OpaqueEntry`` only the places of its items are checked.
+    ``partly``: only some parts of the manifest were read, so chunks and the files of values may be missing.
+    ``check_patterns`` then finds holes. For an ``OpaqueEntry`` only the places of its items are checked.
+
+    Raises ``CorruptCheckpointError`` with ``file`` or ``fqn`` set, ``IncompleteTensorError`` with all tensors if only
+    chunks are missing, and ``UnsupportedCheckpointError`` for an unknown dtype or for chunks that take too long to
+    check.
     """
     yield from _check_counts(manifest)
     for name, size in manifest.files.items():
@@ -109,7 +111,7 @@ def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
         if not _lie_apart(found, ranges.get(file, [])):
             tied.add(file)
     ranges = {file: items for file, items in ranges.items() if file not in rows}
-    for fqn, entry in manifest.entries.items() if tied else ():  # in order, for those files that have to be looked at
+    for fqn, entry in manifest.entries.items() if tied else ():  # in order, for the files with overlapping items
         yield
         for file, start, length, content in _items(entry, manifest.own):
             if file in tied:
@@ -123,7 +125,8 @@ def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
 
 
 def check_patterns(root: Root, rows: Iterable[int]) -> Steps[None]:
-    """Check that the boxes of each of these rows cover its shape, and lie apart. Raises as ``validate``."""
+    """Check that the boxes of each of these rows cover its shape and do not overlap. Raises what ``validate``
+    raises."""
     known: set[tuple[int, str]] = set()
     for number in rows:
         yield
@@ -147,15 +150,15 @@ def check_patterns(root: Root, rows: Iterable[int]) -> Steps[None]:
 
 @dataclass(slots=True)
 class _FileRows:
-    """The rows of one file: where their items begin and end."""
+    """The starts and the ends of the items of all rows in one file."""
 
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
 
 def _sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, _FileRows], dict[str, Entry]]]:
-    """The rows by file, which were checked when they were parsed, but for their places among others; all other entries
-    by FQN."""
+    """Return the rows by file, and all other entries by FQN. The rows were checked when they were parsed, except for
+    overlaps with other items."""
     rows: dict[str, _FileRows] = defaultdict(_FileRows)
     others: dict[str, Entry] = {}
     for some in chunked(stored(entries).items(), _MANY):
@@ -172,7 +175,8 @@ def _sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, _FileRows
 
 
 def _lie_apart(rows: _FileRows, items: list[_Range]) -> bool:
-    """Whether no two of all these items share bytes: no item begins before as many have ended as begin before it."""
+    """Return whether no two of these items share bytes. That is so if the (n+1)-th smallest
+    start is never less than the n-th smallest end."""
     starts = sorted([*rows.starts, *(item[0] for item in items)])
     ends = sorted([*rows.ends, *(item[1] for item in items)])
     return not any(map(lt, starts[1:], ends))
@@ -210,13 +214,13 @@ def _check_file(name: str, size: int) -> None:
     drive = len(name) > 1 and name[1] == ":"
     plain = name and name[0] != "." and not drive and "/" not in name and "\\" not in name and name.isprintable()
     if not plain or len(name.encode()) > _MAX_NAME_BYTES:
-        raise CorruptCheckpointError(f"{name[:_MAX_NAME_BYTES]!r} is no plain file name", file=name)
+        raise CorruptCheckpointError(f"{name[:_MAX_NAME_BYTES]!r} is not a plain file name", file=name)
     if not 0 <= size <= _MAX_SIZE:
         raise CorruptCheckpointError(f"file {name!r} has an impossible size ({size})", file=name)
 
 
 def _check_sidecars(manifest: Manifest, taken: set[str]) -> None:
-    """Raise ``CorruptCheckpointError`` unless each sidecar file is a whole file, in which nothing else lies. ``taken``:
+    """Raise ``CorruptCheckpointError`` unless each sidecar file is a whole file without other contents. ``taken`` are
     the files of tensors and values."""
     taken = set(taken)
     for name, entry in manifest.sidecars.items():
@@ -267,31 +271,33 @@ def _check_composite(fqn: str, entry: CompositeEntry, entries: Mapping[str, Entr
     if any(not 0 <= stride <= _MAX_SIZE for stride in strides):
         raise CorruptCheckpointError(f"{fqn!r} has impossible strides", fqn=fqn)
     if not 0 < len(set(entry.parts)) == len(entry.parts) <= MAX_PARTS or "" in entry.parts:
-        raise CorruptCheckpointError(f"{fqn!r} has parts that are none", fqn=fqn)
+        raise CorruptCheckpointError(
+            f"{fqn!r} has empty or repeated part names, or not 1 to {MAX_PARTS} parts", fqn=fqn
+        )
     for part in entry.parts:
         one = entries.get(f"{fqn}.{part}")
         if not isinstance(one, tuple | TensorEntry | CompositeEntry) or path_of(one) != (*entry.path, part):
-            raise CorruptCheckpointError(f"{fqn!r} consists of parts, and {part!r} is missing", fqn=fqn)
+            raise CorruptCheckpointError(f"{fqn!r} consists of parts, and its part {part!r} is missing", fqn=fqn)
 
 
 def check_path(fqn: str, path: tuple[Key, ...]) -> None:
-    """Raise ``CorruptCheckpointError`` if a path is too long, or a step of it is no key."""
+    """Raise ``CorruptCheckpointError`` if a path is too long, or a step of it is not a key."""
     if not 0 < len(path) <= MAX_PATH_DEPTH:
         raise CorruptCheckpointError(f"{fqn!r} has a path of {len(path)} steps, not 1 to {MAX_PATH_DEPTH}", fqn=fqn)
     for step in path:
         index = type(step) is int and 0 <= step <= _MAX_SIZE
         if not index and not isinstance(step, str | DictKey):
-            raise CorruptCheckpointError(f"{fqn!r} has a path with a step that is no key or index", fqn=fqn)
+            raise CorruptCheckpointError(f"{fqn!r} has a path with a step that is not a key or an index", fqn=fqn)
         if isinstance(step, str) and len(step) > MAX_FQN_CHARS:
             raise CorruptCheckpointError(f"{fqn!r} has a path with a key of {len(step)} characters", fqn=fqn)
 
 
 def _items(entry: Entry, own: bool) -> Iterator[tuple[str, int, int, object]]:
-    """File, offset and length of each item, and what it has to be for another entry to share it: the same tensor, in
-    checkpoints of ours, or a view of the same storage."""
+    """Yield file, offset and length of each item, and a key. Two entries may share an item only if the keys are equal
+    and not None: for the same tensor in checkpoints of sidestream, and for views of one storage."""
     if isinstance(entry, TensorEntry):
         for chunk in entry.chunks:
-            content = (entry.dtype, entry.shape, chunk) if own else None if chunk.told is None else "a storage"
+            content = (entry.dtype, entry.shape, chunk) if own else None if chunk.foreign is None else "a storage"
             yield chunk.file, chunk.item_offset, chunk.item_bytes, content
     elif isinstance(entry, OpaqueEntry):
         for chunk in entry.chunks:
@@ -301,7 +307,7 @@ def _items(entry: Entry, own: bool) -> Iterator[tuple[str, int, int, object]]:
 
 
 def check_item(files: Mapping[str, int], fqn: str, file: str, start: int, length: int) -> None:
-    """Raise ``CorruptCheckpointError`` unless the file is there, under a plain name, and has those bytes."""
+    """Raise ``CorruptCheckpointError`` unless the file exists, has a plain name, and has these bytes."""
     if file not in files:
         _check_file(file, 0)
         raise CorruptCheckpointError(f"{fqn!r} lies in {file!r}, which is missing", file=file, fqn=fqn)
@@ -311,7 +317,7 @@ def check_item(files: Mapping[str, int], fqn: str, file: str, start: int, length
 
 
 def _check_apart(file: str, items: list[_Range]) -> Steps[None]:
-    """Raise where two items share bytes without being the very same range."""
+    """Raise ``CorruptCheckpointError`` if two items share bytes, unless they have the same range and key."""
     items.sort(key=lambda item: item[:2])
     reached: _Range = (0, 0, "", None)
     for item in items:
@@ -327,7 +333,7 @@ def _check_apart(file: str, items: list[_Range]) -> Steps[None]:
 
 
 def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: str | None) -> int:
-    """The number of elements that are in no chunk."""
+    """Check a tensor and its chunks. Returns the number of elements that are in no chunk."""
     check_shape(fqn, entry.dtype, entry.shape)
     for chunk in entry.chunks:
         _check_chunk(fqn, entry, chunk, digest)
@@ -350,8 +356,8 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: s
 
 
 def check_shape(fqn: str, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise ``UnsupportedCheckpointError`` for a dtype that is not known, ``CorruptCheckpointError`` for a shape that
-    no tensor has."""
+    """Raise ``UnsupportedCheckpointError`` for an unknown dtype, and ``CorruptCheckpointError`` for a shape that a
+    tensor cannot have."""
     if dtype not in SAVED_DTYPES:
         raise UnsupportedCheckpointError(f"{fqn!r} has dtype {dtype[:64]!r}, which this version does not read")
     extent = math.prod(max(dim, 1) for dim in shape) * itemsize(dtype)
@@ -365,7 +371,7 @@ def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, digest: str | None)
         return CorruptCheckpointError(f"{where} {what}", file=chunk.file, fqn=fqn, offset=chunk.item_offset)
 
     if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape):
-        raise corrupt(f"has another rank than the tensor's {len(entry.shape)}")
+        raise corrupt(f"does not have the {len(entry.shape)} dimensions of the tensor")
     extents = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
     if not all(offset >= 0 and size >= 0 and offset + size <= dim for offset, size, dim in extents):
         raise corrupt(f"reaches out of the shape {list(entry.shape)}")

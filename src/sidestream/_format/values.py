@@ -1,6 +1,6 @@
 """Plain values as data (``Node``), and as the pickle that stock DCP expects of the same value.
 
-Kinds of a ``Node`` beside the bare scalars (None, bool, int, finite float, str)::
+Kinds of a ``Node`` in addition to the bare scalars (None, bool, int, finite float, str)::
 
     {"list": [...]}  {"tuple": [...]}  {"set": [...]}  {"frozenset": [...]}  {"dict": [[key, value], ...]}
     {"ordered_dict": [[key, value], ...]}  {"bytes": base64}  {"bytearray": base64}  {"complex": [re, im]}
@@ -10,9 +10,9 @@ Kinds of a ``Node`` beside the bare scalars (None, bool, int, finite float, str)
     {"tensor": {"dtype", "shape", "data": base64 of the row-major bytes}}
     {"ndarray": {"dtype": "<u4", "shape", "data": base64}}   {"numpy": {"dtype": "<f8", "data": base64}}
 
-    {"stored": "pickle" | "bytes"}  the value stands in its item alone: a pickle of more than data, or what no pickle is
+    {"stored": "pickle" | "bytes"}  only the item has the value: a pickle of more than data, or bytes without a pickle
 
-and, of other writers only, for types that the caller allowed by their qualified names::
+Kinds for other writers only, for types that the caller allowed by their qualified names::
 
     {"object": {"type", "new": by __new__ alone, "args": [...], and perhaps "elements", "items", "state"}}
     {"type": name}  {"member": [name of the enum, name of the member]}
@@ -34,8 +34,8 @@ __all__ = ["bytes_and_position", "is_stored", "node_bytes", "node_kind", "pickle
 
 
 def node_kind(node: Node) -> tuple[str, Any]:
-    """``("scalar", node)`` or the kind and content of a tagged node. Raises ``CorruptCheckpointError`` for anything
-    else."""
+    """Return ``("scalar", node)``, or the kind and content of a tagged node. Raises ``CorruptCheckpointError`` for
+    anything else."""
     if node is None or isinstance(node, (bool, int, float, str)):
         return "scalar", node
     if isinstance(node, dict) and len(node) == 1:
@@ -44,12 +44,12 @@ def node_kind(node: Node) -> tuple[str, Any]:
 
 
 def is_stored(node: Node) -> bool:
-    """Whether the manifest leaves the value to its item."""
+    """Return whether only the item has the value."""
     return isinstance(node, dict) and "stored" in node
 
 
 def node_bytes(content: Any) -> bytes:
-    """The bytes behind a base64 string of a node."""
+    """Decode a base64 string of a node."""
     try:
         return base64.b64decode(content, validate=True)
     except (binascii.Error, TypeError, ValueError):
@@ -67,13 +67,14 @@ def bytes_and_position(content: Any) -> tuple[bytes, int]:
 
 
 def pickle_node(node: Node) -> tuple[bytes, list[bytes]]:
-    """The value as ``torch.save`` would pickle it, and the storages of the tensors in it."""
+    """Return the value as ``torch.save`` would pickle it, and the storages of the tensors in it."""
     storages: list[bytes] = []
     return b"\x80\x02" + _pickle(node, storages) + b".", storages
 
 
 def pickle_part(node: Node, storages: list[bytes]) -> bytes:
-    """The opcodes that push the value; tensors in it go to the end of ``storages``, whose indices are their keys."""
+    """Return the opcodes that push the value. Appends the bytes of tensors in it to ``storages``. The index there is
+    the key of the storage."""
     return _pickle(node, storages)
 
 
@@ -135,19 +136,21 @@ def _pickle_leaf(kind: str, content: Any, storages: list[bytes]) -> bytes:
         case "ndarray":
             return _pickle_array(content["dtype"], content["shape"], content["data"])
         case "numpy":
-            # array(()).item() would lose the type; numpy.dtype(...).type is not a call, so index the 0-d array.
+            # An index into a 0-d array keeps the type. item() would lose it, and numpy.dtype(...).type is not a call.
             scalar = _pickle_array(content["dtype"], [], content["data"])
             return p.call(p.global_("_operator", "getitem"), scalar, b")")
     raise CorruptCheckpointError(f"a value of the manifest is of the unknown kind {kind!r}")
 
 
 def _pickle_bytes(raw: bytes) -> bytes:
-    """As protocol 2 spells bytes, which has no opcode for them and which torch's own unpickler is limited to."""
+    """Pickle bytes with protocol 2, which has no opcode for them. The unpickler of torch supports only this
+    protocol."""
     return p.call(p.global_("_codecs", "encode"), p.text(raw.decode("latin-1")), p.text("latin1"))
 
 
 def _pickle_array(dtype: str, shape: list[int], data: str) -> bytes:
-    """``numpy.array(numpy.ndarray(shape, dtype, bytes))``: public names alone, and the result owns its memory."""
+    """Pickle ``numpy.array(numpy.ndarray(shape, dtype, bytes))``. It has only public names, and the result owns its
+    memory."""
     raw = node_bytes(data)
     over_bytes = p.call(
         p.global_("numpy", "ndarray"), p.tuple_of(*map(p.integer, shape)), p.text(dtype), _pickle_bytes(raw)
@@ -156,7 +159,7 @@ def _pickle_array(dtype: str, shape: list[int], data: str) -> bytes:
 
 
 def check_inline_tensor(content: Any) -> tuple[str, tuple[int, ...], bytes]:
-    """Dtype, shape and bytes of a ``tensor`` node, checked against each other."""
+    """Return the dtype, shape and bytes of a ``tensor`` node, after a check that they fit each other."""
     dtype, shape, raw = content["dtype"], tuple(content["shape"]), node_bytes(content["data"])
     if dtype not in DTYPES or math.prod(shape) * DTYPES[dtype][0] != len(raw):
         raise CorruptCheckpointError("a tensor inside a value has bytes that do not fit its shape")

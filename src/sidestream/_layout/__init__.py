@@ -1,1 +1,1 @@
-"""What to do, decided before anything is done: flattening, layout, matching, ranges. Pure: no I/O."""
+"""Plans for saves and loads: flattening, layout, matching, ranges. The room has no I/O."""

@@ -1,4 +1,4 @@
-"""What only the caller's thread may ask of the objects in a state dict, so that the rest can be done in another one."""
+"""The calls of objects in a state dict, which only the caller's thread may make. Other threads use the results."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ class Answers:
 
     def __init__(self) -> None:
         self._state_dicts: dict[int, tuple[Any, Any]] = {}
-        self._items: dict[int, tuple[Any, list[tuple[Any, Any]]]] = {}  # keeps holders alive, as ids can be reused
+        self._items: dict[
+            int, tuple[Any, list[tuple[Any, Any]]]
+        ] = {}  # refers to the mappings, because the id of a freed object can be reused
 
     def ask(self, state: object) -> Iterator[None]:
         """Call ``state_dict()`` of every object in ``state`` and in the returned state dicts, in the same order on all
-        ranks; yields whenever other tasks should run.
+        ranks. Yields to let other tasks run.
 
-        What contains itself is walked through once; ``leaves_of`` refuses it.
+        A container that contains itself is traversed once. ``leaves_of`` raises an error for it.
         """
         for level_done in state_dicts_in_order(state, self._look, self._state_dicts):
             if not level_done:
@@ -41,7 +43,7 @@ class Answers:
 
     def items(self, mapping: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
         if type(mapping) is dict:
-            return dict(mapping).items()  # one step, beside a loop that may change it
+            return dict(mapping).items()  # the copy is one step, because the loop's thread may change the dict
         if type(mapping) is OrderedDict:
             return list(mapping.items())
         try:

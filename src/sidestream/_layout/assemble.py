@@ -1,4 +1,4 @@
-"""Nested dicts and lists again, from paths and values."""
+"""The construction of nested dicts and lists from paths and values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _WORD_BITS = 63
 
 
 class _ListParts(dict[int, Any]):
-    """A list whose elements may come in any order."""
+    """The elements of a list by index, in any order."""
 
 
 def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]]) -> Steps[dict[Any, Any]]:
-    """The state dict with these leaves. Raises ``CorruptCheckpointError`` where paths contradict each other or a list
-    has holes."""
+    """Return the state dict with these leaves. Raises ``CorruptCheckpointError`` if paths contradict each other or a
+    list has holes."""
     root: dict[Any, Any] = {}
     alike: dict[tuple[int, bytes], int] = {}
     for path, value in leaves:
@@ -45,9 +45,10 @@ def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]]) -> Steps[dict[Any, A
 
 
 def _count(key: Key, holder: dict[Any, Any], alike: dict[tuple[int, bytes], int]) -> None:
-    """Refuse many keys of one dict that share a hash, which only integers beyond 64 bits can (see ``hashed.py``)."""
+    """Count a key. Raises ``CorruptCheckpointError`` if too many keys of one dict have the same hash (see
+    ``hashed.py``). Only integers beyond 64 bits can."""
     if isinstance(key, DictKey) and type(key.value) is int and key.value.bit_length() > _WORD_BITS:
-        if key.value in holder:  # a dict on the path to several leaves
+        if key.value in holder:  # a container of several leaves, which was counted before
             return
         which = (id(holder), hash(key.value).to_bytes(8, "little", signed=True))
         alike[which] = alike.get(which, 0) + 1

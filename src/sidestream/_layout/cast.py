@@ -1,4 +1,4 @@
-"""Which dtypes torch converts into which, without losing a kind of number."""
+"""The conversions between dtypes that torch makes and that keep the kind of number."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ __all__ = ["castable"]
 
 @lru_cache(maxsize=1024)
 def castable(saved: str, wanted: str) -> bool:
-    """Whether elements of dtype ``saved`` become ``wanted``: never a complex number a real one, a float an integer."""
+    """Return whether elements of dtype ``saved`` can be converted to ``wanted``. A complex number is not converted to a
+    real one, nor a float to an integer."""
     source, target = dtype_from_name(saved), dtype_from_name(wanted)
     if not torch.can_cast(source, target):
         return False
     try:
-        torch.empty(1, dtype=target).copy_(torch.empty(1, dtype=source))  # can_cast also promises what has no kernel
+        torch.empty(1, dtype=target).copy_(
+            torch.empty(1, dtype=source)
+        )  # can_cast is also true for conversions without a kernel
     except (RuntimeError, TypeError):
         return False
     return True

@@ -1,4 +1,4 @@
-"""What the bytes of a checkpoint have to be, piece by piece: pieces are read in any order, and in parallel."""
+"""The expected bytes of a checkpoint, as pieces. A caller reads and checks pieces in any order, and in parallel."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ __all__ = [
 
 
 def has_no_checksum(chunk: Chunk) -> bool:
-    """Return whether another writer has left no checksum of a payload whose place is known."""
-    return chunk.payload_offset is not None and (chunk.told is None or chunk.told.crc is None)
+    """Return whether the payload of another writer has a known place and no checksum."""
+    return chunk.payload_offset is not None and (chunk.foreign is None or chunk.foreign.crc is None)
 
 
 class Piece(NamedTuple):
     """``nbytes`` from ``offset`` of ``file``, which belong to ``fqn``.
 
-    ``expected`` are the bytes themselves, the chunk whose blocks they are, or what is known of a payload as a whole;
-    ``number`` is that of the first block, or of the part. One record, as there are three of them for a small tensor:
-    with a closure in each the garbage collector had 120,000 objects to walk for 10,000 tensors.
+    ``expected`` is the bytes, the chunk with the checksums of their blocks, or a ``Whole``. ``number`` is the number of
+    the first block, or of the part of the ``Whole``. A piece is one object, because a small tensor has three of them.
+    With a closure in each, the garbage collector had to traverse 120,000 objects for 10,000 tensors.
     """
 
     fqn: str
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
     number: int = 0
 
     def check(self, view: memoryview, burst: Burst = nullcontext) -> None:
-        """Raises ``CorruptCheckpointError`` where the bytes are not what they have to be."""
+        """Compare the bytes in ``view``. Raises ``CorruptCheckpointError`` if they differ from the expected ones."""
         expected = self.expected
         if isinstance(expected, Chunk):
             self._check_blocks(expected, view, burst)
@@ -86,7 +86,7 @@ class Piece(NamedTuple):
 
 
 def own_pieces(fqn: str, entry: TensorEntry) -> Iterator[Piece]:
-    """Every byte of the items of one of our tensors: what is framed around a payload follows from dtype and shape."""
+    """Yield pieces for all bytes of the items of a tensor of sidestream. The frames follow from dtype and shape."""
     for chunk in entry.chunks:
         start = chunk.payload_offset
         if start is None or chunk.crcs is None:
@@ -115,7 +115,8 @@ def sidecar_pieces(name: str, entry: TensorEntry) -> Iterator[Piece]:
 
 
 def value_pieces(fqn: str, entry: ValueEntry) -> Iterator[Piece]:
-    """The item of one of our values, which says to stock DCP what the manifest says to us."""
+    """Yield the piece for the item of a value of sidestream. The item has to be the value in the manifest, because
+    stock DCP reads the item."""
     try:
         content = frame_value(*pickle_node(entry.node))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -130,7 +131,7 @@ def value_pieces(fqn: str, entry: ValueEntry) -> Iterator[Piece]:
 
 
 def foreign_pieces(fqn: str, entry: TensorEntry, payloads: dict[Chunk, ForeignPayload]) -> Iterator[Piece]:
-    """The payloads of another writer's tensor, as far as there is a checksum of them."""
+    """Yield pieces for the payloads of another writer's tensor, as far as they have a checksum."""
     for chunk in entry.chunks:
         payload = payloads.get(chunk)
         if payload is None or payload.crc is None or chunk.payload_offset is None:
@@ -142,7 +143,7 @@ def foreign_pieces(fqn: str, entry: TensorEntry, payloads: dict[Chunk, ForeignPa
 
 
 def check_digests(fqn: str, file: str, offset: int, view: memoryview, digests: bytes | None) -> None:
-    """Compare the digests of the blocks from ``offset`` on, where there are some and the package is installed."""
+    """Compare the digests of the blocks from ``offset`` on, if there are digests and the package is installed."""
     digest_of = installed_digest("blake3") if digests else None
     if digest_of is None or digests is None:
         return
@@ -153,7 +154,7 @@ def check_digests(fqn: str, file: str, offset: int, view: memoryview, digests: b
 
 
 class Whole:
-    """A payload with one checksum over all of it; whichever part comes last compares it."""
+    """A payload with one checksum over all of it. The check of the last part compares the checksum."""
 
     def __init__(self, fqn: str, chunk: Chunk, payload: ForeignPayload) -> None:
         self._fqn, self._chunk, self._payload = fqn, chunk, payload
@@ -180,9 +181,8 @@ class Whole:
 
 
 def address_in(fqn: str, tensor: torch.Tensor, start: int, nbytes: int) -> int:
-    """Return the address of byte ``start`` of a contiguous tensor, as it is now. Raises ``UnsupportedTensorError`` if
-    its storage has less than the ``nbytes`` from there on, because it was freed or shrunk since the load was
-    planned."""
+    """Return the current address of byte ``start`` of a contiguous tensor. Raises ``UnsupportedTensorError`` if its
+    storage does not have ``nbytes`` from there on, because it was freed or shrunk after the load was planned."""
     if tensor.storage_offset() * tensor.itemsize + start + nbytes > tensor.untyped_storage().nbytes():
         raise UnsupportedTensorError(f"{fqn}: its storage was freed or shrunk while it was being loaded into")
     return tensor.data_ptr() + start
@@ -207,7 +207,7 @@ def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[C
 
     The form of the pickle and unknown attributes are ignored, because another version may have written it.
     """
-    unknown = (EmptyEntry, CompositeEntry)  # to DCP
+    unknown = (EmptyEntry, CompositeEntry)  # DCP has no such entries
     described = {fqn: entry for fqn, entry in manifest.entries.items() if not isinstance(entry, unknown)}
     for fqn in described.keys() - metadata.entries.keys():
         yield _differs(fqn, "does not have it, but the manifest does")
@@ -215,7 +215,7 @@ def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[C
         yield _differs(fqn, "has it, but the manifest does not")
     for fqn, entry in described.items():
         other = metadata.entries.get(fqn)
-        same = other is None or _told(entry) == _told(other)
+        same = other is None or _comparable(entry) == _comparable(other)
         yield None if same else _differs(fqn, "describes it differently than the manifest")
     yield from _compare_the_whole(manifest, metadata)
     if manifest.exact:
@@ -233,7 +233,7 @@ def _compare_the_whole(manifest: Manifest, metadata: DcpDescription) -> Iterator
 
 
 def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError | None]:
-    """Compare details that sidestream writes in one way, and other planners in any way."""
+    """Compare details that sidestream always writes in the same way. Other planners may write them in any way."""
     for fqn in sorted(metadata.pathless):
         yield _differs(fqn, "has no path for it in planner_data")
     for fqn in sorted(metadata.spare):
@@ -257,8 +257,8 @@ def _differs(fqn: str, how: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{fqn}: .metadata {how}", file=".metadata", fqn=fqn)
 
 
-def _told(entry: Entry) -> object:
-    """What both files say of an entry. DCP turns every dict key into a string."""
+def _comparable(entry: Entry) -> object:
+    """Return the facts about an entry that both files have. DCP converts every dict key to a string."""
     path = tuple(str(key.value) if isinstance(key, DictKey) else key for key in entry.path)
     if isinstance(entry, ValueEntry):
         return path, (entry.file, entry.item_offset, entry.item_bytes), entry.transform

@@ -1,4 +1,4 @@
-"""What does not fit when a target is compared with a checkpoint, collected for one error."""
+"""The differences between a target and a checkpoint, collected for one error."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Findings:
     absent: list[str] = field(default_factory=list)
     """Names of leaves that are missing in the checkpoint, if that is an error."""
     unexpected: list[str] | None = None
-    """Where other ranks may ask for what this one does not expect."""
+    """Keys that this rank does not request, for a load in which other ranks may request them. None in other loads."""
 
     def add(self, kind: type[StateMismatchError], line: str) -> None:
         self.offenders.setdefault(kind, []).append(line)
 
     def add_missing(self, fqn: str, what: str = _ABSENT) -> None:
         accepted = accepts(self.tolerance.missing, fqn)
-        if what != _ABSENT:  # an object of which nothing was saved: "optimizer.*" accepts "optimizer" too
+        if what != _ABSENT:  # nothing of an object was saved: the pattern "optimizer.*" also accepts "optimizer"
             accepted = accepted or accepts(self.tolerance.missing, f"{fqn}.")
         if accepted:
             self.missing.append(fqn)
@@ -52,11 +52,11 @@ class Findings:
             if what == _ABSENT:
                 self.absent.append(fqn)
             name = self.names.saved.get(fqn, fqn)
-            told = "" if name == fqn else f" as {name}" if name else ": names= gives no name for it"
-            self.add(MissingKeysError, f"{fqn}: in the target, {what}{told}")
+            saved_as = "" if name == fqn else f" as {name}" if name else ": names= gives no name for it"
+            self.add(MissingKeysError, f"{fqn}: in the target, {what}{saved_as}")
 
     def add_unexpected(self, fqn: str, where: str) -> None:
-        fqn = self.names.told(fqn)
+        fqn = self.names.saved_name(fqn)
         if accepts(self.tolerance.unexpected, fqn):
             self.ignored.append(fqn)
         elif self.unexpected is not None:

@@ -1,4 +1,4 @@
-"""State dicts as flat lists of leaves, with the FQNs that DCP gives them."""
+"""State dicts as flat lists of leaves, with the FQNs of DCP."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ LeafKind = Literal["tensor", "value", "empty", "composite"]
 
 
 class Leaf(NamedTuple):
-    """What stands at ``path``: a tensor, an empty dict, or a value. ``holder[slot]`` is where it can be replaced.
+    """The leaf at ``path``: a tensor, an empty dict, or a value. It can be replaced in ``holder[slot]``.
 
-    ``owner`` is the outermost ``Stateful`` object whose own state dict the leaf belongs to, by its position among
-    those met, or None. ``value`` is a ``StatefulRoot`` where such an object begins, and a ``CompositeLeaf`` where a
-    tensor does that consists of others: its parts follow, whose ``whole`` is its FQN.
+    ``owner`` is the number of the outermost ``Stateful`` object to whose state dict the leaf belongs, or None.
+    ``value`` is a ``StatefulRoot`` for the object itself, and its leaves follow. It is a ``CompositeLeaf`` for a tensor
+    that consists of others, and its parts follow: their ``whole`` is the FQN of the tensor.
     """
 
     fqn: str
@@ -59,7 +59,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompositeLeaf:
-    """A tensor that consists of others: in a state dict that was captured the ``composite`` alone."""
+    """A tensor that consists of others. In a captured state dict there is only the ``composite``."""
 
     form: Form
     composite: Composite
@@ -68,16 +68,16 @@ class CompositeLeaf:
 
 @dataclass(frozen=True, slots=True)
 class StatefulRoot:
-    """The object at this path; the leaves with its number as ``owner`` follow."""
+    """The object at a path. The leaves with its number as ``owner`` follow."""
 
     number: int
     instance: Stateful
     versions: Any = None
-    """The ``_metadata`` of a module's state dict: which version of its layout it expects."""
+    """The ``_metadata`` of a module's state dict, with the versions of its layout that it expects."""
 
 
 class Ask(Protocol):
-    """How objects and mappings are asked for what is in them."""
+    """Access to the contents of objects and mappings."""
 
     def state_dict(self, instance: Any) -> Any: ...
 
@@ -155,19 +155,21 @@ class _Walk:
                 yield below
                 continue
             inner = None if tensor is None else settled(getattr(tensor, name))
-            if part.form is None and inner is not None:  # a DTensor: its memory is found where it is loaded into
+            if part.form is None and inner is not None:  # a DTensor: the load itself finds its memory
                 below = below._replace(value=inner)
             yield from self.composite(part, inner, below)
 
 
 def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf]:
-    """The leaves of ``state`` in order; calls ``state_dict()`` of every ``Stateful`` object in it, or asks ``ask``.
+    """Yield the leaves of ``state`` in order. Calls ``state_dict()`` of every ``Stateful`` object in it, or uses
+    ``ask``.
 
-    Dicts are descended into, and lists that hold tensors, dicts or ``Stateful`` objects at some depth (DCP's rule); any
-    other value, tuples included, is one leaf. A tensor that consists of others (sparse, a wrapper subclass) is one
-    leaf, and each of its parts is one more, below it. The FQN joins the keys with dots. Raises ``KeyCollisionError``
-    where two paths have one FQN, ``UnsafeObjectError`` for a key that is not a string or a number,
-    ``InvalidOptionError`` if it is no mapping.
+    The rule is that of DCP. It descends into dicts, and into lists that hold tensors, dicts or ``Stateful`` objects at
+    some depth. Any other value, including a tuple, is one leaf. A tensor that consists of others (sparse, a wrapper
+    subclass) is one leaf, and each of its parts is one more, below it. The FQN joins the keys with dots.
+
+    Raises ``KeyCollisionError`` if two paths have the same FQN, ``UnsafeObjectError`` for a key that is not a string or
+    a number, and ``InvalidOptionError`` if ``state`` is not a mapping.
     """
     if not isinstance(state, Mapping):
         raise InvalidOptionError(
@@ -190,7 +192,7 @@ def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
-# Asked first, because the questions "is it a Mapping, is it Stateful?" cost a microsecond or more each.
+# These types are compared first, because isinstance() with Mapping or Stateful takes a microsecond or more.
 _PLAIN = frozenset({bool, int, float, str, bytes, complex, tuple, list, dict, OrderedDict, set, type, type(None)})
 
 
@@ -204,7 +206,7 @@ def is_mapping(value: Any) -> bool:
 
 
 def is_value(items: list[Any]) -> bool:
-    """A list is one value unless something in it has to be descended into."""
+    """Return whether a list is one value: it has no tensors, mappings or objects at any depth."""
     return not any(
         isinstance(item, (torch.Tensor, Composite))
         or is_mapping(item)

@@ -1,9 +1,9 @@
 """Dicts and sets whose keys come from a file.
 
 The hash of a string or of bytes depends on a secret of the process. The hash of a number, and of a tuple of numbers,
-does not: a hostile file can hold thousands of keys with the same hash, and each of them is compared with all others. A
-bound on the size of integers does not help, because tuples and complex numbers can be constructed for any hash. So the
-hashes are counted before the container is built.
+does not: a hostile file can hold thousands of keys with the same hash, and a dict compares each of them with all
+others. A limit on the size of integers does not help, because tuples and complex numbers can be constructed for any
+hash. So the hashes are counted before the container is built.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import CorruptCheckpointError
 __all__ = ["MOST_ALIKE", "check_hashes", "fill", "set_of"]
 
 MOST_ALIKE = 256
-"""How many keys of one container may share a hash. Some tens can in a sound file: powers of two do."""
+"""The most keys of one container that may have the same hash. In a valid file some tens can: powers of two do."""
 
 _M = TypeVar("_M", bound=MutableMapping[Any, Any])
 
@@ -31,7 +31,7 @@ def check_hashes(keys: Sequence[Hashable]) -> Steps[None]:
         yield
         if type(key) is str:
             continue
-        alike = hash(key).to_bytes(8, "little", signed=True)  # bytes, whose hash depends on a secret of the process
+        alike = hash(key).to_bytes(8, "little", signed=True)  # the hash of bytes depends on a secret of the process
         counts[alike] = count = counts.get(alike, 0) + 1
         if count > MOST_ALIKE:
             raise CorruptCheckpointError(
@@ -40,11 +40,11 @@ def check_hashes(keys: Sequence[Hashable]) -> Steps[None]:
 
 
 def fill(container: _M, pairs: Sequence[tuple[Hashable, object]]) -> Steps[_M]:
-    """Set all ``pairs`` in order. Raises ``CorruptCheckpointError`` as ``check_hashes`` does, ``TypeError`` for a key
-    without a hash.
+    """Set all ``pairs`` in order. Raises ``CorruptCheckpointError`` as ``check_hashes`` does, and ``TypeError`` for a
+    key without a hash.
 
-    Keys with different hashes can still be chosen so that each insertion probes many slots. So a long container is
-    built one key in a step, and a passed deadline can end it.
+    An attacker can still choose keys with different hashes so that each insertion probes many slots. So a long
+    container is built with one key in each step, and a deadline can end it.
     """
     yield from check_hashes([key for key, _ in pairs])
     long = len(pairs) > MOST_ALIKE

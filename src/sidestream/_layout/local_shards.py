@@ -1,4 +1,4 @@
-"""Which memory of this process a tensor of a template is, and which box of the whole tensor lies there."""
+"""The memory of this process for a tensor of a target, and the box of the whole tensor in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Local", "global_shape", "is_distributed", "locals_of"]
 
 
 class Local(NamedTuple):
-    """``tensor`` holds ``box`` of the tensor ``fqn``, or all of it."""
+    """The memory of a box. ``tensor`` holds ``box`` of the tensor ``fqn``, or all of it if that is None."""
 
     fqn: str
     tensor: torch.Tensor
@@ -43,7 +43,7 @@ def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def locals_of(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[str, Local]]:
-    """The pieces of ``tensor`` that are here, by names of their own; the first one is called as the tensor is."""
+    """Yield the pieces of ``tensor`` in this process, each with a name. The name of the first one is the FQN."""
     if not is_distributed(tensor):
         yield fqn, Local(fqn, tensor, None)
         return

@@ -1,4 +1,5 @@
-"""A template (the state dict to load into) against a manifest: what to read where, or everything that does not fit."""
+"""The comparison of a target (the state dict to load into) with a manifest. It returns a plan, or raises one error with
+all differences."""
 
 from __future__ import annotations
 
@@ -49,11 +50,11 @@ _MANY = 256
 
 @dataclass(frozen=True, slots=True)
 class StatefulLoad:
-    """``instance`` receives everything that was saved below ``path``: ``entries``, by FQN. ``kept`` are the leaves of
-    its own state that were not saved and may keep their values.
+    """The load of an object. ``instance`` gets everything that was saved below ``path``: ``entries``, by FQN. ``kept``
+    are the leaves of its own state that were not saved and may keep their values.
 
-    ``integer_keys`` are the (plain) paths of dicts in the instance's own state whose keys are integers: DCP's files
-    have strings there.
+    ``integer_keys`` are the plain paths of dicts in the instance's own state whose keys are integers. DCP saves such
+    keys as strings.
     """
 
     instance: Stateful
@@ -67,17 +68,19 @@ class StatefulLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What to read where.
+    """The plan of a load.
 
-    ``tensors``: FQN to the tensor that is overwritten in place. Of these, ``straight`` are read as they are in the
-    file; of the others, ``local`` is the memory of this process that they are, by name (of plain tensors the FQN), and
-    ``leaders`` the first name of the same memory (tied tensors have one leader). ``names`` has the checkpoint under the
-    FQNs of the target; only ``not_requested``, ``ignored`` and ``unexpected`` are names of the checkpoint.
-    ``new``: FQNs of tensors that have no place yet; ``composites``: FQNs of composite tensors that are made of such
-    tensors when these have been read, and ``sparse`` the leaves that then take over the content of theirs. ``wholes``
-    are the composite tensors of the target whose parts are read in place. ``values``: leaves whose holder gets a
-    new value. ``not_requested``: keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored``: the
-    differences that were accepted.
+    - ``names`` has the checkpoint with the FQNs of the target. Only ``not_requested``, ``ignored`` and ``unexpected``
+      are names of the checkpoint.
+    - ``tensors`` are the tensors that are overwritten in place, by FQN. Those in ``straight`` are read as they are in
+      the file. For the others, ``local`` has their memory in this process by name (the FQN for plain tensors), and
+      ``leaders`` the first name of the same memory (tied tensors have one leader).
+    - ``new`` are the FQNs of tensors that are read into new memory. ``composites`` are the FQNs of composite tensors
+      that are made of them. ``sparse`` are the leaves that then get the content of theirs. ``wholes`` are the composite
+      tensors of the target whose parts are read in place.
+    - ``values`` are leaves whose holder gets a new value.
+    - ``not_requested`` are keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored`` are the
+      differences that were accepted.
     """
 
     names: Renamed
@@ -96,7 +99,8 @@ class LoadPlan:
     cast: tuple[str, ...]
     ignored: tuple[str, ...]
     unexpected: tuple[str, ...] = ()
-    """Found in the target's own keys, where other ranks may ask for them."""
+    """Keys below top-level keys of the target that this rank does not request. They are an error unless another rank
+    requests them."""
     opaque: tuple[str, ...] = ()
     """FQNs that are requested and cannot be read. If there are any, nothing is changed."""
     parts: frozenset[str] = frozenset()
@@ -104,7 +108,7 @@ class LoadPlan:
 
 
 def plain_path(path: tuple[Key, ...]) -> PlainPath:
-    """A path as DCP spells it: every dict key a string, list indices integers."""
+    """Return a path as DCP has it: every dict key is a string, and list indices are integers."""
     return tuple(str(key.value) if isinstance(key, DictKey) else key for key in path)
 
 
@@ -118,11 +122,12 @@ def match(
     others: bool = False,
     names: Names | None = None,
 ) -> Steps[LoadPlan]:
-    """Flatten the template and find its leaves in the checkpoint. ``others``: other ranks load with this one, so what
-    is unexpected here is noted and not an error. ``names``: the names in the checkpoint of those in ``state``.
+    """Flatten the target and find its leaves in the checkpoint. ``others``: other ranks load with this one, so
+    unexpected keys are recorded in the plan and are not an error. ``names`` maps names in ``state`` to names in the
+    checkpoint.
 
     Raises a ``StateMismatchError`` that lists every missing or unexpected key and every tensor of another shape, dtype
-    or kind, as far as ``tolerance`` does not accept them; ``KeyCollisionError`` where ``names`` gives one name to
+    or kind, as far as ``tolerance`` does not accept them. Raises ``KeyCollisionError`` if ``names`` gives one name to
     several.
     """
     saved_names, called = manifest.entries.keys(), Renamed(manifest)
@@ -172,7 +177,7 @@ def match(
     asked.update(fqn for entries in below.values() for fqn in entries)
     asked.update(part for fqn in composites.met for part in parts_of(fqn, manifest.entries))
     top = {str(key) for key, _ in answers.items(state)}
-    rest = yield from _not_asked_for(called, asked, top, findings, parts)
+    rest = yield from _not_requested(called, asked, top, findings, parts)
     local = yield from _locals(tensors, straight)
     leaders = yield from _tied(local, manifest, findings)
     _check_fresh(statefuls, tensors)
@@ -213,7 +218,7 @@ def _names_in(state: Mapping[str, Any], answers: Answers) -> list[str]:
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether two values of the target are tensors over the same memory."""
+    """Return whether two values of the target are tensors over the same memory."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
     views = ([(_view(local.tensor), local.box) for _, local in locals_of("", each)] for each in (one, other))
@@ -225,7 +230,8 @@ def _view(tensor: torch.Tensor) -> object:
 
 
 def _locals(tensors: Mapping[str, torch.Tensor], straight: Straight) -> Steps[dict[str, Local]]:
-    """The memory of those tensors that are not ``straight``. Tensors that share memory are not straight any more."""
+    """Return the memory of the tensors that are not ``straight``. Tensors that share memory are removed from
+    ``straight`` first."""
 
     def others() -> Iterator[tuple[str, Local]]:
         for fqn, tensor in tensors.items():
@@ -243,7 +249,7 @@ def _locals(tensors: Mapping[str, torch.Tensor], straight: Straight) -> Steps[di
 
 
 def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> Steps[frozenset[str]]:
-    """Empty dicts of this rank that have something in them in the checkpoint: other ranks ask for that."""
+    """Return the empty dicts of this rank that are not empty in the checkpoint. Other ranks request their contents."""
     empty: dict[PlainPath, str] = {}
     for some in chunked(leaves, 16):
         empty.update(
@@ -263,7 +269,8 @@ def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> Steps[froze
 
 
 def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str, torch.Tensor]) -> None:
-    """What a sharded optimizer has not got yet would be read whole, on every rank."""
+    """Raise ``UnsupportedTensorError`` for state that an optimizer of sharded parameters does not have yet. Every rank
+    would read it whole."""
     for stateful in statefuls:
         if stateful is None or not isinstance(stateful.instance, torch.optim.Optimizer):
             continue
@@ -272,17 +279,17 @@ def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str,
         for fqn, entry in stateful.entries.items():
             if isinstance(entry, TensorEntry) and entry.shape and fqn not in tensors:
                 raise UnsupportedTensorError(
-                    f"{fqn}: the optimizer of sharded parameters has no such state yet, and nobody knows how it is to "
-                    "be sharded: load what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict() gives "
+                    f"{fqn}: the optimizer of sharded parameters does not have this state yet, so its sharding is not "
+                    "known: load what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict() gives "
                     "instead of the optimizer"
                 )
 
 
-def _not_asked_for(
+def _not_requested(
     called: Renamed, asked: set[str], top: set[str], findings: Findings, parts: frozenset[str]
 ) -> Steps[tuple[str, ...]]:
-    """The keys of the checkpoint outside the template's top-level ones; inside them, all have to be asked for. Parts
-    are asked for with the tensor that they belong to, or that tensor by all of its parts, as stock DCP does."""
+    """Return the keys of the checkpoint that are not requested. Below top-level keys of the target they are findings.
+    Parts are requested with their tensor. A tensor is also requested by all of its parts, as stock DCP does."""
     rest = []
     for number, (fqn, entry) in enumerate(stored(called.manifest.entries).items()):
         if number % 64 == 0:
@@ -294,7 +301,7 @@ def _not_asked_for(
         if fqn in called.inside or str(plain_path(path_of(entry))[0]) in top:
             findings.add_unexpected(fqn, "target")
         else:
-            rest.append(called.told(fqn))
+            rest.append(called.saved_name(fqn))
     return tuple(rest)
 
 
@@ -325,8 +332,9 @@ def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: Findings) -> bool:
 
 
 def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: Findings) -> Steps[dict[str, str]]:
-    """The leader of each tensor. Tied ones must have been saved with the same bytes (of other writers that is only
-    known when they are read); row-major ones that overlap otherwise would be read over each other."""
+    """Return the leader of each tensor. Tied tensors must have been saved with the same bytes; for other writers that
+    is only known when they are read. Row-major tensors that overlap in another way are findings, because one would be
+    read over the other."""
     first: dict[object, str] = {}
     leaders: dict[str, str] = {}
     extents: list[tuple[int, int, str]] = []
@@ -363,11 +371,13 @@ def _match_stateful(
     findings: Findings,
     parts: frozenset[str],
 ) -> Steps[StatefulLoad | None]:
-    """What an object is handed of what is ``below`` it; the values that it misses are its own affair. None if that is
-    nothing, and may be."""
+    """Return what an object gets of the entries ``below`` it. None if there are none. The object itself checks for
+    missing values."""
     empty = [leaf for leaf in leaves if leaf.kind == "empty"]
-    if not manifest.exact:  # stock DCP has no entries for empty dicts; the object wants to see them all the same
-        ours = {plain_path(leaf.path) for leaf in empty}  # a file can choose the hashes of saved paths
+    if not manifest.exact:  # stock DCP has no entries for empty dicts, and the object expects them
+        ours = {
+            plain_path(leaf.path) for leaf in empty
+        }  # no dict has saved paths as keys, because a file can choose their hashes
         saved: set[PlainPath] = set()
         for entry in below.values():
             path = plain_path(entry.path)
@@ -380,7 +390,9 @@ def _match_stateful(
         return None
     known = {leaf.fqn for leaf in leaves}
     compared = (torch.Tensor, CompositeLeaf)
-    tensors = {leaf.fqn for leaf in leaves if isinstance(leaf.value, compared)}  # reported where they are compared
+    tensors = {
+        leaf.fqn for leaf in leaves if isinstance(leaf.value, compared)
+    }  # they are reported where they are compared
     entries = below
     if isinstance(instance, torch.nn.Module) and type(instance).load_state_dict is torch.nn.Module.load_state_dict:
         entries = {}
@@ -403,7 +415,7 @@ def _match_stateful(
 def _match_value(
     leaf: Leaf, entry: Entry | None, exact: bool, values: list[tuple[Leaf, ValueEntry]], findings: Findings
 ) -> None:
-    """What a ``Stateful`` finds among its values is its own affair; only plain leaves come here."""
+    """Match a value that does not belong to a ``Stateful`` object. Such an object checks its values itself."""
     empty = leaf.kind == "empty"
     if entry is None:
         if exact or not empty:  # stock DCP has no entry for an empty dict
@@ -426,8 +438,8 @@ def _match_value(
 def _claimed(
     manifest: Manifest, roots: Mapping[int, Leaf], owned: Mapping[int, list[Leaf]]
 ) -> Steps[dict[int, dict[str, Entry]]]:
-    """For each ``Stateful`` all entries saved below its path, and those of its own leaves; where a writer left the
-    names without paths, these are found where the leaves are."""
+    """Return, for each ``Stateful``, all entries below its path, and the entries of its own leaves. For a writer that
+    saved no paths, an entry gets the path of the leaf with its name."""
     below: dict[int, dict[str, Entry]] = {number: {} for number in roots}
     if not roots:
         return below

@@ -1,4 +1,5 @@
-"""What a user notes about a checkpoint (metrics, configuration): plain data, bounded, readable without the state."""
+"""The user's metadata of a checkpoint (metrics, configuration). It is plain data of limited size, and can be read
+without the state."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ _MAX_DEPTH = 32
 
 
 def encode_metadata(metadata: Mapping[str, Any] | None) -> Node:
-    """``metadata`` as a node; what the caller changes afterwards is not in it.
+    """Return a copy of ``metadata`` as a node.
 
-    Takes what JSON has: mappings with string keys, lists and tuples (which come back as lists), strings, booleans,
-    None, numbers (NaN and infinities too). Raises ``InvalidOptionError``, naming the place, for anything else and for
-    too much.
+    Supports the types of JSON: mappings with string keys, lists and tuples (which are read as lists), strings,
+    booleans, None, and numbers, including NaN and infinities. Raises ``InvalidOptionError`` with the place for anything
+    else, and for too much data.
     """
     if metadata is None:
         return None
@@ -82,7 +83,7 @@ def _check_keys(node: Node) -> None:
 
 
 def decode_metadata(node: Node) -> dict[str, Any]:
-    """The metadata again; empty if there is none. Raises ``CorruptCheckpointError``."""
+    """Return the metadata of a node. Empty if there is none. Raises ``CorruptCheckpointError``."""
     if node is None:
         return {}
     _check_keys(node)

@@ -1,5 +1,5 @@
-"""What ``names=`` and ``dtype=`` make of the tensors and values of a state or a checkpoint, decided before anything is
-done."""
+"""The names, paths and dtypes that ``names=`` and ``dtype=`` give to the tensors and values of a state or a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ def new_names(
     identity: Callable[[str], object] | None = None,
     others: bool = False,
 ) -> Steps[dict[str, str | None]]:
-    """Return the new name of each of ``fqns``, in their order; None for those that have none.
+    """Return the new name of each of ``fqns``, in their order. None for an entry that is left out.
 
     Names with one ``identity`` are tied, and may get one new name. ``others``: a mapping may contain names of other
-    ranks. Raises ``KeyCollisionError``, which lists all new names that several of ``fqns`` would get;
-    ``InvalidOptionError`` for names of a mapping that are not among ``fqns``, and for what is no name.
+    ranks. Raises ``KeyCollisionError`` with all new names that several of ``fqns`` would get. Raises
+    ``InvalidOptionError`` for names of a mapping that are not among ``fqns``, and for a new name that is not a string
+    or is empty.
     """
     found: dict[str, str | None] = {}
     taken: dict[str, list[str]] = {}
@@ -65,21 +66,21 @@ def _new_name(names: Names, fqn: str) -> str | None:
     if new is None:
         return None
     if type(new) is not str:
-        raise InvalidOptionError(f"names= gives {new!r} for {fqn!r}, which is no name")
+        raise InvalidOptionError(f"names= gives {new!r} for {fqn!r}, which is not a string")
     if not new:
         raise InvalidOptionError(f"names= gives an empty name for {fqn!r}")
     return str(new)
 
 
 def path_text(path: Sequence[Key]) -> str:
-    """Return the FQN of what stands at ``path``."""
+    """Return the FQN for ``path``."""
     return ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
 
 
 def renamed_path(path: tuple[Key, ...], old: str, new: str, *, nested: bool = False) -> tuple[Key, ...]:
-    """Return the path of a renamed entry: below the same containers, as far as the new name begins with theirs, and at
-    the top otherwise. ``nested``: at the top below containers that are called as before, as far as the new name ends
-    with what the old one ends with."""
+    """Return the path of a renamed entry. If the new name begins with the name of a container of the entry, the entry
+    stays in that container. Otherwise it moves to the top. With ``nested``, a moved entry keeps its inner containers,
+    as far as the new name ends like the old one."""
     if new == old:
         return path
     for depth in range(len(path) - 1, 0, -1):
@@ -98,9 +99,9 @@ def renamed_path(path: tuple[Key, ...], old: str, new: str, *, nested: bool = Fa
 
 
 def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> Steps[dict[str, tuple[Key, ...]]]:
-    """Return the path of each FQN, after some entries were renamed or left out. A list that has lost elements, or got
-    other entries, becomes a dict with the same keys. Raises ``KeyCollisionError`` if an entry lies where others have
-    their container."""
+    """Return the path of each FQN, after some entries were renamed or left out. A list that has lost elements or got
+    other entries becomes a dict with the same keys. Raises ``KeyCollisionError`` if an entry has the path of a
+    container of others."""
     numbers: dict[tuple[Key, ...], set[Key]] = {}
     containers: set[tuple[Key, ...]] = set()
     for path in paths.values():
@@ -130,7 +131,7 @@ def _plain(path: tuple[Key, ...], depth: int, broken: set[tuple[Key, ...]]) -> K
 
 
 def target_dtype(name: str, saved: str, dtype: Dtypes | None) -> str:
-    """Return what the tensor ``name`` becomes, which was saved with dtype ``saved``. Raises
+    """Return the dtype to which the tensor ``name`` is converted. ``saved`` is its own dtype. Raises
     ``UnsupportedTensorError``."""
     if isinstance(dtype, Mapping):
         dtype = next((one for pattern, one in dtype.items() if fnmatchcase(name, pattern)), None)

@@ -1,7 +1,7 @@
-"""Objects of types that the caller allowed, made again from what another writer pickled of them.
+"""The construction of objects from data that another writer pickled, for types that the caller allowed.
 
-Only those types' own code runs, as it would in unpickling: ``__new__`` or the call, ``__setstate__`` or plain
-attributes, ``append`` and item assignment. Nothing is looked up by name in a module.
+Only code of these types runs, as an unpickler would run it: ``__new__`` or the call, ``__setstate__`` or plain
+attributes, ``append`` and item assignment. No name is looked up in a module.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NOTHING_ALLOWED: Allowed = {}
 
 
 def allowed_types(safe_globals: Iterable[type]) -> Allowed:
-    """Return types by their qualified names. Raises ``InvalidOptionError`` for anything but classes, and for classes of
-    classes, which could make any."""
+    """Return types by their qualified names. Raises ``InvalidOptionError`` for anything but classes, and for
+    metaclasses, which could make any class."""
     try:
         kinds: list[Any] = list(safe_globals)
     except TypeError:
@@ -37,10 +37,10 @@ def allowed_types(safe_globals: Iterable[type]) -> Allowed:
 
 
 def rebuild(content: Any, decode: Callable[[Iterable[Any]], Steps[list[Any]]], allow: Allowed) -> Steps[Any]:
-    """The object of an ``object`` node. ``decode`` decodes nodes.
+    """Make the object of an ``object`` node. ``decode`` decodes nodes.
 
-    Raises ``UnsafeObjectError`` if its type is not allowed, ``UnsupportedCheckpointError`` if the type does not take
-    what was saved, its own exception being the cause.
+    Raises ``UnsafeObjectError`` if its type is not allowed. Raises ``UnsupportedCheckpointError`` if the type does not
+    accept what was saved. Its own exception is the cause.
     """
     kind = lookup(content["type"], allow)
     args = yield from decode(content["args"])
@@ -65,7 +65,7 @@ def rebuild(content: Any, decode: Callable[[Iterable[Any]], Steps[list[Any]]], a
 
 
 def lookup(name: str, allow: Allowed) -> type:
-    """The type of that name. Raises ``UnsafeObjectError`` if it is not allowed."""
+    """Return the type with this name. Raises ``UnsafeObjectError`` if it is not allowed."""
     try:
         return allow[name]
     except KeyError:
@@ -73,10 +73,10 @@ def lookup(name: str, allow: Allowed) -> type:
 
 
 def rebuild_member(enum: str, member: str, allow: Allowed) -> Any:
-    """A member of an enum, as some releases of Python pickle it; nothing else is got from a class by name."""
+    """Return a member of an enum, as some releases of Python pickle it. No other attribute of a class can be named."""
     kind = lookup(enum, allow)
     if not issubclass(kind, Enum) or member not in kind.__members__:
-        raise UnsafeObjectError(f"the value asks for {enum}.{member}, which is no member of an enum")
+        raise UnsafeObjectError(f"the value names {enum}.{member}, which is not a member of an enum")
     return kind.__members__[member]
 
 

@@ -19,8 +19,8 @@ _Inserted = tuple[int, tuple[str, ...]]
 
 
 def prefix_hint(absent: Sequence[str], targets: Collection[str], saved: Collection[str]) -> Steps[str]:
-    """Return advice if all ``absent`` names of a target are names of the checkpoint with one prefix added or removed;
-    empty otherwise. ``targets`` are all names of the target.
+    """Return advice if all ``absent`` names of a target are names of the checkpoint with one prefix added or removed.
+    Otherwise return an empty text. ``targets`` are all names of the target.
 
     A prefix is at the same depth of every name: ``module.`` of ``model.module.weight``. The advice names the call of
     ``add_prefix`` or ``strip_prefix`` that makes the target fit, if there is one.
@@ -61,8 +61,9 @@ def _call(
     names: Callable[[str], str],
     found: tuple[Collection[str], Collection[str], Collection[str]],
 ) -> Steps[str]:
-    """Return advice to load with ``names=``, which is ``function`` of the prefix after each of ``heads``; empty if the
-    target would not fit then either. ``found``: absent names, those of the target, those of the checkpoint."""
+    """Return advice to load with ``names=``, which is ``function`` of the prefix after each of ``heads``. Empty if the
+    target would not fit then either. ``found`` has the absent names, those of the target and those of the
+    checkpoint."""
     absent, targets, saved = found
     if len(heads) > _MOST_HEADS:
         return ""
@@ -100,7 +101,7 @@ def _all(answers: Iterable[bool]) -> Steps[bool]:
 
 
 def _insertions(name: str, saved: Collection[str]) -> Steps[list[_Inserted]]:
-    """Return insertions that turn ``name`` into a name that was saved, a few of the possible ones."""
+    """Return a few of the insertions that change ``name`` to a saved name."""
     parts = name.split(".")
     found: list[_Inserted] = []
     for other in saved:

@@ -1,4 +1,4 @@
-"""Which bytes of which file a tensor, or a box of it, needs, and what to do with them when they have arrived."""
+"""The ranges of files for a tensor, or for a box of it, and the places of their bytes in the destination."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BATCH_RANGES = 256
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: where it begins and how far it goes, in elements per dimension."""
+    """A rectangular part of a tensor. Offsets and sizes count elements in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -40,15 +40,15 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """The range goes to byte ``start`` of the destination, whose memory is row-major."""
+    """A copy of the range to byte ``start`` of the destination, whose memory is row-major."""
 
     start: int
 
 
 @dataclass(frozen=True, slots=True)
 class RangePart:
-    """Bytes ``skip`` to ``skip + nbytes`` of the range go to byte ``start`` of the destination; the rest is read for
-    its checksum."""
+    """A copy of bytes ``skip`` to ``skip + nbytes`` of the range to byte ``start`` of the destination. The rest is read
+    for its checksum."""
 
     start: int
     skip: int
@@ -57,8 +57,8 @@ class RangePart:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """The range holds, from byte ``skip`` on, elements of ``shape`` and (element) ``strides``; box ``source`` of those
-    goes to the box of the destination that begins at ``target``."""
+    """A copy of a box. From byte ``skip`` on, the range holds elements of ``shape``, with ``strides`` that count
+    elements. The box ``source`` of these is copied to the box of the destination that begins at ``target``."""
 
     skip: int
     shape: tuple[int, ...]
@@ -72,8 +72,8 @@ Into: TypeAlias = Direct | RangePart | Scatter
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """``nbytes`` from ``offset`` of ``file``. With ``crcs`` the range begins at a block of its payload and holds whole
-    blocks; with ``crc`` it is a whole payload of a foreign writer; with neither it cannot be verified."""
+    """``nbytes`` from ``offset`` of ``file``. With ``crcs``, the range begins at a block of its payload and holds whole
+    blocks. With ``crc``, it is a whole payload of a foreign writer. With neither, it cannot be verified."""
 
     fqn: str
     file: str
@@ -87,7 +87,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Ranges of one file, by offset, that are read in one go."""
+    """Ranges of one file, by offset, that are read with one call."""
 
     file: str
     ranges: tuple[Range, ...]
@@ -106,16 +106,16 @@ def plan_ranges(
     foreign: dict[Chunk, ForeignPayload],
     verified: bool = True,
 ) -> Iterator[Range]:
-    """The ranges that fill a destination of ``box.sizes`` with that box of the tensor.
+    """Yield the ranges that fill a destination of ``box.sizes`` with that box of the tensor.
 
-    ``row_major`` says that the destination's memory can be read into. Of each chunk only the rows (along the first
-    dimension) that the box touches are read, extended to whole blocks of the checksum. Chunks in ``foreign`` have one
-    over everything, and are read whole, unless they are row-major and need not be ``verified``.
+    ``row_major``: the destination is row-major, so that a read can fill it directly. Only the rows of a chunk (along
+    the first dimension) that overlap with the box are read, extended to whole blocks. Chunks in ``foreign`` have one
+    checksum over the whole payload. They are read whole, unless they are row-major and not to be ``verified``.
     """
     size = itemsize(entry.dtype)
     for chunk in entry.chunks:
         if row_major and not foreign and chunk.sizes == box.sizes and chunk.offsets == box.offsets:
-            nbytes = math.prod(chunk.sizes) * size  # the whole chunk, as nearly always
+            nbytes = math.prod(chunk.sizes) * size  # the whole chunk, the most frequent case
             yield from _straight(fqn, chunk, 0, nbytes, 0, nbytes)
             continue
         common = overlap(Box(chunk.offsets, chunk.sizes), box)
@@ -139,7 +139,7 @@ def plan_ranges(
 
 
 def _straight(fqn: str, chunk: Chunk, start: int, end: int, begin: int, total: int) -> Iterator[Range]:
-    """Payload bytes ``start`` to ``end`` go to byte ``begin`` on; pieces end at block boundaries."""
+    """Yield ranges for payload bytes ``start`` to ``end``, which belong at byte ``begin``. They end at blocks."""
     position = start
     while position < end:
         block = position // BLOCK_BYTES * BLOCK_BYTES
@@ -159,7 +159,7 @@ def _straight(fqn: str, chunk: Chunk, start: int, end: int, begin: int, total: i
 def _scattered(
     fqn: str, chunk: Chunk, source: Box, target: tuple[int, ...], row_bytes: int, total: int
 ) -> Iterator[Range]:
-    """Rows through staging memory, in pieces of whole rows; each is extended to whole blocks."""
+    """Yield ranges of whole rows for staging memory. Each is extended to whole blocks."""
     if not source.sizes:
         yield _range(fqn, chunk, 0, total, Scatter(0, (), None, source, target))
         return
@@ -194,7 +194,7 @@ def _foreign(
     row_major: bool,
     size: int,
 ) -> Range:
-    """The payload as a whole."""
+    """Return the range of a whole payload."""
     assert chunk.payload_offset is not None
     whole = source.sizes == chunk.sizes and source.sizes[1:] == box.sizes[1:]
     into: Into
@@ -206,17 +206,17 @@ def _foreign(
 
 
 def _is_row_major(payload: ForeignPayload, chunk: Chunk, size: int) -> bool:
-    """Whether its elements, and nothing else, lie there one after the other."""
+    """Return whether the payload is exactly the elements of the chunk, one after the other."""
     return payload.strides is None and payload.payload_bytes == math.prod(chunk.sizes) * size
 
 
 def overlaps(chunk: Chunk, box: Box) -> bool:
-    """Whether some element of the chunk is in the box."""
+    """Return whether an element of the chunk is in the box."""
     return overlap(Box(chunk.offsets, chunk.sizes), box) is not None
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The elements that are in both; None if there are none."""
+    """Return the box of the elements that are in both. None if there are none."""
     low = tuple(map(max, a.offsets, b.offsets))
     high = tuple(
         min(ao + size, bo + other) for ao, size, bo, other in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
@@ -230,7 +230,7 @@ def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 
 def batches(ranges: Iterable[Range]) -> Steps[list[Batch]]:
-    """Group ranges by file and offset: many small ones are read in one go, a large one by itself."""
+    """Group ranges by file and offset. Many small ones are read with one call, a large one by itself."""
     by_file: dict[str, list[Range]] = {}
     for one in ranges:
         by_file.setdefault(one.file, []).append(one)

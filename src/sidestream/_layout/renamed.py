@@ -1,4 +1,4 @@
-"""A checkpoint under the names of the state dict that it is loaded into, as ``names=`` of a load gives them."""
+"""A checkpoint with the names of the target state dict, as ``names=`` of a load maps them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .names import Names, new_names, path_text
 
 __all__ = ["Names", "Renamed", "renamed"]
 
-_MARK = "\0"  # in the place of a name of the checkpoint that the state dict uses for another entry
+_MARK = "\0"  # is added to a name of the checkpoint that the state dict has for another entry
 
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """``manifest`` has every entry under the name that the state dict has for it; entries that the state dict does not
-    ask for keep their names. ``saved``: of the names that differ, those in the checkpoint; None where ``names=`` gives
-    none. ``inside``: names of entries that are not asked for, although other entries below the same top-level key of
-    the checkpoint are."""
+    """A manifest with the names of a state dict. ``manifest`` has every entry under its name in the state dict. Entries
+    that the state dict does not request keep their names. ``saved`` has the name in the checkpoint for each name that
+    differs, or None if ``names=`` gives none. ``inside`` are names of entries that are not requested, although other
+    entries below the same top-level key of the checkpoint are."""
 
     manifest: Manifest
     saved: Mapping[str, str | None] = field(default_factory=dict)
     inside: frozenset[str] = frozenset()
 
-    def told(self, fqn: str) -> str:
-        """Return the name in the checkpoint."""
+    def saved_name(self, fqn: str) -> str:
+        """Return the name of ``fqn`` in the checkpoint."""
         return self.saved.get(fqn) or fqn
 
 
@@ -41,11 +41,11 @@ def renamed(
     same: Callable[[Any, Any], bool],
     others: bool,
 ) -> Steps[Renamed]:
-    """Return ``manifest`` as the target with these ``leaves`` names it. ``same``: whether two values of the target are
-    one memory.
+    """Return ``manifest`` with the names of the target, which has these ``leaves``. ``same(a, b)`` returns whether two
+    values of the target are the same memory.
 
-    What was saved below an object of the target, and is not in its own state yet (the moments of a fresh optimizer), is
-    found where all names of that state lie. Raises what ``new_names`` raises.
+    Entries below an object of the target that are not in its state yet (the moments of a fresh optimizer) are found
+    below the name in the checkpoint that all names of the state begin with. Raises what ``new_names`` raises.
     """
     known: dict[str, Leaf] = {}
     roots: dict[int, Leaf] = {}
@@ -67,7 +67,7 @@ def renamed(
     wholes = [fqn for fqn, leaf in known.items() if leaf.whole is None]
     named = yield from new_names(names, wholes, url, identity=identity, others=others)
     wanted: dict[str, str | None] = {}
-    for fqn, leaf in known.items():  # a part follows the tensor that it belongs to
+    for fqn, leaf in known.items():  # the name of a part begins with the name of its tensor
         whole = None if leaf.whole is None else wanted[leaf.whole]
         wanted[fqn] = named[fqn] if leaf.whole is None else whole and whole + fqn[len(leaf.whole) :]
         yield
@@ -105,8 +105,8 @@ def renamed(
 def _claims(
     roots: Mapping[int, Leaf], known: Mapping[str, Leaf], wanted: Mapping[str, str | None], manifest: Manifest
 ) -> Steps[dict[str, Leaf]]:
-    """Return, by their names in the checkpoint, the objects and the empty dicts of the target: what was saved below
-    one of these names belongs to them."""
+    """Return the objects and the empty dicts of the target by their names in the checkpoint. Entries below such a name
+    belong to them."""
     below: dict[int, set[str | None]] = {number: set() for number in roots}
     claims: dict[str, Leaf] = {}
     for fqn, leaf in known.items():
@@ -126,7 +126,7 @@ def _claims(
 
 
 def _claimed(path: tuple[Key, ...], claims: Mapping[str, Leaf]) -> tuple[Leaf, int] | None:
-    """Return what claims the entry at ``path``, and how many keys of the path that is."""
+    """Return the object or dict that claims the entry at ``path``, and the length of its own path."""
     for depth in range(1, len(path) + 1):
         root = claims.get(path_text(path[:depth]))
         if root is not None:

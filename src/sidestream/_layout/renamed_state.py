@@ -1,4 +1,4 @@
-"""A captured state dict with the names and the dtypes that ``names=`` and ``dtype=`` of a save give to it."""
+"""A captured state dict with the names and the dtypes of ``names=`` and ``dtype=`` of a save."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["renamed_state"]
 def renamed_state(
     captured: Captured, names: Names | None, dtype: Dtypes | None, url: str, *, others: bool
 ) -> Steps[Captured]:
-    """Return ``captured`` as it is to be saved: every leaf under its new name, and the dtypes of tensors that are
-    converted while they are staged. The parts of a tensor that consists of others follow it, and keep their dtypes.
-    ``others``: a mapping may contain names of other ranks.
+    """Return ``captured`` with the new name of every leaf, and with the dtypes of tensors that are converted while they
+    are staged. The parts of a tensor that consists of others stay below it, and keep their dtypes. ``others``: a
+    mapping may contain names of other ranks.
 
     Raises ``KeyCollisionError``, ``InvalidOptionError``, ``UnsupportedTensorError``, and what ``leaves_of`` raises.
     """
@@ -34,7 +34,7 @@ def renamed_state(
         first: dict[str, Leaf] = {}
         for fqn, new in named.items():
             if new is not None:
-                first.setdefault(new, leaves[fqn])  # of tied tensors with one name
+                first.setdefault(new, leaves[fqn])  # the first of tied tensors with one name
             yield
         moved = yield from collected(
             (new, renamed_path(leaf.path, leaf.fqn, new, nested=True)) for new, leaf in first.items()
@@ -56,7 +56,7 @@ def _captured(value: object) -> object:
 
 
 def _dtype(value: object) -> str | None:
-    """Return the dtype of a tensor as a whole; None for what is not converted."""
+    """Return the dtype of a tensor. None for a value that is not converted."""
     if isinstance(value, torch.Tensor):
         return dtype_name(value.dtype)
     if isinstance(value, Composite) and value.sharding is not None:
@@ -65,7 +65,7 @@ def _dtype(value: object) -> str | None:
 
 
 def _identity(leaf: Leaf) -> object:
-    """Return what is the same for tied tensors, and for nothing else."""
+    """Return a key that is equal for tied tensors only."""
     value = leaf.value
     if isinstance(value, Composite) and value.sharding is not None:
         return (value.sharding.shape, tuple((part.dtype, *view_key(part)) for part in value.tensors()))

@@ -1,4 +1,4 @@
-"""The plan of a save: file and offset of every item, fixed before a byte is copied."""
+"""The plan of a save. It has the file and offset of every item before a byte is copied."""
 
 from __future__ import annotations
 
@@ -39,26 +39,27 @@ from .values import encode_value
 __all__ = ["SHARD_BYTES", "SavePlan", "converted_to", "plan_save", "shard_name", "window_bytes_for", "window_copies"]
 
 SHARD_BYTES = 2 << 30
-"""A shard file is closed before it grows beyond this; a larger tensor has one of its own."""
+"""The most that a shard file holds, unless it holds one larger tensor."""
 
 _WINDOW_BYTES = (32 << 20, 512 << 20)
-_WINDOWS = 350  # of a large state: so many copies, and gaps between them, fit into the queue of a device's stream
-_BUDGET_WINDOWS = 4  # in a small budget: some are staged while others are written
+_WINDOWS = 350  # of a large state: this many copies with their gaps fit into the queue of a device's stream
+_BUDGET_WINDOWS = 4  # in a small budget, so that some are staged while others are written
 
 _RANK = 0
 _VALUES_FILE = f"__{_RANK}_0.distcp"
-_EVERY = 128  # items of less than a microsecond in a step
+_EVERY = 128  # items of less than a microsecond, in each step
 
 
 def shard_name(index: int) -> str:
-    """DCP's pattern, ``__<rank>_<number>.distcp``; number 0 holds the plain values."""
+    """Return the name of a shard file in the pattern of DCP, ``__<rank>_<number>.distcp``. Number 0 has the plain
+    values."""
     return f"__{_RANK}_{index + 1}.distcp"
 
 
 class _Tensors(NamedTuple):
-    """In the order of the state dict, column by column; ``items`` are numbered over all shards.
+    """The tensors in the order of the state dict, as columns. ``items`` are numbered over all shards.
 
-    A record for each of them would be one more object for the garbage collector to walk, while it holds the GIL: beside
+    With a record for each tensor, the garbage collector would have more objects to traverse, with the GIL held. For
     10,000 tensors that took as long as the plan itself.
     """
 
@@ -68,7 +69,7 @@ class _Tensors(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """The copies that fill a window; ``sources`` are indices of tensors."""
+    """The copies that fill a window. ``sources`` are indices of tensors."""
 
     nbytes: int
     sources: tuple[int, ...]
@@ -81,18 +82,19 @@ class _Window(NamedTuple):
 
 @dataclass(slots=True)
 class _Layout:
-    """Where the tensors of a state dict go: used again as long as they look the same. Holds no tensors and no values.
+    """The places of the tensors of a state dict. It is cached for tensors with the same look, and refers to no tensors
+    or values.
 
-    What is said about them is kept for the newest outline only: values may get other names with every save."""
+    Its description is kept for the newest outline only, because values may have other names in every save."""
 
     shards: tuple[ShardLayout, ...]
     windows: tuple[_Window, ...]
     tensors: _Tensors
-    newest: tuple[tuple[Any, ...], _Said] | None = None
+    newest: tuple[tuple[Any, ...], _Description] | None = None
 
-    def said(self, outline: tuple[Any, ...], leaves: Callable[[], Steps[Sequence[Leaf]]]) -> Steps[_Said]:
-        """Of a state dict with these tensors. Raises ``UnsafeObjectError`` and ``KeyCollisionError``."""
-        newest = self.newest  # another save may put its own there meanwhile
+    def describe(self, outline: tuple[Any, ...], leaves: Callable[[], Steps[Sequence[Leaf]]]) -> Steps[_Description]:
+        """Describe a state dict with these tensors. Raises ``UnsafeObjectError`` and ``KeyCollisionError``."""
+        newest = self.newest  # read once, because another save may replace it meanwhile
         if newest is None or newest[0] != outline:
             fqns: list[str] = []
             paths: list[tuple[Key, ...]] = []
@@ -102,14 +104,14 @@ class _Layout:
                 paths += [leaf.path for leaf in some]
                 kinds += [leaf.kind for leaf in some]
                 yield
-            said = _Said(self.shards, self.tensors, tuple(fqns), tuple(paths), tuple(kinds))
-            newest = self.newest = (outline, said)
+            description = _Description(self.shards, self.tensors, tuple(fqns), tuple(paths), tuple(kinds))
+            newest = self.newest = (outline, description)
         return newest[1]
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What manifest and ``.metadata`` say of a state dict with this outline: of its leaves, column by column."""
+class _Description:
+    """The leaves of a state dict with one outline, as columns, for the manifest and ``.metadata``."""
 
     shards: tuple[ShardLayout, ...]
     tensors: _Tensors
@@ -119,22 +121,22 @@ class _Said:
     templates: dict[tuple[str, ...], Template] = field(default_factory=dict)
 
     def named_values(self) -> Iterator[tuple[str, tuple[Key, ...]]]:
-        """FQN and path of each, and of each composite tensor."""
+        """Yield FQN and path of each value and each composite tensor."""
         kinds = zip(self.fqns, self.paths, self.kinds, strict=True)
         return ((fqn, path) for fqn, path, kind in kinds if kind in ("value", "composite"))
 
     def template(self, names: Mapping[str, str]) -> Steps[Template]:
-        """For shards that are called as in ``names``."""
+        """Return the template for shards with the names in ``names``."""
         key = tuple(names.values())
         found = self.templates.get(key)
         if found is None:
-            self.templates.clear()  # where names have the id of the save in them, they do not come again
+            self.templates.clear()  # names with the id of a save are not used again
             found = yield from Template.of(self._blank(names), set(self.tensors.dtypes), self.tensors.items)
             self.templates[key] = found
         return found
 
     def _blank(self, names: Mapping[str, str]) -> Iterator[tuple[str, Entry]]:
-        """The entries without checksums and values."""
+        """Yield the entries without checksums and values."""
         files = [names[shard_name(number)] for number, shard in enumerate(self.shards) for _ in shard.items]
         placed = [item for shard in self.shards for item in shard.items]
         tensors = zip(*self.tensors, strict=True)
@@ -149,7 +151,7 @@ class _Said:
 
 
 def _chunk(shape: tuple[int, ...], placed: Placed, file: str) -> Chunk:
-    """All of a tensor, without checksums."""
+    """Return a chunk with all of a tensor, without checksums."""
     return Chunk(
         offsets=(0,) * len(shape),
         sizes=shape,
@@ -162,25 +164,25 @@ def _chunk(shape: tuple[int, ...], placed: Placed, file: str) -> Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """``shards[i]`` lays out the file ``shard_name(i)``; ``images`` say which tensors to copy where, one for each
-    window of each shard, in this order.
+    """The plan of a save of one process. ``shards[i]`` is the layout of the file ``shard_name(i)``. ``images`` have the
+    copies, one image for each window of each shard, in this order.
 
-    ``values`` is the finished content of the file of plain values (empty: no such file). ``value_entries`` has the
-    composite tensors too. ``nbytes`` is the size of all data files.
+    ``values`` is the content of the file of plain values (empty: no such file). ``value_entries`` also has the
+    composite tensors. ``nbytes`` is the size of all data files.
     """
 
-    said: _Said
+    description: _Description
     images: tuple[ImageLayout, ...]
     values: bytes
     value_entries: Mapping[str, ValueEntry | CompositeEntry]
 
     def without_sources(self) -> SavePlan:
-        """The plan without the copies, which refer to the tensors that it was made from."""
+        """Return the plan without the copies, which refer to the sources."""
         return replace(self, images=())
 
     @property
     def shards(self) -> tuple[ShardLayout, ...]:
-        return self.said.shards
+        return self.description.shards
 
     @property
     def nbytes(self) -> int:
@@ -200,14 +202,14 @@ class SavePlan:
         return shard_name(index)
 
     def named_tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-        """FQN, dtype, shape and item of each plain tensor that is no part of another one; items are numbered over all
-        shards."""
-        said, parts = self.said, all_parts(self._composites())
-        fqns = (fqn for fqn, kind in zip(said.fqns, said.kinds, strict=True) if kind == "tensor")
-        return (one for one in zip(fqns, *said.tensors, strict=True) if one[0] not in parts)
+        """Yield FQN, dtype, shape and item of each plain tensor that is not part of another one. Items are numbered
+        over all shards."""
+        columns, parts = self.description, all_parts(self._composites())
+        fqns = (fqn for fqn, kind in zip(columns.fqns, columns.kinds, strict=True) if kind == "tensor")
+        return (one for one in zip(fqns, *columns.tensors, strict=True) if one[0] not in parts)
 
     def named_composites(self) -> Iterator[tuple[str, str, tuple[int, ...], str]]:
-        """FQN, dtype, shape and type of each composite tensor that is no part of another one."""
+        """Yield FQN, dtype, shape and type of each composite tensor that is not part of another one."""
         found = self._composites()
         parts = all_parts(found)
         return ((fqn, one.dtype, one.shape, one.type) for fqn, one in found.items() if fqn not in parts)
@@ -216,59 +218,57 @@ class SavePlan:
         return {fqn: one for fqn, one in self.value_entries.items() if isinstance(one, CompositeEntry)}
 
     def describe(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Steps[Described]:
-        """The entries, given the checksums of each shard's blocks, and what each of the ``files`` is called in the
-        published checkpoint."""
+        """Render the entries. ``sums`` has the checksums of each shard, and ``names`` the name of each of the ``files``
+        in the committed checkpoint."""
         shards = {name: names[name] for name in map(shard_name, range(len(self.shards)))}
         file = names.get(_VALUES_FILE, "")
         values = yield from collected(
             (fqn, replace(entry, file=file) if isinstance(entry, ValueEntry) else entry)
             for fqn, entry in self.value_entries.items()
         )
-        template = yield from self.said.template(shards)
+        template = yield from self.description.template(shards)
         return (yield from template.fill(dict(values), sums))
 
 
 def plan_save(
     plans: PlanCache, budget_bytes: int, captured: Captured, *, shard_bytes: int = SHARD_BYTES
 ) -> Steps[SavePlan]:
-    """Name and encode what was captured, and place its tensors as before if ``plans`` knows a state dict like this one.
+    """Plan the save of a captured state dict. Uses a cached layout if ``plans`` has one for tensors with the same look.
 
-    It is staged and written in windows, of which several fit into ``budget_bytes``.
-
-    Takes some 10 us per tensor, 1 us if the plan is known. Tensors that are the same view of the same storage (tied
-    weights) share one item. Raises ``UnsafeObjectError``, ``UnsupportedTensorError`` or ``KeyCollisionError``, naming
-    the FQN.
+    The state is staged and written in windows. Several windows fit into ``budget_bytes``. The plan takes some 10 us per
+    tensor, or 1 us if the layout is cached. Tensors that are the same view of the same storage (tied weights) share one
+    item. Raises ``UnsafeObjectError``, ``UnsupportedTensorError`` or ``KeyCollisionError`` with the FQN.
     """
     outline = yield from outline_of(captured.root)
     tensors = outline.tensors
     leaves = partial(_leaves, captured.root, [])
-    # The same tensors may have other names, and other dtypes under these.
+    # The same tensors may have other names, and be converted to other dtypes under these.
     converted = (tuple(captured.dtypes.items()), outline.key) if captured.dtypes else ()
     key = ("save", shard_bytes, budget_bytes, converted)
     layout = yield from plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, shard_bytes, budget_bytes))
-    said = yield from layout.said(outline.key, leaves)
+    description = yield from layout.describe(outline.key, leaves)
     content = bytearray()
     entries: dict[str, ValueEntry | CompositeEntry] = {}
     if outline.values:
-        for (fqn, path), value in zip(said.named_values(), outline.values, strict=True):
+        for (fqn, path), value in zip(description.named_values(), outline.values, strict=True):
             if isinstance(value, CompositeLeaf):
                 entries[fqn] = composite_entry(fqn, path, value.form)
             else:
                 entries[fqn] = _place_value(fqn, path, value, content)
             yield
     images = yield from in_turn(window.over(tensors) for window in layout.windows)
-    return SavePlan(said, tuple(images), bytes(content), entries)
+    return SavePlan(description, tuple(images), bytes(content), entries)
 
 
 def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Steps[Sequence[Leaf]]:
-    """Return ``found``, filled by the first call."""
+    """Return ``found``. The first call fills it with the leaves of ``root``."""
     if not found:
         found += yield from collected(leaves_of(root))
     return found
 
 
 def window_bytes_for(total: int, budget_bytes: int) -> int:
-    """How much of ``total`` bytes is staged at a time in a budget."""
+    """Return the bytes of a window for a state of ``total`` bytes within a budget."""
     low, high = _WINDOW_BYTES
     wanted = min(max(total // _WINDOWS, low), high, budget_bytes // _BUDGET_WINDOWS)
     return max(wanted // BLOCK_BYTES, 1) * BLOCK_BYTES
@@ -333,7 +333,8 @@ def _windows(
 
 
 def _start(copy: Copy) -> int | None:
-    """Where the bytes begin in memory of the host, which does not change while the state dict looks the same."""
+    """Return the start of the bytes in their storage, for a source in host memory. It is the same for tensors with the
+    same look."""
     return raw_start(copy) if copy.source.is_cpu else None
 
 
@@ -351,7 +352,7 @@ def _place_value(fqn: str, path: tuple[Key, ...], value: Any, content: bytearray
 
 
 def converted_to(tensor: torch.Tensor, dtype: str) -> torch.dtype | None:
-    """Return what a copy converts ``tensor`` to; None if ``dtype`` is the one that it has."""
+    """Return the dtype to which a copy converts ``tensor``. None if ``dtype`` is its own dtype."""
     wanted = dtype_from_name(dtype)
     return None if wanted == tensor.dtype else wanted
 
@@ -363,14 +364,15 @@ def window_copies(
     tensors: Sequence[torch.Tensor],
     dtypes: Sequence[torch.dtype | None],
 ) -> Iterator[Copy]:
-    """What fills ``window``: ``tensors[before + i]`` is the tensor of the shard's item ``i``, and ``dtypes`` what it is
-    converted to."""
+    """Yield the copies that fill ``window``. ``tensors[before + i]`` is the tensor of the shard's item ``i``, and
+    ``dtypes`` has the dtype to which it is converted."""
     for index, offset, nbytes, skip in _pieces(shard, window):
         yield Copy(tensors[before + index], offset, nbytes, None, skip, dtypes[before + index])
 
 
 def _pieces(shard: ShardLayout, window: Window) -> Iterator[tuple[int, int, int, int]]:
-    """Of each item with payload in ``window``: its number, where the bytes go, how many, and how many came before."""
+    """Yield, for each item with payload in ``window``: its number, the offset of its bytes in the window, their number,
+    and the number of its payload bytes in earlier windows."""
     for index in range(window.first, window.last):
         frame, item_offset = shard.items[index]
         payload = item_offset + len(frame.header)

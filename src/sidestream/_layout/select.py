@@ -1,4 +1,4 @@
-"""Selecting names by patterns."""
+"""The selection of names by patterns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["selected"]
 
 
 def selected(names: Iterable[str], select: str | Collection[str] | None, url: str) -> list[str]:
-    """Return the ``names`` that match one of the patterns in ``select`` (``"model.*"``), in their order; all if it is
-    None. Called in a worker thread. Raises ``MissingKeysError`` for a pattern that matches nothing."""
+    """Return the ``names`` that match one of the patterns in ``select`` (``"model.*"``), in their order. With None,
+    return all. Called in a worker thread. Raises ``MissingKeysError`` for a pattern that matches nothing."""
     names = list(names)
     if select is None:
         return names

@@ -1,7 +1,7 @@
-"""Tensors that are read straight to their places: rows of a manifest, into plain tensors of the same kind.
+"""Tensors that are read directly into their memory: rows of a manifest, for plain tensors of the same dtype and shape.
 
-Nearly all tensors of a load are of this kind. What there is to do for one of them is a tuple of numbers, strings and
-bytes, and not a chain of records: 10,000 tensors of 1 KiB are loaded in a fifth of the time.
+Nearly all tensors of a load are of this kind. The work for one of them is described by a tuple of numbers, strings and
+bytes, and not by records that refer to each other. 10,000 tensors of 1 KiB are loaded in a fifth of the time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .ranges import PIECE_BYTES
 __all__ = ["Payload", "Straight", "StraightBatch", "straight_batches"]
 
 Payload: TypeAlias = tuple[int, int, int, bytes, bytes | None, str]
-"""Offset in the file, bytes, at which byte of the tensor they begin, CRCs, digests, FQN."""
+"""Offset in the file, number of bytes, offset in the tensor, CRCs, digests, FQN."""
 
 _MOST_PAYLOADS = 256  # of one batch
 _MANY = 64
@@ -32,8 +32,8 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 @dataclass(frozen=True, slots=True)
 class Straight:
-    """Tensors by FQN, and what is read into them, by file. ``starts`` and ``ends`` are addresses, one of each per
-    tensor."""
+    """Tensors by FQN, and the payloads that are read into them, by file. ``starts`` and ``ends`` are the addresses of
+    the tensors."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     payloads: dict[str, list[Payload]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Straight:
     ends: list[int] = field(default_factory=list)
 
     def take(self, fqn: str, tensor: torch.Tensor, row: Row) -> bool:
-        """Take a tensor if the bytes of ``row`` can be read into its memory as they are. Return whether."""
+        """Add a tensor if the bytes of ``row`` can be read into its memory as they are. Returns whether they can."""
         dtype, shape, nbytes, file, _, _, offset, crcs, digests, _ = row
         if type(tensor) not in _PLAIN or not on_host_as_is(tensor) or not nbytes or tensor.shape != shape:
             return False
@@ -57,11 +57,11 @@ class Straight:
         return True
 
     def shared(self, others: list[tuple[int, int, str]]) -> Steps[set[str]]:
-        """Return the FQNs of those that share memory with one another, or with one of ``others``, of which each is
-        where it begins, where it ends, and an empty name."""
+        """Return the FQNs of tensors that share memory with each other, or with one of ``others``. Each of ``others``
+        is a start address, an end address and an empty name."""
         starts = sorted([*self.starts, *(start for start, _, _ in others)])
         ends = sorted([*self.ends, *(end for _, end, _ in others)])
-        if not any(map(lt, starts[1:], ends)):  # none begins before as many have ended as begin before it
+        if not any(map(lt, starts[1:], ends)):  # the (n+1)-th smallest start is never less than the n-th smallest end
             return set()
         extents = sorted([*zip(self.starts, self.ends, self.tensors, strict=True), *others])
         found: set[str] = set()
@@ -92,7 +92,7 @@ class StraightBatch:
 
 
 def straight_batches(payloads: Mapping[str, list[Payload]]) -> Steps[list[StraightBatch]]:
-    """Group the payloads of each file by offset, at most 16 MiB of them in a batch; larger ones are cut at blocks."""
+    """Group the payloads of each file by offset, with at most 16 MiB in a batch. Larger payloads are cut at blocks."""
     found: list[StraightBatch] = []
     for file, of_file in payloads.items():
         of_file.sort()

@@ -1,5 +1,5 @@
-"""What a captured state dict looks like, without its tensors and values: known again in a fraction of the time that it
-takes to walk and name its leaves."""
+"""The outline of a captured state dict, without its tensors and values. To compare outlines takes a fraction of the
+time of naming all leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from .flatten import is_value, leaves_of
 __all__ = ["Outline", "outline_of"]
 
 _KEYS = frozenset({str})
-_NUMBERS = frozenset({str, int, bool, type(None)})  # floats that are equal may have different names: 0.0 and -0.0
+_NUMBERS = frozenset(
+    {str, int, bool, type(None)}
+)  # without float, because equal floats may have different names: 0.0 and -0.0
 _TENSORS = frozenset({torch.Tensor})
 _LEAVES = frozenset({bool, int, float, str, bytes, complex, tuple, type(None), torch.Size, torch.dtype, torch.device})
 _TENSOR, _VALUE, _EMPTY, _DICT, _LIST = range(5)
@@ -23,9 +25,9 @@ _TENSOR, _VALUE, _EMPTY, _DICT, _LIST = range(5)
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """``key`` is equal for two state dicts only if they have the same leaves, by name, path and kind (a tensor, an
-    empty dict, a value, a composite tensor), in the same order. ``tensors`` and ``values`` are those leaves, in order;
-    composite tensors are among the values."""
+    """The outline of a state dict. The ``key`` of two state dicts is equal only if they have the same leaves, by name,
+    path and kind (a tensor, an empty dict, a value, a composite tensor), in the same order. ``tensors`` and ``values``
+    are these leaves, in order. Composite tensors are among the values."""
 
     key: tuple[Any, ...]
     tensors: list[torch.Tensor]
@@ -33,11 +35,11 @@ class Outline:
 
 
 class _Unusual(Exception):
-    """Something that is better looked at by ``leaves_of``."""
+    """The state dict has a value that ``leaves_of`` has to handle."""
 
 
 def outline_of(root: dict[Any, Any]) -> Steps[Outline]:
-    """Of what ``capture`` made. Raises what ``leaves_of`` raises, if it has to be asked."""
+    """Return the outline of a captured state dict. Raises what ``leaves_of`` raises, for a state dict that needs it."""
     key: list[Any] = []
     tensors: list[torch.Tensor] = []
     values: list[Any] = []

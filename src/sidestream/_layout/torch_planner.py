@@ -1,4 +1,4 @@
-"""A planner of the caller, asked step by step; what it raises is typed."""
+"""A wrapper around the caller's planner, which converts its exceptions to ``PlannerError``."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Asked:
 
 
 def asked_save_planner(planner: Any) -> Asked:
-    """Raises ``InvalidOptionError`` for what is none."""
+    """Wrap a save planner. Raises ``InvalidOptionError`` for another object."""
     return _asked(planner, SavePlanner)
 
 
 def asked_load_planner(planner: Any) -> Asked:
-    """Raises ``InvalidOptionError`` for what is none."""
+    """Wrap a load planner. Raises ``InvalidOptionError`` for another object."""
     return _asked(planner, LoadPlanner)
 
 
@@ -70,17 +70,17 @@ def _asked(planner: Any, kind: type) -> Asked:
 
 
 def local_save_plan(asked: Asked, state: Any, url: str, *, first: bool) -> SavePlan:
-    """What this rank would save. ``first``: it is the one that merges the plans of all."""
+    """Return the local plan of this rank. ``first``: this rank merges the plans of all."""
     if "storage_meta" in inspect.signature(asked.planner.set_up_planner).parameters:
         asked.set_up_planner(state_dict=state, storage_meta=StorageMeta(checkpoint_id=url), is_coordinator=first)
-    else:  # a planner that was written for an early DCP
+    else:  # a planner for an early version of DCP
         asked.set_up_planner(state, first)
     plan: SavePlan = asked.create_local_plan()
     return plan
 
 
 def packed(asked: Asked, plan: object) -> bytes:
-    """For another rank. Plans are classes of torch and of the planner's author, and travel as they do in DCP."""
+    """Pickle a plan for another rank, as DCP does. Plans have classes of torch and of the author of the planner."""
     try:
         return pickle.dumps(plan)
     except Exception as error:
@@ -90,7 +90,8 @@ def packed(asked: Asked, plan: object) -> bytes:
 
 
 def unpacked(asked: Asked, raw: bytes) -> Any:
-    """What a rank of this job has ``packed``, which shows the token of the group before it may say anything."""
+    """Unpickle a plan that a rank of this job has ``packed``. The rank has authenticated with the token of the group,
+    so its pickle is trusted."""
     try:
         return pickle.loads(raw)
     except Exception as error:

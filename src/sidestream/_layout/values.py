@@ -1,4 +1,4 @@
-"""Between Python values and ``Node``: what is safe as data, and nothing else."""
+"""The conversion between Python values and ``Node``, for types that are safe as data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 
 
 def copy_value(value: Any) -> Any:
-    """A copy of a value that can be changed in place; what ``encode_value`` would refuse is left for it to refuse."""
+    """Return a copy of a value that can be changed in place. Other values are returned as they are, also those for
+    which ``encode_value`` raises an error."""
     numpy = sys.modules.get("numpy")
     if type(value) in (set, frozenset, bytearray, io.BytesIO) or (
         numpy is not None and isinstance(value, numpy.ndarray)
@@ -48,9 +49,9 @@ def copy_value(value: Any) -> Any:
 
 
 def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
-    """``value`` as data; the caller may change it afterwards.
+    """Convert ``value`` to data. The caller may change it afterwards.
 
-    Raises ``UnsafeObjectError``, naming ``fqn`` and the type, for anything but numbers, strings, bytes, None, tuples,
+    Raises ``UnsafeObjectError`` with ``fqn`` and the type for anything but numbers, strings, bytes, None, tuples,
     lists, dicts, sets, ``io.BytesIO``, ``torch.Size``, dtypes, devices, numpy numbers and arrays, and tensors of at
     most 1 MiB inside those.
     """
@@ -92,7 +93,7 @@ def _encode_leaf(value: Any, fqn: str) -> Node:
         return _encode_tensor(value, fqn)
     if isinstance(value, Composite):
         raise UnsafeObjectError(f"{fqn}: {value.kind} inside a tuple; put it into a dict or a list")
-    numpy = sys.modules.get("numpy")  # whoever has not imported it has no array to save
+    numpy = sys.modules.get("numpy")  # a program that has not imported it has no arrays
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in _NUMPY_KINDS:
         return _encode_numpy(value, fqn, numpy)
     raise UnsafeObjectError(
@@ -114,7 +115,8 @@ def _encode_bytes_io(value: io.BytesIO, fqn: str) -> Node:
 
 
 def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
-    """A tensor inside a tuple or set, which DCP stores as one value: small enough to be copied here and now."""
+    """Encode a tensor inside a tuple or set, which DCP stores as one value. The tensor has to be small, because it is
+    copied here."""
     check_tensor(tensor, fqn)
     if not tensor.is_cpu:
         raise UnsafeObjectError(
@@ -148,8 +150,8 @@ def _base64(raw: bytes | bytearray) -> str:
 
 
 def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Steps[Any]:
-    """The value again, equal and of the same type, newly made. Raises ``CorruptCheckpointError`` for a node that is not
-    one; ``UnsafeObjectError`` and ``UnsupportedCheckpointError`` for objects (see ``rebuild``)."""
+    """Make a new value from a node, equal to the encoded one and of the same type. Raises ``CorruptCheckpointError``
+    for an invalid node, and ``UnsafeObjectError`` and ``UnsupportedCheckpointError`` for objects (see ``rebuild``)."""
     try:
         return (yield from _decode(node, allow))
     except (UnsafeObjectError, UnsupportedCheckpointError) as error:

@@ -74,7 +74,7 @@ def _needed(root: Root, plan: LoadPlan) -> Steps[tuple[set[int], set[int]]]:
     wanted += [(fqn, None) for fqn in plan.new]
     for fqn, box in wanted:
         yield
-        number = numbers[plan.names.told(fqn)]
+        number = numbers[plan.names.saved_name(fqn)]
         rows.add(number)
         pattern = root.shared.rows[number].pattern
         if (pattern, box) not in known:
@@ -85,7 +85,7 @@ def _needed(root: Root, plan: LoadPlan) -> Steps[tuple[set[int], set[int]]]:
             )
         ranks |= known[pattern, box]
     for fqn in _values(plan):
-        ranks.add(root.shared.rows[numbers[plan.names.told(fqn)]].pattern)
+        ranks.add(root.shared.rows[numbers[plan.names.saved_name(fqn)]].pattern)
     return rows, ranks
 
 

@@ -58,8 +58,8 @@ def new_tensors(
         entry = entries[fqn]
         assert isinstance(entry, TensorEntry)
         dtype = dtypes.get(fqn, entry.dtype)
-        told = dtype == entry.dtype and len(entry.chunks) == 1 and entry.chunks[0].told is not None
-        if told and 0 not in entry.shape:
+        opened = dtype == entry.dtype and len(entry.chunks) == 1 and entry.chunks[0].foreign is not None
+        if opened and 0 not in entry.shape:
             storages.setdefault((entry.chunks[0].file, entry.chunks[0].item_offset), []).append(fqn)
             continue
         identity = _identity(entry) or fqn
@@ -88,17 +88,17 @@ def _add_views(
         new.wanted.append(Wanted(fqns[0], first, whole(first), tensor))
         return
     (chunk,) = first.chunks
-    assert chunk.told is not None
-    nbytes = chunk.told.payload_bytes
-    told = ForeignPayload(chunk.told.crc, nbytes)
-    storage = TensorEntry(first.path, "uint8", (nbytes,), (replace(chunk, offsets=(0,), sizes=(nbytes,), told=told),))
+    assert chunk.foreign is not None
+    nbytes = chunk.foreign.payload_bytes
+    raw = ForeignPayload(chunk.foreign.crc, nbytes)
+    storage = TensorEntry(first.path, "uint8", (nbytes,), (replace(chunk, offsets=(0,), sizes=(nbytes,), foreign=raw),))
     memory = _new(fqns[0], storage.shape, storage.dtype, device)
     new.wanted.append(Wanted(fqns[0], storage, whole(storage), memory))
     for fqn, view in zip(fqns, views, strict=True):
         yield
         dtype = dtype_from_name(view.dtype)
         elements = memory[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
-        payload = view.chunks[0].told
+        payload = view.chunks[0].foreign
         assert payload is not None
         strides = torch.empty(view.shape, device="meta").stride() if payload.strides is None else payload.strides
         new.tensors[fqn] = elements.as_strided(view.shape, strides, payload.first_element)
@@ -109,7 +109,7 @@ def _identity(entry: TensorEntry) -> object:
     if not entry.chunks or entry.chunks[0].payload_offset is None:
         return None
     first = entry.chunks[0]
-    if len(entry.chunks) == 1 and first.sizes == entry.shape and first.told is None:
+    if len(entry.chunks) == 1 and first.sizes == entry.shape and first.foreign is None:
         return entry.dtype, entry.shape, first.file, first.item_offset, first.payload_offset
     return entry.dtype, entry.chunks
 

@@ -428,7 +428,7 @@ class Verification:
         if not self.manifest.exact:
             for fqn, entry in self.manifest.entries.items():
                 yield
-                if isinstance(entry, ValueEntry) and not entry.told:
+                if isinstance(entry, ValueEntry) and not entry.inline:
                     found.append((fqn, entry, entry))
                 elif isinstance(entry, TensorEntry):
                     found.extend((fqn, entry, chunk) for chunk in entry.chunks if chunk.transform)

@@ -19,7 +19,7 @@ from .._format.dcp.shared import described
 from .._format.manifest import root_body
 from .._format.shared import Shared
 from .._group import Operation, this_process
-from .._layout.sharded.assign import Assignment, Told, assign
+from .._layout.sharded.assign import Assignment, RankReport, assign
 from .._layout.sharded.rank_layout import EncodedValues, RankPlan, encode_values, lay_out_rank
 from .._layout.sharded.rank_table import LocalTable, Row, local_table, parse_rows
 from .._runtime.threads import run_sliced
@@ -182,7 +182,7 @@ class Planning:
         _compare_values([tables[table] for table in heard.tables], [values for _, _, values in details])
         if heard.known:
             return b""
-        ranks = [Told(table, boxes) for table, (_, boxes, _) in zip(heard.tables, details, strict=True)]
+        ranks = [RankReport(table, boxes) for table, (_, boxes, _) in zip(heard.tables, details, strict=True)]
         shared, assignments = run_sliced(assign(ranks, tables))
         body, head = run_sliced(root_body(shared)), run_sliced(described(shared))
         heard.made = Agreement(heard.name, assignments[0], shared, body, head)

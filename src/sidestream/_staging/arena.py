@@ -1,13 +1,13 @@
 """Host memory for staging: large segments that are mapped once, touched once, leased, and used again.
 
-First touch of fresh memory is what makes a naive copy slow (0.7-1.5 GB/s against 9-20 GB/s into warm memory on the
-machines measured), so segments are kept until the arena is closed. Memory comes back by reference count: a lease hands
-out one ctypes array over its extent; every tensor and memoryview made from it keeps that array alive, and a finalizer
-on the array returns the extent. What anything can still read is therefore never handed out again.
+The first touch of fresh memory makes a naive copy slow (0.7-1.5 GB/s against 9-20 GB/s into warm memory on the machines
+measured), so segments are kept until the arena is closed. Memory is returned by reference count. A lease makes one
+ctypes array over its extent. Every tensor and memoryview over the array keeps it alive, and a finalizer of the array
+returns the extent. Memory that can still be read is therefore never leased again.
 
-Where there is an accelerator its driver registers each segment once, so that copies run by DMA: torch's own pinned
-allocator rounds sizes up to powers of two and costs several times as much per byte. A registered segment counts against
-the budget until it has been unregistered and unmapped (``registration``).
+With an accelerator, its driver registers each segment once, so that copies run by DMA. The pinned allocator of torch
+rounds sizes up to powers of two and costs several times as much per byte. A registered segment counts against the
+budget until it has been unregistered and unmapped (``registration``).
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ __all__ = [
 
 PAGE_BYTES = 4096
 SEGMENT_BYTES = 8 << 20
-"""At least."""
+"""The size of a segment, at least, as far as the budget allows."""
 _HUGE_PAGE_BYTES = 2 << 20
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which no module names
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; the modules of Python lack the name
 _REMOVE = 9  # MADV_REMOVE
-_POPULATED_BYTES = 4 << 20  # meanwhile nobody else in the process can map memory, or start a thread: 1 to 8 ms
-_GAP_S = 0.2e-3  # for whoever waits for that
-_GROWTH_BYTES = 256 << 20  # touched in one go, before the first copy into it
-_STEP_BYTES = 32 << 20  # while there is little: the first window is written while memory for the next is touched
-_STEP_SHARE = 4  # of what there is
-_UNREGISTERED_S = 5.0  # how long even a lease with ``at_once`` waits for memory that is being unregistered
+_POPULATED_BYTES = 4 << 20  # for each call, 1 to 8 ms: no other thread can map memory or start a thread meanwhile
+_GAP_S = 0.2e-3  # between two of these calls, for threads that map memory
+_GROWTH_BYTES = 256 << 20  # the most that is touched at once, before the first copy into it
+_STEP_BYTES = 32 << 20  # in a small arena: the first window is written while memory for the next is touched
+_STEP_SHARE = 4  # of the reserved memory, in a larger arena
+_UNREGISTERED_S = 5.0  # a lease with ``at_once`` also waits this long for memory that is being unregistered
 _numbers = itertools.count(1)
 _SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
 
 
 class SharedMemory(Protocol):
-    """Memory behind a descriptor that another process can be handed: sealed, so that it has this size for ever."""
+    """Memory behind a descriptor that can be sent to another process. It is sealed, so that its size never changes."""
 
     @property
     def descriptor(self) -> int: ...
@@ -104,20 +104,20 @@ class ArenaStatistics:
 class _Memory(mmap.mmap):
     """A mapping whose registration is ended before it is unmapped, once the last reference is gone.
 
-    Not a weak reference's callback: ``mmap`` unmaps first and calls those afterwards. ``__del__`` comes before, and may
-    hand the mapping on; Python calls it once.
+    ``__del__`` does this, because ``mmap`` unmaps the memory before it calls the callbacks of weak references.
+    ``__del__`` runs before that and may make a new reference. Python calls it once.
     """
 
     descriptor: int | None = None
     number = 0
-    """Of shared memory, among all that this process has ever had."""
+    """The number of this shared memory. No other mapping of this process has ever had the same."""
     _registration: Registration | None = None
 
     def pin(self, pinner: Pinner, device: Hashable, ended: Callable[[Fate], None]) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         self._registration = register(pinner, device, address, len(self), ended)
-        # A page that is registered and shared with a forked child could be given to the child at the parent's next
-        # write, while the device goes on with the old one (older kernels): the child gets none of it.
+        # On older kernels, the parent's next write after a fork may give the parent a new page, while the device still
+        # uses the old one. The child therefore does not inherit the mapping.
         with suppress(OSError, AttributeError):
             self.madvise(mmap.MADV_DONTFORK)
 
@@ -144,7 +144,8 @@ class _Segment:
 
 
 class Allocation:
-    """``nbytes`` of page-aligned host memory. Its holder has to ``release()`` it; what is referenced stays valid."""
+    """``nbytes`` of page-aligned host memory. The caller of ``lease`` has to ``release()`` it. Tensors and views over
+    it stay valid."""
 
     __slots__ = ("__weakref__", "_arena", "_array", "_memory", "nbytes", "start")
 
@@ -159,22 +160,23 @@ class Allocation:
 
     @property
     def shared(self) -> SharedMemory | None:
-        """What another process has to be handed in order to find these bytes at ``start``; None if it cannot be."""
+        """The shared memory that has these bytes at ``start``, for another process. None for private memory."""
         memory = self._memory()
         return None if memory is None or memory.descriptor is None else memory  # type: ignore[return-value]
 
     def offer(self, take_back: Callable[[], None], *, by_sink: bool = False) -> Callable[[], None]:
-        """Offer memory that is needed only if something goes wrong, or only ``by_sink``: ``take_back``, which releases
-        it, is called at most once, when a thread would otherwise wait for memory, in that thread. It must not block.
-        Returns what withdraws the offer."""
+        """Offer this memory to stages that wait for memory. It is needed only after a failure, or only ``by_sink``.
+
+        When a thread would otherwise wait for memory, it calls ``take_back``, which releases the memory. ``take_back``
+        is called at most once and must not block. Returns a function that withdraws the offer."""
         arena = self._arena()
         return _nothing if arena is None else arena.take_offer(take_back, by_sink=by_sink)
 
     @property
     def array(self) -> ctypes.Array[ctypes.c_char]:
-        """The memory; whatever is made from it (``torch.frombuffer``, ``memoryview``) keeps it from being reused."""
+        """The memory. It is not reused while an object over it exists (``torch.frombuffer``, ``memoryview``)."""
         if self._array is None:
-            raise ClosedError("this lease was released")
+            raise ClosedError("this staging memory was released")
         return self._array
 
     @property
@@ -186,7 +188,7 @@ class Allocation:
         return ctypes.addressof(self.array)
 
     def release(self) -> None:
-        """Drop the library's hold. The memory is reused once the last tensor or view over it is gone. Idempotent."""
+        """Drop the reference to the memory. It is reused once the last tensor or view over it is gone. Idempotent."""
         self._array = None
 
 
@@ -202,16 +204,17 @@ class Arena:
         self._sink_offers: dict[object, Callable[[], None]] = {}
         self._segments: list[_Segment] = []
         self._turn = threading.Lock()
-        # Finalizers run wherever the last reference dies, perhaps in a thread that holds a lock of ours, so they may
-        # only touch this queue, whose put() is reentrant.
+        # A finalizer runs in the thread that drops the last reference, which may hold a lock of the arena. So it may
+        # only use this queue, whose put() is reentrant.
         self._returned: queue.SimpleQueue[tuple[_Segment | None, int, int] | _Ended | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._reserved = self._leased = self._peak = self._leases = self._waiters = 0
-        self._touched_bytes_per_s = 0.0  # the last time that memory was mapped
+        self._touched_bytes_per_s = 0.0  # when memory was last mapped
         self._given_back = 0
         """Bytes of all leases that have ended."""
         self._leaving = self._kept = 0
-        """Reserved bytes of segments that were dropped and are registered, and of those the ones that stay so."""
+        """Reserved bytes of dropped segments that are still registered. ``_kept`` are those of them that could not be
+        unregistered."""
         self._closed = threading.Event()
 
     def lease(
@@ -226,13 +229,14 @@ class Arena:
         drain: Drain | None = None,
     ) -> Allocation:
         """Wait for ``nbytes`` (rounded up to pages) and return them with undefined contents. Blocks: not for the loop.
-        ``coming()`` returns the sizes of the leases that follow. If memory has to be mapped, memory for some of them is
-        mapped too, and memory that they need is not used. ``at_once``: wait only for memory that is being unregistered.
-        With ``spare_offers`` nothing is taken back that was only offered (``Allocation.offer``). ``drain`` says how
-        long to wait for memory that is in use before memory is mapped.
 
-        Raises ``ArenaExhaustedError`` at once if they can never fit the budget, and when ``deadline`` passes;
-        ``ClosedError`` when ``stop`` is set or the arena is closed meanwhile.
+        ``coming()`` returns the sizes of the leases that follow. If memory has to be mapped, memory for some of them is
+        mapped too, and the budget that they need is left to them. ``at_once``: wait only for memory that is being
+        unregistered. ``spare_offers``: do not take offered memory back (``Allocation.offer``). ``drain`` returns how
+        long to wait for memory that is in use before new memory is mapped.
+
+        Raises ``ArenaExhaustedError`` at once if ``nbytes`` exceed the budget, and when ``deadline`` passes.
+        Raises ``ClosedError`` when ``stop`` is set or the arena is closed meanwhile.
         """
         size = whole_pages(nbytes)
         if size > self.budget_bytes:
@@ -249,15 +253,15 @@ class Arena:
         return Allocation(self, segment.memory, start, array, nbytes)
 
     def share(self) -> None:
-        """From here on lease memory that another process can be handed; what is private is dropped as it falls free.
-        Does not wait for whoever waits for memory."""
+        """Lease shared memory from now on. Private segments are dropped when they fall free. Does not take the lock, so
+        it does not wait for threads that wait for memory."""
         self._backing = "shared"
 
     def shared_memory(self) -> list[SharedMemory]:
         return [s.memory for s in list(self._segments) if s.memory.descriptor is not None]  # type: ignore[misc]
 
     def take_offer(self, take_back: Callable[[], None], *, by_sink: bool) -> Callable[[], None]:
-        """See ``Allocation.offer``."""
+        """Register an offer (``Allocation.offer``)."""
         key, offers = object(), self._sink_offers if by_sink else self._offers
         offers[key] = take_back
         if self._waiters:
@@ -274,7 +278,7 @@ class Arena:
             self._pinner = (pinner, device)  # only after success: the next stage tries again
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` (or the whole budget, if that is less) are free now."""
+        """Return whether ``nbytes`` (or the whole budget, if that is less) are free now. Takes offered memory back."""
         while True:
             self._collect()
             if self._leased + min(nbytes, self.budget_bytes) <= self.budget_bytes - self._kept:
@@ -284,7 +288,7 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        """How much of the budget is not leased now."""
+        """The bytes of the budget that are not leased now."""
         self._collect()
         return self.budget_bytes - self._leased - self._kept
 
@@ -296,8 +300,7 @@ class Arena:
 
     def make_way(self, sizes: Sequence[int]) -> None:
         """Prepare for leases of ``sizes``, which will be requested in this order and held together. If they fit into
-        the budget, but neither into the free extents nor into memory that can still be mapped, idle segments are
-        dropped."""
+        the budget, but neither into the free extents nor into memory that can still be mapped, drop idle segments."""
         wanted = [whole_pages(size) for size in sizes]
         with self._turn:
             self._drain()
@@ -309,8 +312,8 @@ class Arena:
                 self._drop_idle_segments(excess)
 
     def grow_for(self, sizes: Sequence[int], busy: Callable[[], bool], most: int) -> bool:
-        """Map and touch what is missing for leases of ``sizes`` that are held together, up to ``most`` bytes within the
-        budget. Return False if memory is in use, and once ``busy()`` is true."""
+        """Map and touch the memory that leases of ``sizes``, held together, still need. At most ``most`` bytes are
+        reserved then. Returns False if memory is in use, or once ``busy()`` is true."""
         if not self._turn.acquire(blocking=False):
             return False
         try:
@@ -329,14 +332,14 @@ class Arena:
                 self._reserved += wanted
                 left = _missing([wanted], left)
             return True
-        except ArenaExhaustedError:  # the next stage says so, if it needs memory
+        except ArenaExhaustedError:  # the next stage that needs the memory raises it
             return True
         finally:
             self._turn.release()
 
     def trim_idle(self, most: int = 0) -> None:
-        """Unmap segments that are not in use until there are ``most`` bytes, unless a device knows them or a stage
-        waits for memory."""
+        """Unmap idle segments until at most ``most`` bytes are reserved. Does nothing if segments are registered with a
+        device, or while a stage waits for memory."""
         if not self._turn.acquire(blocking=False):
             return
         try:
@@ -347,8 +350,7 @@ class Arena:
             self._turn.release()
 
     def trim(self, deadline: Deadline) -> None:
-        """Unmap the segments that are not in use. Blocks until they are unregistered. Raises
-        ``DeadlineExceededError``."""
+        """Unmap the idle segments. Blocks until they are unregistered. Raises ``DeadlineExceededError``."""
         if not self._turn.acquire(timeout=deadline.remaining_s()):
             raise deadline.exceeded("trim(), which had to wait for a stage that waits for memory,")
         try:
@@ -359,7 +361,7 @@ class Arena:
         self.settle(deadline)
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait until all memory that is no longer in use has been unmapped, except memory that cannot be unregistered.
+        """Wait until all dropped segments have been unmapped, except those that cannot be unregistered.
         Raises ``DeadlineExceededError``."""
         if self._leaving and not settle(deadline):
             raise DeadlineExceededError(
@@ -408,7 +410,7 @@ class Arena:
         finally:
             self._waiters -= 1
 
-    # --- everything below runs with the turn held, except _give_back ---
+    # --- everything below runs with the lock held, except _give_back and _collect ---
 
     def _wait_for(self, request: _Request) -> tuple[_Segment, int]:
         size, unregistered = request.size, Deadline.after(_UNREGISTERED_S)
@@ -447,7 +449,7 @@ class Arena:
                 raise self._exhausted(request) from None
 
     def _recycles(self, request: _Request) -> bool:
-        """Wait for memory that is in use, unless it is better to map memory now. Returns whether it has waited."""
+        """Wait for memory that is in use, unless it is faster to map new memory. Returns whether it has waited."""
         if request.drain is None or request.at_once or self._pinner is not None or not self._touched_bytes_per_s:
             return False
         patience_s = request.drain.patience_s(request.size, self._given_back, self._touched_bytes_per_s)
@@ -459,12 +461,12 @@ class Arena:
         return True
 
     def _take_back(self) -> bool:
-        """Take one offer, if there is any. Those of sinks come first, the oldest before the others: a sink starts over
-        from a checkpoint, while a save whose writer process is lost ends without the memory that it has offered."""
+        """Take the oldest offer, if there is one. Offers of sinks come first: a sink can start again from the
+        checkpoint, but a save that loses its writer process fails without the memory that it has offered."""
         for offers in (self._sink_offers, self._offers):
             for key in list(offers):
                 take_back = offers.pop(key, None)
-                if take_back is not None:  # else it was withdrawn at this moment
+                if take_back is not None:  # otherwise another thread has just withdrawn it
                     take_back()
                     return True
         return False
@@ -472,7 +474,7 @@ class Arena:
     def _exhausted(self, request: _Request) -> ArenaExhaustedError:
         kept = f" and {self._kept} cannot be unregistered" if self._kept else ""
         return ArenaExhaustedError(
-            f"no {request.size} bytes of staging memory became free within {request.deadline.timeout_s:g} s: "
+            f"{request.size} bytes of staging memory did not become free within {request.deadline.timeout_s:g} s: "
             f"{self._leased} of {self.budget_bytes} are leased{kept}; release() staged state dicts, or raise "
             "budget_bytes="
         )
@@ -487,7 +489,7 @@ class Arena:
         segment.memory.pin(pinner, device, ended)
 
     def _staying(self) -> int:
-        """The reserved bytes without those that are about to be unmapped."""
+        """Return the reserved bytes without those that are about to be unmapped."""
         return self._reserved - self._leaving + self._kept
 
     def _free_sizes(self) -> list[int]:
@@ -495,7 +497,7 @@ class Arena:
         return [end - start for segment in usable for start, end in segment.free]
 
     def _take(self, size: int) -> tuple[_Segment, int] | None:
-        """Best fit, so that large extents stay whole for large leases."""
+        """Take an extent by best fit, so that large extents stay whole for large leases."""
         best: tuple[int, _Segment, int] | None = None
         for segment in self._segments:
             if self._backing == "shared" and segment.memory.descriptor is None:
@@ -524,7 +526,7 @@ class Arena:
             return None
         if wanted >= _SEGMENT_LIMIT_BYTES:
             raise ArenaExhaustedError(
-                f"{wanted} bytes of staging memory in one piece: less than 512 GiB can be registered"
+                f"{wanted} bytes of staging memory are needed in one piece; only less than 512 GiB can be registered"
             )
         segment = _Segment(_map(wanted, self._backing), wanted)
         begun = time.perf_counter()
@@ -538,7 +540,8 @@ class Arena:
         return segment, 0
 
     def _drop_idle_segments(self, nbytes: int, then: Callable[[_Memory, int], None] = lambda *_: None) -> None:
-        """Smallest first: many small segments that no large lease fits give way to one that it does."""
+        """Drop idle segments of ``nbytes`` in total. The smallest come first, because a large lease does not fit into
+        them: their budget then serves one large segment."""
         for segment in sorted((s for s in self._segments if s.idle()), key=lambda s: s.nbytes):
             if nbytes <= 0:
                 return
@@ -564,12 +567,12 @@ class Arena:
     def _give_back(
         returned: queue.SimpleQueue[Any], closed: threading.Event, pid: int, back: tuple[_Segment, int, int]
     ) -> None:
-        if os.getpid() == pid:  # a forked child shares the pages, so its finalizers must not hand them out
+        if os.getpid() == pid:  # a forked child shares the pages, so its finalizers must not return them
             segment, start, end = back
             returned.put((None if closed.is_set() else segment, start, end))  # a closed arena keeps no memory mapped
 
     def _collect(self) -> None:
-        if self._turn.acquire(blocking=False):  # a thread that holds the turn drains the queue itself
+        if self._turn.acquire(blocking=False):  # a thread that holds the lock drains the queue itself
             try:
                 self._drain()
             finally:
@@ -605,7 +608,7 @@ class Arena:
         segment.free = merged
 
     def _end(self, ended: _Ended) -> None:
-        """Update the counts for a dropped segment that has been unmapped or is kept. Some kept segments are unmapped
+        """Update the counts for a dropped segment that has been unmapped or is kept. A kept segment may be unmapped
         later."""
         if ended.fate == "kept":
             self._kept += ended.nbytes
@@ -661,7 +664,7 @@ def _segment_bytes(sizes: Sequence[int], room: int, least: int, most: int) -> in
 
 
 def _hold(free: list[int], sizes: Iterable[int]) -> bool:
-    """Whether leases of ``sizes`` fit into extents of ``free`` bytes."""
+    """Return whether leases of ``sizes`` fit into extents of ``free`` bytes."""
     return not _missing(free, sizes)
 
 
@@ -680,7 +683,7 @@ def _missing(free: list[int], sizes: Iterable[int]) -> list[int]:
 
 
 def _nothing() -> None:
-    """The arena is gone, and every offer with it."""
+    """Do nothing: the offers ended with the arena."""
 
 
 def _map(nbytes: int, backing: Backing) -> _Memory:
@@ -692,14 +695,15 @@ def _map(nbytes: int, backing: Backing) -> _Memory:
         else:
             memory = _Memory(-1, nbytes)
     except OSError as error:
-        raise ArenaExhaustedError(f"the system granted no {nbytes} bytes of memory: {error}") from error
+        raise ArenaExhaustedError(f"the system did not grant {nbytes} bytes of memory: {error}") from error
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _map_memfd(nbytes: int) -> _Memory:
-    """Sealed: neither side can shrink it under the other, which would kill that one at its next access."""
+    """Map a sealed memfd. Without the seals one process could shrink it, and the next access of the other one would
+    end that process."""
     descriptor = os.memfd_create("sidestream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -714,9 +718,9 @@ def _map_memfd(nbytes: int) -> _Memory:
 
 
 def _touch(memory: mmap.mmap, nbytes: int) -> None:
-    """Fault all pages in, without the GIL; many of them in a few threads."""
+    """Fault all pages in, without the GIL. Large memory is divided among a few threads."""
     base = _address(memory)
-    if nbytes <= 2 * _STEP_BYTES:  # another thread would save some milliseconds, and cost twice as much
+    if nbytes <= 2 * _STEP_BYTES:  # a second thread would save some milliseconds and use twice the processor time
         _touch_range(base, nbytes)
         return
     share = -(-nbytes // max(1, min(4, (os.cpu_count() or 1) // 2)))  # the program needs the other cores
@@ -730,10 +734,10 @@ def _touch(memory: mmap.mmap, nbytes: int) -> None:
         for thread in threads:
             thread.start()
             started.append(thread)
-    except RuntimeError:  # the system grants no more threads: whoever writes there first faults the rest in
+    except RuntimeError:  # the system starts no more threads: the first writes there fault the rest in
         pass
     finally:
-        for thread in started:  # also when something is raised: the memory would be unmapped under them
+        for thread in started:  # also after an error, or the memory would be unmapped while they touch it
             thread.join()
 
 
@@ -742,8 +746,9 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _touch_range(address: int, nbytes: int, busy: Callable[[], bool] | None = None) -> bool:
-    """The kernel's own way takes half of the time (a fifth with huge pages), where it has one: Linux 5.14. With
-    ``busy`` it does not hurry, and returns False if it has ended early."""
+    """Fault pages in. Returns False if ``busy()`` became true first. With ``busy``, pauses between pieces.
+
+    ``MADV_POPULATE_WRITE`` (from Linux 5.14) takes half of the time of ``memset``, or a fifth with huge pages."""
     done, populates = 0, sys.platform == "linux"
     while done < nbytes:
         if busy is not None:
@@ -759,7 +764,7 @@ def _touch_range(address: int, nbytes: int, busy: Callable[[], bool] | None = No
 
 
 def _discard(memory: _Memory, nbytes: int) -> None:
-    """Give the pages back to the system, piece by piece and without the GIL, which unmapping them would hold."""
+    """Return the pages to the system piece by piece, without the GIL. Unmapping them would hold the GIL."""
     advice = _REMOVE if memory.descriptor is not None else getattr(mmap, "MADV_DONTNEED", None)
     if advice is None:
         return
@@ -768,14 +773,14 @@ def _discard(memory: _Memory, nbytes: int) -> None:
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:
-    """Unlike that of ``mmap`` it lets go of the GIL."""
+    """Call ``madvise`` without the GIL, which ``mmap.madvise`` holds."""
     return int(_function_madvise()(address, nbytes, advice))
 
 
 @cache
 def _function_madvise() -> Any:
-    """Return the function. It is looked up once, because each look-up makes a class that only a garbage collection
-    frees."""
+    """Return ``madvise`` of the C library. It is looked up once, because each look-up makes a class that only a garbage
+    collection frees."""
     function = ctypes.CDLL(None).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return function

@@ -35,7 +35,7 @@ class BlockingAsyncStager:
         InvalidOptionError: An argument is wrong.
     """
 
-    _synchronize_after_execute = False  # DCP: nothing is left to wait for when stage() has returned
+    _synchronize_after_execute = False  # read by DCP: when stage() has returned, all copies are complete
 
     def __init__(
         self,

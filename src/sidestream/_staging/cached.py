@@ -1,4 +1,5 @@
-"""The stagers of saves that are given none: one for each save at a time, kept with its memory for the next one."""
+"""Stagers for saves without ``stager=``. Each save has one of its own, which is kept with its memory for the next
+save."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ class _Idle:
     key: Hashable
     stager: AsyncStager
     nbytes: int
-    """How much memory it may have."""
+    """The most memory that it may keep."""
 
 
 class _Cache:
-    """Idle stagers, the newest last. No save waits for another one: each has a stager of its own while it lasts."""
+    """Idle stagers, the newest last. Each save takes one out for as long as it lasts, so saves do not wait for each
+    other."""
 
     def __init__(self, cache_bytes: int | None = None) -> None:
         self._lock = threading.Lock()
@@ -46,7 +48,7 @@ class _Cache:
         return None
 
     def put(self, key: Hashable, stager: AsyncStager) -> bool:
-        """Keep ``stager``, with as much memory as there is room for. Returns False if there is none."""
+        """Keep ``stager``, with as much of its memory as there is room for. Returns False if there is no room."""
         with self._lock:
             room = self._most() - sum(one.nbytes for one in self._idle)
             nbytes = min(room, stager.wanted_bytes)
@@ -57,7 +59,7 @@ class _Cache:
         return True
 
     def resize(self, cache_bytes: int) -> list[AsyncStager]:
-        """Return the stagers for which there is no room any more."""
+        """Set the bound. Returns the stagers for which there is no room any more; the caller closes them."""
         with self._lock:
             self.cache_bytes = cache_bytes
             dropped: list[AsyncStager] = []
@@ -106,8 +108,8 @@ def borrow(budget_bytes: int | None, *, shared: bool, timeout_s: float) -> Async
 
 
 def give_back(stager: AsyncStager, budget_bytes: int | None, *, shared: bool) -> bool:
-    """Keep a stager that ``borrow`` has returned, which nothing is staged with any more, for the next save. Returns
-    False if it has to be closed: there is no room for it, or it has staged from a device."""
+    """Keep a stager that ``borrow`` has returned, and that has no stage in flight, for the next save. Returns False if
+    the caller has to close it: there is no room for it, or it has staged from a device."""
     return not stager.has_device and _cache.put((budget_bytes, shared), stager)
 
 

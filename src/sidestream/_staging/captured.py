@@ -1,6 +1,6 @@
-"""The moment of the call: what a state dict holds now, taken in some 0.5 us per tensor on the caller's thread.
+"""The capture of a state dict at the moment of the call. It takes some 0.5 us per tensor on the caller's thread.
 
-Everything that takes longer (names, checks, layout) is done afterwards, from what is captured here, in another thread.
+Names, checks and layout take longer. Another thread makes them afterwards from the captured state dict.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ _layout = attrgetter("layout")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A state dict that nobody else changes: containers and values copied, each tensor replaced by an alias of its
-    storage (or by a ``Composite`` of such), objects with ``state_dict()`` by what that returned.
+    """A state dict that the program cannot change: ``root`` has copies of all containers and values.
 
-    An alias of a plain tensor has that tensor's attributes (``tensor.mine = 1``) as the same objects, except tensors.
+    Each tensor is replaced by an alias of its storage, or by a ``Composite`` of such aliases. Objects with
+    ``state_dict()`` are replaced by what that returned. An alias of a plain tensor has the attributes of the tensor
+    (``tensor.mine = 1``) as the same objects, except tensors. An alias keeps the memory of the call: ``param.data`` may
+    be bound to other memory while it is copied.
 
-    An alias pins the memory of the call: ``param.data`` may be bound to other memory while it is copied. ``tensors``
-    are all aliases in ``root``, in the order in which they were met. Storages are named by their key: those in
-    ``volatile`` are of modules' buffers, which forward changes; of those in ``held`` the bytes are copied already.
+    ``tensors`` are all aliases in ``root``, in the order in which they were found. ``volatile`` and ``held`` are keys
+    of storages. Those in ``volatile`` belong to buffers of modules, which forward changes. Those in ``held`` have been
+    copied already.
     """
 
     root: dict[Any, Any]
@@ -47,20 +49,20 @@ class Captured:
     volatile: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
     sharded: bool = False
-    """Whether some of it is shards of a larger tensor."""
+    """Whether some of the tensors are shards of a larger tensor."""
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    """What tensors are converted to while they are staged, by FQN; the others keep their dtype."""
+    """The dtypes, by FQN, of the tensors that are converted while they are staged. The others keep their dtype."""
 
 
 def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepcopy) -> Captured:
-    """Take hold of ``state`` without touching the bytes of a tensor.
+    """Capture ``state`` without access to the bytes of a tensor.
 
-    ``convert`` copies a value of a type that is not a container; what it raises becomes ``UnsafeObjectError``. Raises
-    ``InvalidOptionError`` if ``state`` is no mapping or contains itself, ``UnsupportedTensorError`` for a tensor that
-    has no bytes. Dicts stay dicts (of any mapping), lists lists; tuples and what is in them keep their types.
+    ``convert`` copies each value that is not a tensor, a container or an immutable built-in. Mappings become dicts, and
+    lists stay lists. Tuples and the mappings in them keep their types. The order of the caller's dicts is kept.
+    ``state_dict()`` is called on the objects in an order that is the same on all ranks.
 
-    Everything keeps the order of the caller's dicts, except the calls of ``state_dict()``, which have the same order on
-    all ranks.
+    Raises ``InvalidOptionError`` if ``state`` is not a mapping or contains itself, ``UnsupportedTensorError`` for a
+    tensor without bytes, and ``UnsafeObjectError`` in place of what ``convert`` raises.
     """
     if not isinstance(state, Mapping):
         raise InvalidOptionError(
@@ -84,7 +86,7 @@ class _Walk:
     def mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[Any, Any]:
         if _PLAIN_TENSORS.issuperset(map(type, value.values())) and not any(map(attributes_of, value.values())):
             aliases = list(map(_alias, value.values()))  # all in C: 0.4 us per tensor, not 0.8
-            if _STRIDED.issuperset(map(_layout, aliases)):  # these are in the processor's cache
+            if _STRIDED.issuperset(map(_layout, aliases)):  # the aliases are in the processor's cache
                 self.tensors.extend(aliases)
                 return dict(zip(value, aliases, strict=True))
         taken: dict[Any, Any] = {}
@@ -129,8 +131,8 @@ class _Walk:
         return self.value(value, path)
 
     def state_dict(self, instance: Stateful) -> Any:
-        """Return the state dict of ``instance``. The first object of a level causes the calls for all objects of that
-        level, in their order."""
+        """Return the state dict of ``instance``. The call for the first object of a level calls ``state_dict()`` of all
+        objects of that level, in their order."""
         for level_done in self._asking:
             if level_done and id(instance) in self._answers:
                 break
@@ -141,7 +143,8 @@ class _Walk:
         return self._answers[id(instance)][1]
 
     def inside(self, value: Any, path: str, depth: int) -> Any:
-        """Within a tuple, which is one value to DCP: the types of mappings matter."""
+        """Capture a value within a tuple. DCP saves a tuple as one value, so an ``OrderedDict`` in it keeps its
+        type."""
         if type(value) is OrderedDict:
             return OrderedDict(self.mapping(value, path, depth))
         return self.item(value, path, depth)
@@ -168,9 +171,9 @@ class _Walk:
 
 
 def _carried(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes for a copy. Tensors are left out, because their bytes are not copied."""
+    """Return the attributes that a copy gets. Tensors are left out, because their bytes are not copied."""
     attributes = attributes_of(tensor)
-    if not isinstance(attributes, dict):  # of a subclass with slots
+    if not isinstance(attributes, dict):  # a subclass with slots
         return {}
     return {name: value for name, value in attributes.items() if not isinstance(value, torch.Tensor)}
 
@@ -184,7 +187,8 @@ def _rebuilt(
 
 
 def _contents(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The contents in which ``_Walk`` finds objects with ``state_dict()``; None for such an object."""
+    """Return the contents of a container in which there may be objects with ``state_dict()``, as ``_Walk`` reads it.
+    Returns None for such an object, and nothing for other values."""
     if type(value) in _IMMUTABLE or isinstance(value, torch.Tensor):
         return ()
     if type(value) is tuple or isinstance(value, list) or (isinstance(value, tuple) and hasattr(value, "_make")):

@@ -1,4 +1,4 @@
-"""Tensors without bytes of their own: taken apart into plain ones, and put together again over the copies."""
+"""Tensors that consist of other tensors. They are divided into plain tensors, and rebuilt over the copies of these."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _COMPRESSED = {
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Of what whole the parts are shards. ``key`` is equal where the places of the parts are.
+    """The larger tensor of which the parts are shards. Two shardings with an equal ``key`` have equal places.
 
-    ``places()`` has, for each piece, its part, offsets in the whole, sizes, and offsets in the part. For a worker
-    thread.
+    ``places()`` returns, for each piece, the index of its part, the offsets in the larger tensor, the sizes, and the
+    offsets in the part. It is for worker threads.
     """
 
     shape: tuple[int, ...]
@@ -41,9 +41,9 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a composite tensor is besides its parts. ``type`` is its layout or the qualified name of its class,
-    ``names`` are those of the parts. ``attributes`` are the names of what it counts among its parts and is no
-    tensor."""
+    """The properties of a composite tensor apart from its parts. ``type`` is its layout or the qualified name of its
+    class, ``names`` are the names of the parts. ``attributes`` are the names of what ``__tensor_flatten__`` lists
+    although it is not a tensor."""
 
     type: str
     names: tuple[str, ...]
@@ -56,10 +56,11 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Composite:
-    """``rebuild(parts)`` makes a tensor of ``kind`` (as errors call it) over copies of ``parts``, in their order.
+    """The parts of a tensor. ``rebuild(parts)`` makes such a tensor over copies of ``parts``, in their order.
 
-    It refers to the parts alone, not to the tensor that they were taken from. ``sharding`` is there if the parts are
-    this rank's shards of a larger tensor, ``form`` if the parts and a few plain values are all that the tensor is.
+    It refers to the parts, not to the original tensor. ``kind`` names the tensor in errors. ``sharding`` is set if the
+    parts are this rank's shards of a larger tensor. ``form`` is set if the tensor can be made from the parts and a few
+    plain values.
     """
 
     kind: str
@@ -77,7 +78,8 @@ class Composite:
 
 
 def dismantle(tensor: torch.Tensor, path: str) -> Composite | None:
-    """The parts of ``tensor``, or None if it is a plain one. Raises ``UnsupportedTensorError``, naming ``path``."""
+    """Divide ``tensor`` into its parts. Returns None for a plain tensor. Raises ``UnsupportedTensorError`` with the
+    ``path``."""
     kind = type(tensor)
     if (fake := tensor_class("torch._subclasses.fake_tensor", "FakeTensor")) and isinstance(tensor, fake):
         raise UnsupportedTensorError(f"{path}: cannot save a fake tensor: it has no bytes")
@@ -100,7 +102,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def consists_of_others(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is one that ``dismantle`` gives a ``form``."""
+    """Return whether ``dismantle`` returns a ``form`` for ``tensor``."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         return False
     if type(tensor) not in _PLAIN:
@@ -119,7 +121,7 @@ def consists_of_others(tensor: torch.Tensor) -> bool:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, of which no collective is still writing the bytes."""
+    """Return ``tensor`` after waiting for a collective that still writes its bytes."""
     pending = tensor_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     if pending is not None and isinstance(tensor, pending):
         elem: torch.Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
@@ -135,8 +137,7 @@ def _part(tensor: torch.Tensor, path: str) -> torch.Tensor | Composite:
 def _dtensor(tensor: Any, path: str) -> Composite:
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedTensorError(
-            f"{path}: a DTensor with a Partial placement holds a share of a sum that nobody has added up yet; "
-            "redistribute() it first"
+            f"{path}: a DTensor with a Partial placement holds only this rank's term of a sum; redistribute() it first"
         )
     shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements)
     sharding = Sharding(
@@ -159,7 +160,7 @@ def _wrapper(tensor: Any, path: str, name: str) -> Composite:
     names, context = tensor.__tensor_flatten__()
     context = _with_own_containers(context)
     inner = {name: getattr(tensor, name) for name in names}
-    # From torch 2.13 on a DTensor names its mesh among them.
+    # From torch 2.13 on, a DTensor lists its mesh among the names.
     others = {name: value for name, value in inner.items() if not isinstance(value, torch.Tensor)}
     tensors = {name: value for name, value in inner.items() if name not in others}
     kind, size, stride, dtype = type(tensor), tensor.size(), tensor.stride(), tensor.dtype
@@ -179,7 +180,7 @@ def _wrapper(tensor: Any, path: str, name: str) -> Composite:
 
 
 def _with_own_containers(value: Any) -> Any:
-    """Copy the containers in a context, which the tensor may refer to."""
+    """Copy the containers in a context, because the tensor may refer to the same objects."""
     if type(value) in (list, tuple):
         return type(value)(map(_with_own_containers, value))
     return {key: _with_own_containers(item) for key, item in value.items()} if type(value) is dict else value
@@ -215,7 +216,7 @@ def _compressed(tensor: torch.Tensor, path: str) -> Composite:
 
 
 def _holder(tensor: torch.Tensor, path: str) -> Composite:
-    """A plain tensor that says of itself which shards of which whole it holds."""
+    """Return the composite of a plain tensor whose attributes name the shards of a larger tensor that it holds."""
     shape, shards = shards_held(tensor, path)
     attributes = shard_attributes(tensor)
     places = tuple((0, shard.offsets, shard.sizes, shard.local) for shard in shards if 0 not in shard.sizes)

@@ -1,9 +1,11 @@
-"""Staging from an accelerator: what is ordered where. The calls themselves are the driver's.
+"""Staging from an accelerator: the order of its calls on streams. The driver makes the calls.
 
-On the caller's thread, per device: small storages, and those that must not wait, are copied into device memory on the
-current stream, and a ready event is recorded. In the stager's thread: a side stream waits for that event and copies in
-chunks; an event marks the end. In a thread per device: wait for that event, put small tensors in their places, and say
-so. Sources are referred to until then. The reasons, and who found them out, stand in ``docs/gpu.md``.
+- The caller's thread copies small storages, and those that must not wait, into device memory on the current stream of
+  their device, and records a ready event.
+- The stager's thread makes a side stream wait for that event, enqueues the copies in chunks, and records an end event.
+- One thread per device waits for the end event, moves small tensors to their places, and calls ``done``.
+
+Sources are referred to until then. ``docs/gpu.md`` has the reasons and their origins.
 """
 
 from __future__ import annotations
@@ -42,18 +44,20 @@ _CHUNK_BYTES = (32 << 20, 512 << 20)
 _SCRATCH_BYTES = 256 << 20
 _GAP_BYTES = 24 << 20
 _EVERY = 64
-_CONVERTED_BYTES = 8 << 20  # at a time, in device memory that the next piece uses again
+_CONVERTED_BYTES = 8 << 20  # for each piece, in device memory that the next piece uses again
 _NAMED = 3  # keys in a message
-# What torch.cat is known to take on every device; the others go as raw bytes.
+# torch.cat is known to support these on every device. Others are copied as raw bytes.
 _GATHERED_AS_THEY_ARE = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32}
 )
-_CHUNKS = 350  # a stream's queue takes some 1,000 operations before a launch blocks; each chunk has a gap beside it
+_CHUNKS = 350  # a launch blocks when some 1,000 operations are queued on a stream; each chunk comes with a gap
 
 
 def held_back(sizes: Sequence[int], mode: StageMode, lazily_bytes: float, free_bytes: float) -> set[int]:
-    """Which storages to copy on the device first, by index: in hybrid mode the last ones, those that would not be
-    copied within the ``lazily_bytes`` that pass before the next fence, as far as half of the free memory takes them."""
+    """Return the indices of the storages to copy on the device first.
+
+    In hybrid mode these are the last ones: those that exceed the ``lazily_bytes`` which are copied before the next
+    fence. They use at most half of the free memory of the device."""
     if mode == "eager":
         return set(range(len(sizes)))
     if mode == "lazy":
@@ -72,7 +76,7 @@ def held_back(sizes: Sequence[int], mode: StageMode, lazily_bytes: float, free_b
 
 @dataclass(slots=True)
 class _Side:
-    """One device's part in one stage. Storages are known by their key: addresses change when storages are resized."""
+    """The part of one device in one stage. Storages are identified by key, because a resize changes the address."""
 
     device: Hashable
     stream: Any
@@ -81,15 +85,15 @@ class _Side:
     scratch: list[torch.Tensor]
     """The bytes of small storages, one after the other (uint8)."""
     slots: dict[int, tuple[int, int]]
-    """Where in ``scratch`` the bytes of a small storage are: start and length."""
+    """Start and length of each small storage in ``scratch``."""
     clones: dict[int, torch.Tensor]
     lazily: bool
-    """Whether sources are still read after the call."""
+    """Whether sources are still read after ``stage()`` has returned."""
     small: Allocation | None = None
     begun: bool = False
     since_gap: int = 0
     last: Any = None
-    """The end of everything that was issued so far."""
+    """The event after everything that was enqueued so far."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -97,13 +101,13 @@ class _Side:
 
 
 class DeviceStage:
-    """The device parts of one stage, from the call until nothing reads a source any more."""
+    """The device parts of one stage, from the call until the last read of a source."""
 
     def __init__(
         self, sides: dict[Hashable, _Side], tensors: list[torch.Tensor], root: Mapping[Any, Any] | None
     ) -> None:
         self.sides: dict[Hashable, _Side] = sides
-        self._tensors: list[torch.Tensor] | None = tensors  # or the allocator would hand out their memory
+        self._tensors: list[torch.Tensor] | None = tensors  # keeps their memory from being allocated again
         self._root = root
 
     @property
@@ -120,16 +124,16 @@ class DeviceStage:
 
     @property
     def lazily(self) -> bool:
-        """Whether a writer has to wait for more than the copies on the device."""
+        """Whether a writer of the sources has to wait for more than the copies on the device."""
         return any(side.lazily for side in self.sides.values())
 
     @property
     def held(self) -> set[int]:
-        """Keys of the storages whose bytes are copied on the device: what becomes of them does not matter."""
+        """Keys of the storages that have a copy on the device, so that later changes of them do not matter."""
         return {key for side in self.sides.values() for key in (*side.slots, *side.clones)}
 
     def drop(self) -> None:
-        """No copy is in flight and none will be: let go of all device memory."""
+        """Drop the references to all device memory. Called when no copy is in flight or will be."""
         self._tensors = self._root = None
         for side in self.sides.values():
             side.scratch, side.clones, side.small = [], {}, None
@@ -138,7 +142,8 @@ class DeviceStage:
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """What one device contributes to one image: done when ``end`` has passed and ``scatter`` is in place."""
+    """The copies from one device into one image. They are complete when the event ``end`` has occurred and the copies
+    in ``scatter`` have been made."""
 
     stage: DeviceStage
     side: _Side
@@ -148,7 +153,7 @@ class DevicePart:
 
 
 class DeviceEngine:
-    """One kind of accelerator under one stager. ``host`` does what remains to be done in host memory."""
+    """Staging from one kind of accelerator, for one stager. ``host`` makes the copies within host memory."""
 
     def __init__(
         self,
@@ -187,11 +192,11 @@ class DeviceEngine:
         wait_streams: Sequence[Any],
         root: Mapping[Any, Any] | None = None,
     ) -> DeviceStage:
-        """Fix what ``tensors`` hold at this point of the caller's current streams. Launches, and does not wait.
+        """Begin a stage of ``tensors`` as they are at this point of the caller's current streams. Does not wait.
 
-        ``volatile`` are keys of storages that forward changes: like small ones they are copied on the device now.
-        ``root`` has the names of the tensors, for messages. Raises ``ArenaExhaustedError`` if the device has no memory
-        for the copies, ``GraphCaptureError`` before anything is enqueued, ``DeviceError``.
+        ``volatile`` are keys of storages that forward changes. Like small ones, they are copied on the device now.
+        ``root`` has the names of the tensors, for messages. Raises ``ArenaExhaustedError`` if the device has too little
+        memory for the copies, ``GraphCaptureError`` before anything is enqueued, and ``DeviceError``.
         """
         stage = DeviceStage({}, tensors, root)
         try:
@@ -238,7 +243,8 @@ class DeviceEngine:
         volatile: Collection[int],
         lazily_bytes: float,
     ) -> _Side:
-        """``views`` has one tensor for each storage, one that covers it if there is such a one."""
+        """Copy storages on ``device`` and record the ready event. ``views`` has one tensor for each storage: one that
+        covers it, if there is one."""
         sizes = {key: view.untyped_storage().nbytes() for key, view in views.items()}
         small = self._small(sizes)
         large = [key for key in views if key not in small]
@@ -251,11 +257,11 @@ class DeviceEngine:
                 try:
                     clones[key] = self.driver.clone(_raw(views[key].untyped_storage()))
                 except ArenaExhaustedError as error:
-                    if key in volatile:  # needs its copy in every mode
+                    if key in volatile:  # it needs a copy in every mode
                         raise
                     if mode == "eager":
                         raise ArenaExhaustedError(
-                            f'{error}, or stage with mode="lazy", or with "hybrid", which takes what is free'
+                            f'{error}, or stage with mode="lazy", or with "hybrid", which uses the memory that is free'
                         ) from error
                     break  # the rest is copied lazily
         ready = self.driver.record(current)
@@ -265,7 +271,7 @@ class DeviceEngine:
         return _Side(device, self._streams[device], ready, scratch, slots, clones, len(clones) < len(large))
 
     def _small(self, sizes: dict[int, int]) -> set[int]:
-        """The storages to coalesce: the smallest ones, as far as they come to no more than a large chunk together."""
+        """Return the storages to coalesce: the smallest ones, up to ``_SCRATCH_BYTES`` together."""
         chosen: set[int] = set()
         total = 0
         for key in sorted(sizes, key=sizes.__getitem__):
@@ -276,8 +282,10 @@ class DeviceEngine:
         return chosen
 
     def _gather(self, views: dict[int, torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
-        """One launch for each dtype, of tensors as they are where they cover their storage: a view of raw bytes costs
-        several times as much as the rest."""
+        """Copy small storages into scratch memory, with one launch for each dtype. Returns the scratch and the slots.
+
+        A tensor that covers its storage is passed as it is, because a view of raw bytes costs several times as much as
+        the rest."""
         groups: dict[torch.dtype | None, dict[int, torch.Tensor]] = {}
         for key, view in views.items():
             whole = view.dtype in _GATHERED_AS_THEY_ARE and _covers(view)
@@ -292,9 +300,9 @@ class DeviceEngine:
         return scratch, slots
 
     def fence(self, stage: DeviceStage) -> None:
-        """The caller's current streams do nothing more before the sources of ``stage`` have been read.
+        """Make the caller's current streams wait until the sources of ``stage`` have been read.
 
-        What is read lazily must have been issued: an event that was never recorded holds nobody back.
+        The lazy copies must have been enqueued before: a stream does not wait for an event that was never recorded.
         """
         with failing("at the fence", stage.names):
             for device, side in list(stage.sides.items()):
@@ -310,9 +318,11 @@ class DeviceEngine:
     # --- the stager's thread ---
 
     def enter(self, stage: DeviceStage) -> Hashable | None:
-        """Enter a device before the first call that may reach the driver: a new thread has device 0 as its current
-        device, and its calls would break captures. Returns the device that is then current; None if the stage has no
-        bytes on a device."""
+        """Enter a device before the first call that may reach the driver. Returns the device, or None if the stage has
+        no bytes on a device.
+
+        The current device of a new thread is device 0, and calls of a thread that has not entered a device would break
+        captures."""
         device = next(iter(stage.sides), None)
         if device is None:
             return None
@@ -328,7 +338,7 @@ class DeviceEngine:
         return device
 
     def lease_scratch(self, stage: DeviceStage, lease: Callable[[int], Allocation]) -> None:
-        """Take host memory for the small tensors, before any other memory of this stage is taken."""
+        """Lease host memory for the small tensors. Called before the stage leases any other memory."""
         for side in stage.sides.values():
             if side.scratch:
                 side.small = lease(side.scratch_bytes)
@@ -336,9 +346,9 @@ class DeviceEngine:
     def issue(
         self, stage: DeviceStage, copies: Iterable[Copy], lease: Allocation, *, pace: RateLimiter, stop: Stop
     ) -> list[DevicePart]:
-        """Enqueue ``copies`` into ``lease``. Every part that is returned has to be given to ``watch`` or ``land``.
+        """Enqueue ``copies`` into ``lease``. The caller passes every returned part to ``watch`` or ``land``.
 
-        When this raises, nothing writes into ``lease``.
+        When this raises, no copy into ``lease`` is in flight.
         """
         by_device: dict[Hashable, list[Copy]] = {}
         for copy in copies:
@@ -351,7 +361,7 @@ class DeviceEngine:
                     parts.append(self._issue_side(stage, device, mine, lease, pace, stop))
         except BaseException:
             for side in stage.sides.values():
-                with suppress(Exception):  # the error that is on its way says more
+                with suppress(Exception):  # the first error has more information
                     self.driver.synchronize(self.driver.record(side.stream))
             raise
         return parts
@@ -403,7 +413,7 @@ class DeviceEngine:
                 side.since_gap = 0
 
     def _source(self, side: _Side, copy: Copy) -> torch.Tensor:
-        """The bytes to copy: of the clone where there is one, else of the source."""
+        """Return the bytes to copy: those of the clone if there is one, otherwise those of the source."""
         tensor, start = copy.source, raw_start(copy)
         clone = side.clones.get(storage_key(tensor))
         if clone is not None:
@@ -422,17 +432,17 @@ class DeviceEngine:
     # --- one thread per device ---
 
     def watch(self, part: DevicePart, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
-        """Call ``done``, in the device's thread, when everything of ``part`` is in host memory, or with the error."""
+        """Call ``done`` in the device's thread when all of ``part`` is in host memory, or with the error."""
         try:
             self._waiter(part.side.device).submit(self.land, part, stop, done)
         except ClosedError:  # the stager was closed meanwhile, but copies are in flight
             self.land(part, stop, done)
 
     def watch_ready(self, stage: DeviceStage, done: Callable[[BaseException | None], None]) -> None:
-        """Call ``done`` when the copies on the devices have ended, so that the sources of a snapshot may change."""
+        """Call ``done`` when the copies on the devices have ended, so that the sources may change."""
         events = [(side.device, side.ready) for side in stage.sides.values()]
         if events:
-            # A thread of its own: the other one may be waiting for the copies to the host of an earlier stage.
+            # In a thread of its own: the device's thread may be waiting for copies of an earlier stage to the host.
             self._waiter(("snapshots", events[0][0])).submit(self._readied, stage, events, done)
 
     def _waiter(self, name: Hashable) -> Threads:
@@ -454,7 +464,7 @@ class DeviceEngine:
         done(error)
 
     def land(self, part: DevicePart, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
-        """What ``watch`` does, in the calling thread."""
+        """Wait for ``part`` in the calling thread, as ``watch`` does in the device's thread."""
         error: BaseException | None = None
         try:
             self.driver.enter(part.side.device)
@@ -475,12 +485,12 @@ class DeviceEngine:
             assert start + copy.nbytes <= nbytes
             move(small.address + at + start, target, copy.nbytes)
             return
-        storage = _host(small, at, nbytes).clone().untyped_storage()  # its elements need not be aligned in the scratch
+        storage = _host(small, at, nbytes).clone().untyped_storage()  # in the scratch its elements may not be aligned
         replica = _replica(copy.source, storage)
         self.host.copy(copy._replace(source=replica), target, stop=stop)
 
     def close(self) -> None:
-        """Threads end when what they wait for has ended."""
+        """Close the threads. Each ends when the copies that it waits for have ended."""
         with self._lock:
             for threads in self._waiters.values():
                 threads.close()
@@ -495,8 +505,7 @@ class DeviceEngine:
 
 @contextmanager
 def failing(phase: str, names: Callable[[], Sequence[str]] = tuple) -> Iterator[None]:
-    """Convert errors of the device in the ``with`` block to ``DeviceError``, which names the ``phase`` and the
-    keys."""
+    """Convert errors of the device in the ``with`` block to ``DeviceError`` with the ``phase`` and the keys."""
     try:
         yield
     except Exception as error:
@@ -507,8 +516,8 @@ def failing(phase: str, names: Callable[[], Sequence[str]] = tuple) -> Iterator[
 
 
 def translated(error: BaseException, phase: str, names: Callable[[], Sequence[str]]) -> BaseException:
-    """Return ``error`` as the library raises it: a ``DeviceError``, unless it is an error of sidestream or not one of
-    a device."""
+    """Return ``error`` as a ``DeviceError`` with the phase and the keys. Other errors of sidestream, and those that are
+    not an ``Exception``, are returned unchanged."""
     ours = isinstance(error, SidestreamError) and not (isinstance(error, DeviceError) and error.call is None)
     if ours or not isinstance(error, Exception):
         return error
@@ -533,19 +542,19 @@ def _chunk_bytes(total: int) -> int:
 
 
 def _covers(tensor: torch.Tensor) -> bool:
-    """Whether its elements, in order, are all the bytes of its storage."""
+    """Return whether the elements of ``tensor``, in order, are all the bytes of its storage."""
     plain = tensor.is_contiguous() and not lazy_bits(tensor)
     return plain and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _raw(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
-    """A run of bytes; it must lie within ``storage``, which ``set_`` would otherwise let grow."""
+    """Return a run of bytes. It has to lie within ``storage``, because ``set_`` would otherwise enlarge the storage."""
     count = storage.nbytes() - start if nbytes is None else nbytes
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (count,), (1,))
 
 
 def _replica(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """The same view of another storage with the same bytes."""
+    """Return the view that ``tensor`` is, over another storage with the same bytes."""
     view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     view.set_(storage, int(tensor.storage_offset()), tensor.shape, tensor.stride())
     if tensor.is_conj():

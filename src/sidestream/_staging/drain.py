@@ -1,8 +1,8 @@
-"""When a stage that needs memory had better wait for some that is being written than touch fresh memory.
+"""The decision whether a stage that needs memory waits for memory that is being written, or touches fresh memory.
 
-Memory beyond what keeps the writers busy makes the copies end earlier, but not the commit. To touch it for the first
-time takes a processor as long as a fast disk needs to write as much, and three times as long where the host has to find
-the pages first.
+More memory than keeps the writers busy makes the copies end earlier, but not the commit. A processor needs as long to
+touch memory for the first time as a fast disk needs to write as many bytes. In a virtual machine whose host has to find
+the pages first, it needs three times as long.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import time
 __all__ = ["Drain"]
 
 _ENOUGH_BYTES = 192 << 20
-_ENOUGH_WINDOWS = 4  # so many are written at a time
+_ENOUGH_WINDOWS = 4  # the number of windows that are written at the same time
 
 
 class Drain:
-    """How fast what one stage has staged is written and given back. For the thread that leases memory.
+    """The rate at which the memory of one stage is returned. Used by the thread that leases memory.
 
-    The stage waits for as long as its writer gives back what it has been given at the rate at which memory was touched
-    before. A writer that is slower, or does not write at all, holds it up once, for as long as it takes to touch what
-    has been staged by then.
+    The stage waits while its writer returns memory at least as fast as fresh memory was last touched. A slower writer,
+    or one that does not write at all, delays the stage once, by the time that it takes to touch as many bytes as the
+    stage has in flight.
     """
 
     def __init__(self, returned_bytes: int) -> None:
@@ -29,12 +29,12 @@ class Drain:
         self._since: tuple[float, int, int] | None = None
 
     def leased(self, nbytes: int) -> None:
-        """The stage has been given so much memory."""
+        """Count memory that the stage has leased."""
         self._leased_bytes += nbytes
 
     def patience_s(self, nbytes: int, returned_bytes: int, touched_bytes_per_s: float) -> float:
-        """Return how long to wait for ``nbytes``, at most 0 if fresh memory should be touched. ``returned_bytes``: what
-        the arena has been given back since it was made."""
+        """Return how long to wait for ``nbytes``. 0 or less: touch fresh memory. ``returned_bytes`` are the bytes of
+        all leases of the arena that have ended."""
         in_flight = self._leased_bytes - (returned_bytes - self._before)
         if in_flight < max(_ENOUGH_BYTES, _ENOUGH_WINDOWS * nbytes):
             return 0.0

@@ -1,7 +1,7 @@
 """The calls that staging makes on an accelerator: streams, events, copies. All decisions are in ``device``.
 
-``CudaDriver`` is the one that has everything; ``TorchDriver`` does with what ``torch.accelerator`` offers for any
-device. Tests bring a third, whose copies and events happen when the test says so.
+``CudaDriver`` has every operation. ``TorchDriver`` uses what ``torch.accelerator`` has for any device. The tests have a
+third driver, whose copies and events complete when the test triggers them.
 """
 
 from __future__ import annotations
@@ -25,65 +25,70 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class Driver(Protocol):
-    """One kind of accelerator. A device is any hashable; streams and events are the driver's own objects."""
+    """The operations of one kind of accelerator. A device is any hashable. Streams and events are objects of the
+    driver."""
 
     def device_of(self, tensor: torch.Tensor) -> Hashable | None:
-        """Where ``tensor`` lives; None for host memory."""
+        """Return the device of ``tensor``, or None for host memory."""
 
     def capturing(self, stream: Any) -> bool:
-        """Whether a graph is being captured on ``stream``."""
+        """Return whether a graph is being captured on ``stream``."""
 
     def enter(self, device: Hashable) -> None:
-        """Called by a thread of ours before its first call on ``device``. Idempotent and cheap."""
+        """Make ``device`` the current one. Called by a thread of sidestream before its first call on the device.
+        Idempotent and cheap."""
 
     def current_stream(self, device: Hashable) -> Any: ...
 
     def side_stream(self, device: Hashable) -> Any:
-        """A new stream that is not ordered with any other."""
+        """Return a new stream that is not ordered with any other."""
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within, ``copy``, ``contiguous``, ``converted`` and ``gap`` go to ``stream`` instead of the current one."""
+        """Return a context in which ``copy``, ``contiguous``, ``converted`` and ``gap`` use ``stream`` in place of the
+        current stream."""
 
     def record(self, stream: Any) -> Any:
-        """A new event that marks the end of what ``stream`` has been given so far."""
+        """Return a new event that occurs after everything that has been enqueued on ``stream`` so far."""
 
     def wait(self, stream: Any, event: Any) -> None:
-        """``stream`` does nothing more before ``event``; the host goes on."""
+        """Make ``stream`` wait for ``event``. Does not block the host."""
 
     def synchronize(self, event: Any) -> None:
-        """Block this thread until ``event``, without the GIL and without spinning. Raises what the device raised."""
+        """Block this thread until ``event`` occurs, without the GIL and without spinning. Raises errors of the
+        device."""
 
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The bytes of ``sources`` (row-major, of one dtype and device) joined in new device memory, as uint8. Raises
-        ``ArenaExhaustedError`` if there is not enough."""
+        """Join the bytes of ``sources`` (row-major, of one dtype and device) in new device memory, as uint8. Raises
+        ``ArenaExhaustedError`` if there is too little memory."""
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy of ``source`` in new device memory. Raises ``ArenaExhaustedError`` if there is not enough."""
+        """Copy ``source`` to new device memory. Raises ``ArenaExhaustedError`` if there is too little memory."""
 
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
-        """The elements of ``source`` row by row, in device memory, without lazy conjugation or negation."""
+        """Return the elements of ``source`` row by row, in device memory, without lazy conjugation or negation."""
 
     def converted(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The elements of ``source`` row by row, converted to another dtype, in new device memory. Raises
-        ``ArenaExhaustedError`` if there is not enough."""
+        """Convert the elements of ``source``, row by row, to another dtype in new device memory. Raises
+        ``ArenaExhaustedError`` if there is too little memory."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Put ``source`` (uint8) into ``target`` (uint8, host memory) without waiting for it."""
+        """Enqueue a copy of ``source`` (uint8) to ``target`` (uint8, host memory)."""
 
     def gap(self, device: Hashable) -> None:
-        """A moment in which the copy engine serves other streams."""
+        """Enqueue a pause, in which the copy engine can serve other streams."""
 
     def free_bytes(self, device: Hashable) -> int | None:
-        """Device memory that is free now; None if unknown."""
+        """Return the bytes of device memory that are free now, or None if unknown."""
 
     @property
     def pinner(self) -> Pinner | None:
-        """What registers host memory with these devices; None if they copy to memory that is not registered."""
+        """The object that registers host memory with these devices. None if they copy to memory that is not
+        registered."""
 
 
 class TorchDriver:
-    """Any accelerator, by way of ``torch.accelerator``. Host memory is not registered: copies may block their thread,
-    which is ours, and are right."""
+    """The operations that ``torch.accelerator`` has for any accelerator. Host memory is not registered, so copies may
+    block their thread, which is one of sidestream."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -138,7 +143,7 @@ class TorchDriver:
         copyable(target).copy_(copyable(source), non_blocking=True)
 
     def gap(self, device: Any) -> None:
-        """Without knowing the device's copy engine there is nothing to yield."""
+        """Do nothing: there is no general way to let the copy engine serve other streams."""
 
     def free_bytes(self, device: Any) -> int | None:
         return None
@@ -149,10 +154,11 @@ class TorchDriver:
 
 
 class CudaDriver(TorchDriver):
-    """CUDA, with blocking events, registered host memory, and an empty kernel as gap: the copy engine keeps serving the
-    stream that has a copy ready, so back-to-back chunks would hold up every ``loss.item()`` (torchrec #4303, #4689).
+    """The operations of CUDA, with blocking events and registered host memory.
 
-    Calls that may block for long are made without torch (``runtime``).
+    The gap is an empty kernel. The copy engine prefers the stream that has a copy ready, so chunks without a gap would
+    delay every ``loss.item()`` (torchrec #4303, #4689). Calls that may block for long are made without torch
+    (``runtime``).
     """
 
     def __init__(self) -> None:
@@ -161,7 +167,7 @@ class CudaDriver(TorchDriver):
         self._runtime = CudaRuntime()
 
     def capturing(self, stream: Any) -> bool:
-        # Set the current device first: a query of a stream may create a context on the current device.
+        # With its device as the current one, because a query of a stream may create a context on the current device.
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             return torch.cuda.is_current_stream_capturing()
 
@@ -174,14 +180,14 @@ class CudaDriver(TorchDriver):
         return torch.cuda.current_stream(device)
 
     def side_stream(self, device: Any) -> Any:
-        # Of high priority: the gap's kernel is not to wait behind those that fill the device (torchrec #1076).
+        # High priority, so that the kernel of the gap does not wait for kernels that fill the device (torchrec #1076).
         return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
     def record(self, stream: Any) -> Any:
-        # Not torch.Event(blocking=True): it ignores the flag on CUDA and spins (vllm #47081).
+        # torch.Event(blocking=True) ignores the flag on CUDA and spins (vllm #47081).
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
@@ -203,7 +209,7 @@ class CudaDriver(TorchDriver):
         return self
 
     def register(self, device: Any, address: int, nbytes: int) -> None:
-        # In a thread of its own: a failure stays behind as the thread's last error, for its next kernel to trip over.
+        # In a thread of its own: a failure remains the last error of the thread, and its next kernel would raise it.
         failed: list[Exception] = []
         thread = threading.Thread(
             target=self._register, args=(device, address, nbytes, failed), name="sidestream-register", daemon=True
@@ -231,13 +237,15 @@ def _device_memory(device: torch.device, nbytes: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ArenaExhaustedError(
-            f"{device} has no {nbytes} bytes left for copies of what must not wait: free device memory"
+            f"{device} does not have {nbytes} bytes left for copies of tensors that must not wait: free device memory"
         ) from error
 
 
 def _leave_captures_alone() -> int | None:
-    """Another thread that captures a graph in global mode is broken by a wait of this thread (pytorch #104487); in
-    thread-local mode it is not. Returns the mode before, None where the driver library cannot be reached."""
+    """Set the capture mode of this thread to thread-local. Returns the mode before, or None if the driver library
+    cannot be loaded.
+
+    In global mode, a wait of this thread would break a capture in another thread (pytorch #104487)."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         mode = ctypes.c_int(_THREAD_LOCAL)
@@ -248,7 +256,7 @@ def _leave_captures_alone() -> int | None:
 
 
 def driver_for(device: torch.device) -> Driver:
-    """The driver for tensors on ``device``. Raises ``UnsupportedTensorError`` where torch has no streams for it."""
+    """Return the driver for tensors on ``device``. Raises ``UnsupportedTensorError`` if torch has no streams for it."""
     if device.type == "cuda":
         return CudaDriver()
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

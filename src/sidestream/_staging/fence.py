@@ -1,4 +1,4 @@
-"""Where writers wait for the copies: before each optimizer step, or wherever they are told to."""
+"""The wait of a program that changes sources for the copies: before each optimizer step, or at a ``fence()``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Forecast", "guard", "hold_back"]
 
 
 class Forecast:
-    """How much is copied before the next fence, as far as earlier stages tell."""
+    """An estimate of the bytes that are copied before the next fence, from earlier stages."""
 
     def __init__(self) -> None:
         self._window_s: float | None = None
         self._bytes_per_second: float | None = None
 
     def lazily_bytes(self) -> float:
-        """Infinite until there has been a stage and a fence after it."""
+        """Return the estimate. It is infinite until there has been a stage and a fence after it."""
         if self._window_s is None or self._bytes_per_second is None:
             return float("inf")
         return self._window_s * self._bytes_per_second
@@ -42,11 +42,11 @@ class Forecast:
 
 
 def hold_back(stagings: Sequence[Staging[Any]], engine: DeviceEngine | None, deadline: Deadline) -> None:
-    """The caller writes nothing, on the host or on its current streams, before ``stagings`` have read their sources.
+    """Make the caller, and its current streams, wait until ``stagings`` have read their sources.
 
-    Device copies are waited for on the device: this blocks only until they are enqueued. Raises ``ArenaExhaustedError``
-    if a stage still waits for memory when ``deadline`` passes, ``DeadlineExceededError`` if it is late for another
-    reason.
+    The streams wait for copies from a device. The caller blocks only until those are enqueued. Raises
+    ``ArenaExhaustedError`` if a stage still waits for memory when ``deadline`` passes, and ``DeadlineExceededError`` if
+    it is late for another reason.
     """
     for staging in stagings:
         if staging.device is not None and engine is not None:
@@ -68,7 +68,7 @@ def hold_back(stagings: Sequence[Staging[Any]], engine: DeviceEngine | None, dea
 
 
 def guard(fence: Callable[[], None], optimizer: torch.optim.Optimizer | None) -> Any:
-    """Call ``fence`` before each step of ``optimizer``, or of every optimizer; returns torch's handle."""
+    """Call ``fence`` before each step of ``optimizer``, or of every optimizer. Returns the handle of torch."""
     hook = outside_compile(fence)
     if optimizer is None:
         return register_optimizer_step_pre_hook(hook)

@@ -1,4 +1,4 @@
-"""Copies that another process makes: what it is told, and what is worth telling it."""
+"""Copies that another process makes: the request to it, and the decision whether a request is worth it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["BATCH_BYTES", "FIRST_BATCH_BYTES", "FillPiece", "Filler", "check_sou
 
 FIRST_BATCH_BYTES = 64 << 20  # so that writing begins soon
 BATCH_BYTES = 256 << 20
-_WORTH_BYTES = 64 << 10  # on average: of smaller pieces, to say where they are takes as long as to copy them
+_WORTH_BYTES = 64 << 10  # on average: to describe a smaller piece takes as long as to copy it
 
 
 class FillPiece(NamedTuple):
-    """``nbytes`` at ``address`` of this process belong at ``offset`` of ``memory``."""
+    """A copy of ``nbytes`` at ``address`` of this process to ``offset`` of ``memory``."""
 
     memory: SharedMemory
     address: int
@@ -28,16 +28,17 @@ class FillPiece(NamedTuple):
 
 
 class Filler(Protocol):
-    """Somebody who reads the memory of this process, and takes none of its time."""
+    """Another process that reads the memory of this one, and makes copies without its processor time."""
 
     def fill(self, pieces: Sequence[FillPiece], *, deadline: Deadline, stop: Stop) -> bool:
-        """Block until all ``pieces`` are where they belong; False if they may not be. Nothing reads or writes any of it
-        when this returns or raises. Raises ``ClosedError`` when ``stop`` is set, ``DeadlineExceededError``."""
+        """Block until all ``pieces`` have been copied. Returns False if they may not have been. When this returns or
+        raises, the other process does not access the memory any more. Raises ``ClosedError`` when ``stop`` is set, and
+        ``DeadlineExceededError``."""
 
 
 @sliced
 def pieces_of(layout: ImageLayout, lease: Allocation) -> Steps[list[FillPiece] | None]:
-    """What a filler of this image is told; None if it has to be, or had better be, copied here.
+    """Return the pieces for a filler of this image. None if this process has to copy the image, or does so faster.
 
     Raises ``UnsupportedTensorError`` if the memory of a source is gone.
     """
@@ -56,7 +57,7 @@ def pieces_of(layout: ImageLayout, lease: Allocation) -> Steps[list[FillPiece] |
 
 @sliced
 def check_sources(layout: ImageLayout, pieces: Sequence[FillPiece]) -> Steps[None]:
-    """Raise ``UnsupportedTensorError`` unless the sources are still where ``pieces`` says."""
+    """Raise ``UnsupportedTensorError`` unless the sources still have the addresses in ``pieces``."""
     for copy, piece in zip(layout.copies, pieces, strict=True):
         yield
         if _address(copy) != piece.address:

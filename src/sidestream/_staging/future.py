@@ -1,4 +1,4 @@
-"""Futures of copies: for DCP, for threads, and for any number of tasks on any loops."""
+"""Futures of copies, for DCP, for threads, and for any number of tasks on any loops."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StagingFuture(Future[T], Generic[T]):
 
 
 class _Retrieval:
-    """Whether an error was heard, for all futures of one stage."""
+    """Whether the error of a stage has been retrieved. All futures of the stage share it."""
 
     def __init__(self) -> None:
         self.retrieved = False
@@ -109,8 +109,8 @@ class _Retrieval:
 
 
 class Copied:
-    """Awaitable (and harmless when it is not awaited, as DCP does): all of ``stages`` have ended, and one that was
-    skipped as its policy says has not failed."""
+    """An awaitable that waits for the end of ``stages`` and raises the first error of one. A stage that was skipped
+    has not failed. DCP does not await it, which has no effect."""
 
     def __init__(self, stages: Sequence[StagingFuture[Any]]) -> None:
         self._stages = stages
@@ -122,7 +122,7 @@ class Copied:
 
 
 async def ended(stage: StagingFuture[Any]) -> None:
-    """Wait for ``stage`` without hearing of its error."""
+    """Wait for the end of ``stage``, without retrieving its error."""
     loop = running_loop("awaiting a stage")
     waiter: asyncio.Future[None] = loop.create_future()
 
@@ -131,7 +131,7 @@ async def ended(stage: StagingFuture[Any]) -> None:
             waiter.set_result(None)
 
     def resolved(_: Future[Any]) -> None:
-        with suppress(RuntimeError):  # the loop was closed, and whoever waited on it is gone
+        with suppress(RuntimeError):  # the loop is closed, and the waiting task ended before that
             loop.call_soon_threadsafe(wake)
 
     stage.add_done_callback(resolved)
@@ -139,7 +139,8 @@ async def ended(stage: StagingFuture[Any]) -> None:
 
 
 def raise_first(stages: Sequence[StagingFuture[Any]]) -> None:
-    """Raise the first error of ``stages`` that have ended; the others remain to be heard of. Skipped is not failed."""
+    """Raise the first error of ``stages`` that have ended. The other errors stay unretrieved. A skipped stage has not
+    failed."""
     for stage in stages:
         if stage.failure() is not None and not isinstance(stage.failure(), SkippedError):
             stage.result(0)

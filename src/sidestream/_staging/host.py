@@ -22,16 +22,15 @@ from .small import copy_run, memmove_holding_gil
 __all__ = ["HostEngine", "check_extent", "elements_of", "memory_behind", "move", "pieces_in", "raw_start", "rows_with"]
 
 _CHUNK_BYTES = 16 << 20
-_HOLD_GIL_BYTES = 256 << 10  # some 25 us; above, ctypes releases it
+_HOLD_GIL_BYTES = 256 << 10  # up to some 25 us with the GIL; for larger copies ctypes releases it
 _STRIDED_ELEMENTS = 1 << 15
 _UNIT_COPIES = 64
 
 
 class HostEngine:
-    """Copies chunk by chunk in ``threads`` threads, the caller's included (None: one for every two cores, 4 at most).
+    """Copies chunk by chunk in ``threads`` threads, including the caller's (None: one for every two cores, at most 4).
 
-    Without OpenMP teams: they would start threads of their own for every stage, and hold all cores (a loop was seen to
-    lag 147 ms).
+    OpenMP is not used. Its teams would start threads for every stage and occupy all cores (a loop lagged 147 ms).
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -42,9 +41,11 @@ class HostEngine:
     def fill(
         self, copies: Sequence[Copy], base: int, *, advance: Callable[[int], None], pace: RateLimiter, stop: Stop
     ) -> None:
-        """Make all ``copies`` into the memory at address ``base``; ``advance`` is told up to which offset it is filled.
+        """Make all ``copies`` into the memory at address ``base``. Calls ``advance`` with the offset up to which the
+        memory is filled.
 
-        No thread writes into it any more when this returns or raises. Raises ``ClosedError`` when ``stop`` is set.
+        When this returns or raises, no thread writes into the memory any more. Raises ``ClosedError`` when ``stop`` is
+        set.
         """
         crew = _Crew(_units(copies), advance)
         others: list[Future[None]] = []
@@ -54,14 +55,14 @@ class HostEngine:
                     others.append(self._helpers.submit(self._work, crew, base, pace, stop))
             self._work(crew, base, pace, stop)
         except BaseException as error:
-            crew.fail(error)  # the others stop after the unit that they are at
+            crew.fail(error)  # the other threads stop after their current unit
             raise
         finally:
             wait([other for other in others if not other.cancel()])
         crew.check()
 
     def close(self) -> None:
-        """Threads end when their work has."""
+        """Close the threads. Each ends when its work has ended."""
         if self._helpers is not None:
             self._helpers.close()
 
@@ -72,7 +73,7 @@ class HostEngine:
                 stop.check()
                 unit = crew.units[index]
                 self._make(unit, base, pace, stop)
-                if len(unit) > 1:  # a large copy has let go of the GIL itself
+                if len(unit) > 1:  # a unit of one large copy has released the GIL already
                     next(breath)
             except BaseException as error:
                 crew.fail(error)
@@ -92,7 +93,7 @@ class HostEngine:
             self.convert(converted, base)
 
     def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
-        """Put ``copy`` at host ``address``.
+        """Make ``copy`` into the host memory at ``address``.
 
         Raises ``UnsupportedTensorError`` if the memory of the source is gone, ``ClosedError`` when ``stop`` is set.
         """
@@ -100,7 +101,7 @@ class HostEngine:
             self.convert([copy], address - copy.offset)
             return
         start = raw_start(copy)
-        if start is not None and copy.nbytes <= _HOLD_GIL_BYTES:  # as below, for tensors that come in thousands
+        if start is not None and copy.nbytes <= _HOLD_GIL_BYTES:  # as below, but faster for thousands of small tensors
             storage = copy.source.untyped_storage()
             check_extent(storage, start + copy.nbytes)
             memmove_holding_gil(address, storage.data_ptr() + start, copy.nbytes)
@@ -109,7 +110,7 @@ class HostEngine:
             for done, size in _chunks(copy.nbytes):
                 stop.check()
                 check_extent(storage, start + done + size)
-                # The address of now: a storage that is resized moves, and what it was is nobody's memory.
+                # The address is read again for each chunk: a resize moves a storage and frees its former memory.
                 _memmove(address + done, storage.data_ptr() + start + done, size)
         elif copy.nbytes == copy.source.nbytes:
             self._gather(copy.source, address, copy.nbytes, stop)
@@ -120,8 +121,10 @@ class HostEngine:
             move(whole.data_ptr() + skip, address, copy.nbytes)
 
     def convert(self, copies: Sequence[Copy], base: int) -> None:
-        """Make ``copies``, all of which have a dtype, into the memory at address ``base``. One call of torch for all of
-        them, in pieces that it copies in this thread: beside a busy thread each call waits for the GIL.
+        """Make ``copies``, all of which have a dtype, into the memory at address ``base``.
+
+        One call of torch converts all of them, because beside a busy thread each call waits for the GIL. The copies are
+        cut into pieces so small that torch converts them in this thread.
 
         Raises ``UnsupportedTensorError`` if the memory of a source is gone.
         """
@@ -132,7 +135,7 @@ class HostEngine:
             raw = (ctypes.c_char * copy.nbytes).from_address(base + copy.offset)
             target, (source, skip) = torch.frombuffer(raw, dtype=copy.dtype), elements_of(copy)
             check_extent(source.untyped_storage(), extent_bytes(source))
-            if source.numel() > target.numel():  # rows that the copy needs only a part of
+            if source.numel() > target.numel():  # the copy needs only a part of the rows
                 rows = torch.empty(source.shape, dtype=copy.dtype)
                 with torch.no_grad():
                     convert_all(*zip(*_pieces(rows, source), strict=True))
@@ -145,7 +148,8 @@ class HostEngine:
 
     @staticmethod
     def _gather(source: torch.Tensor, address: int, nbytes: int, stop: Stop) -> None:
-        """Row-major elements of a strided tensor, in pieces small enough that torch copies them in this thread."""
+        """Copy the elements of a strided tensor in row-major order, in pieces so small that torch copies them in this
+        thread."""
         raw = (ctypes.c_char * nbytes).from_address(address)
         source = copyable(source)
         target = torch.frombuffer(raw, dtype=source.dtype).view(source.shape)
@@ -157,8 +161,8 @@ class HostEngine:
 
 
 def move(source: int, target: int, nbytes: int) -> None:
-    """Copy memory that stays where it is."""
-    if nbytes <= _HOLD_GIL_BYTES:  # without the generator, whose cost shows with thousands of small tensors
+    """Copy memory whose address does not change meanwhile."""
+    if nbytes <= _HOLD_GIL_BYTES:  # the generator below is slow for thousands of small tensors
         memmove_holding_gil(target, source, nbytes)
         return
     for done, size in _chunks(nbytes):
@@ -166,14 +170,14 @@ def move(source: int, target: int, nbytes: int) -> None:
 
 
 class _Buffer(ctypes.Structure):
-    """``Py_buffer``, as far as its first fields; CPython has had them in this order since 3.0."""
+    """The first field of ``Py_buffer``, and space for the rest. It has been the first one since CPython 3.0."""
 
     _fields_ = (("start", ctypes.c_void_p), ("rest", ctypes.c_void_p * 16))
 
 
 def memory_behind(view: memoryview) -> ctypes.Array[ctypes.c_char]:
-    """Return the memory of a view, which may be read-only, for ``torch.frombuffer``, which warns of a read-only view.
-    The result keeps the view. Nothing may be written to it."""
+    """Return the memory of a view that may be read-only. Unlike the view, the result does not make
+    ``torch.frombuffer`` warn. It refers to the view. The caller must not write to it."""
     buffer = _Buffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
     array = (ctypes.c_char * len(view)).from_address(buffer.start or 0)
@@ -183,7 +187,7 @@ def memory_behind(view: memoryview) -> ctypes.Array[ctypes.c_char]:
 
 
 def check_extent(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Raise ``UnsupportedTensorError`` if ``storage`` has fewer bytes by now."""
+    """Raise ``UnsupportedTensorError`` if ``storage`` has fewer than ``nbytes`` now."""
     if storage.nbytes() < nbytes:
         raise UnsupportedTensorError("the storage of a tensor was freed or shrunk while it was staged: fence() first")
 
@@ -211,7 +215,7 @@ def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tens
 
 
 class _Run:
-    """Small copies that are made together."""
+    """A run of small copies that are made with one call of ``copy_run``."""
 
     def __init__(self, copies: Copies, first: int, last: int) -> None:
         self.copies, self.first, self.last = copies, first, last
@@ -233,7 +237,7 @@ def _end(unit: _Unit) -> int:
 
 
 class _Crew:
-    """Units of work that several threads take in turn, and how far they have got without a hole."""
+    """Units of work for several threads, and the number of units that are complete without a gap."""
 
     def __init__(self, units: Sequence[_Unit], advance: Callable[[int], None]) -> None:
         self.units = units
@@ -244,7 +248,7 @@ class _Crew:
         self._error: BaseException | None = None
 
     def take(self) -> int | None:
-        """The next unit, until all are taken or one has failed."""
+        """Return the index of the next unit. None when all are taken or one has failed."""
         with self._lock:
             if self._error is not None or self._next == len(self.units):
                 return None
@@ -265,7 +269,7 @@ class _Crew:
             self._error = self._error or error
 
     def check(self) -> None:
-        """Raise what made a thread fail."""
+        """Raise the first error of a thread."""
         if self._error is not None:
             raise self._error
 
@@ -283,7 +287,7 @@ def _units(copies: Sequence[Copy]) -> list[_Unit]:
 
 
 def _general_units(copies: Iterable[Copy]) -> list[tuple[Copy, ...]]:
-    """Some 16 MiB each: large copies cut into pieces, small ones taken together."""
+    """Divide copies into units of up to 16 MiB: large copies are cut into pieces, small ones are joined."""
     units: list[tuple[Copy, ...]] = []
     group: list[Copy] = []
     held = 0
@@ -312,8 +316,8 @@ def pieces_in(copy: Copy, nbytes: int) -> Iterator[Copy]:
 
 
 def raw_start(copy: Copy) -> int | None:
-    """Where in the storage of its source the bytes begin; None if they have to be gathered, or converted, element by
-    element."""
+    """Return the offset of the bytes in the storage of the source. None if they have to be gathered or converted
+    element by element."""
     if copy.storage_start is not None:
         return copy.storage_start
     if copy.dtype is None and _flat(copy.source):
@@ -322,7 +326,8 @@ def raw_start(copy: Copy) -> int | None:
 
 
 def elements_of(copy: Copy) -> tuple[torch.Tensor, int]:
-    """Return the part of its source that a copy with a dtype needs, and how many elements of that come before."""
+    """Return a part of the source that has all elements of a copy with a dtype, and how many elements of that part
+    precede them."""
     assert copy.dtype is not None
     source = copy.source
     first, count = copy.skip // copy.dtype.itemsize, copy.nbytes // copy.dtype.itemsize
@@ -335,13 +340,13 @@ def elements_of(copy: Copy) -> tuple[torch.Tensor, int]:
 
 
 def _flat(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in memory one after the other, as they are."""
+    """Return whether the elements lie in memory one after the other, with their final values."""
     return tensor.is_contiguous() and not lazy_bits(tensor)
 
 
 def rows_with(tensor: torch.Tensor, skip: int, nbytes: int) -> tuple[torch.Tensor, int]:
-    """The part of ``tensor`` that holds ``nbytes`` after the first ``skip`` of its row-major bytes, and how many of its
-    own bytes come before them."""
+    """Return the rows of ``tensor`` that have the ``nbytes`` after the first ``skip`` of its row-major bytes, and how
+    many bytes of these rows precede them."""
     while tensor.dim():
         row_bytes = tensor.nbytes // tensor.shape[0]
         first, last = skip // row_bytes, -(-(skip + nbytes) // row_bytes)

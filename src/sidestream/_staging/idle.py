@@ -1,4 +1,4 @@
-"""What becomes of the memory of a stager between two saves, in the stager's own thread."""
+"""Growth and release of the memory of a stager between two saves, in the stager's thread."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from .arena import SEGMENT_BYTES, Arena
 
 __all__ = ["Idle"]
 
-_GROW_S = 1.0  # after a save; later if its memory is still in use then
+_GROW_S = 1.0  # after a save; longer if its memory is still in use
 _TRIES = 6
 _TRIM_S = 600.0
 _KNOWN = 4
 
 
 class Idle:
-    """Memory for states that pass through: a save uses the same few windows again and again, so the arena stays small.
+    """A policy for the arena of a stager whose saves release each window as soon as it is written.
 
-    When a state has been saved for the second time, the arena grows to its size, once, so that later stages end before
-    anything is written. When no state has been saved for ten minutes, all of it is unmapped, and the arena does not
-    grow before a state has been saved twice again.
+    Such a save uses the same few windows repeatedly, so the arena stays small. When a state has been saved for the
+    second time, the arena grows once to the size of the state, so that later stages do not wait for writes. When no
+    state has been saved for ten minutes, all memory is unmapped. After that the arena grows only when a state has again
+    been saved twice.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -32,7 +33,7 @@ class Idle:
         self._grow_at = self._trim_at = float("inf")
 
     def passed(self, sizes: tuple[int, ...]) -> None:
-        """A state has been staged in images of ``sizes``."""
+        """Count a state that was staged in images of ``sizes``, and schedule growth and release."""
         times = self._known.pop(sizes, 0) + 1
         self._known[sizes] = times
         while len(self._known) > _KNOWN:
@@ -42,18 +43,18 @@ class Idle:
         self._schedule()
 
     def grows_to(self, sizes: Sequence[int]) -> bool:
-        """Whether the arena should have grown to a state with images of ``sizes``, and was never idle for long enough.
-        Then a stage of that state touches what is missing."""
+        """Return whether the arena is to grow to a state with images of ``sizes``, but was never idle long enough. A
+        stage of that state then maps and touches the rest of the memory itself."""
         return self._wanted == tuple(sizes)
 
     @property
     def wanted_bytes(self) -> int:
-        """The size of the state that the arena will grow to."""
+        """The bytes that the arena will grow to."""
         wanted = self._wanted
         return 0 if wanted is None else sum(wanted) + SEGMENT_BYTES
 
     def set_aside(self, most: int) -> None:
-        """Grow to ``most`` bytes at most, and trim also what no state has passed through."""
+        """Limit growth to ``most`` bytes, and schedule the release of the memory, also if no state was saved."""
         self._most = most
         self._schedule()
 
@@ -63,12 +64,12 @@ class Idle:
         self._grow_at = float("inf") if self._wanted is None else now + _GROW_S
 
     def due_s(self) -> float | None:
-        """Return in how many seconds ``run`` is to be called; None: not before something is staged."""
+        """Return the seconds until ``run`` has to be called. None if that is not before the next stage."""
         at = min(self._grow_at, self._trim_at)
         return None if at == float("inf") else max(0.0, at - time.monotonic())
 
     def run(self, busy: Callable[[], bool]) -> None:
-        """Do what is due, until ``busy()`` says that the thread is needed."""
+        """Do what is due. Ends early when ``busy()`` is true, because the thread is needed for a stage."""
         now = time.monotonic()
         if now >= self._trim_at:
             self._grow_at = self._trim_at = float("inf")

@@ -1,4 +1,4 @@
-"""Bytes on their way into leased memory: what a stage hands to its readers."""
+"""Images: pieces of leased memory that a stage fills and its readers read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Columns", "Copies", "Copy", "ImageLayout", "StagedImage"]
 
 
 class Copy(NamedTuple):
-    """Put ``nbytes`` of ``source`` at ``offset`` of the image.
+    """A copy of ``nbytes`` of ``source`` to ``offset`` of the image.
 
-    ``storage_start`` is None for the elements of ``source`` in row-major order, whatever its strides, of which the
-    first ``skip`` bytes are left out; otherwise it is where in the storage of ``source`` a raw run of bytes begins.
-    With a ``dtype`` the elements are converted to that, and all numbers of bytes are those of converted elements.
+    With a ``storage_start``, the copy is a raw run of bytes that begins there in the storage of ``source``. Without
+    one, it is the elements of ``source`` in row-major order, after the first ``skip`` bytes. With a ``dtype``, the
+    elements are converted, and all numbers of bytes are those of converted elements.
     """
 
     source: torch.Tensor
@@ -35,8 +35,8 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Copies without their sources, column by column, sorted by offset. A record for each would be one more object for
-    the garbage collector to walk."""
+    """Copies without their sources, as columns, sorted by offset. Records would be more objects for the garbage
+    collector to traverse."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -44,17 +44,16 @@ class Columns:
     skips: tuple[int, ...]
     dtypes: tuple[torch.dtype | None, ...]
     runs: tuple[tuple[int, int], ...]
-    """The copies of small runs of bytes, some next to each other at a time: first and last, which is not one of them.
-    ``columns_of`` finds them."""
+    """Groups of adjacent copies of few bytes, each as first index and end index. ``columns_of`` finds them."""
 
     @property
     def of_copies(self) -> tuple[tuple[Any, ...], ...]:
-        """All but the runs, in the order of the fields of ``Copy``."""
+        """The columns in the order of the fields of ``Copy``, without ``source``."""
         return self.offsets, self.sizes, self.starts, self.skips, self.dtypes
 
 
 class Copies(Sequence[Copy]):
-    """Copies that are kept as columns, and their sources."""
+    """A sequence of copies that is stored as columns and sources."""
 
     __slots__ = ("columns", "sources")
 
@@ -82,34 +81,34 @@ class Copies(Sequence[Copy]):
         return map(_copy_of, zip(self.sources[which], *columns, strict=True))
 
 
-_copy_of = partial(tuple.__new__, Copy)  # as Copy(...) would make them, in a third of the time
+_copy_of = partial(tuple.__new__, Copy)  # a third of the time of Copy(...)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """An image of ``nbytes`` and the copies that fill it, sorted by offset. What no copy covers is left undefined."""
+    """An image of ``nbytes`` and the copies that fill it, sorted by offset. Bytes without a copy stay undefined."""
 
     nbytes: int
     copies: Sequence[Copy]
 
 
 class StagedImage:
-    """One image being filled from its beginning. The stager fills it; its reader waits, reads, and releases it.
+    """One image. The stager fills it from its beginning, and its reader waits, reads, and releases it.
 
-    The reader may write where no copy goes (framing), at any time after ``wait`` has returned once. ``others`` are the
-    numbers of further readers, which read payloads only. Memory that only they need is offered to stages that wait for
-    memory; when it is taken back, they raise ``SnapshotLostError``.
+    After ``wait`` has returned once, the reader may write the bytes without a copy (frames). ``others`` are the numbers
+    of further readers, which read payloads only. Memory that only they need is offered to stages that wait for memory.
+    When it has been taken back, ``read`` raises ``SnapshotLostError``.
     """
 
     def __init__(self, nbytes: int, others: Collection[int] = ()) -> None:
         self.nbytes = nbytes
         self._others = set(others)
-        self._withdraw: Callable[[], None] | None = None  # the offer
+        self._withdraw: Callable[[], None] | None = None  # withdraws the offer
         self._taken = False
         self._changed = threading.Condition()
         self._lease: Allocation | None = None
         self._filled = -1
-        self._wanted = 0  # the reader waits for so many bytes
+        self._wanted = 0  # the number of bytes that the reader waits for
         self._error: BaseException | None = None
         self._writers = 0
         self._released = False
@@ -117,7 +116,7 @@ class StagedImage:
     # --- the stager's side ---
 
     def begin(self, lease: Allocation) -> None:
-        """Take over ``lease``, into which one writer writes from now on until its ``finish()``."""
+        """Take over ``lease``. The first writer may write into it until its ``finish()``."""
         with self._changed:
             self._lease = lease
             self._writers += 1
@@ -125,12 +124,12 @@ class StagedImage:
             self._changed.notify_all()
 
     def join(self) -> None:
-        """One more writer, until its ``finish()``. Only while there is one."""
+        """Add a writer, until its ``finish()``. Only allowed while there is a writer."""
         with self._changed:
             self._writers += 1
 
     def finish(self) -> None:
-        """A writer writes no more: after the last one, memory that the reader has given up meanwhile goes back."""
+        """End the part of one writer. After the last one, release the memory if the reader has released it before."""
         with self._changed:
             self._writers -= 1
             if self._writers:
@@ -141,10 +140,10 @@ class StagedImage:
             self._settle()
 
     def advance(self, filled: int) -> None:
-        """All copies that lie below offset ``filled`` have ended."""
+        """Set the offset below which all copies have ended."""
         with self._changed:
             self._filled = filled
-            if filled >= self._wanted:  # a thread that is woken up in vain makes the loop slower
+            if filled >= self._wanted:  # a thread that wakes up for nothing slows the loop down
                 self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -155,10 +154,10 @@ class StagedImage:
     # --- the reader's side ---
 
     def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
-        """Block until the first ``end`` bytes have been staged and return a view of the whole image.
+        """Block until the first ``end`` bytes have been staged, and return a view of the whole image.
 
-        Raises what made the stage fail, ``DeadlineExceededError``, ``ArenaExhaustedError`` if it has no memory by then,
-        or ``ClosedError`` once ``stop`` is set.
+        Raises the error of the stage, ``DeadlineExceededError``, ``ArenaExhaustedError`` if the image has no memory at
+        the deadline, and ``ClosedError`` when ``stop`` is set.
         """
         with stop.waking(self._wake), self._changed:
             self._wanted = end
@@ -176,28 +175,28 @@ class StagedImage:
         if self._lease is not None:
             return deadline.exceeded(f"staging of {self.nbytes} bytes")
         return ArenaExhaustedError(
-            f"no {self.nbytes} bytes of staging memory became free within {deadline.timeout_s:g} s: "
+            f"{self.nbytes} bytes of staging memory did not become free within {deadline.timeout_s:g} s: "
             "release() staged state dicts, or raise budget_bytes="
         )
 
     @property
     def whole(self) -> bool:
-        """Whether it can be had without waiting."""
+        """Whether all bytes have been staged."""
         return self._filled >= self.nbytes
 
     @property
     def staged_bytes(self) -> int:
-        """How much of it is in memory, as far as is known."""
+        """The bytes that are known to be staged."""
         return max(self._filled, 0)
 
     def lease(self) -> Allocation:
-        """The memory itself, for whoever takes it over when the stage has ended."""
+        """Return the allocation, for a reader that takes it over when the stage has ended."""
         if self._lease is None:
             raise ClosedError("this image has no memory")
         return self._lease
 
     def release(self) -> None:
-        """Give the memory back as soon as the stager no longer writes into it and no further reader needs it.
+        """Release the memory as soon as the stager no longer writes into it and no further reader needs it.
         Idempotent."""
         with self._changed:
             self._released = True
@@ -206,11 +205,11 @@ class StagedImage:
     # --- further readers ---
 
     def read(self, reader: int, *, deadline: Deadline, stop: Stop) -> memoryview:
-        """Block until all of it has been staged, and return a view of it, of which only payloads have defined contents.
-        Memory that is taken back stays as it is until the last view or tensor over it is gone.
+        """Block until the image has been staged, and return a view of it. Only payloads have defined contents.
 
-        Raises ``SnapshotLostError`` if the memory was taken back, what made the stage fail, ``DeadlineExceededError``,
-        and ``ClosedError`` once ``stop`` is set.
+        Memory that is taken back later is not reused until the last view or tensor over it is gone. Raises
+        ``SnapshotLostError`` if the memory was taken back, the error of the stage, ``DeadlineExceededError``, and
+        ``ClosedError`` when ``stop`` is set.
         """
         with stop.waking(self._wake), self._changed:
             if reader not in self._others:
@@ -228,13 +227,14 @@ class StagedImage:
             return self._lease.view.toreadonly()
 
     def leave(self, reader: int) -> None:
-        """``reader`` needs the memory no more. Idempotent."""
+        """Remove a further reader. Idempotent."""
         with self._changed:
             self._others.discard(reader)
             self._settle()
 
     def _settle(self) -> None:
-        """Release memory that no reader needs, and offer memory that only further readers need. With the lock held."""
+        """Release memory that no reader needs, and offer memory that only further readers need. The caller holds the
+        lock."""
         if self._lease is None or self._writers or not self._released:
             return
         if self._others and self._filled >= self.nbytes and not self._taken:
@@ -246,7 +246,8 @@ class StagedImage:
             self._withdraw = None
 
     def _take_back(self) -> None:
-        """In a thread that waits for memory. A view that a reader has now keeps the memory until it is released."""
+        """Take the memory from the further readers. Called in a thread that waits for memory. A view that a reader has
+        now keeps the memory until it is released."""
         with self._changed:
             self._taken, self._withdraw = True, None
             self._settle()

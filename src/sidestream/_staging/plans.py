@@ -1,4 +1,4 @@
-"""Plans that are used again as long as a state dict looks the same."""
+"""Cached plans, which are used again for a state dict with the same layout."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["PlanCache", "fingerprint"]
 
 T = TypeVar("T")
 _KEPT = 4
-_SOME = 256  # tensors: their records stay in the processor's cache from one column to the next
+_SOME = 256  # tensors: so few that they stay in the processor's cache from one column to the next
 _STORAGE, _ADDRESS = torch.Tensor.untyped_storage, torch.Tensor.data_ptr
 _OFFSET: Callable[[torch.Tensor], Any] = torch.Tensor.storage_offset
 _BYTES, _KEY = torch.UntypedStorage.nbytes, attrgetter("_cdata")
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> Steps[tuple[Hashable, ...]]:
-    """What a layout depends on: dtype, shape, strides, storage and place in it of every tensor.
+    """Return what a layout depends on: dtype, shape, strides, storage, and place in it of every tensor.
 
-    A tensor that was replaced, resized or moved has another one, so a plan is never applied to what it was not made
-    for (peers keyed their buffers by the name or the object, and wrote stale values). Which of them share a storage is
-    told by number: storages that were freed since they were copied have one address, 0.
+    A tensor that was replaced, resized or moved changes the fingerprint, so a plan is applied only to the tensors that
+    it was made for. (Other libraries keyed their buffers by name or by object, and wrote stale values.) Storages are
+    numbered, because the address of a storage that was freed after it was copied is always 0.
     """
-    seen: list[Hashable] = []  # flat: a tuple per tensor would be one more object for the garbage collector to walk
+    seen: list[Hashable] = []  # flat, because a tuple per tensor would be one more object for the garbage collector
     storages: dict[int, int] = {}
     for tensor in tensors:
         yield
@@ -47,10 +47,10 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> Steps[tuple[Hashable, ...]]:
 
 @dataclass(slots=True, eq=False)
 class _Look:
-    """What ``fingerprint`` tells of some tensors, in a form that takes 0.5 us per tensor to compare. Refers to none.
+    """The contents of a ``fingerprint`` in a form that takes 0.5 us per tensor to compare. Refers to no tensor.
 
-    Objects tell nothing: ``state_dict()`` makes new ones each time. Nor do addresses alone: a tensor, its transpose and
-    its bytes under another dtype have one.
+    The tensor objects cannot be compared, because ``state_dict()`` makes new ones each time. Addresses alone are not
+    enough: a tensor, its transpose, and its bytes under another dtype have the same address.
     """
 
     guards: list[Callable[[Sequence[torch.Tensor]], bool]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class _Look:
 
     @classmethod
     def at(cls, tensors: Sequence[torch.Tensor]) -> Steps[_Look | None]:
-        """Return None where the tensors cannot be compared like this."""
+        """Return the look of ``tensors``. None if they cannot be compared in this way."""
         look, storages = cls(count=len(tensors)), dict[int, int]()
         for start in range(0, len(tensors), _SOME):
             some = tensors[start : start + _SOME]
@@ -74,7 +74,7 @@ class _Look:
         return look
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> Steps[bool]:
-        """Whether ``tensors`` look like those of ``at``."""
+        """Return whether ``tensors`` have the same look as those of ``at``."""
         if len(tensors) != self.count:
             return False
         storages: dict[int, int] = {}
@@ -88,8 +88,8 @@ class _Look:
 
 
 def _columns(tensors: Sequence[torch.Tensor], start: int, storages: dict[int, int]) -> tuple[list[int], ...]:
-    """Address, place in the storage, bytes of the storage, and the first tensor that has this storage, for each of
-    ``tensors``, the first of which has the number ``start``."""
+    """Return four columns for ``tensors``: address, offset in the storage, bytes of the storage, and the number of the
+    first tensor with this storage. ``start`` is the number of the first one of ``tensors``."""
     held = list(map(_STORAGE, tensors))
     firsts = map(storages.setdefault, map(_KEY, held), range(start, start + len(held)))
     return list(map(_ADDRESS, tensors)), list(map(_OFFSET, tensors)), list(map(_BYTES, held)), list(firsts)
@@ -103,7 +103,8 @@ class _Kept(Generic[T]):
 
 
 class PlanCache:
-    """The last few plans, by key, and by what the tensors look like. They hold no tensors. Safe for any thread."""
+    """The last few plans, by key and by the look of the tensors. They refer to no tensor. May be used from any
+    thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,7 +113,7 @@ class PlanCache:
         """How many plans had to be made."""
 
     def get(self, key: Hashable, make: Callable[[], Steps[T]]) -> Steps[T]:
-        """The plan for ``key``, made in steps by ``make`` unless it is known."""
+        """Return the plan for ``key``. If it is not cached, ``make`` makes it in steps."""
         for kept in list(self._kept):
             if kept.look is None and kept.key == key:
                 known: T = self._used(kept)
@@ -121,7 +122,8 @@ class PlanCache:
         return self._added(_Kept(key, None, made))
 
     def get_for(self, tensors: Sequence[torch.Tensor], key: Hashable, make: Callable[[], Steps[T]]) -> Steps[T]:
-        """The plan for ``key`` and tensors that look like ``tensors``, made in steps by ``make`` unless it is known."""
+        """Return the plan for ``key`` and tensors with the look of ``tensors``. If it is not cached, ``make`` makes it
+        in steps."""
         for kept in list(self._kept):
             if kept.look is not None and kept.key == key and (yield from kept.look.matches(tensors)):
                 known: T = self._used(kept)

@@ -118,7 +118,7 @@ class _Unregistering:
             return item
         registration, mapping = item
         if _unregistered(registration):
-            del item, mapping  # unmapped here, before settle() returns
+            del item, mapping  # unmaps the memory, before settle() returns
             registration.ended("unmapped")
         else:
             self._kept.append((registration, mapping))
@@ -158,7 +158,7 @@ def _after_fork() -> None:
 
 def _never_drop(value: object) -> None:
     """Keep a reference to the object for ever, past the end of the interpreter. A forked child does not inherit
-    registered memory; something else may be mapped at its addresses, which unmapping would remove."""
+    registered memory. Other memory may be mapped at its addresses, and an unmap would remove that."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 

@@ -57,6 +57,6 @@ class CudaRuntime:
         if self._library is None:
             text = torch.cuda.cudart().cudaGetErrorString(code)  # type: ignore[no-untyped-call]
         else:
-            self._library.cudaGetLastError()  # or the next kernel of this thread raises it
+            self._library.cudaGetLastError()  # clears it; otherwise the next kernel of this thread raises it
             text = self._library.cudaGetErrorString(code).decode()
         raise DeviceError(f"{call}: CUDA error: {text} (cudaError {code})")

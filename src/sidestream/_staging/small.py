@@ -1,4 +1,4 @@
-"""Small copies within host memory, some hundred at a time: without a step of Python for each of them."""
+"""Small copies within host memory, made some hundred at a time without Python code for each of them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["columns_of", "copy_run", "memmove_holding_gil"]
 
 _SMALL_BYTES = 64 << 10
 _RUN_COPIES = 128
-_RUN_BYTES = 1 << 20  # with the GIL: 0.1 ms
+_RUN_BYTES = 1 << 20  # 0.1 ms, during which the GIL is held
 _LEAST_COPIES = 4
 _STORAGE, _BYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _ADDRESS = torch.UntypedStorage.data_ptr
 
 memmove_holding_gil = ctypes.PyDLL(None).memmove
-"""Releasing the GIL costs up to a switch interval (5 ms) to get it back from a busy thread, which 10,000 small tensors
-cannot afford."""
+"""``memmove`` that keeps the GIL. To get the GIL back from a busy thread takes up to a switch interval (5 ms), which is
+too much for each of 10,000 small tensors."""
 memmove_holding_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 memmove_holding_gil.restype = None
 
@@ -34,7 +34,7 @@ def columns_of(
     skips: Sequence[int],
     dtypes: Sequence[torch.dtype | None],
 ) -> Columns:
-    """Return copies as columns, with the runs of those that ``copy_run`` can make."""
+    """Return copies as columns, with the runs that ``copy_run`` can make."""
     runs: list[tuple[int, int]] = []
     first = held = 0
     for index, (size, start) in enumerate(zip(sizes, starts, strict=True)):
@@ -49,14 +49,14 @@ def columns_of(
 
 
 def copy_run(copies: Copies, first: int, last: int, base: int) -> bool:
-    """Make the copies of a run into the memory at address ``base``, and return whether they were made: none of them is
-    if a storage has fewer bytes by now."""
+    """Make the copies of a run into the memory at address ``base``. Returns False, without any copy, if a storage has
+    become too small."""
     columns, storages = copies.columns, list(map(_STORAGE, copies.sources[first:last]))
     sizes: Sequence[int] = columns.sizes[first:last]
     starts: Sequence[int] = columns.starts[first:last]  # type: ignore[assignment]  # no None in a run
     if not all(map(ge, map(_BYTES, storages), map(add, starts, sizes))):
         return False
-    # The address of now: a storage that is resized moves, and what it was is nobody's memory.
+    # The addresses are read now: a resize moves a storage and frees its former memory.
     sources = map(add, map(_ADDRESS, storages), starts)
     targets = map(base.__add__, columns.offsets[first:last])
     deque(map(memmove_holding_gil, targets, sources, sizes), maxlen=0)

@@ -1,4 +1,4 @@
-"""One stage, from the call until its last byte is in host memory."""
+"""The state of one stage, from the call until its last byte is in host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Laid", "Staging", "clean", "given_up"]
 
 
 class Laid(Protocol):
-    """What the stager needs of a plan: which copies fill which images, and the rest without the sources."""
+    """The part of a plan that the stager uses: the images with their copies, and the plan without its sources."""
 
     @property
     def images(self) -> tuple[ImageLayout, ...]: ...
@@ -35,11 +35,11 @@ P = TypeVar("P", bound=Laid)
 
 
 class Staging(Generic[P]):
-    """Images on their way into memory. Its owner is their reader, and has to ``release()`` it; ``readers`` further ones
-    are named when it is launched (``SnapshotReader``).
+    """One stage and its images. Its owner reads the images and has to call ``release()``. ``readers`` is the number of
+    further readers (``SnapshotReader``).
 
-    ``laid`` has the plan (of the reader's own kind) once it is made; ``images`` are there from then on and are filled
-    one after the other. ``free`` resolves when the sources may change, ``copied`` when everything is in host memory.
+    ``laid`` resolves to the plan. From then on there are ``images``, which are filled one after the other. ``free``
+    resolves when the sources may change, and ``copied`` when everything is in host memory.
     """
 
     def __init__(
@@ -62,26 +62,27 @@ class Staging(Generic[P]):
         self.laid: Future[P] = Future()
         self.images: tuple[StagedImage, ...] = ()
         self.issued: Future[None] = Future()
-        """All host memory has been copied, and every copy from a device has been enqueued, or never will be."""
+        """Resolves when all sources in host memory have been copied and all copies from devices have been enqueued, or
+        when the stage has failed before that."""
         self.copied: StagingFuture[None] = StagingFuture(outcome)
         self.free: StagingFuture[None] = StagingFuture(self.copied)
         self.stop: Stop = Stop()
         self.filler: Filler | None = None
-        """Who fills images in place of the stager, as long as that works."""
+        """Fills images in place of the stager. None if there is none, or after it has failed."""
         self.passes = False
-        """Whether its reader releases each image as soon as it can."""
+        """Whether the reader releases each image as soon as it can."""
         self.drain: Drain | None = None
-        """How fast the memory that it was given comes back; None where it does not before everything is staged."""
+        """The rate at which memory is returned. None if none is returned before everything is staged."""
         self.waiting = False
-        """Whether it is waiting for memory right now."""
+        """Whether the stage waits for memory now."""
         self.then: Callable[[], None] = _nothing
-        """Called once ``copied`` is resolved, in whichever thread did that."""
+        """Called when ``copied`` has been resolved, in the thread that did that."""
         self.work: Future[None] | None = None
         """The stager's part, queued or running."""
         self.readers: frozenset[int] = frozenset(range(readers))
         """The numbers of further readers that have not left."""
         self.held_bytes = 0
-        """How much memory they may keep that no other stage can take back."""
+        """The bytes that further readers may keep and that other stages cannot take back."""
         self._captured: Captured | None = captured
         self._lock = threading.Lock()
         self._parts = 1
@@ -91,20 +92,21 @@ class Staging(Generic[P]):
         self._error: BaseException | None = None
 
     def take(self) -> Captured:
-        """What was captured; once, so that nothing refers to the sources for longer than they are read."""
+        """Return the captured state dict, once. The stage does not refer to it after that, so that the sources can be
+        freed when they have been read."""
         captured, self._captured = self._captured, None
         assert captured is not None
         return captured
 
     @property
     def reads_later(self) -> bool:
-        """Whether a writer has to wait for more than copies that stand on its own stream already."""
+        """Whether a writer of the sources has to wait for more than copies on its own stream."""
         return self.host or self.device is None or self.device.lazily
 
-    # --- progress; the stager's and the devices' threads ---
+    # --- progress, in the stager's thread and the threads of devices ---
 
     def lay(self, plan: P, *, stays: bool = False) -> None:
-        """``plan`` is made. ``stays``: all of it may stay in memory for further readers."""
+        """Make the images of ``plan`` and resolve ``laid``. ``stays``: they may stay in memory for further readers."""
         with self._lock:
             others = self.readers if stays else ()
             self.images = tuple(StagedImage(layout.nbytes, others) for layout in plan.images)
@@ -115,7 +117,7 @@ class Staging(Generic[P]):
         self.laid.set_result(plan.without_sources())
 
     def commit(self) -> None:
-        """From here on a newer stage does not supersede this one. Raises ``SkippedError`` if one has."""
+        """Begin: from now on a newer stage does not supersede this one. Raises ``SkippedError`` if one has before."""
         with self._lock:
             if self._superseded:
                 raise SkippedError("a newer stage has taken the place of this one, which had not begun")
@@ -126,14 +128,15 @@ class Staging(Generic[P]):
         return self._committed
 
     def abandon(self) -> None:
-        """It was never launched: let go of everything."""
+        """Drop all references of a stage that could not be launched."""
         self.then = _nothing
         if self.device is not None:
             self.device.drop()
         self._captured = None
 
     def part(self, image: StagedImage) -> Callable[[BaseException | None], None]:
-        """One more writer of ``image``: it calls the result when it has ended, once, with its error if it failed."""
+        """Add a writer of ``image``. Returns a function that the writer calls once when it has ended, with its error if
+        it failed."""
         with self._lock:
             self._parts += 1
         image.join()
@@ -148,7 +151,7 @@ class Staging(Generic[P]):
         return ended
 
     def part_done(self, error: BaseException | None = None) -> None:
-        """A part has ended; the last one resolves ``copied``."""
+        """Count a part as ended. The last one resolves ``free`` and ``copied``."""
         with self._lock:
             self._error = self._error or error
             self._parts -= 1
@@ -160,16 +163,16 @@ class Staging(Generic[P]):
         self._captured = None
         self._resolve(self.free, error)
         self._resolve(self.copied, error)
-        self._go_on()
+        self._call_then()
 
     def freed(self, error: BaseException | None) -> None:
-        """The sources may change already, though not everything is in host memory."""
+        """Resolve ``free`` before everything is in host memory, unless the copies on the devices failed."""
         if error is None:
             self._resolve(self.free, None)
 
     def forsake(self, error: SidestreamError) -> None:
-        """Raise ``error`` in the futures of the stage now, although a device has not completed its copies. The stage
-        refers to their memory and to the sources until it has."""
+        """Resolve the futures of the stage with ``error``, although a device has not completed its copies. Until it
+        has, the stage refers to their memory and to the sources."""
         self._resolve(
             self.free,
             DeadlineExceededError(
@@ -177,11 +180,11 @@ class Staging(Generic[P]):
             ),
         )
         self._resolve(self.copied, error)
-        self._go_on()
+        self._call_then()
 
-    def _go_on(self) -> None:
-        """Call ``then`` after ``copied`` is resolved, and drop it: it refers to this stage and its result, and a cycle
-        would keep them alive."""
+    def _call_then(self) -> None:
+        """Call ``then`` after ``copied`` is resolved, and drop it. It refers to this stage and its result, and the
+        reference cycle would keep them alive."""
         with self._lock:
             then, self.then = self.then, _nothing
         then()
@@ -197,13 +200,13 @@ class Staging(Generic[P]):
             future.set_exception(error)
 
     def first_fence(self) -> bool:
-        """Whether nobody has fenced this stage before."""
+        """Return whether this is the first fence of the stage."""
         with self._lock:
             first, self._fenced = not self._fenced, True
             return first
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more is filled."""
+        """Fail the plan, unless it is made, and all images."""
         if not self.laid.done():
             self.laid.set_exception(error)
         for image in self.images:
@@ -224,7 +227,7 @@ class Staging(Generic[P]):
         return self._superseded
 
     def release(self) -> None:
-        """Stop what is still being copied, and give the memory back once nothing writes into it. Idempotent."""
+        """Stop the copies, and release the memory when nothing writes into it any more. Idempotent."""
         self.copied.mark_retrieved()
         with self._lock:
             self._released = True
@@ -233,7 +236,7 @@ class Staging(Generic[P]):
             image.release()
 
     def leave(self, reader: int) -> None:
-        """A further reader needs nothing of it any more. Idempotent."""
+        """Remove a further reader from all images. Idempotent."""
         with self._lock:
             self.readers -= {reader}
             images = self.images
@@ -242,7 +245,7 @@ class Staging(Generic[P]):
 
     def _give_up(self) -> None:
         self.stop.set()
-        with self._lock:  # several threads may be here
+        with self._lock:  # several threads may call this at the same time
             never = self.work is not None and not self._never_began and self.work.cancel()
             self._never_began = self._never_began or never
         if never:
@@ -257,7 +260,8 @@ def _nothing() -> None:
 
 
 def clean(error: BaseException, where: str) -> BaseException:
-    """``error`` without the frames behind it; of one that is not ours a note keeps what they would tell."""
+    """Return ``error`` without the frames of its traceback. An error that is not one of sidestream gets the traceback
+    as a note."""
     if not isinstance(error, SidestreamError) and error.__traceback__ is not None:
         error.add_note(f"in {where}:\n" + "".join(traceback.format_tb(error.__traceback__)))
     return without_frames(error)

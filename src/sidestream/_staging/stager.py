@@ -1,4 +1,4 @@
-"""``AsyncStager``: copy a live state dict to host memory while the program goes on."""
+"""``AsyncStager``: copies a live state dict to host memory while the program continues."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ __all__ = ["AsyncStager", "half_of_memory"]
 
 _GRACE_S = 5.0
 _STOPPED_S = 1.0
-_HELD_SHARE = 4  # of the budget, for windows that further readers are inside of
+_HELD_SHARE = 4  # the part of the budget for windows that further readers are reading
 P = TypeVar("P", bound=Laid)
 _Image: TypeAlias = tuple[ImageLayout, StagedImage]
 _IS_CPU = attrgetter("is_cpu")
@@ -92,7 +92,7 @@ class AsyncStager:
         InvalidOptionError: An argument is wrong.
     """
 
-    _synchronize_after_execute = False  # DCP: the future that stage() returns says when the sources are free
+    _synchronize_after_execute = False  # read by DCP: the future of stage() resolves when the sources may change
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class AsyncStager:
         self._lock = threading.Lock()
         self._unretrieved = UnretrievedErrors()
         self._stagings: list[Staging[Any]] = []
-        self._read: list[Staging[Any]] = []  # those that further readers read
+        self._read: list[Staging[Any]] = []  # the stages with further readers
         self._closed = False
 
     # --- what users call ---
@@ -296,7 +296,7 @@ class AsyncStager:
     def prewarm_for(self, captured: Captured) -> StagingFuture[None]:
         """Map and touch memory for a captured state dict, as ``prewarm()`` does."""
         tensors = captured.tensors
-        # As a save lays them out, at most: whole pages and a frame each.
+        # The most that the layout of a save needs: whole pages, and a frame for each tensor.
         nbytes = sum(tensor.nbytes + 4096 + (PAGE_BYTES if tensor.nbytes >= 1 << 16 else 0) for tensor in tensors)
         return self._prewarm(nbytes, tensors)
 
@@ -346,13 +346,15 @@ class AsyncStager:
         readers: int = 0,
         passes: bool = False,
     ) -> Staging[P]:
-        """Launch the filling of the images that ``lay_out`` plans, in order; it is called in the stager's thread.
+        """Launch a stage of the images that ``lay_out`` plans. ``lay_out`` is called in the stager's thread.
 
-        Memory is leased image by image, so that a state larger than the budget passes through if earlier images are
-        released as they are read. Whoever reads them calls ``settle()`` when it is ready to. Where this process would
-        copy host memory without being waited for, and at its full speed, ``filler`` does it. ``readers`` is the number
-        of further readers, each of which reads it through a ``SnapshotReader``. ``passes``: the first reader releases
-        each image as soon as it can, so that memory may be used again within this stage.
+        The images are filled in order, and memory is leased image by image. So a state larger than the budget can be
+        staged if earlier images are released as they are read. The reader calls ``settle()`` when it is ready to read.
+
+        ``filler`` makes the copies of a state in host memory, unless the caller waits for them (``mode="eager"``) or
+        ``max_bytes_per_second`` limits them. ``readers`` is the number of further readers, each with a
+        ``SnapshotReader``. ``passes``: the first reader releases each image as soon as it can, so that its memory may
+        be used again within this stage.
         """
         staging = self._launch(
             captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler, readers=readers, passes=passes
@@ -465,11 +467,11 @@ class AsyncStager:
         )
 
     async def _shut_down_off_loop(self, deadline: Deadline) -> None:
-        """Unmapping gigabytes takes its time; the pool for storage may be full of threads that hang."""
+        """Shut down in a thread of its own. Unmapping gigabytes takes long, and all threads for storage may hang."""
         threads = Threads("sidestream-close", 1)
         with time_limit(None):  # the work ends at its own deadline
             done = threads.submit(self._shut_down, deadline)
-            threads.close()  # here, because an interrupt may end this function
+            threads.close()  # before the wait, because an interrupt may end this function there
             await threads.wait(done, "shut_down")
 
     def _shut_down(self, deadline: Deadline) -> None:
@@ -485,14 +487,14 @@ class AsyncStager:
         self._arena.settle(Deadline(max(deadline.at, Deadline.after(_GRACE_S).at), deadline.timeout_s))
 
     def _join_threads(self, deadline: Deadline) -> None:
-        """Wait until no thread refers to what it staged: the thread that resolves a future refers to its result until
-        it has returned from that call, and memory that the reader has released is unregistered only then."""
+        """Wait until no thread refers to staged memory. The thread that resolves a future refers to the result until it
+        has returned from that call, and released memory is unregistered only after that."""
         if self._threads.join(deadline) and self._device is not None:
             self._device.join(deadline)
 
     def _stop_stages(self) -> bool:
-        """Stop the stages. Stages that wait for memory or are copied by threads end when they are signalled; copies of
-        a device may not. Returns whether all have ended."""
+        """Stop the stages. Returns whether all have ended. Stages that wait for memory or copy in threads end when they
+        are signalled. Copies of a device may not end."""
         stagings = self._in_flight()
         for staging in stagings:
             staging.stop.set()
@@ -524,7 +526,7 @@ class AsyncStager:
     ) -> None:
         await self.aclose()
 
-    # --- inside: the caller's thread ---
+    # --- private: the caller's thread ---
 
     def _launch(
         self,
@@ -563,7 +565,7 @@ class AsyncStager:
         if stage is not None and self._device is not None and not staging.reads_later:
             self._device.watch_ready(stage, staging.freed)
         try:
-            with self._lock, time_limit(deadline):  # the lock: so that the order of the list is that of the thread
+            with self._lock, time_limit(deadline):  # with the lock, the list has the order of the thread's queue
                 older = list(self._stagings) if self._when_full == "latest" else []
                 staging.work = self._threads.submit(self._conduct, staging, lay_out)
                 self._stagings.append(staging)
@@ -576,7 +578,7 @@ class AsyncStager:
         return staging
 
     def _split(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those on a device; its engine is there afterwards."""
+        """Return the tensors on a device, and make the engine of the device if there is none yet."""
         with self._lock:
             return self._split_locked(tensors)
 
@@ -591,10 +593,11 @@ class AsyncStager:
             self._device = DeviceEngine(driver_for(found[0].device), self._host)
         return found
 
-    # --- inside: the stager's thread ---
+    # --- private: the stager's thread ---
 
     def _conduct(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
-        """Plan, lease, copy what is in host memory and enqueue what is not; the edge of the stager's thread."""
+        """Run one stage: plan, lease memory, copy what is in host memory, and enqueue copies from devices. This is the
+        top function of the stager's thread, so it catches all errors."""
         error: BaseException | None = None
         try:
             staging.stop.check()
@@ -638,10 +641,11 @@ class AsyncStager:
                 raise
 
     def _stays(self, staging: Staging[P], plan: P) -> bool:
-        """Whether the whole stage fits into memory that is free now, so that further readers may keep it. Each of them
-        may keep two windows for any time, which no other stage can take back: the one that it reads and, while it waits
-        for the next, the one before. So that much has to be free besides, and all stages together may lose no more than
-        a quarter of the budget in this way."""
+        """Return whether the whole stage fits into memory that is free now, so that further readers may keep it.
+
+        Each of them may keep two windows for any time, and other stages cannot take these back: the window that it
+        reads, and the window before while it waits for the next. That much has to be free in addition. In all stages
+        together these windows may use at most a quarter of the budget."""
         if not staging.readers or not plan.images:
             return False
         images = [whole_pages(layout.nbytes) for layout in plan.images]
@@ -666,7 +670,7 @@ class AsyncStager:
                 self._arena.pin(pinner, device)
 
     def _lease_scratch(self, staging: Staging[Any], images: Sequence[int]) -> None:
-        """Lease the scratch before any image, so that it fits: it is needed until the end of the stage."""
+        """Lease the scratch, which is needed until the end of the stage, before any image."""
         scratch = [] if staging.device is None else staging.device.scratch
         self._check_room(images, scratch)
         together = sum(map(whole_pages, (*scratch, *images))) <= self.budget_bytes
@@ -684,9 +688,11 @@ class AsyncStager:
         self._device.lease_scratch(staging.device, lease)
 
     def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image]) -> list[list[FillPiece]]:
-        """Move what is filled next from ``left`` to ``batch``, with memory: one image, or where somebody else fills
-        them, as many as make it worth the asking and find memory without waiting. Returns with what, for each of those.
-        """
+        """Lease memory for the next images and move them from ``left`` to ``batch``. Returns the pieces for the filler,
+        one list for each image that it fills.
+
+        Without a filler this is one image. With a filler it is as many as fill a request, as far as there is memory
+        without waiting."""
         pieces: list[list[FillPiece]] = []
         room = BATCH_BYTES if staging.images[0].whole else FIRST_BATCH_BYTES
         while left and (not batch or (pieces and room >= left[0][0].nbytes)):
@@ -701,13 +707,14 @@ class AsyncStager:
             batch.append(left.popleft())
             room -= layout.nbytes
             found = None if staging.filler is None else pieces_of(layout, lease)
-            if found is None:  # copied here, after the others
+            if found is None:  # this thread copies it, after the images of the filler
                 break
             pieces.append(found)
         return pieces
 
     def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: list[list[FillPiece]]) -> None:
-        """Without the time of this process; what is left in ``batch`` then is not filled."""
+        """Let the filler fill the images of ``pieces``, and remove them from ``batch``. If it fails, do without it for
+        the rest of the stage: this process then fills what is left in ``batch``."""
         assert staging.filler is not None
         if not staging.filler.fill(list(chain.from_iterable(pieces)), deadline=staging.deadline, stop=staging.stop):
             staging.filler = None
@@ -719,7 +726,7 @@ class AsyncStager:
             image.finish()
 
     def _check_room(self, images: Sequence[int], scratch: Sequence[int]) -> None:
-        """Refuse what never fits, and what ``when_full`` says."""
+        """Raise an error if the stage exceeds the budget, or if memory is missing and ``when_full`` forbids to wait."""
         through = sum(map(whole_pages, scratch))
         largest = through + (whole_pages(max(images)) if images else 0)
         if largest > self.budget_bytes:
@@ -742,7 +749,7 @@ class AsyncStager:
     def _lease(
         self, staging: Staging[Any], nbytes: int, coming: Callable[[], Iterable[int]], *, at_once: bool = False
     ) -> Allocation:
-        # What is free may be in pieces: policies that do not wait do not wait for the first image either.
+        # The free memory may be fragmented. With "skip" and "fail" a stage does not wait for its first image either.
         refuse = self._when_full in ("skip", "fail") and not staging.committed
         device = staging.device
         staging.waiting = True
@@ -778,7 +785,7 @@ class AsyncStager:
         advance = image.advance if len(host) == len(layout.copies) else _ignore
         self._host.fill(host, lease.address, advance=advance, pace=staging.pace, stop=staging.stop)
 
-    # --- inside: whichever thread comes last ---
+    # --- private: the thread that ends the last part of a stage ---
 
     def _ended(self, staging: Staging[P], then: Callable[[Staging[P]], None]) -> None:
         if staging.device is not None and Future.exception(staging.copied) is None:
@@ -823,11 +830,12 @@ def _behind(left: deque[_Image]) -> Iterable[int]:
 
 
 def _ignore(_: int) -> None:
-    """Parts from elsewhere lie between: the image is there as a whole when all writers have finished."""
+    """Ignore the progress of host copies: between them lie copies from devices, so only the end of all writers
+    counts."""
 
 
 def _deliver(staging: Staging[StagePlan], future: StagingFuture[StagedState]) -> None:
-    """The state dict over the images, or what went wrong."""
+    """Resolve ``future`` with the state dict over the images, or with the error of the stage."""
     error = Future.exception(staging.copied)
     if error is not None:
         future.set_exception(error)
@@ -835,13 +843,13 @@ def _deliver(staging: Staging[StagePlan], future: StagingFuture[StagedState]) ->
         try:
             future.set_result(staging.laid.result().build([image.lease() for image in staging.images]))
         except BaseException as failure:
-            future.set_exception(clean(failure, "putting a state dict together"))
+            future.set_exception(clean(failure, "building the staged state dict"))
     for image in staging.images:
         image.release()
 
 
 def half_of_memory() -> int:
-    """Of the machine's, or of what a control group allows this process."""
+    """Return half of the machine's memory, or of the limit of the control group if that is less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What ``AsyncStager.stage`` copies of a captured state dict, and how the copy is put together again."""
+"""The plan for the copies of ``AsyncStager.stage``, and the state dict that is built over them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["StagePlan", "StagedState", "plan_stage"]
 
 _ALIGN_BYTES = 64
 _ELEMENT_BYTES = 16
-_EVERY = 64  # tensors between two moments without the GIL
+_EVERY = 64  # tensors between two releases of the GIL
 _IMAGE_BYTES = 8 << 30
-"""An image is closed before it grows beyond this; a larger storage has one of its own."""
+"""The most that an image holds, unless it holds one larger storage."""
 
 
 @public
@@ -44,7 +44,8 @@ class StagedState(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A tensor within a slot: ``start`` and ``nbytes`` delimit the slot in the image, ``offset`` elements into it."""
+    """A tensor within a slot. ``start`` and ``nbytes`` delimit the slot in the image. The tensor begins ``offset``
+    elements after the start of the slot."""
 
     dtype: torch.dtype
     image: int
@@ -57,19 +58,19 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A state dict with a view of ``images`` for each of its tensors; everything else has been copied already."""
+    """A state dict with a view of ``images`` for each of its tensors. All other values have been copied already."""
 
     root: Any
-    """The structure, with the index of its view where a tensor stands."""
+    """The structure, with the index of its view in place of each tensor."""
     views: tuple[_View, ...]
     images: tuple[ImageLayout, ...]
 
     def without_sources(self) -> StagePlan:
-        """The plan without the copies, which refer to the tensors that it was made from."""
+        """Return the plan without the copies, which refer to the sources."""
         return replace(self, images=())
 
     def build(self, leases: Sequence[Allocation]) -> StagedState:
-        """The state dict over ``leases``, each of which has been filled according to its image."""
+        """Build the state dict over ``leases``, each of which has been filled according to its image."""
         slots: dict[tuple[int, int], torch.Tensor] = {}
         tensors = gathered(_tensor(view, leases, slots) for view in self.views)
         return StagedState(_filled(self.root, tensors))
@@ -91,14 +92,14 @@ def _filled(node: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 class _Leaf(int):
-    """The index of a tensor's view, standing where the tensor stood."""
+    """The index of a tensor's view, in place of the tensor."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Attributed:
-    """A tensor with attributes, at its place in the tree."""
+    """The index of a tensor's view and the attributes of the tensor, in place of the tensor."""
 
     leaf: _Leaf
     attributes: dict[str, Any]
@@ -106,17 +107,17 @@ class _Attributed:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A composite tensor, standing where it stood."""
+    """The parts of a composite tensor, in place of the tensor."""
 
     parts: tuple[Any, ...]
     rebuild: Any
 
 
 def plan_stage(plans: PlanCache, captured: Captured) -> StagePlan:
-    """Lay out images for everything in ``captured``, as before if ``plans`` knows a state dict like this one.
+    """Lay out images for all tensors in ``captured``. Uses a cached plan for a state dict with the same layout.
 
-    Tensors that share a storage share it in the copy too, and bytes that no tensor refers to are not copied. Raises
-    ``UnsupportedTensorError`` for what cannot be staged. Nothing but the copies refers to a source.
+    Tensors that share a storage also share it in the copy. Bytes to which no tensor refers are not copied. Only the
+    copies of the plan refer to sources. Raises ``UnsupportedTensorError`` for a tensor that cannot be staged.
     """
     root = _template(captured.root, "", yielding_gil(itertools.count(), _EVERY), captured.held)
     return run_sliced(_planned(plans, root, captured.tensors))
@@ -131,7 +132,7 @@ def _planned(plans: PlanCache, root: Any, tensors: list[torch.Tensor]) -> Steps[
 
 
 def _template(node: Any, path: str, numbers: Iterator[int], held: set[int]) -> Any:
-    """``node`` with numbers for its tensors, which stand in it in the order in which they were captured."""
+    """Return ``node`` with numbers in place of its tensors, in the order in which they were captured."""
     kind = type(node)
     if isinstance(node, torch.Tensor):
         check_tensor(node, path, held=bool(held) and node.layout is torch.strided and storage_key(node) in held)
@@ -149,7 +150,7 @@ def _template(node: Any, path: str, numbers: Iterator[int], held: set[int]) -> A
 
 
 def _like(node: Any, items: list[Any]) -> Any:
-    """``items`` in a list, tuple or named tuple as ``node`` is one."""
+    """Return ``items`` as a list, tuple or named tuple of the same type as ``node``."""
     kind = type(node)
     if kind is list or kind is tuple:
         return kind(items)
@@ -181,7 +182,7 @@ class _Image:
 
 
 class _Images:
-    """Images being filled from their beginning."""
+    """The images of a plan, while storages are placed in them one after the other."""
 
     def __init__(self) -> None:
         self.closed: list[_Image] = []
@@ -189,7 +190,7 @@ class _Images:
         self._position = 0
 
     def place(self, source: int, nbytes: int, storage_start: int | None = None) -> tuple[int, int]:
-        """Number of the image and offset in it for so many bytes."""
+        """Place ``nbytes``. Returns the number of the image and the offset in it."""
         start = -(-self._position // _ALIGN_BYTES) * _ALIGN_BYTES
         if self._places and start + nbytes > _IMAGE_BYTES:
             self.close()
@@ -228,7 +229,7 @@ def _place(tensors: list[torch.Tensor]) -> Steps[tuple[tuple[_View, ...], tuple[
 
 @dataclass(slots=True)
 class _Run:
-    """Bytes ``start`` to ``end`` of one storage, with the tensors (by index) that lie in it."""
+    """The bytes ``start`` to ``end`` of one storage, and the indices of the tensors in them."""
 
     start: int
     end: int
@@ -236,8 +237,8 @@ class _Run:
 
 
 def _runs(tensors: list[torch.Tensor]) -> Steps[list[_Run]]:
-    """Group tensors by storage and join those whose bytes overlap. Lazily conjugated, negated and empty ones are left
-    out: their values are not the bytes of their storage."""
+    """Group tensors by storage, and join tensors whose bytes overlap. Empty tensors are left out. So are lazily
+    conjugated and negated ones, because their values are not the bytes of their storage."""
     storages: dict[int, list[tuple[int, int, int]]] = {}
     for index, tensor in enumerate(tensors):
         yield
@@ -246,7 +247,7 @@ def _runs(tensors: list[torch.Tensor]) -> Steps[list[_Run]]:
         start = int(tensor.storage_offset()) * tensor.itemsize
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         extents = storages.setdefault(storage_key(tensor), [])
-        # From a multiple of the largest element on, so that each dtype in the run can address it.
+        # The start is a multiple of the largest element size, so that the offset is whole elements of every dtype.
         extents.append((start // _ELEMENT_BYTES * _ELEMENT_BYTES, start + (last + 1) * tensor.itemsize, index))
     runs: list[_Run] = []
     for extents in storages.values():
@@ -266,7 +267,7 @@ def _tensor(view: _View, leases: Sequence[Allocation], slots: dict[tuple[int, in
     if view.nbytes == 0:
         return torch.empty(view.shape, dtype=view.dtype)
     slot = slots.get((view.image, view.start))
-    if slot is None:  # a storage of exactly these bytes: writers that save whole storages write no neighbours
+    if slot is None:  # a storage of exactly these bytes, so that a writer of whole storages writes only them
         array = leases[view.image].array
         slot = torch.frombuffer(array, dtype=torch.uint8, count=view.nbytes, offset=view.start)
         slots[view.image, view.start] = slot

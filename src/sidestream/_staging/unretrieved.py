@@ -1,4 +1,4 @@
-"""Which stages have ended badly without anybody having heard of it."""
+"""A record of the stages that have failed and whose errors have not been retrieved."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ __all__ = ["UnretrievedErrors", "raise_all"]
 
 
 class UnretrievedErrors:
-    """The stages in flight, and those that failed, until somebody has heard of the error. Safe for any thread.
+    """The stages in flight, and the failed ones until their errors have been retrieved. May be used from any thread.
 
-    Successes are dropped when they come: a result would keep its memory. To be skipped as a policy says is no failure.
+    A successful stage is dropped when it ends, because its result would keep its memory. A stage that was skipped has
+    not failed.
     """
 
     def __init__(self) -> None:
@@ -31,31 +32,32 @@ class UnretrievedErrors:
     def track(self, future: StagingFuture[Any]) -> None:
         with self._changed:
             self._futures.append(future)
-        future.on_retrieved(partial(self._drop, weakref.ref(future)))  # weak: no cycle is to keep its result
+        future.on_retrieved(partial(self._drop, weakref.ref(future)))  # weak, because a cycle would keep its result
         future.add_done_callback(self._forget)
         if future.retrieved:
             self._drop(weakref.ref(future))
 
     def unretrieved(self) -> list[StagingFuture[Any]]:
-        """In flight, or failed and not heard of yet."""
+        """Return the stages that are in flight, or have failed with an error that has not been retrieved."""
         with self._changed:
             return [one for one in self._futures if not one.retrieved]
 
     def wait(self, timeout_s: float) -> bool:
         """Block until no stage is in flight. Returns False if the time limit passes first.
 
-        Without holding the futures of those in flight: their results have memory that another of them may wait for.
+        This keeps no reference to the futures in flight, because another stage may wait for the memory of their
+        results.
         """
         with self._changed:
             return self._changed.wait_for(self._settled, timeout_s)
 
     async def settled(self) -> None:
-        """As ``wait``, for code on a loop, without a limit."""
+        """Wait on the event loop until no stage is in flight, without a limit."""
         changed = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def waker() -> None:
-            with suppress(RuntimeError):  # the loop was closed, and whoever waited on it is gone
+            with suppress(RuntimeError):  # the loop is closed, and the waiting task ended before that
                 loop.call_soon_threadsafe(changed.set)
 
         with self._changed:
@@ -93,7 +95,8 @@ class UnretrievedErrors:
 
 
 def raise_all(stages: Sequence[StagingFuture[Any]]) -> None:
-    """Raise the first error that nobody has heard of, with what the others said as notes: there is no later."""
+    """Raise the first error that has not been retrieved, with the other ones as notes, because this is the last chance
+    to report them."""
     failed = [one for one in stages if not one.retrieved and one.failure() is not None]
     failed = [one for one in failed if not isinstance(one.failure(), SkippedError)]
     if not failed:

@@ -1,1 +1,1 @@
-"""DCP's own metadata: ``.metadata`` written and read."""
+"""The ``.metadata`` file of DCP: writers and readers."""

@@ -1,7 +1,7 @@
-"""The entries of a checkpoint as they stand in its two files of metadata, and a template of them.
+"""The entries of a checkpoint as bytes of its two files of metadata, and a template of these bytes.
 
-From save to save only checksums and plain values differ. What is around them is rendered once for each plan: of 10,000
-tensors it would cost the trainer's interpreter 0.15 s in every save.
+Two saves of one plan differ only in checksums and plain values. All other bytes are rendered once for each plan. For
+10,000 tensors that would take 0.15 s of the trainer's interpreter in every save.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .write import MetadataHead, dtypes_of, metadata_end, places_of
 
 __all__ = ["Described", "Template", "describe"]
 
-_MANY = 1024  # of what takes 0.1 us
+_MANY = 1024  # of steps that take 0.1 us
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """``count`` entries: their lines in the manifest, and ``.metadata`` up to where the places end. ``composite``:
-    whether there are composite tensors among them."""
+    """The rendered form of ``count`` entries: their lines in the manifest, and ``.metadata`` up to the end of the
+    places. ``composite``: whether composite tensors are among them."""
 
     count: int
     lines: bytes
@@ -34,17 +34,17 @@ class Described:
     composite: bool
 
     def manifest(self, manifest: Manifest, torch_version: str) -> bytes:
-        """The whole file. ``manifest`` has the rest; its own entries are not looked at."""
+        """Return the whole file. ``manifest`` has everything except the entries; its own entries are ignored."""
         head = head_line(manifest, torch_version, self.count, composite=self.composite)
         return b"".join([head, self.lines, metadata_line(manifest)])
 
     def metadata(self, marker: Marker) -> bytes:
-        """The whole ``.metadata``."""
+        """Return the whole ``.metadata``."""
         return b"".join([self.places, *metadata_end(marker)])
 
 
 def describe(entries: Mapping[str, Entry]) -> Steps[Described]:
-    """The entries as they stand in both files."""
+    """Render the entries for both files."""
     head = MetadataHead(dtypes_of(entries.values()))
     lines: list[bytes] = []
     places: list[bytes] = []
@@ -58,24 +58,24 @@ def describe(entries: Mapping[str, Entry]) -> Steps[Described]:
 
 
 class Template:
-    """What ``describe`` gives for ``entries``, with holes: for the values and the composite tensors, which are written
-    anew each time, and for the checksums of the tensors, each of which has one chunk without any."""
+    """The result of ``describe`` with holes: for values and composite tensors, which are rendered for each save, and
+    for the checksums of tensors. Each tensor has one chunk without checksums."""
 
     def __init__(self, items: Sequence[int]) -> None:
         self._items = items
-        self._lines: list[bytes] = []  # what stands before each hole, and after the last
-        self._tensors: list[int] = []  # which of the holes are theirs
-        self._values: list[int] = []
-        self._places: list[bytes] = []  # what stands before the place of each value, and after the last
+        self._lines: list[bytes] = []  # the bytes before each hole, and after the last one
+        self._tensors: list[int] = []  # the holes for checksums
+        self._values: list[int] = []  # the holes for values and composite tensors
+        self._places: list[bytes] = []  # the bytes before the place of each value, and after the last one
         self._count = 0
         self._composite = False
         self._head = b""
 
     @classmethod
     def of(cls, entries: Iterable[tuple[str, Entry]], dtypes: Iterable[str], items: Sequence[int]) -> Steps[Template]:
-        """``dtypes``: those of the tensors. ``items``: for each tensor among the entries, in order, whose checksums are
-        its own. Of ``entries`` nothing is kept: 10,000 of them would be walked by the garbage collector again and
-        again."""
+        """Render ``entries``, whose tensors have these ``dtypes``. ``items`` has, for each tensor in order, the index
+        of the item with its checksums. The template does not refer to ``entries``, because the garbage collector would
+        traverse 10,000 of them repeatedly."""
         made = cls(items)
         head = MetadataHead(dtypes)
         line = b""
@@ -104,8 +104,8 @@ class Template:
         return made
 
     def fill(self, values: Mapping[str, ValueEntry | CompositeEntry], sums: Sequence[BlockSums]) -> Steps[Described]:
-        """``values``, and composite tensors among them, in their order among the entries. Takes some 0.5 us for each
-        tensor."""
+        """Fill the holes. ``values`` has the values and composite tensors in the order of the entries. Takes some 0.5
+        us for each tensor."""
         checksums = yield from collected(_encoded(sums), _MANY // 4)
         holes = [b""] * (len(self._lines) - 1)
         for pairs in chunked(zip(self._tensors, self._items, strict=True), _MANY):
@@ -127,7 +127,7 @@ def _woven(pieces: Sequence[bytes], holes: Sequence[bytes]) -> bytes:
 
 
 def _encoded(sums: Iterable[BlockSums]) -> Iterator[bytes]:
-    """As between the quotation marks of a line."""
+    """Yield the checksums of each item as they are between the quotation marks of a line."""
     for one in sums:
         if one.digests:
             for crcs, digests in zip(one.crcs, one.digests, strict=True):

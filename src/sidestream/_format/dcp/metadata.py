@@ -1,4 +1,4 @@
-"""Stock DCP's ``.metadata`` as a ``Manifest``: decoded as data, so nothing that it names is imported or run."""
+"""Readers of stock DCP's ``.metadata``. They decode it as data, so that nothing that it names is imported or run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _GLOBALS = DtypeNames(
         | {f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_LEGACY}.TensorProperties", f"{_LEGACY}.MEM_FORMAT_ENCODING"}
         | {f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")}
         | {_STORAGE_INFO, "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"}
-        # how early releases of CPython 3.11 pickle a member of an enum; here it is a name like any other
+        # early releases of CPython 3.11 pickle a member of an enum with it; here it is only a name
         | {"builtins.getattr"}
     )
 )
 _PROPERTIES = frozenset({f"{_METADATA}.TensorProperties", f"{_LEGACY}.TensorProperties"})
 
-# The shape of what is read is fixed and nothing here recurses, so nesting need not be checked. What may be shared and
-# is walked for each entry is bounded instead, or a small file could ask for a very long walk.
+# The structure of the file is fixed and no function here recurses, so nesting is not checked. Parts may be shared and
+# are traversed for each entry. Their sizes are limited, so that a small file cannot cause a very long traversal.
 _LIMITS = Limits(integer_bytes=9, depth=None)
 _MAX_ATTRIBUTES = 64
 _MAX_RANK = 64
@@ -56,18 +56,19 @@ class _Location:
 
 
 def read_dcp_metadata(data: bytes | bytearray) -> Steps[Manifest]:
-    """The checkpoint that a ``.metadata`` file describes, with an empty ``save_id`` and ``files``, not yet validated.
+    """Return the checkpoint that a ``.metadata`` file describes. It has an empty ``save_id`` and no ``files``, and has
+    not been validated.
 
     Unknown attributes are ignored. Without ``planner_data`` the path of an entry is its FQN. A tensor of a dtype that
     this version does not read becomes an ``OpaqueEntry``.
 
-    Raises ``CorruptCheckpointError`` where the file is malformed or has no location for a chunk, ``UnsafeObjectError``
-    where it names a type that is not part of the format, ``UnsupportedCheckpointError`` for unknown transforms.
+    Raises ``CorruptCheckpointError`` if the file is malformed or has no location for a chunk, ``UnsafeObjectError`` if
+    it names a type that is not part of the format, and ``UnsupportedCheckpointError`` for unknown transforms.
     """
     metadata = _attributes((yield from decode(data, _GLOBALS, _LIMITS)), f"{_METADATA}.Metadata")
     locations = yield from _locations(metadata.get("storage_data"))
     entries = yield from _entries(metadata, locations)
-    for value in metadata.values():  # freed all at once, 10,000 records hold the GIL for milliseconds
+    for value in metadata.values():  # to free 10,000 records at once would hold the GIL for milliseconds
         while isinstance(value, Pairs) and value.flat:
             del value.flat[-_FREED_IN_A_STEP:]
             yield
@@ -79,10 +80,10 @@ class DcpDescription:
     """The complete content of a ``.metadata``, for a comparison with the manifest.
 
     ``attributes`` are the attributes of ``Metadata`` that are text or None. ``storage_meta`` has the attributes of that
-    object, or is None if it is missing. ``pathless`` are the FQNs that ``planner_data`` lacks; ``spare`` the FQNs in
-    ``planner_data`` or ``storage_data`` that are not described. ``properties`` are the properties of each tensor except
-    its dtype: layout, whether it requires gradients, memory format, whether it is pinned. ``hints``: by FQN and
-    offsets, the index of the chunk that a location names; None if it names none.
+    object, or is None if it is missing. ``pathless`` are the FQNs that ``planner_data`` lacks. ``spare`` are the FQNs
+    in ``planner_data`` or ``storage_data`` that are not described. ``properties`` are the properties of each tensor
+    except its dtype: layout, whether it requires gradients, memory format, whether it is pinned. ``hints`` has the
+    index of the chunk in each location, by FQN and offsets. The index is None if the location has none.
     """
 
     entries: Mapping[str, Entry]
@@ -137,8 +138,7 @@ def _is_tensor(described: object) -> bool:
 
 
 def _properties(key: object, described: object) -> tuple[str, tuple[object, ...]]:
-    """Return FQN and properties as torch pickles them: a tuple in which each object is represented by its text or
-    number."""
+    """Return the FQN and the properties as torch pickles them: a tuple with the text or number of each object."""
     fqn = _fqn(key)
     properties = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn).get("properties")
     state = properties.state if isinstance(properties, PickledCall) else None
@@ -181,7 +181,7 @@ def _chunk(fqn: str, described: object, locations: dict[_Index, _Location]) -> C
 
 
 def _take(locations: dict[_Index, _Location], fqn: str, offsets: tuple[int, ...] | None) -> _Location:
-    """The location of an item, which is used up: a list of chunks that repeats one ends here, however long it is."""
+    """Return the location of an item and remove it, so that a repeated chunk raises an error."""
     where = locations.pop((fqn, "" if offsets is None else name_of(offsets)), None)
     if where is None:
         at = "" if offsets is None else f" for the chunk at {list(offsets)}, or has the chunk twice"
@@ -223,7 +223,7 @@ def _locations(storage_data: object) -> Steps[dict[_Index, _Location]]:
 
 
 def _paths(planner_data: object) -> Steps[dict[str, object] | None]:
-    if not isinstance(planner_data, Pairs):  # nothing, or what another planner than DCP's own has noted
+    if not isinstance(planner_data, Pairs):  # missing, or data of a planner other than that of DCP
         return None
     found: dict[str, object] = {}
     for pairs in chunked(_pairs(planner_data, "planner_data"), _MANY):
@@ -236,35 +236,35 @@ def _path(fqn: str, paths: dict[str, object]) -> tuple[Key, ...]:
     path = paths.get(fqn, (fqn,))
     if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_PATH:
         raise CorruptCheckpointError(
-            f".metadata: the path of {fqn!r} is no tuple, or has more than {_MAX_PATH} steps", fqn=fqn
+            f".metadata: the path of {fqn!r} is not a tuple of 1 to {_MAX_PATH} steps", fqn=fqn
         )
     steps = tuple(step for step in path if isinstance(step, str) or type(step) is int)
     if len(steps) != len(path):
-        raise CorruptCheckpointError(f".metadata: the path of {fqn!r} has a step that is no string or index", fqn=fqn)
+        raise CorruptCheckpointError(
+            f".metadata: the path of {fqn!r} has a step that is not a string or an index", fqn=fqn
+        )
     return steps
 
 
 def _dims(value: object, fqn: str) -> tuple[int, ...]:
-    """Sizes or offsets: a ``torch.Size``, or a tuple as some writers have it."""
+    """Return sizes or offsets. They are a ``torch.Size``, or a tuple in files of some writers."""
     if isinstance(value, PickledCall) and value.function == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
     if isinstance(value, tuple) and len(value) <= _MAX_RANK and all(type(dim) is int and dim >= 0 for dim in value):
         return value
-    raise CorruptCheckpointError(f".metadata: {fqn!r} has sizes or offsets that are none", fqn=fqn)
+    raise CorruptCheckpointError(f".metadata: {fqn!r} has invalid sizes or offsets", fqn=fqn)
 
 
 def _attributes(value: object, kind: str, fqn: str | None = None) -> dict[str, object]:
-    """The attributes of an object of the class ``kind``, which an object without a state has none of."""
+    """Return the attributes of an object of the class ``kind``. An object without a state has no attributes."""
     if not isinstance(value, PickledCall) or value.function != kind:
-        raise CorruptCheckpointError(
-            f".metadata: something else stands where a {kind.rpartition('.')[2]} belongs", fqn=fqn
-        )
+        raise CorruptCheckpointError(f".metadata: another object is in place of a {kind.rpartition('.')[2]}", fqn=fqn)
     return {} if value.state is None else _named(value.state, fqn)
 
 
 def _named(state: object, fqn: str | None) -> dict[str, object]:
     if not isinstance(state, Pairs) or len(state) > _MAX_ATTRIBUTES:
-        raise CorruptCheckpointError(".metadata: the attributes of an object are no dict, or too many", fqn=fqn)
+        raise CorruptCheckpointError(".metadata: the attributes of an object are not a dict, or too many", fqn=fqn)
     names = [name for name in state.flat[::2] if isinstance(name, str)]
     if len(names) < len(state):
         raise CorruptCheckpointError(".metadata: an attribute of an object has no name", fqn=fqn)
@@ -273,7 +273,7 @@ def _named(state: object, fqn: str | None) -> dict[str, object]:
 
 def _fqn(value: object) -> str:
     if not isinstance(value, str) or len(value) > _MAX_FQN:
-        raise CorruptCheckpointError(f".metadata: an FQN is no string, or longer than {_MAX_FQN} characters")
+        raise CorruptCheckpointError(f".metadata: an FQN is not a string, or longer than {_MAX_FQN} characters")
     return value
 
 
@@ -281,5 +281,5 @@ def _pairs(value: object, what: str) -> Pairs:
     if isinstance(value, PickledCall) and value.function == "collections.OrderedDict" and value.items is not None:
         value = value.items
     if not isinstance(value, Pairs):
-        raise CorruptCheckpointError(f".metadata: {what} is no dict")
+        raise CorruptCheckpointError(f".metadata: {what} is not a dict")
     return value

@@ -1,8 +1,8 @@
-"""``.metadata`` of a checkpoint that several ranks wrote: each rank emits the places of its items, rank 0 the rest.
+"""``.metadata`` of a checkpoint that several ranks wrote. Each rank emits the places of its items, rank 0 the rest.
 
-A million items cost one process half a minute; here they cost each of a thousand ranks some milliseconds, and rank 0
-the joining of what they send. What tensors are is emitted once for each plan: lists of chunks that several tensors have
-in common stand in the file once, and are referred to.
+A million items take one process half a minute. Divided among a thousand ranks they take each rank some milliseconds,
+and rank 0 joins the results. The descriptions of tensors are emitted once for each plan. A list of chunks that several
+tensors share is in the file once, and the others refer to it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MEMOIZE = b"\x94"
 
 
 def described(shared: Shared) -> Steps[bytes]:
-    """The beginning of the file, up to the places: the same for every save of one plan."""
+    """Return the beginning of the file, up to the places. It is the same in every save of one plan."""
     names = sorted({written_dtype(row.dtype) for row in shared.rows if row.kind == "tensor"})
     dtypes = {name: b"h%c" % (NAMES.first_dtype + index) for index, name in enumerate(names)}
-    first = NAMES.first_dtype + len(names)  # of what is memoized from here on
+    first = NAMES.first_dtype + len(names)  # the memo index of the first list of chunks
     known: dict[int, int] = {}
     out = [b"\x80\x04", prelude(names), NAMES.metadata, b")\x81}(", p.text("state_dict_metadata"), b"}("]
     for row in shared.rows:
@@ -51,7 +51,7 @@ def described(shared: Shared) -> Steps[bytes]:
 
 
 def places_of_chunks(chunks: Iterable[tuple[str, Chunk]]) -> Steps[bytes]:
-    """By FQN: a rank's own."""
+    """Return the places of the chunks of one rank. ``chunks`` has pairs of FQN and chunk."""
     places = (
         index_of(p.text(fqn), chunk.offsets, None) + info_of(chunk.file, chunk.item_offset, chunk.item_bytes)
         for fqn, chunk in chunks
@@ -60,14 +60,14 @@ def places_of_chunks(chunks: Iterable[tuple[str, Chunk]]) -> Steps[bytes]:
 
 
 def places_of_values(values: Iterable[tuple[str, str, int, int]]) -> bytes:
-    """FQN, file, offset and length: a rank's own."""
+    """Return the places of the values of one rank. ``values`` has FQN, file, offset and length of each."""
     return b"".join(
         index_of(p.text(fqn), None, None) + info_of(file, offset, nbytes) for fqn, file, offset, nbytes in values
     )
 
 
 def shared_metadata(head: bytes, places: Sequence[bytes], marker: Marker) -> Iterator[bytes]:
-    """The file, in pieces. ``head`` is what ``described`` gave."""
+    """Yield the file in pieces. ``head`` is the result of ``described``."""
     yield head
     yield from places
     yield b"u" + p.text("storage_meta") + p.NONE + p.text("version") + p.text("1.0.0")

@@ -1,7 +1,7 @@
-"""``.metadata`` as stock DCP reads it, emitted by hand: no torch, no object graph, and no long hold of the GIL.
+"""A writer of ``.metadata`` for stock DCP. It needs no torch and no object graph, and does not hold the GIL for long.
 
-DCP unpickles one ``Metadata`` object. Ours has the classes of torch alone in it, and one attribute more, a string,
-which stock DCP ignores: the commit marker (``marker.py``). It is emitted last, so that a reader finds it in the tail.
+DCP unpickles one ``Metadata`` object. This one has only classes of torch, and one more attribute, a string that stock
+DCP ignores: the commit marker (``marker.py``). It is emitted last, so that a reader finds it in the tail.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BUILD, _NEW, _POP, _MEMOIZE = b"b", b")\x81", b"0", b"\x94"
 
 
 class NAMES:
-    """The globals that every entry needs, memoized once at the start: ``prelude`` and these indices go together."""
+    """The globals that entries need. ``prelude`` memoizes them at these indices."""
 
     names = (
         (_METADATA, "Metadata"),
@@ -56,10 +56,10 @@ class NAMES:
 
 
 class MetadataHead:
-    """Up to the places: what the entries, of which the tensors have these ``dtypes``, are and what they are called."""
+    """The file up to the places: kinds, shapes and names of the entries. The tensors have these ``dtypes``."""
 
     def __init__(self, dtypes: Iterable[str]) -> None:
-        # Only those in use: a version of torch that lacks one of the others reads the file too.
+        # Only dtypes in use are named, so that a version of torch without one of the others reads the file.
         names = sorted(set(map(written_dtype, dtypes)))
         self._dtypes = {name: b"h%c" % (NAMES.first_dtype + index) for index, name in enumerate(names)}
         begin = NAMES.metadata + _NEW + b"}(" + p.text("state_dict_metadata") + b"}("
@@ -67,7 +67,7 @@ class MetadataHead:
         self._paths = [b"u" + p.text("planner_data") + b"}("]
 
     def add(self, fqn: str, entry: Entry) -> None:
-        """The entries come in their order."""
+        """Add an entry. Entries are added in their order."""
         if isinstance(entry, EmptyEntry | CompositeEntry):
             return
         name = p.text(fqn)
@@ -87,7 +87,7 @@ def dtypes_of(entries: Iterable[Entry]) -> set[str]:
 
 
 def places_of(fqn: str, entry: Entry) -> bytes:
-    """Where an entry's bytes are."""
+    """Return the places of the bytes of an entry."""
     if isinstance(entry, TensorEntry):
         name = p.text(fqn)
         return b"".join(
@@ -100,7 +100,7 @@ def places_of(fqn: str, entry: Entry) -> bytes:
 
 
 def metadata_end(marker: Marker) -> Iterator[bytes]:
-    """What comes after the places."""
+    """Yield the end of the file, after the places."""
     yield b"u" + p.text("storage_meta") + p.NONE + p.text("version") + p.text("1.0.0")
     yield marker_attribute(marker)
 
@@ -119,11 +119,11 @@ def _size(sizes: tuple[int, ...]) -> bytes:
 
 
 def _object(kind: bytes, *state: bytes) -> bytes:
-    """An instance with ``state``, names and values in turn, as its attributes."""
+    """Pickle an instance. ``state`` has the names and values of its attributes in turn."""
     return kind + _NEW + b"}(" + b"".join(state) + b"u" + _BUILD
 
 
-@lru_cache(maxsize=65536)  # a training run has few distinct ones, and 10,000 tensors
+@lru_cache(maxsize=65536)  # a training run has 10,000 tensors, but few distinct ones
 def _tensor(dtype: bytes, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> bytes:
     return tensor_of(dtype, shape, chunk_list(boxes))
 
@@ -167,7 +167,7 @@ _OFFSETS, _SIZES, _PROPERTIES, _SIZE, _CHUNKS = map(p.text, ("offsets", "sizes",
 
 
 def path_item(key: Key) -> bytes:
-    """DCP keeps list indices as integers and turns every dict key into a string."""
+    """Pickle a step of a path as DCP does: list indices are integers, and every dict key is a string."""
     if isinstance(key, DictKey):
         return p.text(str(key.value))
     return p.text(key) if isinstance(key, str) else p.integer(key)

@@ -1,1 +1,1 @@
-"""Pickles as data: opcodes written and read without importing what they name."""
+"""Pickles as data: opcodes are written and read without an import of what they name."""

@@ -1,4 +1,4 @@
-"""What reading a pickle as data works with: records that stand for objects, and a stack machine. See ``unpickle``."""
+"""The records and the stack machine for reading a pickle as data. See ``unpickle``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ __all__ = ["Global", "Limits", "Machine", "Pairs", "Persistent", "PickledCall"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a pickle may ask for.
+    """The limits of a pickle.
 
-    ``depth`` counts the containers and records around the innermost one, itself included. None leaves nesting and
-    circles unchecked, which takes as long as decoding does: for readers that follow a fixed shape and never recurse.
+    ``depth`` counts nested containers and records, including the innermost one. With None, nesting and cycles are not
+    checked, because the check takes as long as the decoder. None is for readers that follow a fixed structure and do
+    not recurse.
     """
 
     total_bytes: int = 1 << 30
@@ -26,14 +27,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name that was allowed: ``module.qualname``. It stands for the object and gives no access to it."""
+    """An allowed name, ``module.qualname``. It represents the object and gives no access to it."""
 
     name: str
 
 
 @dataclass(slots=True, eq=False)
 class Pairs:
-    """A dict as written: ``flat`` alternates keys and values. Keys are of any kind and may repeat."""
+    """A dict as it is in the pickle: ``flat`` has keys and values in turn. Keys are of any kind and may repeat."""
 
     flat: list[object] = field(default_factory=list)
 
@@ -47,10 +48,11 @@ class Pairs:
 
 @dataclass(slots=True, eq=False)
 class PickledCall:
-    """A call that unpickling would have made (REDUCE, NEWOBJ), with what it would have stored into the result.
+    """A call that an unpickler would have made (REDUCE, NEWOBJ), with what it would have stored into the result.
 
-    ``state`` is the operand of BUILD; ``items`` what SETITEMS would have set, as for an ``OrderedDict``, if anything,
-    and ``elements`` what APPENDS would have added. ``new`` says that only ``__new__`` would have run (NEWOBJ).
+    ``state`` is the operand of BUILD. ``items`` are the items of SETITEMS, as for an ``OrderedDict``, and ``elements``
+    the elements of APPENDS; both are None without such an opcode. With ``new``, only ``__new__`` would have been called
+    (NEWOBJ).
     """
 
     function: str
@@ -63,13 +65,13 @@ class PickledCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Persistent:
-    """A reference to something outside of the pickle, such as a storage of ``torch.save``."""
+    """A reference to an object outside of the pickle, such as a storage of ``torch.save``."""
 
     id: object
 
 
 class Machine:
-    """The unpickler's stack, marks and memo. A short stack or an unknown memo index surfaces as a ``LookupError``."""
+    """The stack, marks and memo of an unpickler. A short stack or an unknown memo index raises a ``LookupError``."""
 
     __slots__ = ("allowed", "data", "limits", "marks", "memo", "position", "stack")
 
@@ -84,7 +86,7 @@ class Machine:
 
     def memoize(self, index: int) -> None:
         """Store the top of the stack in the memo. Picklers number their memo from 0 on, the pickler of Python 2 from 1
-        on. Other numbers are refused, because a dict with keys chosen by the file could be made slow."""
+        on. Other numbers raise an error: they would require a dict, and a file could choose keys that make it slow."""
         if index == 1 and not self.memo:
             self.memo.append(None)
         if index == len(self.memo):

@@ -1,4 +1,4 @@
-"""What each opcode of a pickle read as data does. See ``unpickle`` for what is promised."""
+"""The handlers of the opcodes for reading a pickle as data. ``unpickle`` has the guarantees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _U32 = struct.Struct("<I")
 
 
 def _refuse(machine: Machine) -> None:
-    raise machine.malformed(f"opcode {machine.data[machine.position - 1]:#04x} has no place in it")
+    raise machine.malformed(f"the opcode {machine.data[machine.position - 1]:#04x} is not supported")
 
 
 HANDLERS: list[_Handler] = [_refuse] * 256
@@ -57,7 +57,7 @@ _opcode(0x89)(_constant(False))
 _opcode(ord(")"))(_constant(()))
 
 
-@_opcode(ord("0"))  # POP: our own writer defines names ahead and drops them again
+@_opcode(ord("0"))  # POP: the writer of sidestream memoizes names at the beginning and pops them
 def _drop(machine: Machine) -> None:
     machine.stack.pop()
 
@@ -163,7 +163,7 @@ def _short_tuple(machine: Machine) -> None:
     count = machine.data[machine.position - 1] - 0x84
     items = tuple(machine.stack[-count:])
     if len(items) < count:
-        raise machine.malformed("a tuple of more values than there are")
+        raise machine.malformed("a tuple of more values than are on the stack")
     machine.stack[-count:] = [items]
 
 
@@ -195,7 +195,7 @@ def _extend(machine: Machine, items: list[object]) -> None:
             target.elements = []
         target = target.elements
     if type(target) is not list:
-        raise machine.malformed("appends to something that is no list")
+        raise machine.malformed("APPEND to an object that is not a list")
     target.extend(items)
 
 
@@ -222,7 +222,7 @@ def _update(machine: Machine, flat: list[object]) -> None:
             target.items = Pairs()
         target = target.items
     if type(target) is not Pairs or len(flat) % 2:
-        raise machine.malformed("sets items of something that is no dict")
+        raise machine.malformed("SETITEM on an object that is not a dict")
     if target.flat:
         target.flat += flat
     else:
@@ -241,7 +241,7 @@ def _add_items(machine: Machine) -> None:
         case PickledCall("builtins.set", (list(elements),)):
             elements.extend(items)
         case _:
-            raise machine.malformed("adds to something that is no set")
+            raise machine.malformed("ADDITEMS to an object that is not a set")
 
 
 @_opcode(0x91)  # FROZENSET
@@ -294,7 +294,7 @@ def _call(machine: Machine) -> None:
     args = machine.stack.pop()
     function = machine.stack[-1]
     if not isinstance(function, Global) or not isinstance(args, tuple):
-        raise machine.malformed("a call of something that is no global")
+        raise machine.malformed("a call of an object that is not a global")
     if function.name == "builtins.getattr":
         machine.stack[-1] = _member(machine, args)
     else:
@@ -302,7 +302,8 @@ def _call(machine: Machine) -> None:
 
 
 def _member(machine: Machine, args: tuple[object, ...]) -> Global | PickledCall:
-    """How protocol 2 spells a class inside a class, which is a name like any other where that one is allowed."""
+    """Return the name of a class inside a class, for which protocol 2 calls ``getattr``. If the full name is not
+    allowed, return the call."""
     match args:
         case (Global(outer), str(name)) if f"{outer}.{name}" in machine.allowed:
             return Global(f"{outer}.{name}")
@@ -314,7 +315,7 @@ def _build(machine: Machine) -> None:
     state = machine.stack.pop()
     target = machine.stack[-1]
     if not isinstance(target, PickledCall) or target.state is not None:
-        raise machine.malformed("sets the state of something that has none")
+        raise machine.malformed("BUILD on an object that cannot have a state")
     target.state = state
 
 

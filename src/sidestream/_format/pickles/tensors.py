@@ -1,4 +1,4 @@
-"""What ``torch.save`` pickles for a dense tensor, read as data: dtype, shape, strides, and the record it lies in."""
+"""Readers of the pickle of a dense tensor by ``torch.save``: dtype, shape, strides, and the record of the storage."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ TENSOR_REBUILDERS = frozenset({_REBUILD, f"{_REBUILD}_v2", f"{_REBUILD}_v3", _PA
 
 
 def is_dtype(name: str) -> bool:
-    """Whether a global is spelled like a dtype of torch, be it one that checkpoints may hold or not."""
+    """Return whether a global has the form of a dtype of torch, even if checkpoints cannot hold it."""
     return _DTYPE.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeNames:
-    """An allow-list for ``unpickle.decode``: these names and all dtypes, so that an unknown dtype is told as such."""
+    """An allow-list for ``unpickle.decode``: these names and all dtypes, so that errors can name an unknown dtype."""
 
     names: frozenset[str]
 
@@ -52,14 +52,15 @@ class DtypeNames:
 TENSOR_GLOBALS = DtypeNames(
     TENSOR_REBUILDERS | {f"torch.{storage}" for storage in STORAGE_DTYPES} | {_UNTYPED, "collections.OrderedDict"}
 )
-"""What the pickle of a tensor may name."""
+"""The names that the pickle of a tensor may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A view of a storage. ``key`` names the storage's record, ``storage_bytes`` is the size that the record must have.
+    """A view of a storage. ``key`` names the record of the storage. ``storage_bytes`` is the size that the record must
+    have.
 
-    ``strides`` and ``storage_offset`` count elements; every element lies within the storage.
+    ``strides`` and ``storage_offset`` count elements. Every element lies within the storage.
     """
 
     dtype: str
@@ -72,7 +73,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class PickledStorage:
-    """A storage as pickles refer to it: the name of its class, its key, and how many elements of that class it has."""
+    """A storage as pickles refer to it: the name of its class, its key, and the number of its elements."""
 
     kind: str
     key: str
@@ -80,22 +81,22 @@ class PickledStorage:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes; those of an untyped storage are its elements."""
+        """The size in bytes. The elements of an untyped storage are bytes."""
         dtype = STORAGE_DTYPES.get(self.kind.removeprefix("torch."))
         return self.count if dtype is None else self.count * itemsize(dtype)
 
 
 def read_tensor(value: object) -> StoredTensor:
-    """The tensor that ``value`` (from ``unpickle.decode``) rebuilds; a parameter is read as its tensor.
+    """Return the tensor that ``value`` (from ``unpickle.decode``) rebuilds. A parameter is read as its tensor.
 
-    Raises ``CorruptCheckpointError`` where it is no dense tensor or reaches out of its storage, and
+    Raises ``CorruptCheckpointError`` if it is not a dense tensor or extends beyond its storage, and
     ``UnsupportedCheckpointError`` for dtypes that a checkpoint cannot hold and for lazily conjugated or negated
     tensors.
     """
     if isinstance(value, PickledCall) and value.function == _PARAMETER and value.args:
         value = value.args[0]
     if not isinstance(value, PickledCall) or len(value.args) > _MAX_ARGS:
-        raise _malformed("it is none")
+        raise _malformed("the object is not a tensor")
     dtype: Global | None
     match value.function, value.args:
         case "torch._utils._rebuild_tensor_v2", (storage, int(offset), tuple(shape), tuple(strides), _, _, *rest):
@@ -108,7 +109,7 @@ def read_tensor(value: object) -> StoredTensor:
         ):
             pass
         case _:
-            raise _malformed("it rebuilds no dense tensor")
+            raise _malformed("it does not rebuild a dense tensor")
     name, key, storage_bytes = _storage(storage, dtype)
     if any(not isinstance(extra, Pairs) or len(extra) for extra in rest):
         raise UnsupportedCheckpointError("a lazily conjugated or negated tensor; resolve it before saving")
@@ -119,8 +120,8 @@ def read_tensor(value: object) -> StoredTensor:
 
 
 def read_storage(value: object) -> PickledStorage:
-    """The storage that a pickle refers to. Raises ``CorruptCheckpointError``; ``UnsupportedCheckpointError`` for a view
-    of a storage, which torch 0.4 wrote."""
+    """Return the storage that a pickle refers to. Raises ``CorruptCheckpointError``, and ``UnsupportedCheckpointError``
+    for a view of a storage, which torch 0.4 wrote."""
     match value:
         case Persistent(("storage", Global(kind), str(key), str(), int(count), *view)) if count >= 0:
             if view not in ([], [None]):
@@ -129,11 +130,12 @@ def read_storage(value: object) -> PickledStorage:
                 )
             return PickledStorage(kind, key, count)
         case _:
-            raise _malformed("its storage is none")
+            raise _malformed("its storage is not a reference to a storage")
 
 
 def _storage(value: object, dtype: Global | None) -> tuple[str, str, int]:
-    """dtype, record key and size of a storage; ``dtype`` stands beside storages that have none of their own."""
+    """Return the dtype, the record key and the size of a storage. ``dtype`` is the one that the pickle has for an
+    untyped storage."""
     storage = read_storage(value)
     kind = storage.kind
     if dtype is None:
@@ -161,12 +163,12 @@ def _check_reach(tensor: StoredTensor) -> None:
         return
     reach = sum((dim - 1) * stride for dim, stride in zip(tensor.shape, tensor.strides, strict=True))
     if (tensor.storage_offset + reach + 1) * itemsize(tensor.dtype) > tensor.storage_bytes:
-        raise _malformed("it reaches out of its storage")
+        raise _malformed("it extends beyond its storage")
 
 
 def _significant(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides with those that no element depends on replaced by the strides of a row-major tensor. Such
-    strides may be arbitrary, and equal tensors would otherwise compare as different."""
+    """Return the strides. Those that no element depends on are replaced by the strides of a row-major tensor, because
+    they may be arbitrary, and equal tensors would compare as different."""
     dense = []
     following = 1
     for dim in reversed(shape):

@@ -1,12 +1,11 @@
-"""A pickle read as data: what the opcodes say, as plain containers and records; nothing is imported or called.
+"""A decoder of pickles that returns plain containers and records, and neither imports nor calls anything.
 
-Covers the opcodes that protocols 2 to 5 use for values, which is what ``torch.save`` and stock DCP write, and strings
-of Python 2. Text opcodes of protocol 0, extension codes, out-of-band buffers and stack tricks have no place there and
-are refused.
+It supports the opcodes that protocols 2 to 5 use for values, which ``torch.save`` and stock DCP write, and strings of
+Python 2. It raises an error for text opcodes of protocol 0, extension codes, out-of-band buffers, DUP and POP_MARK.
 
-Nothing read is ever hashed, compared or printed recursively: dicts stay lists of pairs (``Pairs``) and sets stay calls
-of ``builtins.set`` with a list, so nested keys cost nothing. Parts may be shared, as in any pickle: whoever expands the
-result has to bound what he makes of it.
+No decoded object is hashed, compared or printed recursively. A dict becomes a list of pairs (``Pairs``) and a set a
+call of ``builtins.set`` with a list, so deeply nested keys take no extra time. Parts may be shared, as in any pickle,
+so a caller that expands the result has to limit its size.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ __all__ = ["Global", "Limits", "Pairs", "Persistent", "PickledCall", "decode", "
 
 _DEFAULT_LIMITS = Limits()
 _STOP = ord(".")
-_STEP = 256  # opcodes, a fraction of a microsecond each
+_STEP = 256  # opcodes, each of which takes a fraction of a microsecond
 
 
 def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _DEFAULT_LIMITS) -> Steps[object]:
-    """What ``data`` describes: None, bool, int, float, str, bytes, bytearray, list, tuple and the records above.
+    """Decode ``data`` to None, bool, int, float, str, bytes, bytearray, list, tuple and the records of ``machine``.
 
-    The result is finite (no container holds itself) and nested at most ``limits.depth`` deep, so that a recursive
-    reader is safe, unless that is None; it may share parts. Python 2 module names are given as Python 3 spells them.
+    Unless ``limits.depth`` is None, no container in the result contains itself, and containers are nested at most that
+    deep, so that a reader may recurse. Parts may be shared. Python 2 module names are converted to those of Python 3.
 
-    Raises ``UnsafeObjectError`` for a global that is not in ``allowed``, naming it, and ``CorruptCheckpointError`` for
-    everything else: a truncated or malformed pickle, one beyond the limits, an opcode of another protocol, trailing
+    Raises ``UnsafeObjectError`` with the name for a global that is not in ``allowed``, and ``CorruptCheckpointError``
+    for everything else: a truncated or malformed pickle, one beyond the limits, an opcode of another protocol, trailing
     bytes.
     """
     result, end = yield from decode_next(data, 0, allowed, limits)
     if end != len(data):
-        raise CorruptCheckpointError(f"malformed pickle near byte {end}: bytes are left over at its end", offset=end)
+        raise CorruptCheckpointError(f"malformed pickle near byte {end}: other bytes follow its end", offset=end)
     return result
 
 
 def decode_next(
     data: bytes | bytearray, start: int, allowed: Container[str], limits: Limits = _DEFAULT_LIMITS
 ) -> Steps[tuple[object, int]]:
-    """As ``decode``, of the pickle that begins at byte ``start``, after which other data may follow. Returns where it
-    ends, too."""
+    """Decode the pickle that begins at byte ``start``, as ``decode`` does. Other data may follow. Returns the result
+    and the end of the pickle."""
     if len(data) > limits.total_bytes:
         raise CorruptCheckpointError(f"pickle of {len(data)} bytes, more than the {limits.total_bytes} allowed")
     machine = Machine(data, allowed, limits)
@@ -72,20 +71,20 @@ def _run(machine: Machine, opcodes: int) -> Steps[object]:
             machine.position += 1
             if opcode == _STOP:
                 if machine.marks or len(machine.stack) != 1:
-                    raise machine.malformed("values are left over at its end")
+                    raise machine.malformed("the stack has other values at its end")
                 return machine.stack[0]
             handlers[opcode](machine)
     raise machine.malformed(f"more than {opcodes} opcodes")
 
 
-# --- what a recursive reader relies on -----------------------------------------------------------------------------
+# --- the check for recursive readers -------------------------------------------------------------------------------
 
 _NESTING = (list, tuple, Pairs, PickledCall, Persistent)
 _NESTING_TYPES = frozenset(_NESTING)
 
 
 def _check_nesting(root: object, limit: int) -> Steps[None]:
-    """Raise ``CorruptCheckpointError`` where a container holds itself or lies deeper than ``limit``; every part is
+    """Raise ``CorruptCheckpointError`` if a container contains itself or is nested deeper than ``limit``. Every part is
     visited once."""
     if type(root) not in _NESTING_TYPES:
         return
@@ -104,7 +103,7 @@ def _check_nesting(root: object, limit: int) -> Steps[None]:
             heights[key] = 0
             fresh = [inner for inner in nested if not heights.get(id(inner))]
             if any(id(inner) in heights for inner in fresh):
-                raise CorruptCheckpointError("malformed pickle: a container holds itself")
+                raise CorruptCheckpointError("malformed pickle: a container contains itself")
             todo.extend(fresh)
             continue
         height = 1 + max((heights[id(inner)] for inner in nested), default=0)
@@ -115,7 +114,7 @@ def _check_nesting(root: object, limit: int) -> Steps[None]:
 
 
 def persistent_in(root: object) -> Iterator[Persistent]:
-    """The references in a result of ``decode``, each once."""
+    """Yield each reference in a result of ``decode`` once."""
     seen: set[int] = set()
     todo = [root]
     while todo:

@@ -1,9 +1,9 @@
-"""Values that ``torch.save`` wrote, as ``Node`` data: what the pickle means, without the classes that it names.
+"""The conversion of decoded pickles to ``Node`` data, without the classes that they name.
 
 The kinds are those of ``records.Node``; ``open_value`` lists them. Numbers, strings, bytes, ``io.BytesIO``, containers,
 ``torch.Size``, dtypes, devices, dense tensors, and numpy's scalars and arrays of plain numbers are data. Everything
-else is refused, except objects of types that the caller allowed: a ``Node`` records the arguments of such an object and
-does not construct it.
+else raises an error, except objects of types that the caller allowed: a ``Node`` records the arguments of such an
+object and does not construct it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ VALUE_GLOBALS = DtypeNames(
     | {f"builtins.{name}" for name in ("set", "frozenset", "complex", "bytes", "bytearray")}
     | {"_codecs.encode", "torch.Size", "torch.device", "numpy.ndarray", "numpy.dtype"}
 )
-"""What the pickle of a value may name."""
+"""The names that the pickle of a value may have."""
 
 _HASHABLE_KINDS = frozenset(
     {"int", "float", "frozenset", "bytes", "complex", "size", "dtype", "device", "numpy", "bytesio"}
 )
-_ALLOWED_KINDS = frozenset({"object", "type", "member"})  # whether such a key can be hashed its type will say
+_ALLOWED_KINDS = frozenset({"object", "type", "member"})  # such an object is hashed by its type when it is made
 
 
 def value_globals(allow: Set[str]) -> DtypeNames:
-    """What the pickle of a value may name where the types ``allow`` are allowed.
+    """Return the names that the pickle of a value may have if the types ``allow`` are allowed.
 
-    A class inside a class is found by way of the outer one, so the beginnings of a name are names as well.
+    The pickle of a class inside a class also names the outer class, so every prefix of a qualified name is included.
     """
     if not allow:
         return VALUE_GLOBALS
@@ -58,7 +58,7 @@ def value_globals(allow: Set[str]) -> DtypeNames:
 
 
 class ValueBudget:
-    """The size that all values read by one call may expand to together.
+    """The size to which all values of one call may expand together.
 
     A pickle shares parts and a ``Node`` does not, so a small pickle can expand to a very large ``Node``. Each value
     adds an amount in proportion to its own bytes to the budget; the rest is shared by all values.
@@ -99,8 +99,8 @@ def node_of(
     ``read_payload`` returns the bytes of the storage of a tensor inside the value. Types are allowed by their qualified
     names; types that are data remain data.
 
-    Raises ``UnsafeObjectError`` for what is not data, naming its type, and ``CorruptCheckpointError`` for calls that
-    make no sense.
+    Raises ``UnsafeObjectError`` with the name of the type for an object that is not data, and
+    ``CorruptCheckpointError`` for calls with invalid arguments.
     """
     return _Translator(budget, read_payload, allow - VALUE_GLOBALS.names).node(value)
 
@@ -141,14 +141,14 @@ class _Translator:
             if value.name in self._allow:
                 return {"type": value.name}
             raise UnsafeObjectError(f"the value holds {value.name} itself, which is not read as data")
-        raise _nonsense("a storage outside of a tensor" if isinstance(value, Persistent) else "an unknown object")
+        raise _malformed("a storage outside of a tensor" if isinstance(value, Persistent) else "an unknown object")
 
     def _call(self, call: PickledCall) -> Steps[Node]:
         name = call.function
         if name in self._allow:
             return (yield from self._object(call))
         if call.elements is not None:
-            raise _nonsense(f"{name} with elements")
+            raise _malformed(f"{name} with elements")
         if name in TENSOR_REBUILDERS:
             return self._tensor(read_tensor(call))
         if name in _RECONSTRUCT:
@@ -160,7 +160,7 @@ class _Translator:
         if name == "numpy.dtype":
             raise UnsafeObjectError("the value holds a numpy.dtype itself, which is not read as data")
         if call.state is not None or call.items is not None:
-            raise _nonsense(f"{name} with a state")
+            raise _malformed(f"{name} with a state")
         if name in _SCALAR:
             return self._numpy_scalar(call)
         match name.removeprefix("builtins."), call.args:
@@ -186,10 +186,10 @@ class _Translator:
                 return {"device": f"{kind}:{index}"}
         if name not in VALUE_GLOBALS:
             raise UnsafeObjectError(f"the value asks for {name}, which is not among the types read as data")
-        raise _nonsense(f"{name} with arguments that it does not take")
+        raise _malformed(f"{name} with arguments that it does not take")
 
     def _object(self, call: PickledCall) -> Steps[Node]:
-        """What an object of an allowed type is made from, as pickle would make it."""
+        """Return the arguments and the state from which pickle would make an object of an allowed type."""
         content: dict[str, Node] = {"type": call.function, "new": call.new}
         content["args"] = yield from self._nodes(call.args)
         if call.elements is not None:
@@ -206,7 +206,7 @@ class _Translator:
         return {"int": digits}
 
     def _ordered_dict(self, call: PickledCall) -> Steps[Node]:
-        # a module's state dict carries the versions of its parts in an attribute, which means nothing inside a value
+        # the state dict of a module has the versions of its parts in an attribute, which a value does not need
         match call.args, call.state:
             case (), None | Pairs(["_metadata", _]):
                 return {"ordered_dict": (yield from self._pairs(call.items or Pairs()))}
@@ -239,9 +239,9 @@ class _Translator:
         spelled, size = _numpy_dtype(dtype)
         data = _bytes_of(content)
         if len(shape) > 64 or not all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape):
-            raise _nonsense("a numpy.ndarray of an impossible shape")
+            raise _malformed("a numpy.ndarray of an impossible shape")
         if math.prod(shape) * size != len(data):
-            raise _nonsense(f"a numpy.ndarray of {len(data)} bytes that do not match its shape")
+            raise _malformed(f"a numpy.ndarray of {len(data)} bytes that do not match its shape")
         self._spend(len(data))
         if fortran:
             strides = [math.prod(shape[:dim]) for dim in range(len(shape))]
@@ -250,11 +250,11 @@ class _Translator:
 
     def _numpy_scalar(self, call: PickledCall) -> Node:
         if len(call.args) != 2:
-            raise _nonsense("a numpy scalar without content")
+            raise _malformed("a numpy scalar without content")
         spelled, size = _numpy_dtype(call.args[0])
         data = _bytes_of(call.args[1])
         if len(data) != size:
-            raise _nonsense(f"a numpy scalar of {len(data)} bytes")
+            raise _malformed(f"a numpy scalar of {len(data)} bytes")
         return {"numpy": {"dtype": spelled, "data": self._base64(data)}}
 
     def _nodes(self, values: Sequence[object]) -> Steps[list[Node]]:
@@ -266,7 +266,7 @@ class _Translator:
     def _hashable_nodes(self, values: Sequence[object]) -> Steps[list[Node]]:
         nodes = yield from self._nodes(values)
         if not all(map(_hashable, nodes)):
-            raise _nonsense("a dict key or set element that cannot be hashed")
+            raise _malformed("a dict key or set element that cannot be hashed")
         return nodes
 
     def _pairs(self, pairs: Pairs) -> Steps[list[Node]]:
@@ -279,7 +279,7 @@ class _Translator:
         return _ascii(content)
 
 
-def _nonsense(what: str) -> CorruptCheckpointError:
+def _malformed(what: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"malformed value: {what}")
 
 
@@ -297,7 +297,7 @@ def _hashable(node: Node) -> bool:
 
 
 def _bytes_of(value: object) -> bytes:
-    """Bytes as any protocol spells them; protocol 2 has none and encodes a string."""
+    """Return the bytes of a decoded object. Protocol 2 has no opcode for bytes and encodes a string."""
     match value:
         case bytes():
             return value
@@ -305,20 +305,20 @@ def _bytes_of(value: object) -> bytes:
             return _encode(text, encoding)
         case PickledCall("builtins.bytes", ()):
             return b""
-    raise _nonsense("bytes that are no bytes")
+    raise _malformed("another object in place of bytes")
 
 
 def _encode(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise _nonsense("bytes in an encoding other than latin-1")
+        raise _malformed("bytes in an encoding other than latin-1")
     try:
         return text.encode("latin-1")
     except UnicodeEncodeError:
-        raise _nonsense("bytes that are not latin-1") from None
+        raise _malformed("bytes that are not latin-1") from None
 
 
 def _numpy_dtype(value: object) -> tuple[str, int]:
-    """The dtype in numpy's own spelling (``"<f4"``) and its size, for plain numbers."""
+    """Return a dtype of plain numbers as numpy writes it (``"<f4"``), and its size."""
     match value:
         case PickledCall("numpy.dtype", (str(code), *_), (_, ("<" | ">" | "|" | "=") as order, None, None, None, *_)):
             if not _NUMPY_KINDS.fullmatch(code):
@@ -327,11 +327,11 @@ def _numpy_dtype(value: object) -> tuple[str, int]:
             return ("|" if size == 1 else "<" if order == "=" else order) + code, size
         case PickledCall("numpy.dtype", (str(code), *_), _):
             raise UnsafeObjectError(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
-    raise _nonsense("a numpy dtype that is none")
+    raise _malformed("another object in place of a numpy dtype")
 
 
 def _row_major(data: bytes, size: int, shape: Sequence[int], strides: Sequence[int], first: int) -> bytes:
-    """The elements in row-major order; ``strides`` and ``first`` count elements and stay within ``data``."""
+    """Return the elements in row-major order. ``strides`` and ``first`` count elements. All lie within ``data``."""
     if math.prod(shape) == 0:
         return b""
     expected = 1

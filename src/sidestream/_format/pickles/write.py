@@ -1,6 +1,6 @@
-"""Pickle opcodes by hand: exactly what ``torch.load`` and stock DCP need to read, and nothing that runs to write it.
+"""Writers of pickle opcodes: the ones that ``torch.load`` and stock DCP need, without an object to pickle.
 
-Strings that look like private names of torch below are part of torch's file format, not its API.
+Strings below that look like private names of torch are part of torch's file format, not of its API.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
     "tuple_of",
 ]
 
-_length = struct.Struct("<I").pack  # found once: there are 50,000 texts in a checkpoint of 10,000 tensors
+_length = struct.Struct("<I").pack  # looked up once, because a checkpoint of 10,000 tensors has 50,000 texts
 
 NONE, TRUE, FALSE, EMPTY_DICT = b"N", b"\x88", b"\x89", b"}"
 
@@ -76,5 +76,5 @@ def call(function: bytes, *arguments: bytes) -> bytes:
 
 
 def rebuilt(kind: bytes, state: bytes) -> bytes:
-    """Pickle an object that ``__new__`` makes without arguments and ``__setstate__`` fills."""
+    """Pickle an object that is made by ``__new__`` without arguments and then by ``__setstate__``."""
     return kind + b")\x81" + state + b"b"

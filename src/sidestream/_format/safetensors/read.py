@@ -1,7 +1,7 @@
-"""The safetensors format, read by hand: a header of JSON, then the bare elements of each tensor.
+"""Readers of the safetensors format: a header of JSON, then the bare elements of each tensor.
 
-Stock DCP writes it in two ways: as shards beside a ``.metadata`` that has no use for their layout, and as directories
-in the manner of Hugging Face, where the headers are all there is.
+Stock DCP writes it in two ways: as shard files beside a ``.metadata`` that does not describe their layout, and as
+directories in the manner of Hugging Face, which have only the headers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 PREFIX_BYTES = 8
 
-_MOST_HEADER_BYTES = 100_000_000  # what the format's own reader takes
+_MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 _MAX_RANK = 64
 _DTYPES = {
     "BOOL": "bool",
@@ -61,12 +61,13 @@ _DTYPES = {
 }
 
 DTYPE_NAMES = {dtype: spelled for spelled, dtype in _DTYPES.items()}
-"""How the format spells torch's dtypes."""
+"""The names of the dtypes of torch in the format."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """One tensor of a file: the box at ``offsets`` of a larger one. Its bytes begin at byte ``start`` of the file."""
+    """A tensor of a file, which may be the box at ``offsets`` of a larger one. Its bytes begin at byte ``start`` of the
+    file."""
 
     dtype: str
     offsets: tuple[int, ...]
@@ -79,12 +80,12 @@ Header = Mapping[str, TensorSlice]
 
 
 def header_bytes(prefix: bytes | bytearray, available: int, file: str) -> int:
-    """The length of the header, from the bytes before it. Raises ``CorruptCheckpointError`` if ``available`` bytes
-    cannot hold it."""
+    """Return the length of the header, from the bytes before it. Raises ``CorruptCheckpointError`` if ``available``
+    bytes cannot hold it."""
     nbytes = int.from_bytes(prefix, "little")
     if nbytes > min(available, _MOST_HEADER_BYTES):
         raise CorruptCheckpointError(
-            f"{file} is no safetensors file: it announces a header of {nbytes} bytes. (Stock DCP writes such files "
+            f"{file} is not a safetensors file: it announces a header of {nbytes} bytes. (Stock DCP writes such files "
             "from state dicts that hold more than tensors.)",
             file=file,
         )
@@ -92,10 +93,11 @@ def header_bytes(prefix: bytes | bytearray, available: int, file: str) -> int:
 
 
 def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str) -> Steps[Header]:
-    """The tensors of a file, by name; their elements lie between byte ``start`` and ``file_bytes``, its end.
+    """Return the tensors of a file by name. Their elements lie between byte ``start`` and ``file_bytes``, the end of
+    the file.
 
-    Raises ``CorruptCheckpointError`` where the header is malformed, or does not account for the file to its end;
-    ``UnsupportedCheckpointError`` for a dtype that is not known.
+    Raises ``CorruptCheckpointError`` if the header is malformed, or if the last tensor does not end at the end of the
+    file. Raises ``UnsupportedCheckpointError`` for an unknown dtype.
     """
     try:
         content = _parse_json(raw)
@@ -145,7 +147,9 @@ def _numbers(value: Any) -> tuple[int, ...]:
 
 
 def _parse_json(raw: str | bytes | bytearray) -> dict[str, Any]:
-    text = raw if isinstance(raw, str) else raw.decode()  # bytes that look like UTF-16 would make json import a codec
+    text = (
+        raw if isinstance(raw, str) else raw.decode()
+    )  # for bytes that look like UTF-16, loads() would import a codec
     content = json.loads(text, object_pairs_hook=_without_repetition)
     if not isinstance(content, dict):
         raise TypeError
@@ -163,15 +167,16 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> Steps[dict[str, int]]:
-    """The files of a stock checkpoint that hold safetensors, and where in them those begin (byte items come first).
+    """Return the files of a stock checkpoint that hold safetensors, and the offset of these in each file. Byte items
+    come before them.
 
-    Such a file is known by what ``.metadata`` says of its tensors: their bare sizes, all at one offset.
+    In ``.metadata``, the tensors of such a file have their bare sizes, and all have one offset.
 
-    Raises ``CorruptCheckpointError`` where the offsets differ; ``UnsupportedCheckpointError`` for shards that went
-    through a compressor, which leaves marks of every tensor in the file but compresses none.
+    Raises ``CorruptCheckpointError`` if the offsets differ, and ``UnsupportedCheckpointError`` for shards that were
+    written through a compressor: ``.metadata`` then has a transform for every tensor, although none is compressed.
     """
     found: dict[str, int] = {}
-    ends: dict[str, tuple[bool, int]] = {}  # of the files with compressed items: whether all are bare, and their end
+    ends: dict[str, tuple[bool, int]] = {}  # of files with compressed items: whether all have bare sizes, and their end
     for fqn, entry in manifest.entries.items():
         yield
         if not isinstance(entry, TensorEntry):
@@ -183,7 +188,8 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> Steps[dict[str, i
                 ends[chunk.file] = (all_bare and bare, max(end, chunk.item_offset + chunk.item_bytes))
             elif bare and found.setdefault(chunk.file, chunk.item_offset) != chunk.item_offset:
                 raise CorruptCheckpointError(
-                    f"{fqn!r} in {chunk.file!r} has a size or an offset that no writer gives it", fqn=fqn
+                    f"{fqn!r} in {chunk.file!r} has a size or an offset that does not fit the others in the file",
+                    fqn=fqn,
                 )
     for file, (all_bare, end) in ends.items():
         if all_bare and end != sizes.get(file):
@@ -192,8 +198,8 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> Steps[dict[str, i
 
 
 def locate_shards(manifest: Manifest, headers: Mapping[str, Header]) -> Steps[Manifest]:
-    """The manifest with the tensors in these files located. Raises ``CorruptCheckpointError`` where a header
-    contradicts it."""
+    """Return the manifest with the places of the tensors in these files. Raises ``CorruptCheckpointError`` if a header
+    contradicts the manifest."""
     entries: dict[str, Entry] = {}
     for fqn, entry in manifest.entries.items():
         yield
@@ -212,7 +218,7 @@ def _locate(fqn: str, dtype: str, chunk: Chunk, header: Header | None) -> Chunk:
         has = "nothing" if found is None else f"a {found.dtype} of shape {found.sizes} at {found.offsets}"
         raise CorruptCheckpointError(
             f"{chunk.file} has {has} for {fqn}, .metadata says {dtype} {chunk.sizes} at {chunk.offsets} (stock DCP "
-            "writes but one of several chunks that a rank has of a tensor)",
+            "writes only one of several chunks that a rank has of a tensor)",
             file=chunk.file,
             fqn=fqn,
         )
@@ -223,7 +229,7 @@ def _locate(fqn: str, dtype: str, chunk: Chunk, header: Header | None) -> Chunk:
 
 
 def parse_index(raw: bytes | bytearray) -> dict[str, str]:
-    """Which file each tensor is in. Raises ``CorruptCheckpointError``."""
+    """Return the file of each tensor. Raises ``CorruptCheckpointError``."""
     try:
         files = _parse_json(raw)["weight_map"]
         if not all(isinstance(file, str) for file in files.values()):
@@ -234,9 +240,9 @@ def parse_index(raw: bytes | bytearray) -> dict[str, str]:
 
 
 def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] | None) -> Steps[Manifest]:
-    """The checkpoint that the files make up together; with an ``index`` only what it names is in it.
+    """Return the checkpoint that the files form together. With an ``index``, it has only the tensors in the index.
 
-    A tensor reaches as far as its last slice does. Raises ``CorruptCheckpointError`` where the files contradict each
+    The shape of a tensor ends where its last slice ends. Raises ``CorruptCheckpointError`` if the files contradict each
     other.
     """
     entries: dict[str, Entry] = {}
@@ -258,6 +264,6 @@ def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] 
     missing = [fqn for fqn in index or () if fqn not in entries]
     if missing:
         raise CorruptCheckpointError(
-            f"{missing[0]!r} is in {INDEX_NAME} and not in its file", file=INDEX_NAME, fqn=missing[0]
+            f"{missing[0]!r} is in {INDEX_NAME}, but not in the file that it names", file=INDEX_NAME, fqn=missing[0]
         )
     return Manifest(save_id="", entries=entries, files={})

@@ -1,4 +1,4 @@
-"""Safetensors, written: header, index, and which tensor goes to which file."""
+"""Writers of safetensors: header, index, and the division of tensors among files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALIGN_BYTES = 8
 
 
 class Named(NamedTuple):
-    """A tensor to be written: its dtype as torch names it."""
+    """A tensor to write. ``dtype`` is the name in torch."""
 
     name: str
     dtype: str
@@ -25,11 +25,12 @@ class Named(NamedTuple):
 
 
 def header_of(tensors: Sequence[Named], aliases: Mapping[str, str]) -> bytes:
-    """Everything before the first payload; payloads follow without gaps. ``aliases``: further names of tensors, noted
-    as the safetensors package notes tied tensors that it leaves out. Raises ``UnsupportedTensorError``."""
+    """Return everything before the first payload. Payloads follow without gaps. ``aliases`` are further names of
+    tensors. They are written as the safetensors package writes tied tensors that it leaves out. Raises
+    ``UnsupportedTensorError``."""
     here = {one.name for one in tensors} if aliases else ()
-    noted = {other: name for other, name in aliases.items() if name in here}
-    content: dict[str, object] = {"__metadata__": {"format": "pt", **noted}}  # transformers refuses files without it
+    others = {other: name for other, name in aliases.items() if name in here}
+    content: dict[str, object] = {"__metadata__": {"format": "pt", **others}}  # transformers requires the format
     position = 0
     for one in tensors:
         spelled = DTYPE_NAMES.get(one.dtype)
@@ -46,8 +47,8 @@ def header_of(tensors: Sequence[Named], aliases: Mapping[str, str]) -> bytes:
 
 
 def shards_of_sizes(tensors: Iterable[Named], shard_bytes: int | None) -> list[list[Named]]:
-    """The tensors file by file, in their order. Within a file those come last whose size would leave the payloads
-    behind them unaligned for their dtypes."""
+    """Divide the tensors among files, in their order. In a file, tensors whose size would leave the payloads after them
+    unaligned come last."""
     shards: list[list[Named]] = [[]]
     nbytes = 0
     for one in tensors:
@@ -62,13 +63,13 @@ def shards_of_sizes(tensors: Iterable[Named], shard_bytes: int | None) -> list[l
 
 
 def alignment(nbytes: int) -> int:
-    """The largest element, of 8 bytes at most, that is aligned behind a payload of ``nbytes`` which is aligned for it.
-    As sizes are multiples of those of the elements, payloads in falling order of it are all aligned."""
+    """Return the largest element size, at most 8 bytes, that stays aligned after a payload of ``nbytes``. The size of a
+    payload is a multiple of its element size, so payloads in descending order of this value are all aligned."""
     return math.gcd(nbytes, ALIGN_BYTES)
 
 
 def file_names(count: int) -> list[str]:
-    """As transformers names them."""
+    """Return the names that transformers uses."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

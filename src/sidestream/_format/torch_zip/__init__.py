@@ -1,1 +1,1 @@
-"""Files of ``torch.save``, and DCP's items, which are such files."""
+"""Files of ``torch.save``, and the items of DCP, which are such files."""

@@ -1,4 +1,4 @@
-"""A whole ``torch.save`` file of a state dict: read as data, and framed by hand around payloads that pass through."""
+"""A reader of whole ``torch.save`` files as data, and the layout of such a file around its payloads."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ _MOST_PICKLE_BYTES = 256 << 20
 _MOST_VALUE_BYTES = 64 << 20
 _MOST_VALUES_BYTES = 1 << 30
 _MOST_NAME_CHARS = 4096
-_NAME_CHARS_A_BYTE = 16  # a name repeats the keys of all enclosing containers, which the pickle contains once
+_NAME_CHARS_A_BYTE = 16  # a name repeats the keys of all enclosing containers, which are in the pickle once
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of the file: its storage begins at byte ``start`` of the file, with this CRC-32, if it has one."""
+    """A tensor of the file. Its storage begins at byte ``start`` of the file. ``crc`` is the CRC-32 of the storage, if
+    the file has one."""
 
     path: tuple[Key, ...]
     stored: StoredTensor
@@ -40,7 +41,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class FileValue:
-    """A plain value; ``empty`` says that an empty dict stands there."""
+    """A plain value, or an empty dict if ``empty``."""
 
     path: tuple[Key, ...]
     node: Node
@@ -48,12 +49,12 @@ class FileValue:
 
 
 def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, FileTensor | FileValue], bool]]:
-    """What a file holds, by FQN, and whether it has checksums. The payloads of tensors are not read, but for those
-    inside of tuples and sets.
+    """Return the entries of a file by FQN, and whether it has checksums. Payloads of tensors are read only inside of
+    tuples and sets.
 
-    Raises ``CorruptCheckpointError``, ``UnsafeObjectError`` for what is more than data, ``UnsupportedCheckpointError``
-    for a file that does not hold a dict, or holds a tensor with more elements than bytes (an expanded one), and
-    ``KeyCollisionError``.
+    Raises ``CorruptCheckpointError``, ``UnsafeObjectError`` for objects that are more than data, ``KeyCollisionError``,
+    and ``UnsupportedCheckpointError`` for a file that does not hold a dict, or holds a tensor with more elements than
+    its storage (an expanded one).
     """
     source.seek(0)
     older = is_older(source.read(32))
@@ -68,7 +69,7 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, 
         yield
         fqn = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
         if fqn in found or len(fqn) > _MOST_NAME_CHARS:
-            raise KeyCollisionError(f"two entries of the file are named {fqn[:200]!r}, or it is too long")
+            raise KeyCollisionError(f"two entries of the file are named {fqn[:200]!r}, or this name is too long")
         budget.spend_part()  # containers may be shared, so a small pickle may have very many leaves
         budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
         try:
@@ -131,7 +132,7 @@ def _leaf(
 
 
 def _leaves(path: tuple[Key, ...], value: object) -> Iterator[tuple[tuple[Key, ...], object]]:
-    """As DCP flattens a state dict: dicts, and lists that hold tensors or containers."""
+    """Yield path and value of each leaf, as DCP flattens a state dict: dicts, and lists of tensors or containers."""
     pairs = _pairs(value)
     if pairs is not None and len(pairs):
         keys = [_key(key) for key in pairs.flat[::2]]
@@ -146,13 +147,13 @@ def _leaves(path: tuple[Key, ...], value: object) -> Iterator[tuple[tuple[Key, .
         return
     if not path:
         if len(pairs or ()):
-            raise UnsupportedCheckpointError("the file holds a dict with keys that are no strings or numbers")
+            raise UnsupportedCheckpointError("the file holds a dict with keys that are not strings or numbers")
         return
     yield path, value
 
 
 def _pairs(value: object) -> Pairs | None:
-    """The content of a dict, or of a module's state dict, whose attributes mean nothing here."""
+    """Return the content of a dict, or of an ``OrderedDict`` without its attributes. None for other objects."""
     if isinstance(value, Pairs):
         return value
     if not isinstance(value, PickledCall) or value.function != "collections.OrderedDict":
@@ -160,7 +161,7 @@ def _pairs(value: object) -> Pairs | None:
     match value.args:
         case ():
             return value.items or Pairs()
-        case (list(pairs),) if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):  # by Python 2
+        case (list(pairs),) if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):  # of Python 2
             return Pairs([part for pair in pairs for part in pair])
     return None
 
@@ -182,7 +183,7 @@ _ALIGN_BYTES = 64
 _DOS_DATE = 0x21
 _CRC_FOLLOWS = 0x08
 _MAX_32 = 0xFFFFFFFF
-_PADDING = 0x4246  # the extra field that torch pads with, too
+_PADDING = 0x4246  # the extra field that torch also uses for padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ class _Record:
         return self.nbytes >= _MAX_32
 
     def header(self) -> bytes:
-        """As long as it has to be for the payload to begin at a multiple of 64 bytes."""
+        """Return the local header, padded so that the payload begins at a multiple of 64 bytes."""
         extra = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.zip64 else b""
         bare = self.offset + 30 + len(self.name) + len(extra) + 4
         padding = -bare % _ALIGN_BYTES
@@ -221,11 +222,11 @@ class _Record:
 
 
 class TorchArchive:
-    """Where everything goes in a file whose tensors lie in ``sizes`` bytes each; ``pickled`` refers to them as storages
-    ``"0"``, ``"1"`` and so on.
+    """The layout of a file with payloads of ``sizes`` bytes. ``pickled`` refers to them as storages ``"0"``, ``"1"``
+    and so on.
 
-    ``pieces`` are ``(offset, content)``: bytes that are known, the index of a payload, or, where they depend on
-    checksums of payloads before, a function of all checksums.
+    ``pieces`` are pairs ``(offset, content)``. The content is bytes, the index of a payload, or a function from all
+    checksums to bytes, for bytes that depend on the checksums of earlier payloads.
     """
 
     def __init__(self, pickled: bytes, storages: Sequence[bytes], sizes: Sequence[int]) -> None:

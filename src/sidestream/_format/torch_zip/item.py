@@ -1,7 +1,8 @@
-"""One item of a foreign shard, a ``torch.save`` zip: where a tensor's payload lies, or a value as data.
+"""Readers of an item of a foreign shard file, a ``torch.save`` zip: the place of a tensor's payload, or a value as
+data.
 
-Only the zip's directory and the pickle are read, and of a value the storages of tensors inside it. Nothing larger than
-the item is read, whatever its headers claim.
+Only the directory of the zip and the pickle are read, and for a value the storages of tensors inside it. No read is
+larger than the item, whatever its headers claim.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ Records = Literal["needed", "all"]
 
 @dataclass(frozen=True, slots=True)
 class TensorPayload:
-    """A tensor and the record that its elements lie in.
+    """A tensor, and the record with its elements.
 
-    ``strides`` and ``storage_offset`` count elements, ``payload_offset`` bytes from the beginning of the item. Every
-    element lies within the ``payload_bytes``; ``crc32`` is the zip's checksum of all of them, not compared yet.
+    ``strides`` and ``storage_offset`` count elements. ``payload_offset`` counts bytes from the beginning of the item.
+    Every element lies within the ``payload_bytes``. ``crc32`` is their checksum in the zip, which has not been
+    compared.
     """
 
     dtype: str
@@ -54,12 +56,11 @@ class TensorPayload:
 
 
 def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "needed") -> TensorPayload:
-    """Find the tensor of an item. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
+    """Find the tensor of an item. ``source`` is seekable and holds only the item, of ``item_bytes``.
 
-    The payload is not read; with ``records="all"`` the checksums of all else are compared too. Raises
-    ``CorruptCheckpointError``, ``UnsafeObjectError`` for a type that is no part of a tensor, naming it, and
-    ``UnsupportedCheckpointError`` for tensors that are not dense (quantized, sparse, a subclass of tensors), naming
-    their kind.
+    The payload is not read. With ``records="all"``, the checksums of all other records are compared. Raises
+    ``CorruptCheckpointError``, ``UnsafeObjectError`` with the name of a type that is not part of a tensor, and
+    ``UnsupportedCheckpointError`` with the kind of a tensor that is not dense (quantized, sparse, a subclass).
     """
     archive = TorchZip(source, item_bytes)
     pickled = archive.read("data.pkl", _TENSOR_PICKLE_BYTES)
@@ -90,11 +91,11 @@ def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "need
 def open_value_item(
     source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset(), budget: ValueBudget | None = None
 ) -> Steps[Node]:
-    """The value of an item as a ``Node``. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
+    """Return the value of an item as a ``Node``. ``source`` is seekable and holds only the item, of ``item_bytes``.
 
     The size of the ``Node`` is taken from ``budget``, which grows in proportion to ``item_bytes``, or from a budget for
     this value alone. The checksums of the bytes have been verified. Raises ``CorruptCheckpointError``, and
-    ``UnsafeObjectError`` for a type that is neither read as data nor among those in ``allow``, naming it.
+    ``UnsafeObjectError`` with the name of a type that is neither data nor in ``allow``.
     """
     archive = TorchZip(source, item_bytes)
     pickled = archive.read("data.pkl", item_bytes)
@@ -113,15 +114,15 @@ def open_value_item(
 
 
 class _AnyName:
-    """Accepts every name for ``decode``, which never imports or calls anything."""
+    """An allow-list of all names for ``decode``, which never imports or calls anything."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 def _other_kind(pickled: bytes) -> str | None:
-    """Name the kind of tensor, other than a dense one, that the pickle of an item rebuilds; None if it is not a
-    tensor."""
+    """Return the kind of tensor that the pickle of an item rebuilds, for tensors that are not dense. None if it is not
+    a tensor."""
     try:
         root = at_once(decode(pickled, _AnyName(), _TENSOR_LIMITS))
     except CorruptCheckpointError:
@@ -134,9 +135,9 @@ def _other_kind(pickled: bytes) -> str | None:
 
 
 def check_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset()) -> Steps[None]:
-    """Raise ``UnsafeObjectError`` if the pickle of an item names a type that is neither read as data nor in ``allow``.
+    """Raise ``UnsafeObjectError`` if the pickle of an item names a type that is neither data nor in ``allow``.
 
-    Cheaper than ``open_value_item`` but incomplete: a pickle with very many parts is not examined.
+    This is cheaper than ``open_value_item`` but incomplete: a pickle with very many opcodes is not examined.
     """
     archive = TorchZip(source, item_bytes)
     try:

@@ -1,8 +1,8 @@
-"""A file that ``torch.save`` wrote before torch 1.6, or with ``_use_new_zipfile_serialization=False``: read as data.
+"""A reader of files that ``torch.save`` wrote before torch 1.6, or with ``_use_new_zipfile_serialization=False``.
 
-It is a sequence of pickles (magic number, version of the protocol, a description of the machine, the object, the keys
-of the storages) and of storages, in the order of the keys: the number of elements, and the elements. There are no
-checksums.
+Such a file is a sequence of pickles (magic number, version of the protocol, a description of the machine, the object,
+the keys of the storages), followed by the storages in the order of the keys: the number of elements, and the elements.
+There are no checksums.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class LegacyFile:
-    """The object of a file, the bytes of its pickles, and where each storage begins."""
+    """The object of a file, the bytes of its pickles, and the offset of each storage."""
 
     root: object
     pickle_bytes: int
@@ -53,11 +53,11 @@ class LegacyFile:
 
 
 def read_legacy(source: BinaryIO, file_bytes: int) -> Steps[LegacyFile]:
-    """Return what a file of ``file_bytes`` holds. Nothing is read of the storages but their sizes.
+    """Read a file of ``file_bytes``. Of the storages only the sizes are read.
 
-    Raises ``CorruptCheckpointError``, ``UnsafeObjectError`` for what is more than data, and
-    ``UnsupportedCheckpointError`` for a file of a big-endian machine and for views of storages as torch 0.4 had
-    them."""
+    Raises ``CorruptCheckpointError``, ``UnsafeObjectError`` for objects that are more than data, and
+    ``UnsupportedCheckpointError`` for a file of a big-endian machine and for views of storages, which torch 0.4
+    wrote."""
     root, keys, end = yield from _read_pickles(source, min(file_bytes, _MOST_PICKLE_BYTES))
     storages: dict[str, PickledStorage] = {}
     for one in persistent_in(root):
@@ -70,7 +70,7 @@ def read_legacy(source: BinaryIO, file_bytes: int) -> Steps[LegacyFile]:
 
 
 def _read_pickles(source: BinaryIO, most_bytes: int) -> Steps[tuple[object, list[str], int]]:
-    """Decode the pickles. Where they end is known only then, so more of the file is read until they are complete."""
+    """Decode the pickles. Their length is not known before, so more of the file is read until they are complete."""
     nbytes = min(most_bytes, _FIRST_BYTES)
     while nbytes < most_bytes:
         source.seek(0)
@@ -83,7 +83,7 @@ def _read_pickles(source: BinaryIO, most_bytes: int) -> Steps[tuple[object, list
 
 
 def _pickles(data: bytes) -> Steps[tuple[object, list[str], int]]:
-    """Return the object, the keys of the storages, and where the pickles end."""
+    """Return the object, the keys of the storages, and the end of the pickles."""
     end, parts = 0, []
     for _ in range(5):
         part, end = yield from decode_next(data, end, VALUE_GLOBALS)
@@ -104,13 +104,15 @@ def _pickles(data: bytes) -> Steps[tuple[object, list[str], int]]:
 def _starts(
     source: BinaryIO, file_bytes: int, end: int, keys: list[str], storages: Mapping[str, PickledStorage]
 ) -> Steps[dict[str, int]]:
-    """Return the offset of each storage. The number of elements before it has to be that in the pickle."""
+    """Return the offset of each storage. The number of elements in the file has to be the one in the pickle."""
     starts: dict[str, int] = {}
     for key in keys:
         yield
         storage = storages.get(key)
         if storage is None:
-            raise CorruptCheckpointError(f"nothing refers to its storage {key[:80]!r}, so that its size is unknown")
+            raise CorruptCheckpointError(
+                f"its pickle does not refer to the storage {key[:80]!r}, so the size is unknown"
+            )
         source.seek(end)
         count = int.from_bytes(source.read(_COUNT_BYTES), "little")
         starts[key] = end + _COUNT_BYTES

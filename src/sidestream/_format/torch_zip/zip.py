@@ -1,4 +1,5 @@
-"""The zip that ``torch.save`` writes, with everything refused that it never writes: a zip is a rich source of traps."""
+"""A reader of the zip files of ``torch.save``. It raises an error for everything that ``torch.save`` does not write,
+because zip files can contain many kinds of attacks."""
 
 from __future__ import annotations
 
@@ -24,18 +25,19 @@ _BYTE_ORDERS = {(len(name), crc32(name)): name.decode() for name in (b"little", 
 
 
 def is_zip(content: bytes | bytearray) -> bool:
-    """Whether it begins as ``torch.save`` begins a zip; if not, it may be in torch's older format."""
+    """Return whether ``content`` begins like a zip of ``torch.save``. If not, it may be in the older format of
+    torch."""
     return content.startswith(b"PK\x03\x04")
 
 
 def is_older(content: bytes | bytearray) -> bool:
-    """Whether a file begins like those that ``torch.save`` wrote before it wrote zips."""
+    """Return whether a file begins like those that ``torch.save`` wrote before it wrote zips."""
     return content[:1] == b"\x80" and _OLDER_NUMBER in content[:_OLDER_BYTES]
 
 
 def other_zip(source: BinaryIO, nbytes: int) -> str | None:
-    """Say what kind of zip this is, if ``torch.save`` did not write it, and what to do with it; None if the kind is
-    unknown."""
+    """Return text that says what kind of zip this is, and what to do with it, for a zip that ``torch.save`` did not
+    write. None if the kind is unknown."""
     try:
         with _translated():
             names = zipfile.ZipFile(_Window(source, nbytes)).namelist()
@@ -60,12 +62,12 @@ def other_zip(source: BinaryIO, nbytes: int) -> str | None:
 
 
 class TorchZip:
-    """The records of one item. ``source`` is a seekable binary file that holds the item and nothing else.
+    """The records of one item. ``source`` is a seekable binary file that holds only the item.
 
-    Raises ``CorruptCheckpointError`` on entry and on every read where the zip is malformed, has compressed, encrypted,
-    overlapping or repeated records, or claims bytes that it does not have; ``UnsupportedCheckpointError`` for
-    big-endian items, and for those that are no zips but torch's older format. Errors of ``source`` itself (``OSError``)
-    pass through.
+    The constructor and every read raise ``CorruptCheckpointError`` if the zip is malformed, has compressed, encrypted,
+    overlapping or repeated records, or claims bytes that it does not have. The constructor raises
+    ``UnsupportedCheckpointError`` for big-endian items, and for items in the older format of torch. Errors of
+    ``source`` itself (``OSError``) pass through.
     """
 
     def __init__(self, source: BinaryIO, item_bytes: int) -> None:
@@ -97,23 +99,23 @@ class TorchZip:
         return records
 
     def _find_prefix(self) -> str:
-        """All records lie in one folder, which is named after the file that ``torch.save`` was given."""
+        """Return the folder of all records. ``torch.save`` names it after the file."""
         prefixes = {name.partition("/")[0] for name in self._records}
         if len(prefixes) != 1:
             raise _malformed("its records do not lie in one folder")
         return prefixes.pop() + "/"
 
     def _check_byte_order(self) -> None:
-        # the directory's checksum tells the two apart, which saves a read
+        # the checksum in the directory distinguishes the two contents, so the record is not read
         info = self._records.get(self._prefix + "byteorder")
         order = "little" if info is None else _BYTE_ORDERS.get((info.file_size, info.CRC))
         if order == "big":
             raise UnsupportedCheckpointError("written on a big-endian machine, which this version does not read")
         if order is None:
-            raise _malformed("its byte order is none")
+            raise _malformed("its byte order is unknown")
 
     def read(self, name: str, most_bytes: int) -> bytes:
-        """The content of a record of at most ``most_bytes``, whose checksum was found right."""
+        """Return the content of a record of at most ``most_bytes``, after a comparison of its checksum."""
         info = self.info(name)
         if info.file_size > most_bytes:
             raise _malformed(f"record {name[:80]!a} has {info.file_size} bytes, more than {most_bytes}")
@@ -127,7 +129,7 @@ class TorchZip:
         return info
 
     def check(self, but: str | None = None) -> None:
-        """Compare the checksum of every record ``but`` that one, reading them all."""
+        """Read every record except ``but``, and compare its checksum."""
         for name, info in self._records.items():
             if name == f"{self._prefix}{but}":
                 continue
@@ -136,7 +138,7 @@ class TorchZip:
                     pass
 
     def payload_offset(self, name: str) -> int:
-        """Where the content of a record begins; all of it lies within the item, before the directory."""
+        """Return the offset of the content of a record. All of it lies within the item, before the directory."""
         info = self.info(name)
         self._window.seek(info.header_offset)
         header = self._window.read(_LOCAL_HEADER.size)
@@ -154,9 +156,9 @@ class TorchZip:
 
 
 class _Window(io.RawIOBase):
-    """``source`` for ``zipfile``: whatever lengths the zip claims, a read asks for no more than there is.
+    """``source`` as a file for ``zipfile``. No read extends beyond the item, whatever lengths the zip claims.
 
-    ``largest_read`` bounds the directory while that is read, as ``zipfile`` makes objects of all of it.
+    While the directory is read, ``largest_read`` limits it, because ``zipfile`` makes objects for all of it.
     """
 
     def __init__(self, source: BinaryIO, size: int) -> None:
@@ -200,7 +202,8 @@ class _Window(io.RawIOBase):
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """``zipfile`` meets a malformed zip with more kinds of errors than its own."""
+    """Convert errors of ``zipfile`` to ``CorruptCheckpointError``. For a malformed zip it raises many kinds of
+    errors."""
     try:
         yield
     except SidestreamError:

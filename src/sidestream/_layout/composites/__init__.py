@@ -1,1 +1,1 @@
-"""Tensors that consist of others: described, compared with those of a target, and made of parts that were read."""
+"""Tensors that consist of others: their entries, the comparison with a target, and their construction from parts."""

@@ -1,4 +1,4 @@
-"""Tensors that consist of others, made of parts that were read."""
+"""The construction of tensors that consist of others from parts that were read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ __all__ = ["build_composites", "check_types", "fill_sparse"]
 
 
 def check_types(entries: Mapping[str, Entry], fqns: Iterable[str], allowed: Mapping[str, type]) -> Steps[None]:
-    """Raise ``UnsafeObjectError`` for the first of the composite tensors ``fqns`` whose type may not be made anew."""
+    """Raise ``UnsafeObjectError`` for the first of the composite tensors ``fqns`` whose type must not be
+    constructed."""
     for fqn in fqns:
         yield
         entry = entries[fqn]
@@ -32,11 +33,11 @@ def build_composites(
 ) -> Steps[dict[str, torch.Tensor]]:
     """Return the composite tensors ``fqns`` over their parts, which are among ``tensors`` or among ``fqns`` themselves.
 
-    Raises ``CorruptCheckpointError`` for parts that are no sparse tensor, ``UnsafeObjectError`` and
+    Raises ``CorruptCheckpointError`` for parts that do not form a sparse tensor, ``UnsafeObjectError`` and
     ``UnsupportedCheckpointError``.
     """
     made: dict[str, torch.Tensor] = {}
-    for fqn in sorted(fqns, key=len, reverse=True):  # those that are parts of others first
+    for fqn in sorted(fqns, key=len, reverse=True):  # parts of others come first
         yield
         entry = entries[fqn]
         assert isinstance(entry, CompositeEntry)
@@ -58,14 +59,14 @@ def _sparse(fqn: str, entry: CompositeEntry, parts: Mapping[str, torch.Tensor], 
             raise CorruptCheckpointError(f"{fqn}: the manifest does not say whether it is coalesced", fqn=fqn)
         options = {"is_coalesced": context}
     try:
-        # Indices outside of the shape would make torch read and write memory that is not the tensor's.
+        # With indices outside of the shape, torch would read and write memory outside of the tensor.
         made: torch.Tensor = make(*parts.values(), entry.shape, check_invariants=True, **options)
         if made.dtype == dtype_from_name(entry.dtype):
             return made
         problem = f"values of dtype {dtype_name(made.dtype)}"
     except (RuntimeError, TypeError, ValueError) as error:
         problem = str(error).partition("\n")[0]
-    raise CorruptCheckpointError(f"{fqn}: its parts are no tensor of layout {entry.type}: {problem}", fqn=fqn)
+    raise CorruptCheckpointError(f"{fqn}: its parts do not form a tensor of layout {entry.type}: {problem}", fqn=fqn)
 
 
 def _subclass(
@@ -86,7 +87,8 @@ def _subclass(
 
 
 def fill_sparse(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Make ``target`` equal to ``source``, a sparse tensor of its layout and shape, however many elements each has."""
+    """Copy ``source`` to ``target``, a sparse tensor of the same layout and shape. The numbers of elements may
+    differ."""
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         if target.layout is not torch.sparse_coo:
             target.resize_as_sparse_(source)

@@ -1,4 +1,4 @@
-"""What the manifest says of a tensor that consists of others, besides its parts."""
+"""The manifest entry of a tensor that consists of others, without its parts."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["composite_entry", "differences"]
 
 _MAX_DEPTH = 16
 _MAX_NAME = 4096
-_TOLD = 160
+_SHOWN_CHARS = 160
 
 
 def composite_entry(fqn: str, path: tuple[Key, ...], form: Form) -> CompositeEntry:
-    """Return what the manifest says of a composite tensor. Raises ``UnsupportedTensorError`` and
-    ``UnsafeObjectError``."""
+    """Return the entry of a composite tensor. Raises ``UnsupportedTensorError`` and ``UnsafeObjectError``."""
 
     def unsupported(what: str) -> UnsupportedTensorError:
         return UnsupportedTensorError(f"{fqn}: cannot save a {form.type} {what}")
 
     if form.attributes:
         raise unsupported(
-            f"that names {', '.join(form.attributes)} among its tensors, which is none: save the tensors that it wraps"
+            f"that lists {', '.join(form.attributes)}, which is not a tensor, among its tensors: save the tensors that "
+            "it wraps"
         )
     if not 0 < len(set(form.names)) == len(form.names) <= MAX_PARTS or "" in form.names:
         raise unsupported(f"that wraps {len(form.names)} tensors: save the tensors that it wraps by themselves")
@@ -43,37 +43,37 @@ def composite_entry(fqn: str, path: tuple[Key, ...], form: Form) -> CompositeEnt
     return CompositeEntry(path, form.type, dtype_name(form.dtype), form.shape, form.strides, form.names, context)
 
 
-def _encode(value: Any, told: str, depth: int) -> Node:
-    """As ``encode_value``, and members of enums, dataclasses and named tuples by the names of their classes. No
-    tensors: nothing has copied them."""
+def _encode(value: Any, owner: str, depth: int) -> Node:
+    """Encode what ``encode_value`` encodes, and members of enums, dataclasses and named tuples by the names of their
+    classes. Tensors raise an error, because they have not been copied."""
     kind: Any = type(value)
     if isinstance(value, torch.Tensor):
-        raise UnsafeObjectError(f"{told} a tensor that its __tensor_flatten__ does not name")
+        raise UnsafeObjectError(f"{owner} a tensor that its __tensor_flatten__ does not name")
     if isinstance(value, Enum):
         return {"member": [_name(kind), value.name]}
     if depth > _MAX_DEPTH:
-        raise UnsafeObjectError(f"{told} containers deeper than {_MAX_DEPTH} levels, or one that contains itself")
+        raise UnsafeObjectError(f"{owner} containers deeper than {_MAX_DEPTH} levels, or one that contains itself")
     if kind in (list, tuple):
-        return {kind.__name__: [_encode(item, told, depth + 1) for item in value]}
+        return {kind.__name__: [_encode(item, owner, depth + 1) for item in value]}
     if kind in (dict, OrderedDict):
-        return {"dict" if kind is dict else "ordered_dict": _pairs(value, told, depth)}
+        return {"dict" if kind is dict else "ordered_dict": _pairs(value, owner, depth)}
     if is_dataclass(kind) and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
         state = object.__getstate__(value)
         if kind.__getstate__ is object.__getstate__ and not hasattr(kind, "__setstate__") and type(state) is dict:
-            return _object(kind, [], {"dict": _pairs(state, told, depth)})
+            return _object(kind, [], {"dict": _pairs(state, owner, depth)})
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return _object(kind, [_encode(item, told, depth + 1) for item in value])
+        return _object(kind, [_encode(item, owner, depth + 1) for item in value])
     try:
         return encode_value(value, "")
     except UnsafeObjectError:
         raise UnsafeObjectError(
-            f"{told} a {_name(kind)} beside its tensors, which is no plain data: save the tensors that it wraps by "
-            "themselves, and make it of them again after a load"
+            f"{owner} a {_name(kind)} beside its tensors, which is not plain data: save the tensors that it wraps by "
+            "themselves, and make it from them after a load"
         ) from None
 
 
-def _pairs(mapping: Mapping[Any, Any], told: str, depth: int) -> list[Node]:
-    return [[_encode(key, told, depth + 1), _encode(item, told, depth + 1)] for key, item in mapping.items()]
+def _pairs(mapping: Mapping[Any, Any], owner: str, depth: int) -> list[Node]:
+    return [[_encode(key, owner, depth + 1), _encode(item, owner, depth + 1)] for key, item in mapping.items()]
 
 
 def _object(kind: type, args: list[Node], state: Node = None) -> Node:
@@ -85,8 +85,8 @@ def _name(kind: type) -> str:
 
 
 def differences(here: CompositeEntry, saved: CompositeEntry) -> str:
-    """Return in which way a tensor of the target differs from the saved one of the same type, shape and dtype, apart
-    from its parts; an empty text if it does not."""
+    """Return text about the difference between a tensor of the target and the saved one of the same type, shape and
+    dtype, apart from its parts. Empty if there is none."""
     if here.parts != saved.parts:
         return f"it wraps {', '.join(here.parts)} in the target, {', '.join(saved.parts)} were saved"
     if here.strides is None:
@@ -94,4 +94,6 @@ def differences(here: CompositeEntry, saved: CompositeEntry) -> str:
     if here.strides != saved.strides:
         return f"strides {here.strides} in the target, {saved.strides} saved"
     one, other = json.dumps(here.context), json.dumps(saved.context)  # 1 and True are equal
-    return "" if one == other else f"{one[:_TOLD]} beside its tensors in the target, {other[:_TOLD]} saved"
+    return (
+        "" if one == other else f"{one[:_SHOWN_CHARS]} beside its tensors in the target, {other[:_SHOWN_CHARS]} saved"
+    )

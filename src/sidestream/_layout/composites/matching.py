@@ -1,4 +1,4 @@
-"""Tensors of a target that consist of others, compared with those of a checkpoint."""
+"""The comparison of composite tensors of a target with those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MANY = 256
 
 
 def saved_composites(manifest: Manifest) -> Steps[tuple[frozenset[str], frozenset[str]]]:
-    """The FQNs of the composite tensors in the checkpoint, and those of their parts."""
+    """Return the FQNs of the composite tensors in the checkpoint, and those of their parts."""
     wholes: list[str] = []
     parts: list[str] = []
     for some in chunked(stored(manifest.entries).items(), _MANY):
@@ -43,9 +43,10 @@ def saved_composites(manifest: Manifest) -> Steps[tuple[frozenset[str], frozense
 
 @dataclass(slots=True)
 class CompositeTargets:
-    """The composite tensors of the target: ``wholes`` have parts that are read in place, of ``sparse`` ones the number
-    of elements is known when they have been read. The parts of those in ``skipped`` are not looked at. ``saved`` are
-    those in the checkpoint, and ``met`` those of them that the target asks for, whatever it has in their place."""
+    """The composite tensors of the target. The parts of ``wholes`` are read in place. The number of elements of
+    ``sparse`` ones is known only when they have been read. Parts of tensors in ``skipped`` are ignored. ``saved`` are
+    the composite tensors in the checkpoint. ``met`` are those of them that the target requests, also by a leaf of
+    another kind."""
 
     manifest: Manifest
     findings: Findings
@@ -56,7 +57,7 @@ class CompositeTargets:
     met: list[str] = field(default_factory=list)
 
     def take(self, leaf: Leaf) -> bool:
-        """Return whether there is nothing more to do for ``leaf``."""
+        """Match ``leaf`` if it belongs to a composite tensor. Returns False if the caller has to match it."""
         fqn, value = leaf.fqn, leaf.value
         if leaf.whole in self.skipped:
             self.skipped.add(fqn)

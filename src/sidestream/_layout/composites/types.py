@@ -1,4 +1,4 @@
-"""Which classes are made anew from a checkpoint. A file names them, and imports nothing."""
+"""The classes that are constructed for a checkpoint. The file names them, but nothing is imported for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TENSORS = frozenset(
         "torchao.quantization.granularity.PerTensor",
     }
 )
-"""The subclasses of tensors that are made anew without ``safe_globals=``, once the program has imported them."""
+"""The subclasses of tensors that are constructed without ``safe_globals=``, if the program has imported them."""
 
 _BESIDE = frozenset(
     {
@@ -40,12 +40,12 @@ _BESIDE = frozenset(
         "torchao.quantization.quantize_.workflows.int8.int8_tensor.QuantizeTensorToInt8Kwargs",
     }
 )
-"""The enums and dataclasses in what these keep beside their tensors."""
+"""The enums and dataclasses that these subclasses have in addition to their tensors."""
 
 
 def type_of(fqn: str, name: str, allowed: Mapping[str, type]) -> type:
-    """Return the class ``name`` for the tensor ``fqn``. Raises ``UnsafeObjectError`` if it is not allowed, or not known
-    here."""
+    """Return the class ``name`` for the tensor ``fqn``. Raises ``UnsafeObjectError`` if it is not allowed, or has not
+    been imported."""
     return _found(fqn, name, allowed, _TENSORS)
 
 
@@ -59,13 +59,12 @@ def _found(fqn: str, name: str, allowed: Mapping[str, type], known: frozenset[st
     module, _, attribute = name.rpartition(".")
     found = getattr(sys.modules.get(module), attribute, None)
     if not isinstance(found, type):
-        raise UnsafeObjectError(f"{fqn}: a {name}, which this program does not know yet: import {module} first")
+        raise UnsafeObjectError(f"{fqn}: a {name}, which this program has not imported: import {module} first")
     return found
 
 
 class KnownTypes(dict[str, type]):
-    """The types of what the tensor ``fqn`` keeps beside its tensors: those that were allowed, and those of a fixed
-    list."""
+    """The types of what the tensor ``fqn`` has in addition to its tensors: allowed types, and those of a fixed list."""
 
     def __init__(self, fqn: str, allowed: Mapping[str, type]) -> None:
         super().__init__(allowed)

@@ -1,1 +1,1 @@
-"""What each of several ranks saves."""
+"""The plans of several ranks that save together."""

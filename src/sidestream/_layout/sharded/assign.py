@@ -1,8 +1,9 @@
-"""Who writes what: made on rank 0 from the tables of all ranks, for a thousand ranks in seconds.
+"""The assignment of boxes and values to ranks. Rank 0 makes it from the tables of all ranks, for a thousand ranks in
+seconds.
 
-Ranks of one program mostly have the same rows, and rows mostly lie on the ranks in few ways. So rows are read once for
-each distinct table, and everything that needs thought is done once for each distinct way (a *pattern*) and not once for
-each tensor; what is done for each tensor of each rank is cutting and joining bytes.
+The ranks of one program mostly have the same rows, and rows are divided among the ranks in few ways. So rows are read
+once for each distinct table. The slow steps are done once for each distinct division (a *pattern*), and not for each
+tensor. For each tensor of each rank, bytes are only cut and joined.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from ..._runtime.steps import Steps, collected
 from ...errors import InvalidOptionError, UnsupportedCheckpointError
 from .rank_table import Box, Row, boxes_of, unpack_boxes
 
-__all__ = ["Assignment", "Told", "assign"]
+__all__ = ["Assignment", "RankReport", "assign"]
 
 _SPLIT_BYTES = 8 << 20
-"""A replica is cut into pieces of at least so many bytes, so that those who hold it share the writing."""
-_TOLD = 160
+"""A replica is cut into pieces of at least this many bytes, so that the ranks that hold it share the writes."""
+_SHOWN_CHARACTERS = 160
 
 
-class Told(NamedTuple):
-    """What a rank has told of itself: which table it has (by digest) and its packed boxes."""
+class RankReport(NamedTuple):
+    """The report of a rank: the digest of its table, and its packed boxes."""
 
     table: str
     boxes: bytes
@@ -36,12 +37,12 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one rank is to write.
+    """The items and values that one rank writes.
 
-    ``places[i]``: where row ``i`` of its table stands among the rows of all, -1 for an empty dict that has something in
-    it on another rank; None if all stand there where they are. ``pieces`` has, for those of its items (by number) that
-    it does not write as a whole, the first row and the number of rows to write, ``(0, 0)`` for none. ``values``: rows
-    whose value it writes.
+    ``places[i]`` is the index of row ``i`` of its table among the rows of all ranks, or -1 for an empty dict that is
+    not empty on another rank. ``places`` is None if all indices are the same. ``pieces`` has the items, by number, that
+    the rank does not write as a whole: the first row and the number of rows to write, ``(0, 0)`` for none. ``values``
+    are the rows whose value it writes.
     """
 
     places: tuple[int, ...] | None
@@ -60,7 +61,7 @@ class Assignment:
 
 
 class _Holder(NamedTuple):
-    """A box where it is: on ``rank``, as the ``ordinal``-th of row ``row`` of its table."""
+    """A box on ``rank``: the ``ordinal``-th one of row ``row`` of its table."""
 
     rank: int
     row: int
@@ -70,7 +71,7 @@ class _Holder(NamedTuple):
 
 @dataclass(slots=True)
 class _Group:
-    """Rows that lie on the ranks in the same way. ``cohorts``: (table, row) of the first of them."""
+    """Rows that are divided among the ranks in the same way. ``cohorts``: (table, row) of the first of them."""
 
     row: Row
     cohorts: tuple[tuple[int, int], ...]
@@ -80,7 +81,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Assigning:
-    ranks: Sequence[Told]
+    ranks: Sequence[RankReport]
     tables: Sequence[Sequence[Row]]
     cohorts: Sequence[Sequence[int]]
     boxes: list[list[list[bytes]]]  # by table, rank within it, row
@@ -93,22 +94,22 @@ class _Assigning:
     turn: int = 0
 
 
-def assign(ranks: Sequence[Told], tables: Mapping[str, Sequence[Row]]) -> Steps[tuple[Shared, list[Assignment]]]:
-    """What all ranks together save, and what each of them writes of it.
+def assign(ranks: Sequence[RankReport], tables: Mapping[str, Sequence[Row]]) -> Steps[tuple[Shared, list[Assignment]]]:
+    """Return the rows of all ranks together, and the assignment of each rank.
 
-    Each box is written once. Of boxes that several ranks have, large ones are cut along their first dimension and
-    shared, small ones go to whoever has least to write. Raises ``InvalidOptionError`` where ranks disagree about a
-    name, or hold only parts of a tensor together.
+    Each box is written once. If several ranks have a box, they share a large one, which is cut along its first
+    dimension. A small one is written by the rank with the fewest bytes. Raises ``InvalidOptionError`` if ranks have
+    different rows of one name, or do not hold all of a tensor together.
     """
-    digests = list(dict.fromkeys(told.table for told in ranks))
-    cohorts = [[rank for rank, told in enumerate(ranks) if told.table == digest] for digest in digests]
+    digests = list(dict.fromkeys(report.table for report in ranks))
+    cohorts = [[rank for rank, report in enumerate(ranks) if report.table == digest] for digest in digests]
     boxes: list[list[list[bytes]]] = []
     for cohort in cohorts:
         boxes.append((yield from collected((boxes_of(ranks[rank].boxes) for rank in cohort), 1)))
     world = len(ranks)
     work = _Assigning(
         ranks, [tables[digest] for digest in digests], cohorts, boxes, [0] * world, [{} for _ in ranks],
-        [[] for _ in ranks], [digests.index(told.table) for told in ranks],
+        [[] for _ in ranks], [digests.index(report.table) for report in ranks],
     )  # fmt: skip
     merged = yield from _merge(work.tables)
     groups, others = yield from _groups(work, merged)
@@ -129,7 +130,8 @@ def assign(ranks: Sequence[Told], tables: Mapping[str, Sequence[Row]]) -> Steps[
 
 
 def _merge(tables: Sequence[Sequence[Row]]) -> Steps[dict[str, tuple[Row, list[tuple[int, int]]]]]:
-    """Each row, and where it stands in which tables. Raises ``InvalidOptionError`` where they differ about it."""
+    """Return each row, with the tables that have it and its index in each. Raises ``InvalidOptionError`` if the tables
+    have different rows of one name."""
     merged: dict[str, tuple[Row, list[tuple[int, int]]]] = {}
     for table, rows in enumerate(tables):
         for number, row in enumerate(rows):
@@ -160,9 +162,9 @@ def _check_composites(merged: Mapping[str, tuple[Row, list[tuple[int, int]]]]) -
 def _without_shells(
     merged: dict[str, tuple[Row, list[tuple[int, int]]]],
 ) -> Steps[dict[str, tuple[Row, list[tuple[int, int]]]]]:
-    """``merged`` without the empty dicts that other ranks have something in. Raises ``InvalidOptionError`` for a leaf
-    that is a container to other ranks, and for a dict that is a list to others."""
-    containers: dict[tuple[Key, ...], tuple[bool, str]] = {}  # whether it is a list, and what is in it
+    """Return ``merged`` without the empty dicts that are not empty on other ranks. Raises ``InvalidOptionError`` for a
+    leaf that is a container on other ranks, and for a dict that is a list on others."""
+    containers: dict[tuple[Key, ...], tuple[bool, str]] = {}  # whether it is a list, and the FQN of a leaf in it
     for row, _ in merged.values():
         yield
         for depth in range(len(row.path) - 1, 0, -1):
@@ -172,7 +174,7 @@ def _without_shells(
                 raise InvalidOptionError(
                     f"{inner} and {row.fqn}: a list to some ranks is a dict to others; rename one of them"
                 )
-            if inner != row.fqn:  # what is around it is known too
+            if inner != row.fqn:  # the containers around it are known, too
                 break
     shells = []
     for fqn, (row, _) in merged.items():
@@ -193,7 +195,8 @@ def _without_shells(
 def _told(row: Row) -> str:
     if row.composite is not None:
         one = row.composite
-        beside = "" if one.strides is None else f" with {json.dumps([one.strides, one.parts, one.context])[:_TOLD]}"
+        details = json.dumps([one.strides, one.parts, one.context])[:_SHOWN_CHARACTERS]
+        beside = "" if one.strides is None else f" with {details}"
         coalesced = "" if type(one.context) is not bool else " (coalesced)" if one.context else " (not coalesced)"
         return f"a {one.type}{coalesced} of {one.dtype} and shape {one.shape}{beside}"
     return f"a {row.dtype} of shape {row.shape}" if row.kind == "tensor" else f"a {row.kind} at {row.path}"
@@ -291,9 +294,10 @@ def _check_cover(row: Row, boxes: Sequence[Box]) -> None:
 def _order(
     work: _Assigning, box: Box, holders: Sequence[_Holder], where: Sequence[tuple[int, int]], *, several: bool
 ) -> Sequence[_Holder]:
-    """Who of ``holders`` is to write, the first one most of all. Where a tensor has ``several`` such boxes they take
-    turns: few ways to lie are worth more than the last byte of balance. Tied tensors go the same way, so that they are
-    one item."""
+    """Return ``holders`` in the order in which they get parts of ``box`` to write.
+
+    If a tensor has ``several`` such boxes, the holders take turns. This balances the bytes less well, but leads to few
+    patterns. Tied tensors get the same order, so that they are one item."""
     for table, row in where:
         tie = work.tables[table][row].tie
         known = work.orders.get((table, tie), {}).get(box) if tie >= 0 else None
@@ -311,7 +315,8 @@ def _order(
 def _share(
     work: _Assigning, box: Box, order: Sequence[_Holder], size: int, where: Sequence[tuple[int, int]]
 ) -> tuple[PlacedBox, ...]:
-    """Which rows of ``box`` those in ``order`` write."""
+    """Divide ``box`` among the holders in ``order``. Returns the boxes to write, and updates ``pieces`` and
+    ``load``."""
     nbytes = math.prod(box[1]) * size
     rows = box[1][0] if box[1] else 0
     count = max(1, min(len(order), rows, nbytes // _SPLIT_BYTES))
@@ -339,7 +344,7 @@ def _share(
 
 
 def _base(work: _Assigning, rank: int, table: int) -> list[int]:
-    """The number of the first item of each row of a rank's table."""
+    """Return the number of the first item of each row of a rank's table."""
     if rank not in work.bases:
         rows = work.boxes[table][work.cohorts[table].index(rank)]
         bases, count = [], 0

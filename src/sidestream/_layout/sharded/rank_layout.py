@@ -1,4 +1,5 @@
-"""The plan of one rank's part of a save: what ``save.py`` plans for one process, for what was assigned to this rank."""
+"""The plan of one rank's part of a save. It is for the assignment of the rank what ``save_layout`` is for one
+process."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _MOST_VALUE_FRAME_BYTES = 4096
 
 
 class _Place(NamedTuple):
-    """An item of the layout: which row of all it belongs to, its FQN, its box, and where it is."""
+    """An item of the layout: its row among the rows of all ranks, its FQN, its box, and its place."""
 
     row: int
     fqn: str
@@ -40,19 +41,19 @@ class _Place(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """Elements ``start`` to ``start + sizes`` of a local tensor; all of it if ``whole``."""
+    """The elements ``start`` to ``start + sizes`` of a local tensor, or all of it if ``whole``."""
 
     tensor: int
     start: tuple[int, ...]
     sizes: tuple[int, ...]
     whole: bool
     dtype: torch.dtype | None
-    """What they are converted to; None: the dtype that they have."""
+    """The dtype to which they are converted. None: they keep their dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedValues:
-    """The plain values of this rank, by row of its table. ``digests`` are equal where the values are."""
+    """The plain values of this rank, by row of its table. Equal values have equal ``digests``."""
 
     nodes: Mapping[int, Node]
     digests: Mapping[int, str]
@@ -63,7 +64,7 @@ class EncodedValues:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Where this rank's items go: used again as long as nothing changes. Holds no tensors."""
+    """The places of this rank's items. It is cached as long as nothing changes, and refers to no tensors."""
 
     shards: tuple[ShardLayout, ...]
     sources: tuple[_Source, ...]
@@ -73,14 +74,14 @@ class RankLayout:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """As ``SavePlan``, for the files of one rank."""
+    """The plan for the files of one rank, like ``SavePlan``."""
 
     rank: int
     layout: RankLayout
     images: tuple[ImageLayout, ...]
     values: bytes
     value_places: tuple[tuple[int, str, int, int, Node], ...]
-    """Row of all, FQN, offset, length, node."""
+    """Row among the rows of all ranks, FQN, offset, length, node."""
 
     @property
     def shards(self) -> tuple[ShardLayout, ...]:
@@ -107,7 +108,8 @@ class RankPlan:
         return f"__{self.rank}_{index + 1}.distcp"
 
     def chunks(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Iterator[tuple[int, str, Chunk]]:
-        """Row of all, FQN and chunk, given the checksums of each shard's blocks and what the files are called."""
+        """Yield row among the rows of all ranks, FQN and chunk. ``sums`` has the checksums of each shard, and ``names``
+        the names of the files in the checkpoint."""
         for row, fqn, (offsets, sizes), shard, item in self.layout.places:
             placed = self.shards[shard].items[item]
             yield (
@@ -127,7 +129,7 @@ class RankPlan:
 
 
 def encode_values(table: LocalTable) -> Steps[EncodedValues]:
-    """Raises ``UnsafeObjectError``, naming the FQN."""
+    """Encode the plain values of a table. Raises ``UnsafeObjectError`` with the FQN."""
     nodes: dict[int, Node] = {}
     digests: dict[int, str] = {}
     nbytes = 0
@@ -152,7 +154,7 @@ def lay_out_rank(
     agreement: str,
     assignment: Assignment,
 ) -> Steps[RankPlan]:
-    """The files of this rank. ``agreement`` is equal where the assignment is."""
+    """Plan the files of this rank. Equal assignments have an equal ``agreement``."""
     total = sum(source.nbytes for source in table.sources)
     window_bytes = window_bytes_for(total, budget_bytes)
     key = ("rank", agreement, window_bytes, table.key)
@@ -208,7 +210,8 @@ def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> St
         tensor, dtype = table.sources[item.tensor], rows[item.row].dtype
         whole = tuple(tensor.shape) == sizes
         identity: tuple[object, ...] = (*view_key(tensor), start, sizes, dtype)
-        # One item is one box of one tensor: a local tensor saved by itself too is no tied tensor, readers refuse that.
+        # An item is one box of one tensor. A local tensor that is also saved by itself is not tied to the larger one,
+        # because readers raise an error for an item with two shapes.
         identity = (*identity, rows[item.row].shape, offsets)
         if not tensor.numel():
             identity = (number,)

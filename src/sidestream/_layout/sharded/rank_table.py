@@ -1,4 +1,4 @@
-"""What one rank holds of a state dict: rows that other ranks may have too, and which boxes of them are here."""
+"""The table of one rank: the rows of its state dict, which other ranks may also have, and the boxes that it holds."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Row(NamedTuple):
-    """One leaf as it is known to all: ``kind`` is ``"tensor"``, ``"value"``, ``"empty"`` or ``"composite"``. ``tie`` is
-    the row whose memory this one shares on the rank that says so, or -1. ``composite`` is the entry of a composite
-    tensor; its parts have rows of their own."""
+    """A leaf, in the form that all ranks exchange. ``kind`` is ``"tensor"``, ``"value"``, ``"empty"`` or
+    ``"composite"``. ``tie`` is the row whose memory this one shares on the rank of the table, or -1. ``composite`` is
+    the entry of a composite tensor; its parts have rows of their own."""
 
     kind: str
     fqn: str
@@ -46,8 +46,8 @@ class Row(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A box that is here: elements ``start`` to ``start + sizes`` of tensor number ``tensor`` among those captured for
-    saving (``LocalTable.sources``)."""
+    """A box that this rank holds. It is the elements ``start`` to ``start + sizes`` of tensor number ``tensor`` in
+    ``LocalTable.sources``."""
 
     row: int
     box: Box
@@ -56,7 +56,7 @@ class Item(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The cached part of a table: it depends on what the state dict looks like, not on what it holds."""
+    """The cached part of a table. It depends on the look of the state dict, and not on its contents."""
 
     rows: tuple[Row, ...]
     items: tuple[Item, ...]
@@ -65,13 +65,13 @@ class Held(NamedTuple):
     most_bytes: int
     """What the items have at most in files, without the plain values."""
     table: str
-    """Digest of the rows alone."""
+    """The digest of the rows, without the boxes."""
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTable:
-    """``values`` has the leaf of each row of that kind, by row; ``sources`` the local tensors."""
+    """The table of this rank. ``values`` has the leaf of each plain value by row, and ``sources`` the local tensors."""
 
     held: Held
     sources: Sequence[torch.Tensor]
@@ -80,7 +80,8 @@ class LocalTable:
 
 
 def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
-    """Raises ``UnsupportedTensorError``, ``KeyCollisionError``, ``UnsafeObjectError``, naming the FQN."""
+    """Make the table of this rank. Raises ``UnsupportedTensorError``, ``KeyCollisionError`` and ``UnsafeObjectError``
+    with the FQN."""
     leaves = yield from collected(leaves_of(captured.root))
     sources: list[torch.Tensor] = []
     shardings: list[Hashable] = []
@@ -196,7 +197,7 @@ def _pack_rows(rows: Sequence[Row]) -> Steps[bytes]:
 
 
 def parse_rows(raw: bytes) -> Steps[list[Row]]:
-    """What ``_pack_rows`` made on another rank."""
+    """Decode the rows that ``_pack_rows`` has made on another rank."""
     lines = raw.decode().split("\n") if raw else []
     return (yield from collected(_parse_row(json.loads(line)) for line in lines))
 
@@ -214,8 +215,8 @@ def _parse_row(line: list[Any]) -> Row:
 
 
 def _pack_boxes(rows: int, items: Sequence[Item]) -> Steps[bytes]:
-    """For each row how many boxes, and those; before it all where each row begins, so that rank 0 can cut the rows of a
-    thousand ranks apart without looking into them."""
+    """Encode the boxes of each row: their number, and the boxes. Before them is the offset of each row, so that rank 0
+    can separate the rows of a thousand ranks without decoding them."""
     of_row: list[list[Item]] = [[] for _ in range(rows)]
     for item in items:
         of_row[item.row].append(item)
@@ -230,17 +231,17 @@ def _pack_boxes(rows: int, items: Sequence[Item]) -> Steps[bytes]:
 
 
 def boxes_of(raw: bytes) -> list[bytes]:
-    """The boxes of each row, still packed: equal bytes where the boxes are."""
+    """Return the packed boxes of each row. Equal boxes have equal bytes."""
     (rows,) = struct.unpack_from("<I", raw)
     starts = array("I", raw[4 : 4 + 4 * (rows + 1)])
     body = raw[4 + 4 * (rows + 1) :]
     if len(starts) != rows + 1 or starts[-1] != len(body):
-        raise CorruptCheckpointError("what a rank says about its boxes is damaged")
+        raise CorruptCheckpointError("the boxes that a rank has sent are damaged")
     return [body[start:end] for start, end in itertools.pairwise(starts)]
 
 
 def unpack_boxes(packed: bytes, ndim: int, position: int) -> Iterator[tuple[int, Box]]:
-    """The boxes of one rank that begin at ``position`` of what was joined, and where each of them ends."""
+    """Yield the boxes of one rank, which begin at ``position`` of ``packed``, and the end of each."""
     (count,) = struct.unpack_from("<H", packed, position)
     position += 2
     for _ in range(count):

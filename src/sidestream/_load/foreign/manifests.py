@@ -328,5 +328,5 @@ def _entry(one: FileTensor | FileValue, name: str) -> Entry:
     whole = row_major and not stored.storage_offset
     payload = ForeignPayload(one.crc, stored.storage_bytes, None if whole else stored.strides, stored.storage_offset)
     offsets = (0,) * len(stored.shape)
-    chunk = Chunk(offsets, stored.shape, name, one.start, stored.storage_bytes, one.start, told=payload)
+    chunk = Chunk(offsets, stored.shape, name, one.start, stored.storage_bytes, one.start, foreign=payload)
     return TensorEntry(one.path, stored.dtype, stored.shape, (chunk,))

@@ -94,7 +94,7 @@ async def read_values(
     Raises ``UnsafeObjectError``, naming the FQN, for what is more than data and not of the types ``allow``;
     ``CorruptCheckpointError``.
     """
-    values, rest = await io_threads().run(_told_values, entries, manifest.own)
+    values, rest = await io_threads().run(_inline_values, entries, manifest.own)
     budgets = ValueBudgets()
     for fqn, entry in rest.items():
         values[fqn] = await _read_value(source, fqn, entry, allow, trust, budgets)
@@ -112,13 +112,13 @@ class ValueBudgets:
 
 
 @sliced
-def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> Steps[tuple[dict[str, Any], dict[str, ValueEntry]]]:
+def _inline_values(entries: Mapping[str, ValueEntry], own: bool) -> Steps[tuple[dict[str, Any], dict[str, ValueEntry]]]:
     """Return the values that the manifest contains, and the entries of the others. Raises ``MissingExtraError``."""
     values: dict[str, Any] = {}
     rest: dict[str, ValueEntry] = {}
     for fqn, one in entries.items():
         yield
-        if one.told or (own and not is_stored(one.node)):
+        if one.inline or (own and not is_stored(one.node)):
             values[fqn] = yield from decode_value(one.node, fqn)
         else:
             rest[fqn] = one
@@ -232,8 +232,8 @@ def _located(entry: TensorEntry, opened: _Opened) -> Located:
         located = chunk
         if chunk.transform:
             continue
-        if chunk.told is not None:
-            payloads[chunk] = chunk.told
+        if chunk.foreign is not None:
+            payloads[chunk] = chunk.foreign
         elif _is_closed(chunk):
             located, payloads[located] = opened[chunk]
         chunks.append(located)
@@ -396,7 +396,7 @@ async def _digest(source: RangeSource, fqn: str, entry: TensorEntry, chunk: Chun
 
 def _is_closed(chunk: Chunk) -> bool:
     """Whether its zip has to be opened to see where the payload is."""
-    return not chunk.transform and chunk.told is None and chunk.payload_offset is None
+    return not chunk.transform and chunk.foreign is None and chunk.payload_offset is None
 
 
 def _ends_of(chunk: Chunk) -> list[tuple[int, int]]:

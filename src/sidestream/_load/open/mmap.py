@@ -38,7 +38,7 @@ def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> Steps[dict[s
         if not math.prod(entry.shape) or len(entry.chunks) != 1:
             continue
         (chunk,) = entry.chunks
-        row_major = chunk.told is None or chunk.told.strides is None
+        row_major = chunk.foreign is None or chunk.foreign.strides is None
         start = chunk.payload_offset if row_major and not chunk.transform else None
         if start is not None and start % itemsize(entry.dtype) == 0:
             found[fqn] = entry

@@ -135,7 +135,7 @@ async def read_bytes(
 ) -> dict[str, bytes]:
     """For each of ``entries`` what ``torch.load`` makes the value of; with ``trust="pickle"`` the bytes that were
     saved. Raises ``UnsafeObjectError``, ``CorruptCheckpointError``."""
-    if trust == "pickle" and not any(entry.told for entry in entries.values()):
+    if trust == "pickle" and not any(entry.inline for entry in entries.values()):
         return {fqn: await _as_saved(source, entry) for fqn, entry in entries.items()}
     try:
         values = await read_values(source, manifest, entries, allow)
