@@ -1,7 +1,7 @@
-"""An attempt with ``commit="marker"``: files with names of their own in the target, and a marker created last.
+"""An attempt with ``commit="marker"``: files with unique names in the target, and a marker that is created last.
 
-A process may die while it writes the marker. So the last bytes of the marker are written when all others are durable,
-and without them it is no marker.
+A process may die while it writes the marker. So the last bytes of the marker are written when all others are durable.
+Without them the marker is incomplete, and there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ NO_REPLACEMENT = (
 _NO_ID = "0" * 32
 
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
-_MOST_COMMIT_S = 600.0  # a writer that hung for an hour may have been taken for dead
+_MOST_COMMIT_S = 600.0  # less than ABANDONED_AFTER_S, after which other processes delete the files of this one
 
 
 def sync_names(directory: Path) -> None:
-    """``sync_directory``, where the file system does that to directories."""
+    """Do ``sync_directory``, and nothing on file systems that cannot sync directories."""
     try:
         sync_directory(directory)
     except OSError as error:
@@ -73,8 +73,9 @@ def sync_names(directory: Path) -> None:
 
 
 class MarkedTransaction(LocalTransaction):
-    """A ``Transaction`` whose directory is the target itself. Files that keep their names (``"file"``, ``"files"``,
-    ``"part"``) are written where a ``LocalTransaction`` writes them, and are then moved one after the other."""
+    """A ``Transaction`` whose directory is the target itself. Files of the kinds that keep their names (``"file"``,
+    ``"files"``, ``"part"``) are written where a ``LocalTransaction`` writes them. They are then moved one after the
+    other."""
 
     _naming = Naming(move_new, sync_names, Path)
     _preallocates = False
@@ -85,7 +86,7 @@ class MarkedTransaction(LocalTransaction):
         if self._in_place:
             self._directory = self._target
         self._new: list[Path] = []  # directories that were made
-        self._claimed = False  # the marker was created by this attempt, and may be incomplete
+        self._claimed = False  # whether this attempt has created the marker, which may be incomplete
 
     def committed_name(self, name: str) -> str:
         return name_with_id(name, self.attempt.save_id) if self._in_place else name
@@ -120,7 +121,8 @@ class MarkedTransaction(LocalTransaction):
             try:
                 super()._write_file(name, body, stop, threads)
             except StorageError as error:
-                # Another attempt that failed has removed the directory. Later than this the attempt itself was removed.
+                # Another attempt that failed has removed the empty directory. If this attempt has written files
+                # already, another process has removed those, and making the directory again would not help.
                 if error.errno != errno.ENOENT or len(self._names) > 1 or not self._in_place:
                     raise
                 self._make_target()
@@ -151,7 +153,7 @@ class MarkedTransaction(LocalTransaction):
         path, durable = self._target / name, self.attempt.durability == "fsync"
         try:
             if durable:
-                sync_names(self._target)  # the names of what the marker stands for
+                sync_names(self._target)  # makes the names of the files durable before there is a marker
             self._create_marker(path, body, durable)
         except SidestreamError:
             raise
@@ -166,8 +168,8 @@ class MarkedTransaction(LocalTransaction):
                 ) from error
 
     def _create_marker(self, path: Path, body: Body, durable: bool) -> None:
-        """Everything but the last bytes first. What fails before these are written removes the marker; afterwards the
-        outcome has to be read back."""
+        """Write the marker: first all but its last bytes, then these. If anything fails before the last bytes are
+        written, remove the marker. After that the outcome has to be read back."""
         content = b"".join(part.take(Stop()) for part in body.parts)
         began = time.monotonic()
         try:
@@ -191,7 +193,7 @@ class MarkedTransaction(LocalTransaction):
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            sent = False  # who took this attempt for dead meanwhile has removed files: then the marker goes too
+            sent = False  # if another process has removed files of this attempt meanwhile, the marker is removed too
             check_whole(self._target, frozenset((*self._names, path.name)), self._target)
         except BaseException:
             if not sent and time.monotonic() - began <= _MOST_COMMIT_S:
@@ -204,7 +206,7 @@ class MarkedTransaction(LocalTransaction):
         """Do nothing: nothing is replaced here."""
 
     async def _discard_replaced(self) -> None:
-        """Do nothing: nothing is replaced here, and what has the name of the attempt is the checkpoint."""
+        """Do nothing: nothing is replaced here. ``discard`` would delete the checkpoint itself."""
 
     def discard_here(self) -> None:
         if not self._in_place:
@@ -217,7 +219,7 @@ class MarkedTransaction(LocalTransaction):
             remove_torn(self._target)
         remove_files(self._target, self.attempt.save_id)
         if self._target in self._new:
-            with suppress(OSError):  # others have files in it
+            with suppress(OSError):  # not empty: other attempts have files in it
                 self._target.rmdir()
 
 
@@ -232,8 +234,8 @@ def _write(descriptor: int, content: bytes, position: int) -> None:
 
 
 def _publish_files(hidden: Path, target: Path, names: Sequence[str], attempt: Attempt) -> None:
-    """Move what other ranks have written into ``hidden``, and then ``names`` in their order: the last one makes the
-    others what they are."""
+    """Move the files that other ranks have written into ``hidden``, and then ``names`` in their order. Readers look for
+    the last one."""
     durable, moved, last = attempt.durability == "fsync", [], names[-1]
     try:
         check_whole(hidden, frozenset(names), target)
@@ -265,20 +267,20 @@ def _publish_files(hidden: Path, target: Path, names: Sequence[str], attempt: At
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-# --- whose files are in a target ---
+# --- the saves that have files in a target ---
 
 
 def taken(target: Path) -> CheckpointExistsError:
     if not is_torn(target):
         return occupied(target)
     return CheckpointExistsError(
-        f"{target} has an incomplete {METADATA_NAME}: another save is committing there, or died while it did. Save to "
-        f"another directory, or try again when nobody has written there for {ABANDONED_AFTER_S / 60:.0f} minutes"
+        f"{target} has an incomplete {METADATA_NAME}: another save is committing there, or its process has ended. Save "
+        f"to another directory, or try again {ABANDONED_AFTER_S / 60:.0f} minutes after the last write there"
     )
 
 
 def files_in(directory: Path) -> list[str]:
-    """The names in a directory; none if it does not exist."""
+    """Return the names in a directory. The result is empty if it does not exist."""
     try:
         return os.listdir(directory)
     except FileNotFoundError:
@@ -290,7 +292,7 @@ def files_in(directory: Path) -> list[str]:
 
 
 def is_torn(directory: Path) -> bool:
-    """Whether its marker lacks the last bytes."""
+    """Return whether the marker of the directory lacks its last bytes."""
     try:
         return not is_complete(read_tail(directory / METADATA_NAME, None, TAIL_BYTES))
     except FileNotFoundError:
@@ -303,8 +305,10 @@ def remove_torn(directory: Path) -> None:
 
 
 def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
-    """By the id of each save that has files there, how long ago the last of them was written. A marker without its last
-    bytes may be anybody's. A directory without files is nobody's; its id is ``_NO_ID``."""
+    """Return the age of the newest file of each save that has files in the directory, by the id of the save.
+
+    An incomplete marker may belong to any of the saves, so it counts as a file of each. If no file has an id, the
+    result has the age of the incomplete marker, or of the empty directory, with the id ``_NO_ID``."""
     newest: dict[str, float] = {}
     torn = 0.0
     for name in names:
@@ -319,13 +323,13 @@ def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
             newest[_NO_ID] = torn or directory.stat().st_mtime
     if not newest:
         return {}
-    now = storage_time(directory.parent)  # where no nameless file can be made, this writes to the directory
+    now = storage_time(directory.parent)  # not ``directory``, to which this may write
     return {save_id: now - max(written, torn) for save_id, written in newest.items()}
 
 
 def make_vacant(target: Path) -> None:
-    """Raise ``CheckpointExistsError`` if more is in ``target`` than files of saves without a marker; remove those of
-    dead processes."""
+    """Remove the files of saves of dead processes from ``target``. Raises ``CheckpointExistsError`` if it contains
+    other files than those of saves without a complete marker, or an incomplete marker that may still be written."""
     names = files_in(target)
     if not names:
         return
@@ -337,7 +341,8 @@ def make_vacant(target: Path) -> None:
 
 
 def _is_unmarked(directory: Path, names: list[str]) -> bool:
-    """Whether nothing but files of saves without a marker is in a directory that has these ``names``."""
+    """Return whether the directory, which contains ``names``, has no other files than those of saves without a complete
+    marker."""
     return NOTE not in names and is_unfinished(names) and (METADATA_NAME not in names or is_torn(directory))
 
 
@@ -349,7 +354,7 @@ def _discard_dead(directory: Path, names: list[str], after_s: float) -> list[str
 
 
 def collect(root: Path, target: str, after_s: float) -> list[str]:
-    """``collect_orphans``, and the files of such attempts in ``target`` itself. Nothing is renamed."""
+    """Do ``collect_orphans``, and delete the files of such attempts in ``target`` itself. Nothing is renamed."""
     collected = collect_orphans(root, target, after_s, Path)
     names = files_in(root / target)
     if not names or has_leases(root, target) or not _is_unmarked(root / target, names):
@@ -370,8 +375,8 @@ def remove_files(directory: Path, save_id: str) -> None:
 
 
 def discard(directory: Path, save_id: str) -> None:
-    """Of a dead process. The marker goes first: what it stands for may be incomplete from now on. Does nothing if there
-    is a complete one: whose it is would have to be read."""
+    """Delete the files of a save of a dead process. An incomplete marker is deleted first, because the files may be
+    incomplete from then on. Does nothing if there is a complete marker, which may be the marker of this save."""
     remove_torn(directory)
     if METADATA_NAME in files_in(directory):
         return
