@@ -1,4 +1,5 @@
-"""Which steps stay: policies that compose, and the decision as a pure function. Nothing here touches storage."""
+"""Retention: policies that choose the steps to keep, and the choice of the steps to delete. This module does not access
+storage."""
 
 from __future__ import annotations
 
@@ -46,8 +47,10 @@ class SavedStep:
 @public
 @runtime_checkable
 class Retention(Protocol):
-    """What ``keep=`` takes: which of ``steps`` (in order, one generation of each) shall stay. Pure, and stable: what it
-    lets go it does not ask for later."""
+    """A policy for ``keep=``: any object with this method. ``|`` of two policies of sidestream keeps what either keeps.
+
+    A policy changes nothing, and it is stable: it does not keep later what it did not keep before.
+    """
 
     def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
         """The numbers of the steps that stay."""
@@ -64,7 +67,7 @@ class _Policy:
 
 @dataclass(frozen=True, slots=True)
 class _Either(_Policy):
-    """What at least one of several policies keeps."""
+    """A policy that keeps the steps that at least one of several policies keeps."""
 
     policies: tuple[Retention, ...]
 
@@ -120,10 +123,17 @@ class KeepEvery(_Policy):
 @public
 @dataclass(frozen=True, slots=True)
 class KeepBest(_Policy):
-    """The ``n`` steps whose ``metric`` is lowest, or highest with ``mode="max"``; of equal ones the newer.
+    """A policy that keeps the steps with the best metric. Of equal ones it keeps the newer.
 
-    ``metric`` is a key of the metadata that ``save`` was given, or a path of keys joined by dots. A step without it, or
-    for which it is no number (NaN included), is not kept by this policy.
+    A step that lacks the metric, or for which it is not a number (NaN included), is not kept by this policy.
+
+    Args:
+        metric: A key of the ``metadata=`` of a save, or a path of keys joined by dots.
+        n: How many steps, at least 1.
+        mode: ``"min"``: the lowest values are best. ``"max"``: the highest are.
+
+    Raises:
+        InvalidOptionError: An argument is wrong.
     """
 
     metric: str
@@ -153,18 +163,18 @@ def _metric(metadata: Mapping[str, Any], path: str) -> float | None:
 
 
 def needs_metadata(keep: Retention) -> bool:
-    """Whether the metadata of every step has to be read before ``keep`` can be asked. Of a policy that is not ours
-    nobody knows, so it gets them."""
+    """Return whether ``keep`` may use the metadata of steps, which have to be read from storage. A policy of the user
+    always gets them."""
     if isinstance(keep, _Either):
         return any(needs_metadata(policy) for policy in keep.policies)
     return not isinstance(keep, (KeepAll, KeepLast, KeepEvery))
 
 
 def doomed(saved: Sequence[SavedStep], keep: Retention, protected: AbstractSet[int] = frozenset()) -> list[SavedStep]:
-    """Which of ``saved`` may go once a newer one has been verified, oldest first.
+    """Return those of ``saved`` that may be deleted when a newer one has been verified, oldest first.
 
-    Each step counts once, by its highest generation; lower ones go with whatever policy, but for ``KeepAll``. The
-    newest step and those ``protected`` stay whatever ``keep`` says.
+    A policy sees only the highest generation of each step. Lower generations are deleted with every policy except
+    ``KeepAll``. The newest step and those in ``protected`` are kept in any case.
     """
     ordered = sorted(saved, key=lambda each: each.order)
     if not ordered or keeps_all(keep):
@@ -175,7 +185,7 @@ def doomed(saved: Sequence[SavedStep], keep: Retention, protected: AbstractSet[i
 
 
 def keeps_all(keep: Retention) -> bool:
-    """Whether nothing is ever deleted, so that nobody has to look for it."""
+    """Return whether ``keep`` never deletes a step, so that the run need not be listed."""
     if isinstance(keep, _Either):
         return any(keeps_all(policy) for policy in keep.policies)
     return isinstance(keep, KeepAll)
