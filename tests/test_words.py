@@ -31,7 +31,10 @@ RETIRED_NAMES = frozenset({
 RETIRED_PHRASES = ("as ever", "hear of", "hears", "in a hurry", "knows no more than that", "sits in")
 """Phrases that no docstring, comment or message of the package has any more."""
 
-PLAIN_ROOMS = ("_group", "_runtime", "_worker", "cli", "dcp", "events", "signing")
+PLAIN_ROOMS = (
+    "_group", "_load", "_run", "_runtime", "_save", "_storage", "_worker", "checkpointer", "cli", "dcp", "events",
+    "signing",
+)  # fmt: skip
 """The rooms whose docstrings, comments and messages have none of ``RIDDLES``."""
 
 RIDDLES = (

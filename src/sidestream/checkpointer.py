@@ -1,4 +1,4 @@
-"""``Checkpointer``: the checkpoints of one run, step by step."""
+"""``Checkpointer``: saving, restoring and deleting the checkpoints of one run."""
 
 from __future__ import annotations
 
@@ -381,7 +381,7 @@ class Checkpointer:
             check_step(after)
         return Watch(self._run.store, after=after, poll_s=poll_s, timeout_s=self._run.timeout_s)
 
-    # --- looking after the run ---
+    # --- maintenance of the run ---
 
     async def prune(self, *, dry_run: bool = False) -> Pruned:
         """Delete the steps that ``keep`` does not keep, and what dead writers left. This is done after every save, too.
@@ -465,7 +465,7 @@ class Checkpointer:
         return None if self._preemption is None else self._preemption.requested
 
     async def _save_all(self, save: Callable[[], tuple[Mapping[str, Any], int] | None] | None) -> None:
-        """Finish the saves in progress, also if the last save fails."""
+        """Do the last save on preemption, and wait for all saves in progress, also if the last one fails."""
         try:
             last = None if save is None else save()
             if last is not None:
@@ -485,7 +485,7 @@ class Checkpointer:
             with self._run.time_limit():
                 return await self._pruner.run(self._saves.protected)
 
-    # --- its life ---
+    # --- entering and closing ---
 
     async def aclose(self) -> None:
         """Wait for the saves in progress, their exports and the pruning after them, and free the staging memory.
@@ -502,7 +502,7 @@ class Checkpointer:
         try:
             await self._all_ended()
             if self._preemption is not None:
-                await self._preemption.ended()  # its last save may have come meanwhile
+                await self._preemption.ended()  # its last save may have begun meanwhile
                 await self._all_ended()
         except asyncio.CancelledError:
             self._saves.cancel()
@@ -542,7 +542,7 @@ class Checkpointer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, KeyboardInterrupt):  # asyncio makes a cancel of the first Ctrl-C: this is the second
+        if isinstance(error, KeyboardInterrupt):  # the second Ctrl-C: asyncio turns the first one into a cancel
             self._saves.cancel()
         try:
             await self.aclose()

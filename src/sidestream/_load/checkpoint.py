@@ -1,4 +1,4 @@
-"""``open_checkpoint``: look into a checkpoint and take from it what is needed."""
+"""The function ``open_checkpoint``, and ``Checkpoint``, which reads parts of a checkpoint."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def open_from(
     trust: Trust,
     run: str | None = None,
 ) -> Checkpoint:
-    """``open_checkpoint`` of a resolved location; ``run`` is the URL of the run that it belongs to."""
+    """Open the checkpoint at a resolved location. ``run`` is the URL of the run that it belongs to."""
     running_loop("open_checkpoint")
     check_verify(verify)
     check_choice("trust", trust, Trust)
@@ -139,7 +139,7 @@ async def open_from(
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What one call on a ``Checkpoint`` reads from."""
+    """The source of the files for one call on a ``Checkpoint``, and the lifecycle of the call."""
 
     source: RangeSource
     lifecycle: LoadLifecycle
@@ -322,27 +322,38 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         select: str | Collection[str] | None = None,
         dtype: Dtypes | None = None,
     ) -> dict[Any, Any]:
-        """Everything, nested as it was saved; tied tensors are tied again. ``select``: patterns of FQNs
-        (``"model.*"``), of which only what matches is read. ``dtype``: what floating-point tensors are converted to, or
-        patterns of FQNs and what those are converted to (``Dtypes``); ``"mapped"`` ones that are converted get memory
-        of their own, and tensors that consist of others stay as they are.
+        """Read everything, nested as it was saved. Tied tensors are tied again.
 
-        ``memory``: new memory of the ``"host"``, of a ``torch.device``, or ``"mapped"``: tensors over the files of a
-        checkpoint on this machine, without a copy. Mapped ones may be written to, which changes private copies of
-        their pages and never the file. Pages are read when they are first touched, by whoever touches them; with
-        ``verify="always"`` all are read and checked before this returns. Files that somebody cuts off later end the
-        process (SIGBUS). A tensor that does not lie in one piece, or is not aligned, is read into memory of its own:
-        in checkpoints of other writers that may be all of them.
+        Sparse tensors are made again, and so are subclasses that ``safe_globals`` or a fixed list of this version
+        names. No file names code that is imported. A checkpoint of stock DCP records neither its empty containers nor
+        which keys were integers. A cancel leaves nothing behind.
 
-        Sparse tensors are made anew, and subclasses of those classes that ``open_checkpoint(safe_globals=)`` or a fixed
-        list of this version names. No file names code that is imported.
+        Args:
+            memory: ``"host"``: new memory of the host. A ``torch.device``: new memory of the device. ``"mapped"``:
+                tensors over the pages of the files, without a copy, for a checkpoint on this machine. Mapped tensors
+                may be written to, which changes private copies of their pages, and never the file. With
+                ``verify="always"`` all pages are read and compared before this returns; otherwise a page is read when
+                it is first touched. A file that is truncated later ends the process (SIGBUS). A tensor that is not in
+                one piece, or not aligned, gets memory of its own; in checkpoints of other writers that may be all of
+                them.
+            progress: Called on the event loop with the bytes read so far and the bytes to read. What it raises ends the
+                call.
+            select: Patterns of FQNs (``"model.*"``). Only what matches is read. None: everything.
+            dtype: What floating-point tensors are converted to, or patterns of FQNs and what those are converted to
+                (``options.Dtypes``). Converted tensors are not mapped. Tensors that consist of others keep their dtype.
 
-        A checkpoint of stock DCP says neither where it had empty containers nor which keys were integers.
-        ``progress(done, total)`` is called on the loop with bytes. Raises ``CorruptCheckpointError``,
-        ``InvalidOptionError``, ``MissingKeysError`` for a pattern that matches nothing, ``UnsupportedCheckpointError``
-        if a tensor of a kind that this version does not read is requested, ``UnsafeObjectError`` for a subclass that
-        was not allowed, ``UnsupportedTensorError`` for a conversion that torch does not make. A cancel leaves nothing
-        behind.
+        Returns:
+            The state dict: nested dicts and lists of new tensors and values.
+
+        Raises:
+            InvalidOptionError: An argument is wrong, or ``"mapped"`` is asked for a checkpoint on another machine.
+            MissingKeysError: A pattern matches nothing.
+            UnsupportedCheckpointError: A tensor of a kind that this version does not read was selected.
+            UnsafeObjectError: A subclass or a value of another writer is more than data, and ``safe_globals`` does not
+                name its type.
+            UnsupportedTensorError: Torch does not make this conversion.
+            CorruptCheckpointError: Bytes are missing or altered.
+            StorageError, DeadlineExceededError, OutOfMemoryError: The storage, the time or the memory did not suffice.
         """
         check_dtype(dtype)
         device = None if memory == "host" else _memory(memory)
@@ -360,7 +371,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         progress: Progress | None,
         dtype: Dtypes | None = None,
     ) -> Mapping[str, Any]:
-        """Return the content of ``entries``, which have the parts of composite tensors too."""
+        """Return the content of ``entries``, which include the parts of composite tensors."""
         source = files.source
         kinds = await io_threads().run(_by_kind, entries)
         fqns, composites = kinds.tensors, kinds.composites
@@ -414,7 +425,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
 
     @asynccontextmanager
     async def _files(self, call: ReadCall) -> AsyncIterator[_Files]:
-        """The files of the checkpoint, for one call and under its time limit. Raises ``CorruptCheckpointError``."""
+        """Open the files of the checkpoint for one call, with its time limit. Raises ``CorruptCheckpointError``."""
         with reading(call, self.url) as lifecycle, self._time_limit():
             async with aclosing(self._location.source()) as source:
                 with self._all_there():
@@ -433,7 +444,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         return Entries(chosen)
 
     async def _refuse(self, source: RangeSource, opaque: Mapping[str, OpaqueEntry]) -> None:
-        """Raise an error for the first of these tensors, if there are any, with their number."""
+        """Raise an error if there are such tensors. It names the first one, and says how many there are."""
         if not opaque:
             return
         with self._all_there():
@@ -458,7 +469,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
 
     @contextmanager
     def _all_there(self) -> Iterator[None]:
-        """A file that was there when the checkpoint was opened, and is not any more."""
+        """Raise ``CorruptCheckpointError`` if a file is missing that was there when the checkpoint was opened."""
         try:
             yield
         except FileNotFoundError as error:
@@ -481,7 +492,7 @@ def _device(device: object) -> torch.device:
     try:
         found: torch.device = torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
-        raise InvalidOptionError(f"device={device!r} is no device: {error}") from None
+        raise InvalidOptionError(f"device={device!r} is not a device: {error}") from None
     if found.type == "meta":
         raise InvalidOptionError('device="meta" has no memory to load into')
     return found
@@ -510,7 +521,7 @@ def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) 
 
 @dataclass(frozen=True, slots=True)
 class _Kinds:
-    """Entries by kind: tensors, plain values, tensors that consist of others, and those that cannot be read."""
+    """Entries by kind: tensors, plain values, tensors that consist of others, and tensors that cannot be read."""
 
     tensors: dict[str, TensorEntry | Row] = field(default_factory=dict)
     values: dict[str, ValueEntry] = field(default_factory=dict)
@@ -536,7 +547,7 @@ def _by_kind(entries: Mapping[str, Entry]) -> Steps[_Kinds]:
 
 @sliced
 def _converted(kinds: _Kinds, dtype: Dtypes) -> Steps[dict[str, str]]:
-    """Return what tensors are converted to, for those that do not keep their dtype. Parts of others keep it."""
+    """Return the new dtypes of the tensors that are converted. Parts of composite tensors keep their dtype."""
     found: dict[str, str] = {}
     parts = all_parts(kinds.composites)
     for fqn, one in kinds.tensors.items():
@@ -553,8 +564,8 @@ def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any
 
 
 def _indices(composites: Mapping[str, CompositeEntry]) -> set[str]:
-    """The parts of sparse tensors that say where the others belong: they are checked, and must not change after that,
-    as pages of a file can."""
+    """Return the parts of sparse tensors that contain indices. These are not mapped, because they are checked once, and
+    pages of a file can change after that."""
     sparse = ((fqn, one) for fqn, one in composites.items() if one.type in SPARSE_PARTS)
     return {f"{fqn}.{part}" for fqn, one in sparse for part in one.parts if part != "values"}
 
