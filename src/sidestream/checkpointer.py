@@ -531,7 +531,7 @@ class Checkpointer:
         )
 
     def __exit__(self, *_: object) -> None:
-        """Never called, because ``__enter__`` raises. Without this method Python would raise its own error first."""
+        """Do nothing: ``__enter__`` raises. Without this method Python would raise its own error first."""
 
     async def __aenter__(self) -> Checkpointer:
         loop = running_loop("Checkpointer")

@@ -87,7 +87,7 @@ def _current(devices: Collection[torch.device]) -> Streams:
             raise GraphCaptureError(
                 f"a graph is being captured on the current stream of {device}: load before or after the capture"
             )
-        sides.append((driver, stream.device, stream))  # with an index: "cuda" is the current device of a thread
+        sides.append((driver, stream.device, stream))  # not ``device``: "cuda" depends on the thread
     return Streams(sides)
 
 

@@ -252,13 +252,12 @@ class JointTurn(Turn):
 
 
 class QueuedSave:
-    """The work of one save of a run. It waits for its turn, calls ``start``, and holds a lease while it writes, so that
+    """The work of one save of a run. It waits for its turn and calls ``start``. It has a lease while it writes, so that
     no process deletes its attempt as abandoned."""
 
     def __init__(self, run: str, step: int, turn: Turn, start: Callable[[], Awaitable[Started]]):
-        self._save = SaveContext(
-            "save", f"{run}/{step_name(step, 1)}", run=run, step=step
-        )  # generation unknown
+        # The first generation, because the true one is only known when the save begins.
+        self._save = SaveContext("save", f"{run}/{step_name(step, 1)}", run=run, step=step)
         self._turn = turn
         self._start: Callable[[], Awaitable[Started]] | None = start
         self._work: SaveWork | None = None

@@ -1,4 +1,4 @@
-"""The files of a save as a store takes them, in the trainer and in its writer process alike. No torch."""
+"""The files of a save in the form that a store takes, in the trainer and in its writer process. Imports no torch."""
 
 from __future__ import annotations
 

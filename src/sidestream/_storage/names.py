@@ -51,7 +51,7 @@ def target_of_attempt(name: str) -> str | None:
     """Return the name of the step's directory that an attempt, or an upload, was made for; None if its target was not
     a step.
 
-    The names of attempts of earlier versions contain the name of the target. Attempts on object stores lie below the
+    The names of attempts of earlier versions contain the name of the target. Attempts on object stores are below the
     target."""
     number = _OF_STEP.fullmatch(name)
     if number is not None:

@@ -210,7 +210,7 @@ class Transaction(ABC):
             yield
 
     def _end_making(self) -> bool:
-        """Prevent that the attempt is made from now on, and return True. In a forked child, do nothing and return
+        """Prevent the attempt from being made from now on, and return True. In a forked child, do nothing and return
         False: the parent owns the attempt."""
         if os.getpid() != self._pid:
             return False

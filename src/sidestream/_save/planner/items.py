@@ -307,7 +307,7 @@ def _planned_bytes(item: WriteItem) -> int:
 
 
 def warn_of_refused(refused: Mapping[str, str], url: str, remedy: str) -> None:
-    """Issue one warning at the save that names all values that a reader without options would refuse."""
+    """Warn once, at the save, of all values that a reader without options would refuse."""
     if not refused:
         return
     listed = [f"{fqn} ({why})" for fqn, why in list(refused.items())[:_LISTED]]
