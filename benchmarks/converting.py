@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +39,9 @@ def peak_bytes() -> int:
 async def one(source: Path, target: Path, budget_bytes: int) -> None:
     """In a child: convert, or copy where both have one name, and say what that took."""
     work = sidestream.copy if source.suffix == target.suffix == "" else sidestream.convert
+    bounded: dict[str, Any] = {"budget_bytes": budget_bytes}
+    if work is sidestream.convert:
+        bounded = {"options": sidestream.ConvertOptions(**bounded)}
     with tempfile.TemporaryDirectory(dir=target.parent) as small:
         tiny = Path(small, f"tiny{source.suffix}")
         await sidestream.save({"w": torch.ones(3)}, Path(small, "first"))
@@ -46,7 +50,7 @@ async def one(source: Path, target: Path, budget_bytes: int) -> None:
         await work(tiny if source.suffix else Path(small, "first"), Path(small, f"other{target.suffix}"))
     before = peak_bytes()
     began = time.perf_counter()
-    await work(source, target, budget_bytes=budget_bytes)
+    await work(source, target, **bounded)
     seconds = time.perf_counter() - began
     print(json.dumps({"grown_bytes": peak_bytes() - before, "seconds": seconds, "verb": work.__name__}))
 

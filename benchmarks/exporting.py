@@ -49,7 +49,13 @@ async def afterwards(
     began = time.perf_counter()
     await sidestream.save(state, at / "step", stager=stager)
     durable = time.perf_counter() - began
-    await sidestream.convert(at / "step", at / "hf", format="safetensors", dtype=dtype, shard_bytes=256 << 20)
+    await sidestream.convert(
+        at / "step",
+        at / "hf",
+        format="safetensors",
+        dtype=dtype,
+        options=sidestream.ConvertOptions(max_shard_bytes=256 << 20),
+    )
     return durable, time.perf_counter() - began
 
 

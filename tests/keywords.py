@@ -6,17 +6,23 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from sidestream import LoadOptions, SaveOptions
+from sidestream import ConvertOptions, LoadOptions, SaveOptions
 
-__all__ = ["for_load", "for_run", "for_save"]
+__all__ = ["for_convert", "for_load", "for_run", "for_save"]
 
 _SAVE = {one.name for one in fields(SaveOptions)}
+_CONVERT = {one.name for one in fields(ConvertOptions)}
 _LOAD = {one.name for one in fields(LoadOptions)}
 
 
 def for_save(**flat: Any) -> dict[str, Any]:
     """Return the keywords of ``save`` and ``async_save``."""
     return _sorted("options", SaveOptions, _SAVE, flat)
+
+
+def for_convert(**flat: Any) -> dict[str, Any]:
+    """Return the keywords of ``convert``."""
+    return _sorted("options", ConvertOptions, _CONVERT, flat)
 
 
 def for_load(**flat: Any) -> dict[str, Any]:

@@ -113,7 +113,6 @@ def test_the_classes_have_the_methods_of_the_async_ones(kind: str) -> None:
         "ended",
         "on_preemption",
         "preempted",
-        "reading",
         "watch",
         "mark_retrieved",
         "unretrieved",
@@ -129,6 +128,22 @@ def test_the_classes_have_the_methods_of_the_async_ones(kind: str) -> None:
         if inspect.isfunction(method):
             expected = [one for one in inspect.signature(method).parameters if one != "self"]
             assert [one for one in inspect.signature(other).parameters if one != "self"] == expected, name
+
+
+def test_a_step_is_leased_while_it_is_read(tmp_path: Path) -> None:
+    with (
+        sidestream.blocking.Checkpointer(tmp_path / "run") as every,
+        sidestream.blocking.Checkpointer(tmp_path / "run", keep=sidestream.KeepLast(1)) as checkpoints,
+    ):
+        every.save({"w": torch.ones(3)}, step=1)
+        every.save({"w": torch.zeros(3)}, step=2)
+        with pytest.raises(KeyError, match="mine"), checkpoints.reading(1) as step:
+            assert checkpoints.prune().leased == ("step-1",)
+            assert step.tensor("w").tolist() == [1, 1, 1]
+            raise KeyError("mine")
+        assert checkpoints.prune().deleted == ("step-1",)
+        with pytest.raises(sidestream.errors.CheckpointNotFoundError), checkpoints.reading(1):
+            pass
 
 
 def test_a_keyword_that_is_not_known(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_what_does_not_fit_passes_through_beside_the_scratch(
     needed = max(whole_pages(scratch) + max(map(whole_pages, images)) for scratch, images in rounds) // PAGE_BYTES
     with small_units:
         arena = Mapped(needed + extra)
-        arena.take([min(warm * PAGE_BYTES, needed * PAGE_BYTES)])[0].release()  # as by prewarm()
+        arena.take([min(warm * PAGE_BYTES, needed * PAGE_BYTES)])[0].release()  # as by reserve()
         for scratch, images in rounds:
             behind = images
             if sum(map(whole_pages, (scratch, *images))) > arena.budget_bytes:
@@ -150,7 +150,7 @@ async def test_memory_that_was_warmed_otherwise_is_no_hindrance(extra: int) -> N
     small, large = states_of(driver, [[28], [28, 45 * MIB]])
     budget_bytes = 45 * MIB + 3 * PAGE_BYTES + extra
     async with stager_for(driver, budget_bytes, timeout_s=60, when_full="fail") as stager:
-        await stager.prewarm(44 * MIB)
+        await stager.reserve(44 * MIB)
         for state in (small, large, small, large):
             await stage(driver, stager, state)
 

@@ -438,7 +438,7 @@ async def test_the_second_name_of_unverified_loads_names_the_first(tmp_path: Pat
     calls: list[Callable[[], Any]] = [
         lambda: sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(verify=never)),
         lambda: sidestream.open_checkpoint(tmp_path / "c", verify=never),
-        lambda: sidestream.convert(tmp_path / "c", tmp_path / "d", verify=never),
+        lambda: sidestream.convert(tmp_path / "c", tmp_path / "d", options=sidestream.ConvertOptions(verify=never)),
         lambda: sidestream.Checkpointer(tmp_path / "run", load=sidestream.LoadOptions(verify=never)),
         lambda: sidestream.dcp.StorageReader(tmp_path / "c", verify=never),
     ]

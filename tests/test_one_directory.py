@@ -126,7 +126,9 @@ async def load_by_dcp(place: Place) -> Any:
 
 async def convert(place: Place) -> Any:
     target = place.folder / "converted"
-    await sidestream.convert(place.path, target, format="dcp", verify="manifest", progress=place.progress)
+    await sidestream.convert(
+        place.path, target, format="dcp", options=sidestream.ConvertOptions(verify="manifest", progress=place.progress)
+    )
     return await (await sidestream.open_checkpoint(target)).state_dict()
 
 

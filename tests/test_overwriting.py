@@ -155,7 +155,9 @@ async def test_a_copy_of_what_is_replaced_is_refused(
                 if verb == "copy":
                     await sidestream.copy(tmp_path / "last", tmp_path / "target")
                 else:
-                    options: dict[str, Any] = {} if verb == "convert" else {"verify": "manifest"}
+                    options: dict[str, Any] = {}
+                    if verb != "convert":
+                        options["options"] = sidestream.ConvertOptions(verify="manifest")
                     await sidestream.convert(tmp_path / "last", tmp_path / "target", **options)
             except (CorruptCheckpointError, CheckpointNotFoundError):
                 assert other.done

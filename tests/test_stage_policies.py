@@ -329,4 +329,4 @@ async def test_prewarm_maps_what_a_state_will_need(tmp_path: Path) -> None:
         await sidestream.save(state, tmp_path / "c", stager=stager)
         assert stager.statistics().reserved_bytes == reserved
         with pytest.raises(InvalidOptionError):
-            await stager.prewarm(0)
+            await stager.reserve(0)

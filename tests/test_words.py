@@ -32,8 +32,8 @@ RETIRED_PHRASES = ("as ever", "hear of", "hears", "in a hurry", "knows no more t
 """Phrases that no docstring, comment or message of the package has any more."""
 
 PLAIN_ROOMS = (
-    "_group", "_load", "_run", "_runtime", "_save", "_storage", "_worker", "checkpointer", "cli", "dcp", "events",
-    "signing",
+    "__init__", "_group", "_load", "_run", "_runtime", "_save", "_storage", "_worker", "blocking", "checkpointer",
+    "cli", "dcp", "errors", "events", "options", "signing",
 )  # fmt: skip
 """The rooms whose docstrings, comments and messages have none of ``RIDDLES``."""
 

@@ -9,7 +9,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import blocking, dcp, errors, events, signing
+    from . import blocking, dcp, errors, events, options, signing
     from ._convert.convert import ConvertReport, convert
     from ._convert.copy import CopyReport, copy, remove
     from ._convert.export import HF
@@ -19,23 +19,36 @@ if TYPE_CHECKING:
     from ._run.health import Health
     from ._run.pruning import Pruned
     from ._run.retention import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
+    from ._run.watch import Watch
     from ._save.api import async_save, save
     from ._save.pending import PendingSave, SaveInfo, SaveProgress
     from ._save.sinks import PendingExport
+    from ._staging.arena import ArenaStatistics
     from ._staging.blocking import BlockingAsyncStager
     from ._staging.cached import set_cache_bytes
     from ._staging.future import StagingFuture
     from ._staging.stager import AsyncStager
     from ._staging.tree import StagedState
     from .checkpointer import Checkpointer
-    from .options import Storage, StorePolicy, WriterProcess, add_prefix, strip_prefix
+    from .options import (
+        ConvertOptions,
+        LoadOptions,
+        SaveOptions,
+        Storage,
+        StorePolicy,
+        WriterProcess,
+        add_prefix,
+        strip_prefix,
+    )
 
 __all__ = [
     "HF",
+    "ArenaStatistics",
     "AsyncStager",
     "BlockingAsyncStager",
     "Checkpoint",
     "Checkpointer",
+    "ConvertOptions",
     "ConvertReport",
     "CopyReport",
     "Damage",
@@ -61,6 +74,7 @@ __all__ = [
     "StorePolicy",
     "TensorInfo",
     "VerifyReport",
+    "Watch",
     "WriterProcess",
     "add_prefix",
     "async_save",
@@ -72,6 +86,7 @@ __all__ = [
     "events",
     "load",
     "open_checkpoint",
+    "options",
     "remove",
     "save",
     "set_cache_bytes",
@@ -82,10 +97,12 @@ __all__ = [
 
 _HOMES = {
     "HF": "_convert.export",
+    "ArenaStatistics": "_staging.arena",
     "AsyncStager": "_staging.stager",
     "BlockingAsyncStager": "_staging.blocking",
     "Checkpoint": "_load.checkpoint",
     "Checkpointer": "checkpointer",
+    "ConvertOptions": "options",
     "ConvertReport": "_convert.convert",
     "CopyReport": "_convert.copy",
     "Damage": "_load.verify",
@@ -112,6 +129,7 @@ _HOMES = {
     "StorePolicy": "options",
     "TensorInfo": "_load.checkpoint",
     "VerifyReport": "_load.verify",
+    "Watch": "_run.watch",
     "add_prefix": "options",
     "async_save": "_save.api",
     "convert": "_convert.convert",
@@ -127,13 +145,13 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("blocking", "dcp", "errors", "events", "signing"):
+    if name in ("blocking", "dcp", "errors", "events", "options", "signing"):
         return import_module(f".{name}", __name__)
     if name == "__version__":
         return metadata.version("sidestream")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # All at once: whoever makes a Checkpointer at start-up should not import the rest during the first save.
+    # All at once: a program that makes a Checkpointer at start-up should not import the rest during the first save.
     globals().update({each: getattr(import_module(f".{home}", __name__), each) for each, home in _HOMES.items()})
     return globals()[name]
 

@@ -2,8 +2,8 @@
 
 Each function blocks its caller until the work is done; the work runs on the loop of a portal thread that is started at
 first use. Inside a running event loop, of asyncio or trio, they raise ``WrongLoopError``, because they would block it
-(``stopping_the_loop`` allows that).
-Saves that are in flight when the program ends are finished before the process does.
+(``stopping_the_loop`` allows that). Ctrl-C is what a cancel is for the async verbs: the call cleans up and raises
+``KeyboardInterrupt``. Saves that are in flight when the program ends are finished before the process does.
 
 The caller's code runs in the calling thread while that thread waits: ``state_dict()`` and ``load_state_dict()`` of
 objects, stagers, ``progress`` callbacks, and the launch of the copies of a save. So it has that thread's current device
@@ -21,8 +21,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import partial, wraps
-from inspect import signature
+from functools import partial, update_wrapper
+from inspect import cleandoc
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -42,6 +42,7 @@ from ._runtime.threads import Deadline, time_limit
 from ._save import api as _saving
 from ._storage import Outcome
 from .errors import DeadlineExceededError, WrongLoopError
+from .options import Latest, LoadOptions
 
 __all__ = [
     "Checkpoint",
@@ -61,6 +62,8 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 H = TypeVar("H")
+K = TypeVar("K", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Portal:
@@ -118,8 +121,8 @@ _may_stop_the_loop: ContextVar[bool] = ContextVar("sidestream_may_stop_the_loop"
 def stopping_the_loop() -> Iterator[None]:
     """Allow the calls in the ``with`` block to be made where an event loop runs, which stops until each call returns.
 
-    For synchronous frameworks in a notebook, whose code runs on the thread of the kernel's loop. Elsewhere such a call
-    is a mistake, and raises ``WrongLoopError``.
+    This is for synchronous frameworks in a notebook, whose code runs on the thread of the kernel's loop. Elsewhere such
+    a call is a mistake, and raises ``WrongLoopError``.
     """
     token = _may_stop_the_loop.set(True)
     try:
@@ -129,8 +132,8 @@ def stopping_the_loop() -> Iterator[None]:
 
 
 def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline | None = None) -> T:
-    """As ``_run``, within others' blocking calls: whoever makes those on a loop has decided to block it. ``deadline``
-    is that of waits which have none of their own."""
+    """Run ``work()`` as ``_run`` does, also on the thread of an event loop: for calls of DCP, which block it anyway.
+    ``deadline`` is that of waits which have none of their own."""
     if is_serving():
         raise WrongLoopError(
             "sidestream.blocking was called by an object or a callback that runs within another call of "
@@ -219,58 +222,131 @@ class _Call(Generic[T]):
 run = _run  # for the command line, which has more to ask than there are verbs here
 
 
-def _blocking(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    """Return a function with the signature of the coroutine function ``verb`` that returns its result."""
+def _twin(verb: Callable[..., Any], call: Callable[..., Any], own: Callable[..., Any]) -> None:
+    """Give ``call`` the name, signature and documentation of ``verb``, whose twin it is.
 
-    @wraps(verb)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return _run(lambda: verb(*args, **kwargs))
-
+    The docstring of ``own`` stands in the documentation, which is made without imports. Where it does not begin with
+    "As", the twin differs from the verb, and the docstring replaces that of the verb, but for the arguments.
+    """
+    update_wrapper(call, verb)
     call.__module__ = __name__
-    return call
+    call.__qualname__ = own.__qualname__
+    if own.__doc__ and not own.__doc__.startswith("As "):
+        text, heading, sections = cleandoc(own.__doc__).partition("Returns:\n")
+        arguments, _, _ = _sections_of(verb).partition("Returns:\n")
+        call.__doc__ = f"{text}{arguments}{heading}{sections}"
 
 
-def _starting(verb: Callable[P, _saving.PendingSave]) -> Callable[P, PendingSave]:
-    @wraps(verb)
-    def call(*args: P.args, **kwargs: P.kwargs) -> PendingSave:
-        async def start() -> _saving.PendingSave:
-            return verb(*args, **kwargs)
-
-        return PendingSave(_run(start))
-
-    call.__module__ = __name__
-    return call
+def _sections_of(documented: object) -> str:
+    """The sections of a docstring, from ``Args:`` on."""
+    _, heading, sections = cleandoc(documented.__doc__ or "").partition("Args:\n")
+    return heading + sections
 
 
-def _opening(verb: Callable[P, Coroutine[Any, Any, _checkpoint.Checkpoint]]) -> Callable[P, Checkpoint]:
-    @wraps(verb)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Checkpoint:
-        return Checkpoint(_run(lambda: verb(*args, **kwargs)))
+def _blocking(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[[Callable[..., Any]], Callable[P, T]]:
+    """Make a function that has the signature of the coroutine function ``verb`` and returns its result."""
 
-    call.__module__ = __name__
-    return call
+    def decorate(own: Callable[..., Any]) -> Callable[P, T]:
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            return _run(lambda: verb(*args, **kwargs))
+
+        _twin(verb, call, own)
+        return call
+
+    return decorate
 
 
-def _method(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[_Holder[Any], P], T]:
-    """Return a method with the signature of ``method``, which it calls on the object that it holds."""
+def _starting(verb: Callable[P, _saving.PendingSave]) -> Callable[[Callable[..., Any]], Callable[P, PendingSave]]:
+    def decorate(own: Callable[..., Any]) -> Callable[P, PendingSave]:
+        def call(*args: P.args, **kwargs: P.kwargs) -> PendingSave:
+            async def start() -> _saving.PendingSave:
+                return verb(*args, **kwargs)
 
-    @wraps(method)
-    def call(self: _Holder[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return _run(lambda: method(self._held, *args, **kwargs))
+            return PendingSave(_run(start))
 
-    call.__module__ = __name__
-    return call
+        _twin(verb, call, own)
+        return call
+
+    return decorate
+
+
+def _opening(
+    verb: Callable[P, Coroutine[Any, Any, _checkpoint.Checkpoint]],
+) -> Callable[[Callable[..., Any]], Callable[P, Checkpoint]]:
+    def decorate(own: Callable[..., Any]) -> Callable[P, Checkpoint]:
+        def call(*args: P.args, **kwargs: P.kwargs) -> Checkpoint:
+            return Checkpoint(_run(lambda: verb(*args, **kwargs)))
+
+        _twin(verb, call, own)
+        return call
+
+    return decorate
+
+
+def _method(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[[Callable[..., Any]], Callable[Concatenate[_Holder[Any], P], T]]:
+    """Make a method with the signature of ``method``, which it calls on the object that it holds."""
+
+    def decorate(own: Callable[..., Any]) -> Callable[Concatenate[_Holder[Any], P], T]:
+        def call(self: _Holder[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
+            return _run(lambda: method(self._held, *args, **kwargs))
+
+        _twin(method, call, own)
+        return call
+
+    return decorate
 
 
 def _saving_method(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, _saving.PendingSave]],
-) -> Callable[Concatenate[_Holder[Any], P], PendingSave]:
-    @wraps(method)
-    def call(self: _Holder[Any], /, *args: P.args, **kwargs: P.kwargs) -> PendingSave:
-        return PendingSave(_run(lambda: method(self._held, *args, **kwargs)))
+) -> Callable[[Callable[..., Any]], Callable[Concatenate[_Holder[Any], P], PendingSave]]:
+    def decorate(own: Callable[..., Any]) -> Callable[Concatenate[_Holder[Any], P], PendingSave]:
+        def call(self: _Holder[Any], /, *args: P.args, **kwargs: P.kwargs) -> PendingSave:
+            return PendingSave(_run(lambda: method(self._held, *args, **kwargs)))
 
-    call.__module__ = __name__
-    return call
+        _twin(method, call, own)
+        return call
+
+    return decorate
+
+
+def _entering(
+    made: Callable[P, _checkpointer.Checkpointer],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Make an ``__init__`` with the signature of ``made``, which holds what it makes, entered."""
+
+    def decorate(own: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            async def enter() -> _checkpointer.Checkpointer:
+                return await made(*args, **kwargs).__aenter__()
+
+            self._held = _run(enter)
+
+        _twin(_checkpointer.Checkpointer.__init__, call, own)
+        return call
+
+    return decorate
+
+
+def _documented_as(original: object) -> Callable[[F], F]:
+    """Copy the docstring of a property or method."""
+
+    def decorate(own: F) -> F:
+        own.__doc__ = original.__doc__
+        return own
+
+    return decorate
+
+
+def _with_sections_of(original: type) -> Callable[[K], K]:
+    """Append the sections of a docstring to that of a class."""
+
+    def decorate(own: K) -> K:
+        own.__doc__ = f"{cleandoc(own.__doc__ or '')}\n\n{_sections_of(original)}"
+        return own
+
+    return decorate
 
 
 class _Holder(Generic[H]):
@@ -280,13 +356,24 @@ class _Holder(Generic[H]):
 
 
 class _Waiting(Generic[T]):
-    """Something to wait for with ``result(timeout_s)``."""
+    """An awaitable of ``sidestream`` behind ``result(timeout_s)``."""
 
     def __init__(self, wait: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self._wait = wait
 
     def result(self, timeout_s: float | None = None) -> T:
-        """What it gives, or raises. ``DeadlineExceededError`` after ``timeout_s``; the work goes on."""
+        """Wait for the result. Ctrl-C ends the wait, and the work continues.
+
+        Args:
+            timeout_s: The limit of the wait, in seconds. None: no limit.
+
+        Returns:
+            What awaiting the object of ``sidestream`` returns.
+
+        Raises:
+            DeadlineExceededError: It was not done within ``timeout_s``. The work continues.
+            SidestreamError: What awaiting the object of ``sidestream`` raises.
+        """
 
         async def bounded() -> T:
             try:
@@ -301,25 +388,38 @@ class _Waiting(Generic[T]):
 
 
 class PendingSave(_Waiting[_saving.SaveInfo]):
-    """A save in progress: ``result()`` returns its ``SaveInfo``; the tensors may change after ``staged.result()``."""
+    """A save in progress: ``result()`` waits for its ``SaveInfo``.
+
+    The save continues whether or not a thread waits for it, and ends before the process does.
+
+    Attributes:
+        staged: Its ``result(timeout_s=None)`` waits until everything has been copied, or the save has ended otherwise.
+            The tensors may change after that.
+        exports: For each export an object whose ``result(timeout_s=None)`` waits for its ``ConvertReport``.
+    """
 
     def __init__(self, pending: _saving.PendingSave) -> None:
         super().__init__(partial(_awaited, pending))
         self.staged: _Waiting[None] = _Waiting(partial(_awaited_staged, pending))
-        self.exports = tuple(_Waiting(partial(_awaited, export)) for export in pending.exports)
+        self.exports: tuple[_Waiting[Any], ...] = tuple(
+            _Waiting(partial(_awaited, export)) for export in pending.exports
+        )
         self._pending = pending
 
     @property
+    @_documented_as(_saving.PendingSave.url)
     def url(self) -> str:
         """As ``sidestream.PendingSave.url``."""
         return self._pending.url
 
     @property
+    @_documented_as(_saving.PendingSave.outcome)
     def outcome(self) -> Outcome | None:
         """As ``sidestream.PendingSave.outcome``."""
         return self._pending.outcome
 
     @property
+    @_documented_as(_saving.PendingSave.progress)
     def progress(self) -> _saving.SaveProgress:
         """As ``sidestream.PendingSave.progress``."""
         return self._pending.progress
@@ -352,7 +452,7 @@ async def _awaited_staged(pending: _saving.PendingSave) -> None:
 
 
 class Checkpoint(_Holder[_checkpoint.Checkpoint], Mapping[str, "_checkpoint.TensorInfo | None"]):
-    """``sidestream.Checkpoint``, blocking."""
+    """``sidestream.Checkpoint`` for code without an event loop: the same names, and its methods block."""
 
     def __init__(self, checkpoint: _checkpoint.Checkpoint) -> None:
         self._held = checkpoint
@@ -370,84 +470,166 @@ class Checkpoint(_Holder[_checkpoint.Checkpoint], Mapping[str, "_checkpoint.Tens
         return repr(self._held)
 
     @property
+    @_documented_as(_checkpoint.Checkpoint.url)
     def url(self) -> str:
         """As ``sidestream.Checkpoint.url``."""
         return self._held.url
 
     @property
+    @_documented_as(_checkpoint.Checkpoint.save_id)
     def save_id(self) -> str:
         """As ``sidestream.Checkpoint.save_id``."""
         return self._held.save_id
 
     @property
+    @_documented_as(_checkpoint.Checkpoint.step)
     def step(self) -> int | None:
         """As ``sidestream.Checkpoint.step``."""
         return self._held.step
 
     @property
+    @_documented_as(_checkpoint.Checkpoint.metadata)
     def metadata(self) -> dict[str, Any]:
         """As ``sidestream.Checkpoint.metadata``."""
         return self._held.metadata
 
     @property
+    @_documented_as(_checkpoint.Checkpoint.files)
     def files(self) -> dict[str, int]:
         """As ``sidestream.Checkpoint.files``."""
         return self._held.files
 
+    @_documented_as(_checkpoint.Checkpoint.info)
     def info(self, fqn: str) -> _checkpoint.TensorInfo:
-        """As ``sidestream.Checkpoint.info``."""
+        """As ``sidestream.Checkpoint.info``, with the same arguments."""
         return self._held.info(fqn)
 
-    file = _method(_checkpoint.Checkpoint.file)
-    state_dict = _method(_checkpoint.Checkpoint.state_dict)
-    tensor = _method(_checkpoint.Checkpoint.tensor)
-    value = _method(_checkpoint.Checkpoint.value)
-    verify = _method(_checkpoint.Checkpoint.verify)
+    @_method(_checkpoint.Checkpoint.file)
+    def file(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpoint.file``, with the same arguments."""
+
+    @_method(_checkpoint.Checkpoint.state_dict)
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpoint.state_dict``, with the same arguments."""
+
+    @_method(_checkpoint.Checkpoint.tensor)
+    def tensor(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpoint.tensor``, with the same arguments."""
+
+    @_method(_checkpoint.Checkpoint.value)
+    def value(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpoint.value``, with the same arguments."""
+
+    @_method(_checkpoint.Checkpoint.verify)
+    def verify(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpoint.verify``, with the same arguments."""
 
 
+@_with_sections_of(_checkpointer.Checkpointer)
 class Checkpointer(_Holder[_checkpointer.Checkpointer]):
-    """``sidestream.Checkpointer``, blocking: it is open from the call on, and ``close()`` or ``with`` closes it."""
+    """``sidestream.Checkpointer`` for code without an event loop: the same arguments, and its methods block.
 
-    def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:
-        async def enter() -> _checkpointer.Checkpointer:
-            return await _checkpointer.Checkpointer(url, **options).__aenter__()
+    It is open when it has been made, and ``close()`` or the end of its ``with`` block closes it. ``watch``
+    and ``on_preemption`` need an event loop, and are not here.
+    """
 
-        self._held = _run(enter)
+    @_entering(_checkpointer.Checkpointer)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As ``sidestream.Checkpointer``, with the same arguments."""
 
-    __init__.__signature__ = signature(_checkpointer.Checkpointer.__init__)  # type: ignore[attr-defined]
-    __init__.__doc__ = _checkpointer.Checkpointer.__init__.__doc__
+    @_saving_method(_checkpointer.Checkpointer.async_save)
+    def async_save(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpointer.async_save``, with the same arguments."""
 
-    async_save = _saving_method(_checkpointer.Checkpointer.async_save)
-    latest = _method(_checkpointer.Checkpointer.latest)
-    prewarm = _method(_checkpointer.Checkpointer.prewarm)
-    prune = _method(_checkpointer.Checkpointer.prune)
-    read_metadata = _method(_checkpointer.Checkpointer.read_metadata)
-    reserve = _method(_checkpointer.Checkpointer.reserve)
-    restore = _method(_checkpointer.Checkpointer.restore)
-    save = _method(_checkpointer.Checkpointer.save)
-    steps = _method(_checkpointer.Checkpointer.steps)
-    verify = _method(_checkpointer.Checkpointer.verify)
+    @_method(_checkpointer.Checkpointer.latest)
+    def latest(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpointer.latest``, with the same arguments."""
+
+    @_method(_checkpointer.Checkpointer.prewarm)
+    def prewarm(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpointer.prewarm``, with the same arguments."""
+
+    @_method(_checkpointer.Checkpointer.prune)
+    def prune(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpointer.prune``, with the same arguments."""
+
+    @_method(_checkpointer.Checkpointer.read_metadata)
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpointer.read_metadata``, with the same arguments."""
+
+    @_method(_checkpointer.Checkpointer.reserve)
+    def reserve(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpointer.reserve``, with the same arguments."""
+
+    @_method(_checkpointer.Checkpointer.restore)
+    def restore(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpointer.restore``, with the same arguments."""
+
+    @_method(_checkpointer.Checkpointer.save)
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpointer.save``, with the same arguments."""
+
+    @_method(_checkpointer.Checkpointer.steps)
+    def steps(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpointer.steps``, with the same arguments."""
+
+    @_method(_checkpointer.Checkpointer.verify)
+    def verify(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpointer.verify``, with the same arguments."""
 
     @property
     def url(self) -> str:
-        """As ``sidestream.Checkpointer.url``."""
+        """The URL of the run."""
         return self._held.url
 
     @property
+    @_documented_as(_checkpointer.Checkpointer.restored)
     def restored(self) -> _loading.LoadReport | None:
         """As ``sidestream.Checkpointer.restored``."""
         return self._held.restored
 
+    @_documented_as(_checkpointer.Checkpointer.health)
     def health(self) -> Health:
-        """As ``sidestream.Checkpointer.health``."""
+        """As ``sidestream.Checkpointer.health``, with the same arguments."""
 
         async def health() -> Health:
             return self._held.health()
 
         return _run(health)
 
+    @contextmanager
+    def reading(self, step: int | Latest = "latest", *, options: LoadOptions | None = None) -> Iterator[Checkpoint]:
+        """Open a step as a ``Checkpoint``, with a lease on it until the end of the ``with``.
+
+        Args:
+            step: A number, or ``"latest"``.
+            options: ``verify``, ``safe_globals``, ``trust`` and ``timeout_s`` of the calls on the ``Checkpoint``, in
+                place of those of the ``Checkpointer``.
+
+        Yields:
+            The checkpoint. Use it inside of the ``with`` only.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError: There is no such step, or it
+                cannot be read.
+            StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
+            ClosedError: The ``Checkpointer`` is closed.
+        """
+        held = self._held.reading(step, options=options)
+        checkpoint = _run(held.__aenter__)
+        try:
+            yield Checkpoint(checkpoint)
+        finally:  # an error in the block is not one of the reading: the lease ends in either case
+            _run(lambda: held.__aexit__(None, None, None))
+
     def close(self) -> None:
-        """As ``sidestream.Checkpointer.aclose``."""
+        """Wait for the saves in progress, their exports and the pruning after them, and free the staging memory.
+
+        Ctrl-C cancels those saves, and waits until they have cleaned up.
+
+        Raises:
+            SidestreamError: A save whose error was not retrieved, or the pruning, failed.
+        """
         _run(self._held.aclose)
 
     def __enter__(self) -> Checkpointer:
@@ -459,11 +641,54 @@ class Checkpointer(_Holder[_checkpointer.Checkpointer]):
         _run(lambda: self._held.__aexit__(kind, error, trace))
 
 
-save = _blocking(_saving.save)
-async_save = _starting(_saving.async_save)
-load = _blocking(_loading.load)
-open_checkpoint = _opening(_checkpoint.open_checkpoint)
-verify = _blocking(_verifying.verify)
-remove = _blocking(_copying.remove)
-copy = _blocking(_copying.copy)
-convert = _blocking(_converting.convert)
+@_blocking(_saving.save)
+def save(*args: Any, **kwargs: Any) -> Any:
+    """As ``sidestream.save``, with the same arguments."""
+
+
+@_starting(_saving.async_save)
+def async_save(*args: Any, **kwargs: Any) -> Any:
+    """Start what ``save`` does, and return when the copies have been launched.
+
+    Wait for ``pending.staged.result()`` before the tensors change, and for ``pending.result()`` to have the
+    ``SaveInfo``. Plain values are copied during this call. It raises what is wrong with ``url`` and the options.
+    Everything else is raised by ``pending.result()``; nothing has been written then.
+
+    Returns:
+        The save in progress. It continues if no thread waits for it, and is logged if it fails and its error is not
+        retrieved. The process ends when it has ended.
+
+    Raises:
+        InvalidOptionError, MissingExtraError: The call is wrong; nothing was started.
+        WrongLoopError: An event loop runs in this thread.
+    """
+
+
+@_blocking(_loading.load)
+def load(*args: Any, **kwargs: Any) -> Any:
+    """As ``sidestream.load``, with the same arguments."""
+
+
+@_opening(_checkpoint.open_checkpoint)
+def open_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    """As ``sidestream.open_checkpoint``, with the same arguments."""
+
+
+@_blocking(_verifying.verify)
+def verify(*args: Any, **kwargs: Any) -> Any:
+    """As ``sidestream.verify``, with the same arguments."""
+
+
+@_blocking(_copying.remove)
+def remove(*args: Any, **kwargs: Any) -> Any:
+    """As ``sidestream.remove``, with the same arguments."""
+
+
+@_blocking(_copying.copy)
+def copy(*args: Any, **kwargs: Any) -> Any:
+    """As ``sidestream.copy``, with the same arguments."""
+
+
+@_blocking(_converting.convert)
+def convert(*args: Any, **kwargs: Any) -> Any:
+    """As ``sidestream.convert``, with the same arguments."""

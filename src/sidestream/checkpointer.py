@@ -67,23 +67,25 @@ class Checkpointer:
     With several ranks all ranks make the same calls in the same order, and rank 0 chooses, leases and deletes.
 
     Args:
-        url: The directory or prefix of the run. keep: Which steps stay, such as ``KeepLast(3) | KeepBest("loss")``.
-        None: all. The others are deleted after a save,
-            when a newer step has been read back and is good, and no process has a lease on them.
+        url: The directory or prefix of the run.
+        keep: Which steps stay, such as ``KeepLast(3) | KeepBest("loss")``. None: all. The others are deleted after a
+            save, when a newer step has been read back and is good, and no process has a lease on them.
         slots: How many saves may be in progress at the same time. Each has staged memory of its own, which is reused.
-        when_full: What a save does that finds no slot free (``options.WhenFull``). stager: A stager to use in place of
-        one of its own. save: How saves are done. With ``writer="process"`` one process writes, from the first save or
-        ``prewarm()`` until
-            the ``Checkpointer`` is closed.
-        load: How steps are restored and opened. If it has no ``names``, ``restore`` uses those of ``save``. export: A
-        ``sidestream.HF``, or several, to write beside saves; ``{step}`` in its URL stands for the step. exports_every:
-        Export the steps that are multiples of this number. exports_keep: How many exports stay, those of the highest
-        steps. None: all. timeout_s: The limit, in seconds, of every call that neither saves nor loads. lease_s: How
-        long a lease lasts after its holder has died, in seconds. A save acquires one when it takes longer than
-            a quarter of that.
+        when_full: What a save does that finds no slot free (``options.WhenFull``).
+        stager: A stager to use in place of one of its own.
+        save: How saves are done. With ``writer="process"`` one process writes, from the first save or ``prewarm()``
+            until the ``Checkpointer`` is closed.
+        load: How steps are restored and opened. If it has no ``names``, ``restore`` uses those of ``save``.
+        export: A ``sidestream.HF``, or several, to write beside saves; ``{step}`` in its URL stands for the step.
+        exports_every: Export the steps that are multiples of this number.
+        exports_keep: How many exports stay, those of the highest steps. None: all.
+        timeout_s: The limit of every call that neither saves nor loads, in seconds.
+        lease_s: How long a lease lasts after its holder has died, in seconds. A save acquires one when it takes longer
+            than a quarter of that.
         abandoned_after_s: How long the files of a killed writer without a lease stay after the last write to them, in
             seconds.
-        process_group: The ranks that save and restore together; ``"alone"``: this process only.
+        process_group: The ranks that save and restore together (``options.GroupChoice``); ``"alone"``: this process
+            only.
         storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
         storage: How the storage at ``url`` is reached.
 
@@ -158,8 +160,10 @@ class Checkpointer:
     # --- saving ---
 
     async def prewarm(self, state: Mapping[str, Any] | None = None) -> None:
-        """Do now what the first save of ``state`` would have to: start the writer process, if there is one, map staging
-        memory, and, in a run of one process, plan. Nothing is copied. Cancelling leaves what has been done by then.
+        """Do now what the first save of ``state`` would have to do. Nothing is copied.
+
+        The writer process is started, if there is one, staging memory is mapped, and in a run of one process the save
+        is planned. A cancel leaves what has been done by then.
 
         Args:
             state: The state that will be saved. None: only start the writer process. What is wrong with it is raised by
@@ -168,14 +172,23 @@ class Checkpointer:
         Raises:
             WriterProcessError: The process could not be started.
             ArenaExhaustedError: The memory does not fit the budget of the stager.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
         await self._saves.prewarm(state)
 
     async def reserve(self, nbytes: int) -> None:
-        """Map ``nbytes`` of staging memory now, and start the writer process, if there is one.
+        """Map staging memory now, and start the writer process, if there is one. A cancel leaves what has been done by
+        then.
 
-        Raises as ``prewarm``. Cancelling leaves what has been done by then.
+        Args:
+            nbytes: How much memory to map, in bytes.
+
+        Raises:
+            InvalidOptionError: ``nbytes`` is not a positive integer.
+            WriterProcessError: The process could not be started.
+            ArenaExhaustedError: The memory does not fit the budget of the stager.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
         check_count("nbytes", nbytes)
@@ -193,10 +206,24 @@ class Checkpointer:
         """Save ``state`` as ``step``, and return when the checkpoint is visible and durable, and its exports have
         ended.
 
-        ``async_save`` describes arguments and errors. Cancelling cancels the save.
+        A cancel cancels the save and its exports. What that leaves is as for ``sidestream.save``.
+
+        Args:
+            state: As for ``sidestream.save``.
+            step: The number of the step, not negative.
+            metadata: Plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
+            files: Sidecar files, as for ``sidestream.save``.
+            options: In place of the ``save=`` of the ``Checkpointer``, whose writer stays.
 
         Returns:
             What was committed. ``SaveInfo.exports`` has for each export its report, or the error that it failed with.
+
+        Raises:
+            TooManySavesError: No slot is free, and ``when_full="fail"``.
+            SkippedError: The save gave way, as ``when_full`` says.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            SidestreamError: The save failed as ``sidestream.save`` does; or an earlier save, or the pruning after it,
+                failed, and its error was not retrieved.
         """
         pending = await self.async_save(state, step=step, metadata=metadata, files=files, options=options)
         return await completed(pending)
@@ -217,7 +244,7 @@ class Checkpointer:
         made the call and a slot is free, unless all have called a newer save by then.
 
         A step that is committed already is saved as its next generation. The old one stays until the new one has been
-        verified. Cancelling before this returns starts nothing.
+        verified. A cancel before this returns starts nothing.
 
         Args:
             state: As for ``sidestream.save``.
@@ -227,10 +254,15 @@ class Checkpointer:
             options: In place of the ``save=`` of the ``Checkpointer``, whose writer stays. A planner is given here: two
                 saves at the same time need two.
 
+        Returns:
+            The save in progress.
+
         Raises:
-            TooManySavesError: No slot is free, and ``when_full="fail"``. SidestreamError: An earlier save, or the
-            pruning after it, failed, and its error was not retrieved; nothing was
-                started. Each error is raised once.
+            TooManySavesError: No slot is free, and ``when_full="fail"``.
+            SkippedError: No slot is free, and ``when_full="skip"``.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            SidestreamError: An earlier save, or the pruning after it, failed, and its error was not retrieved; nothing
+                was started. Each error is raised once.
         """
         self._opened.check()
         return await self._saves.save(state, step, metadata, files, options)
@@ -240,7 +272,7 @@ class Checkpointer:
     async def restore(
         self,
         state: Mapping[str, Any],
-        step: int | Latest | None = "latest",
+        step: int | Latest = "latest",
         *,
         fallback: Fallback = "never",
         strict: bool = True,
@@ -255,12 +287,15 @@ class Checkpointer:
         cancel leaves in ``state`` is as for ``sidestream.load``.
 
         Args:
-            state: As for ``sidestream.load``. step: A number, or ``"latest"``. fallback: ``"older"``: if the step is
-            damaged, load the newest older one that is good (an older generation of
-                the same step first), and log a warning. ``restored.passed_over`` and ``health()`` list what was
+            state: As for ``sidestream.load``.
+            step: A number, or ``"latest"``.
+            fallback: ``"older"``: if the step is damaged, load the newest older one that is good (an older generation
+                of the same step first), and log a warning. ``restored.passed_over`` and ``health()`` list what was
                 damaged.
-            strict, allow_missing, allow_unexpected, allow_cast: Which differences are accepted, as for
-                ``sidestream.load``.
+            strict: False accepts missing and unexpected names, as in torch.
+            allow_missing: Which names of ``state`` the step may lack: True, or glob patterns of FQNs.
+            allow_unexpected: Which names in the step ``state`` may lack, inside of its top-level keys.
+            allow_cast: Which tensors may have another dtype in the step. They are converted.
             options: In place of the ``load=`` of the ``Checkpointer``.
 
         Returns:
@@ -269,7 +304,8 @@ class Checkpointer:
         Raises:
             CheckpointNotFoundError: There is no step of this number.
             CorruptCheckpointError: The step is damaged; with ``fallback="older"``, all are.
-            SidestreamError: What ``sidestream.load`` raises.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            SidestreamError: The load failed as ``sidestream.load`` does.
         """
         self._opened.check()
         options = self._load if options is None else options_of(options, LoadOptions)
@@ -290,14 +326,18 @@ class Checkpointer:
         """Open a step as a ``Checkpoint``, with a lease on it until the end of the ``async with``.
 
         Args:
-            step: A number, or ``"latest"``. options: ``verify``, ``safe_globals``, ``trust`` and ``timeout_s`` of the
-            calls on the ``Checkpoint``, in place
-                of those of the ``Checkpointer``.
+            step: A number, or ``"latest"``.
+            options: ``verify``, ``safe_globals``, ``trust`` and ``timeout_s`` of the calls on the ``Checkpoint``, in
+                place of those of the ``Checkpointer``.
+
+        Yields:
+            The checkpoint. Use it inside of the ``async with`` only.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError: There is no such step, or it
-            cannot
-                be read.
+                cannot be read.
+            StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
         options = self._load if options is None else options_of(options, LoadOptions)
@@ -314,18 +354,21 @@ class Checkpointer:
             )
 
     async def verify(self, step: int | Latest = "latest", *, progress: Progress | None = None) -> VerifyReport:
-        """Read a step whole and compare it with all that is known about it, under a lease (``sidestream.verify``).
+        """Read a step whole and compare it with all that is known about it, under a lease, as ``sidestream.verify``
+        does. A cancel leaves nothing behind.
 
         Args:
             step: A number, or ``"latest"``.
-            progress: Called with the bytes read so far and the bytes to read.
+            progress: Called on the event loop with the bytes read so far and the bytes to read. What it raises ends the
+                call.
 
         Returns:
             The report. Damage is in it, and is not raised: see ``ok``.
 
         Raises:
             CheckpointNotFoundError: There is no such step.
-            SidestreamError: What ``sidestream.verify`` raises.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            SidestreamError: The call failed as ``sidestream.verify`` does.
         """
         self._opened.check()
         async with self._reading.step(step) as (_, location):
@@ -333,7 +376,7 @@ class Checkpointer:
                 return await verify_at(location, progress, self.url)
 
     async def read_metadata(self, step: int | Latest = "latest") -> dict[str, Any]:
-        """Read the ``metadata=`` of a step, and nothing else of it.
+        """Read the ``metadata=`` of a step, and nothing else of it. A cancel leaves nothing behind.
 
         Args:
             step: A number, or ``"latest"``.
@@ -343,6 +386,8 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: There is no such step, or it is damaged.
+            StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
         async with self._reading.step(step) as (found, _):
@@ -355,12 +400,21 @@ class Checkpointer:
         """Return the numbers of the committed steps, in order.
 
         Steps that are being written, that a crash left unfinished, or whose marker is damaged are left out.
+
+        Raises:
+            StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
         return [found.step for found in await self._reading.steps() if found.damage is None]
 
     async def latest(self) -> int | None:
-        """Return the number of the newest committed step, or None."""
+        """Return the number of the newest committed step, or None.
+
+        Raises:
+            StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+        """
         return max(await self.steps(), default=None)
 
     def watch(self, *, after: int | None = None, poll_s: float = 2.0) -> Watch:
@@ -371,9 +425,16 @@ class Checkpointer:
         and a newer step follows.
 
         Args:
-            after: Yield every step above this number, those that are there already first. poll_s: How often the run is
-            looked at, in seconds. On a local file system changes are noticed earlier, with the
-                extra ``watch``.
+            after: Yield every step above this number, those that are there already first. None: only new ones.
+            poll_s: How often the run is looked at, in seconds. On a local file system changes are noticed earlier, with
+                the extra ``watch``.
+
+        Returns:
+            The iterator. A cancel loses no step.
+
+        Raises:
+            InvalidOptionError: An argument is wrong.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
         check_timeout(poll_s)
@@ -390,14 +451,14 @@ class Checkpointer:
 
         Args:
             dry_run: Delete and verify nothing. ``deleted`` has the steps that would go if the newest step that stays
-            proves
-                to be good.
+                proves to be good.
 
         Returns:
             What was deleted; nothing on ranks other than rank 0.
 
         Raises:
-            StorageError, DeadlineExceededError: The storage failed.
+            StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
         if not self._run.leads:
@@ -437,16 +498,17 @@ class Checkpointer:
         A failure is logged, and the program ends all the same. Closing the ``Checkpointer`` restores the handlers.
 
         Args:
-            signals: The signals, ``SIGTERM`` if none is given. save: Called on the event loop. Returns a state and its
-            step, or None if there is nothing new to save. Without
-                it only the saves in progress are finished.
+            signals: The signals. ``SIGTERM`` if none is given.
+            save: Called on the event loop. It returns a state and its step, or None if there is nothing new to save.
+                None: only the saves in progress are finished.
             grace_s: The time for that, in seconds. The program ends after it, or when the signal arrives again.
-            then: ``"exit"``: raise ``SystemExit(exit_code)`` out of the loop. ``"signal"``: let the signal kill the
-                process. ``"stay"``: go on; the program looks at ``preempted``.
-            exit_code: 128 + the number of the signal if it is not given.
+            then: How the program ends (``options.Then``). ``"exit"``: raise ``SystemExit(exit_code)`` out of the loop.
+                ``"signal"``: let the signal kill the process. ``"stay"``: continue; the program looks at ``preempted``.
+            exit_code: The exit code. None: 128 + the number of the signal.
 
         Raises:
             InvalidOptionError: Called outside of the main thread, or with a signal that cannot be caught.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
         if self._preemption is not None:
@@ -490,7 +552,7 @@ class Checkpointer:
     async def aclose(self) -> None:
         """Wait for the saves in progress, their exports and the pruning after them, and free the staging memory.
 
-        Cancelling it cancels those saves, and waits until they have cleaned up.
+        A cancel cancels those saves, and waits until they have cleaned up.
 
         Raises:
             SidestreamError: A save whose error was not retrieved, or the pruning, failed.

@@ -98,13 +98,13 @@ class SidestreamError(Exception):
         return super().__str__()
 
     def within(self, place: str, after: str = "") -> Self:
-        """Put ``place`` (a URL, an FQN) before the message, and ``after`` behind it. Returns this error."""
+        """Put ``place`` (a URL, an FQN) before the message and ``after`` behind it, and return this error."""
         self._before = (f"{place}: ", *self._before)
         self._after += after
         return self
 
     def about(self, **facts: Any) -> Self:
-        """Set those attributes that are None or empty. Returns this error."""
+        """Set those attributes that are None or empty, and return this error."""
         for name, value in facts.items():
             if not getattr(self, name):
                 setattr(self, name, value)
@@ -124,7 +124,7 @@ class SidestreamError(Exception):
         return {name: value for name, value in facts.items() if _is_plain(value) and not name.startswith("_")}
 
     def with_facts(self, facts: Mapping[str, Any]) -> Self:
-        """Set what ``facts`` of another error returned. Returns this error."""
+        """Set the attributes that ``facts`` of another error returned, and return this error."""
         for name, value in facts.items():
             setattr(self, name, tuple(value) if type(value) is list else value)
         return self
@@ -135,8 +135,8 @@ def _is_plain(value: object) -> bool:
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """``error`` and all that led to it without the frames behind them: those would keep memory for as long as somebody
-    keeps the error."""
+    """Remove the frames from ``error`` and all that led to it, and return it. They would keep memory for as long as the
+    error is kept."""
     chain: list[BaseException | None] = [error]
     seen: set[int] = set()
     while chain:
@@ -156,11 +156,11 @@ class InvalidOptionError(SidestreamError, ValueError):
 
 
 class UnsafeObjectError(SidestreamError, TypeError):
-    """A value cannot be stored, or may not be read, as plain data. Names the FQN and the type."""
+    """A value cannot be saved as plain data, or may not be read as more. The message has the FQN and the type."""
 
 
 class UnsupportedTensorError(SidestreamError, TypeError):
-    """A tensor of a kind that cannot be staged or saved (meta, fake, sparse, quantized, distributed ...)."""
+    """A tensor is of a kind that cannot be staged, saved or converted."""
 
 
 class KeyCollisionError(SidestreamError, ValueError):
@@ -168,11 +168,15 @@ class KeyCollisionError(SidestreamError, ValueError):
 
 
 class UnsupportedCheckpointError(SidestreamError, ValueError):
-    """A checkpoint that is not damaged, but written in a way that this version does not read."""
+    """A checkpoint was written in a way that this version does not read. It is not damaged."""
 
 
 class MissingExtraError(SidestreamError, ImportError):
-    """What was asked for needs a package that is not installed. ``extra`` names the extra that brings it."""
+    """A package that the call needs is not installed.
+
+    Attributes:
+        extra: The extra of sidestream that installs it.
+    """
 
     def __init__(self, message: str, *, extra: str = ""):  # a default: errors of ranks travel as pickles
         super().__init__(message)
@@ -184,7 +188,7 @@ class ClosedError(SidestreamError, RuntimeError):
 
 
 class WrongLoopError(SidestreamError, RuntimeError):
-    """Called without a running event loop, from a foreign one, or blocking from inside one."""
+    """A call was made without a running event loop, on another loop, or blocks a loop that is running."""
 
 
 class AsyncOnlyError(SidestreamError, TypeError):
@@ -199,7 +203,7 @@ class ForkedProcessError(SidestreamError, RuntimeError):
 
 
 class CheckpointNotFoundError(SidestreamError, FileNotFoundError):
-    """No committed checkpoint at that URL."""
+    """No committed checkpoint is at this URL."""
 
 
 class CheckpointExistsError(SidestreamError, FileExistsError):
@@ -212,7 +216,7 @@ class ArenaExhaustedError(SidestreamError, MemoryError):
 
 class OutOfMemoryError(SidestreamError, MemoryError):
     """The system or torch could not allocate memory for a load, save, verification or conversion. Existing data is not
-    damaged; ``written`` names what a load has changed."""
+    damaged. ``written`` has what a load has changed."""
 
 
 class TooManySavesError(SidestreamError, RuntimeError):
@@ -225,8 +229,7 @@ class SnapshotLostError(SidestreamError, MemoryError):
 
 
 class SkippedError(SidestreamError, RuntimeError):
-    """A stage or save gave way, as its ``when_full=`` or ``when_full=`` policy says: no memory or slot was free, or a
-    newer one came."""
+    """A stage or save gave way, as ``when_full=`` says: no memory or slot was free, or a newer one came."""
 
 
 class GraphCaptureError(SidestreamError, RuntimeError):
@@ -248,11 +251,11 @@ class DeviceError(SidestreamError, RuntimeError):
 
 
 class DeadlineExceededError(SidestreamError, TimeoutError):
-    """A deadline passed (``timeout_s``)."""
+    """The time that a call was given (``timeout_s``) has passed."""
 
 
 class StorageError(SidestreamError, OSError):
-    """A file operation failed. ``errno`` and ``filename`` are those of the cause."""
+    """An operation of the storage failed. ``errno`` and ``filename`` are those of the cause."""
 
 
 class NoSpaceError(StorageError):
@@ -260,7 +263,7 @@ class NoSpaceError(StorageError):
 
 
 class AccessDeniedError(StorageError, PermissionError):
-    """No permission to read or write there, or a read-only file system."""
+    """The storage denies access, or the file system is read-only."""
 
 
 # --- what came of a save -------------------------------------------------------------------------------------------
@@ -286,10 +289,16 @@ class StorageNotSharedError(SidestreamError, OSError):
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """What went wrong on ``rank`` (its number in the group): in which ``step``, the ``kind`` of error and its ``text``.
+    """The failure of one rank.
 
-    ``error`` is the error itself, made again, where it is one of ours. ``kind`` is ``"RankDied"`` where the rank is
-    gone, ``"DeadlineExceededError"`` where it did not answer in time."""
+    Attributes:
+        rank: Its number in the group.
+        step: The step of the operation in which it failed.
+        kind: The name of the class of its error. ``"RankDied"``: the rank is gone. ``"DeadlineExceededError"``: it did
+            not answer in time.
+        text: The message of its error.
+        error: Its error, made again, if it is one of sidestream's. None otherwise.
+    """
 
     rank: int
     step: str
@@ -302,13 +311,15 @@ class RankFailure:
 
 
 class RankFailuresError(SidestreamError, RuntimeError):
-    """Some of the ranks that save or load together could not go on, so none did; every rank that lives raises the same.
+    """Ranks that save or load together have failed. Every rank that lives raises the same error. A save made nothing
+    visible.
 
-    ``failures`` has one ``RankFailure`` for each of them, by rank. Of a save nothing became visible.
+    Attributes:
+        failures: One ``RankFailure`` for each rank that has failed, by rank.
     """
 
     def __init__(self, failures: Sequence[RankFailure]):
-        self.failures = tuple(sorted(failures, key=lambda one: one.rank))
+        self.failures: tuple[RankFailure, ...] = tuple(sorted(failures, key=lambda one: one.rank))
         shown = [str(one) for one in self.failures[:8]]
         more = [f"... and {len(self.failures) - 8} ranks more"] if len(self.failures) > 8 else []
         super().__init__("\n  ".join([f"{len(self.failures)} of the ranks failed:", *shown, *more]))
@@ -322,19 +333,21 @@ class OutcomeUnknownError(SidestreamError, OSError):
 
 
 class PlannerError(SidestreamError, RuntimeError):
-    """A ``SavePlanner`` or ``LoadPlanner`` of the caller raised, as the cause says. Of a save nothing became visible;
-    of a load ``written`` tells what was changed."""
+    """A ``SavePlanner`` or ``LoadPlanner`` of the caller raised the error that is the cause. A save made nothing
+    visible. ``written`` has what a load has changed."""
 
 
 class LoadStateDictError(SidestreamError, RuntimeError):
-    """``load_state_dict`` of an object in the target raised, as the cause says. ``written`` tells what was changed."""
+    """``load_state_dict`` of an object in the target raised the error that is the cause. ``written`` has what was
+    changed."""
 
 
 # --- what is wrong with a checkpoint -------------------------------------------------------------------------------
 
 
 class CorruptCheckpointError(SidestreamError, ValueError):
-    """Bytes of a checkpoint are missing, altered or contradict each other. Names the file, offset and FQN it knows."""
+    """Bytes of a checkpoint are missing, altered, or contradict each other. ``file``, ``fqn`` and ``offset`` say
+    where."""
 
     def __init__(self, message: str, *, file: str | None = None, fqn: str | None = None, offset: int | None = None):
         super().__init__(message)
@@ -342,10 +355,13 @@ class CorruptCheckpointError(SidestreamError, ValueError):
 
 
 class IncompleteCheckpointError(SidestreamError, LookupError):
-    """Ranks have saved here apart from each other, and the parts make no whole (yet).
+    """Parts that ranks have saved independently are not a whole checkpoint, or not yet.
 
-    ``save_id`` is that of most parts, ``missing`` has the ranks whose parts are missing (the first 65,536 of them),
-    ``others`` the ranks that have parts of another save, with its id."""
+    Attributes:
+        save_id: The id of the save that most parts have.
+        missing: The ranks whose parts are missing, the first 65,536 of them.
+        others: The ranks that have parts of another save, with its id.
+    """
 
     def __init__(
         self,
@@ -357,8 +373,8 @@ class IncompleteCheckpointError(SidestreamError, LookupError):
     ):
         super().__init__(message)
         self.save_id = save_id
-        self.missing = tuple(missing)
-        self.others = dict(others or {})
+        self.missing: tuple[int, ...] = tuple(missing)
+        self.others: dict[int, str] = dict(others or {})
 
 
 class BadSignatureError(SidestreamError, ValueError):
@@ -366,14 +382,17 @@ class BadSignatureError(SidestreamError, ValueError):
 
 
 class StateMismatchError(SidestreamError, ValueError):
-    """Target and checkpoint do not fit. Raised before anything is changed; ``offenders`` holds one line for each.
+    """The target of a load and the checkpoint differ. It is raised before anything is changed.
 
-    Where all offenders are of one kind the subclass of that kind is raised, otherwise this class itself.
+    Where all differences are of one kind the subclass of that kind is raised, otherwise this class itself.
+
+    Attributes:
+        offenders: One line for each difference, with the name.
     """
 
     def __init__(self, message: str, offenders: Sequence[str] = ()):
         super().__init__(message)
-        self.offenders = tuple(offenders)
+        self.offenders: tuple[str, ...] = tuple(offenders)
 
 
 class MissingKeysError(StateMismatchError, KeyError):
@@ -392,7 +411,7 @@ class ShapeMismatchError(StateMismatchError):
 
 
 class DtypeMismatchError(StateMismatchError):
-    """A tensor of the target has another dtype than the saved one; nothing is cast unless ``strict`` names it."""
+    """A tensor of the target has another dtype than the saved one, and ``allow_cast=`` does not name it."""
 
 
 class KindMismatchError(StateMismatchError):
@@ -416,9 +435,9 @@ def out_of_memory(error: BaseException, doing: str) -> OutOfMemoryError | None:
         refused = any(words in str(error).lower() for words in _NO_MEMORY)
     if not refused:
         return None
-    told = str(error).partition("\n")[0][:300] or type(error).__name__
+    text = str(error).partition("\n")[0][:300] or type(error).__name__
     return OutOfMemoryError(
-        f"{doing}: out of memory ({told}); free some, raise the limit of this process, or load less at once"
+        f"{doing}: out of memory ({text}); free some, raise the limit of this process, or load less at once"
     )
 
 

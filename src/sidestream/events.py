@@ -394,7 +394,10 @@ class LoadFellBack(LoadEvent):
 Event: TypeAlias = (
     Retried | Throttled | SlowPart | GuaranteeLost | WriterProcessLost | RanksMissing | SaveEvent | LoadEvent
 )
+"""Any event. Those of saves have the base ``SaveEvent``, those of loads ``LoadEvent``."""
+
 Observer: TypeAlias = Callable[[Event], object]
+"""A function that is called with each event, in the thread in which it happens. What it returns is ignored."""
 
 _observers: tuple[Observer, ...] = ()
 _lock = threading.Lock()

@@ -1,42 +1,54 @@
-"""The choices that callers have, checked where they enter. No torch."""
+"""The choices that callers have, checked where they enter, and the interface of their own stores. Imports no torch."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
 from .errors import InvalidOptionError
 
 if TYPE_CHECKING:
+    import os
+
     import torch
 
 __all__ = [
-    "RANK_WAIT_S",
+    "Backing",
     "BlobInfo",
     "BlobStore",
     "BlobUpload",
     "Capabilities",
     "Commit",
+    "ConvertOptions",
     "Digest",
+    "DigestCheck",
     "Dtypes",
     "Durability",
     "EngineChoice",
     "Fallback",
+    "FileSource",
+    "Format",
+    "GroupChoice",
     "IndependentPart",
     "IoPriority",
+    "Latest",
     "Listing",
     "LoadOptions",
+    "Memory",
     "Names",
+    "Outcome",
     "Progress",
     "PutMode",
     "SaveOptions",
+    "StageMode",
+    "Stager",
     "Storage",
     "StorePolicy",
-    "Tolerance",
+    "Then",
     "Tolerated",
     "Trust",
     "Verify",
@@ -44,26 +56,12 @@ __all__ = [
     "WriterChoice",
     "WriterProcess",
     "add_prefix",
-    "check_bool",
-    "check_choice",
-    "check_count",
-    "check_dtype",
-    "check_names",
-    "check_seconds",
-    "check_step",
-    "check_steps",
-    "check_timeout",
-    "check_verify",
-    "check_writer",
-    "is_fsspec",
-    "options_of",
-    "storage_of",
     "strip_prefix",
-    "tolerance_of",
 ]
 
 Durability = Literal["fsync", "flush"]
-"""``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: it survives the death of the process only."""
+"""The durability of what is acknowledged. ``"fsync"``: it survives a power cut. ``"flush"``: it survives the death of
+the process only."""
 
 RANK_WAIT_S = 300.0
 """How long a rank waits by default for the other ranks to make a call of all ranks."""
@@ -71,24 +69,24 @@ RANK_WAIT_S = 300.0
 _MAX_TIMEOUT_S = 10**9  # some thirty years; the system's own limit for waits is not much higher
 
 Verify = Literal["always", "manifest"]
-"""``"always"``: every byte that is used is checked against its checksum. ``"manifest"``: manifest, file sizes and
-layout are checked, the payload is not."""
+"""The comparison of what is read with its checksums. ``"always"``: every byte that is used is compared. ``"manifest"``:
+manifest, file sizes and layout are compared, and the payload is not."""
 
 Digest = Literal["blake3"]
 """A cryptographic digest of each block of each tensor, kept in the manifest beside its checksum."""
 
 Trust = Literal["data", "pickle"]
-"""What the plain values of another writer's checkpoint are read as. ``"data"``: nothing that they name is imported or
-called. ``"pickle"``: they are unpickled, which runs whatever code their author put into them."""
+"""The way in which plain values of another writer's checkpoint are read. ``"data"``: nothing that they name is imported
+or called. ``"pickle"``: they are unpickled, which runs the code that their author put into them."""
 
 Tolerated: TypeAlias = "bool | str | Collection[str]"
-"""What ``allow_missing=``, ``allow_unexpected=`` and ``allow_cast=`` of a load take. ``True``: every name. A text or a
-collection of texts: the names that match one of these glob patterns (``"model.head.*"``). ``False`` or nothing:
+"""The names that ``allow_missing=``, ``allow_unexpected=`` and ``allow_cast=`` of a load accept. True: every name. A
+text or a collection of texts: the names that match one of these glob patterns (``"model.head.*"``). False or nothing:
 none."""
 
 Names: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
-"""What ``names=`` takes: a function from an FQN in the state dict to its FQN in the checkpoint, or a mapping from the
-ones to the others.
+"""The names that ``names=`` gives: a function from an FQN in the state dict to its FQN in the checkpoint, or a mapping
+from the ones to the others.
 
 The direction is the same in every call. A load passes the names of its target, and reads each tensor under the name
 that is returned. A save passes the names of its state, and writes each tensor under the name that is returned; so does
@@ -98,40 +96,106 @@ mapping leaves the names that it lacks as they are. None means that the name has
 memory (tied tensors)."""
 
 Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype]"
-"""What ``dtype=`` takes: a floating-point dtype, or patterns of names (``{"*.norm.*": torch.float32,
-"*": torch.bfloat16}``), of which the first that matches decides. A tensor that matches none keeps its dtype, and every
+"""The dtypes that ``dtype=`` takes: a floating-point dtype, or patterns of names (``{"*.norm.*": torch.float32, "*":
+torch.bfloat16}``), of which the first that matches decides. A tensor that matches none keeps its dtype, and every
 tensor that is not floating-point keeps its dtype."""
 
 Progress: TypeAlias = Callable[[int, int], object]
-"""Called on the event loop with the bytes read so far and the bytes to read, first with 0. What it raises ends the
-load, as an error of storage would."""
+"""A function that is called on the event loop with the bytes done so far and the bytes to do, first with 0. What it
+raises ends the call, as an error of storage would."""
 
 WhenFull = Literal["wait", "skip", "latest", "fail"]
-"""What a stage does that finds no memory free, and a save of a ``Checkpointer`` that finds no slot free. ``"wait"``:
-wait for one. ``"skip"``: raise ``SkippedError``. ``"latest"``: wait, but raise ``SkippedError`` when a newer stage or
-save comes before this one has begun; ``Checkpointer.async_save`` returns at once and its ``PendingSave`` waits.
-``"fail"``: raise ``ArenaExhaustedError`` or ``TooManySavesError``."""
+"""The policy of a stage that finds no memory free, and of a save of a ``Checkpointer`` that finds no slot free.
+``"wait"``: wait for one. ``"skip"``: raise ``SkippedError``. ``"latest"``: wait, but raise ``SkippedError`` when a
+newer stage or save comes before this one has begun; ``Checkpointer.async_save`` returns at once and its ``PendingSave``
+waits. ``"fail"``: raise ``ArenaExhaustedError`` or ``TooManySavesError``."""
 
 Fallback = Literal["never", "older"]
-"""What ``restore`` does when the step is damaged. ``"never"``: raise ``CorruptCheckpointError``. ``"older"``: take the
-newest older one that is good, log a warning, and list in the report what was passed over."""
+"""The choice of ``restore`` when the step is damaged. ``"never"``: raise ``CorruptCheckpointError``. ``"older"``: take
+the newest older one that is good, log a warning, and list in the report what was passed over."""
 
 EngineChoice = Literal["auto", "obstore", "fsspec"]
 """The client of object storage. ``"auto"``: obstore for ``s3://``, ``gs://`` and ``az://`` where it is installed and
 knows all the ``storage_options``, fsspec for everything else."""
 
+Outcome: TypeAlias = Literal["committed", "absent", "unknown"]
+"""The end of a save. ``"committed"``: the checkpoint is visible. ``"absent"``: nothing is visible, and what was written
+has been removed. ``"unknown"``: the commit was sent, and could not be read back; nothing was removed."""
+
+FileSource: TypeAlias = "bytes | str | os.PathLike[str]"
+"""The content of a sidecar file, or the path of a regular file on this machine."""
+
+GroupChoice: TypeAlias = "Literal['alone'] | Any"
+"""The ranks of a call, for ``process_group=``. A ``ProcessGroup`` of torch: its ranks. None: all ranks of the job, or
+this process where ``torch.distributed`` is not initialized. ``"alone"``: this process alone."""
+
+Latest = Literal["latest"]
+"""The newest committed step of a run, in place of a number."""
+
+Then = Literal["exit", "signal", "stay"]
+"""The end of a program after a preemption. ``"exit"``: ``SystemExit`` out of the loop, so that every ``finally`` runs.
+``"signal"``: the signal ends the process as if it had no handler; nothing else runs. ``"stay"``: the program continues,
+looks at ``preempted`` and ends by itself."""
+
+StageMode = Literal["lazy", "eager", "hybrid"]
+"""The time at which a stage copies. ``"lazy"``: copies continue after ``stage()`` has returned, and the sources must
+not change before the fence. ``"eager"``: the sources may change when ``stage()`` has returned. ``"hybrid"``: as lazy,
+and what would not be copied before the next fence is copied on the device first."""
+
+Backing = Literal["private", "shared"]
+"""The memory of a stager. ``"private"``: a forked child keeps the bytes that it saw, whatever is staged later.
+``"shared"``: a memfd, which another process can be handed; a forked child sees later stages in it."""
+
+Format = Literal["dcp", "torch", "safetensors"]
+"""The formats that ``convert`` writes. ``"dcp"``: a checkpoint of sidestream, which stock DCP reads. ``"torch"``: one
+file, as ``torch.save`` writes it. ``"safetensors"``: one file, or a directory as transformers reads it."""
+
+Memory: TypeAlias = "Literal['host', 'mapped'] | torch.device"
+"""The place of the tensors that ``Checkpoint.state_dict`` returns: new memory of the host or of a device, or
+``"mapped"``, the pages of the files."""
+
+DigestCheck = Literal["verified", "not installed"]
+"""The result for the digests in a checkpoint. ``"verified"``: they were compared. ``"not installed"``: the extra
+``digest`` is missing, so only checksums were compared."""
+
+
+class Stager(Protocol):
+    """A stager for ``stager=`` other than sidestream's own: one of torch's, or any object with this method."""
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """Copy a state dict to host memory.
+
+        Args:
+            state_dict: The state. Its tensors may be on any device.
+
+        Returns:
+            The copy, which does not change any more, or a ``concurrent.futures.Future`` of it.
+        """
+
+
+_LEAST_BUDGET_BYTES = 96 << 20
 _MIN_PART_BYTES = 5 << 20  # S3 takes no smaller ones
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StorePolicy:
-    """How object storage is talked to. Local directories know nothing of it.
+    """The settings of the client of object storage: ``policy=`` of ``Storage``. Local directories
+    ignore them.
 
-    ``request_timeout_s`` bounds each request (one part, one range), whatever the deadline of the call; a request that
-    failed is sent again at most ``retries`` times, later and later. At most ``concurrency`` requests go on at once.
-    Parts have ``part_bytes``, or more where a file would have too many. ``cache_dir`` is a directory on this host in
-    which readers keep whole files, under fsspec's names; all processes of the host that have the same directory fetch
-    each file once. Its files are trusted as if they came from the storage.
+    Args:
+        engine: The client (``options.EngineChoice``).
+        request_timeout_s: The limit of each request, of one part or one range, in seconds. The limit of the call holds
+            in addition.
+        retries: How often a failed request is sent again, with growing pauses.
+        concurrency: How many requests are in progress at the same time.
+        part_bytes: The size of the parts of an upload, in bytes; 5 MiB at least. Parts are larger where a file would
+            have too many.
+        cache_dir: A directory on this host in which readers keep whole files, under fsspec's names. All processes of
+            the host that have the same directory fetch each file once. Its files are trusted as if they came from the
+            storage. None: no files are kept.
+
+    Raises:
+        InvalidOptionError: An argument is wrong.
     """
 
     engine: EngineChoice = "auto"
@@ -155,30 +219,29 @@ class StorePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a store promises beyond its operations. Set only those flags whose promise holds.
+    """The promises of a store beyond its operations. Set only those flags whose promise holds.
 
-    ``create_only``: a ``put`` with ``mode="create"`` fails if the name exists, also when several machines put at the
-    same time. Of several saves to one target one succeeds, and the others raise ``CheckpointExistsError``. Without the
-    flag sidestream looks before it puts, so two saves at the same time may both succeed, and the marker of the later
-    one stays. The event ``GuaranteeLost`` reports that.
-
-    ``listing``: ``listing`` shows every name whose write has returned, and no name whose delete has returned. Without
-    the flag sidestream only reads, as from a web server: a load needs the URL of a checkpoint that sidestream wrote, a
-    ``Checkpointer`` fails, and a save raises ``InvalidOptionError``.
-
-    ``versions``: there are also two methods that replace a blob only if nobody has written it meanwhile.
-    ``async def version(self, name: str) -> str`` returns what identifies the current content of a blob (an ETag, a
-    generation), and raises ``FileNotFoundError`` if there is none. ``async def replace(self, name: str, content: bytes,
-    version: str) -> None`` writes the blob in one atomic step if it still has this version. It raises
-    ``FileExistsError`` if it has another one, and ``FileNotFoundError`` if there is none. No two contents of a name
-    ever have the same version. Without the flag ``overwrite=True`` raises ``InvalidOptionError``.
-
-    ``mapping``: there is also ``async def map(self, name: str, nbytes: int) -> mmap.mmap``, which maps a file of this
-    machine with ``mmap.ACCESS_COPY``. Without the flag ``memory="mapped"`` raises ``InvalidOptionError``.
-
-    ``rename``: a directory becomes visible with all its files in one step, so one without a marker is damaged. Only
-    local directories have this. In every other store the marker makes a checkpoint visible, and a directory without
-    one is an unfinished save.
+    Args:
+        create_only: A ``put`` with ``mode="create"`` fails if the name exists, also when several machines put at the
+            same time. Of several saves to one target one succeeds, and the others raise ``CheckpointExistsError``.
+            Without the flag sidestream looks before it puts, so two saves at the same time may both succeed, and the
+            marker of the later one stays. The event ``GuaranteeLost`` reports that.
+        listing: ``listing`` shows every name whose write has returned, and no name whose delete has returned. Without
+            the flag sidestream only reads, as from a web server: a load needs the URL of a checkpoint that sidestream
+            wrote, a ``Checkpointer`` fails, and a save raises ``InvalidOptionError``.
+        versions: There are two more methods, which replace a blob only if it has not been written meanwhile. ``async
+            def version(self, name: str) -> str`` returns what identifies the current content of a blob (an ETag, a
+            generation), and raises ``FileNotFoundError`` if there is none. ``async def replace(self, name: str,
+            content: bytes, version: str) -> None`` writes the blob in one atomic step if it still has this version. It
+            raises ``FileExistsError`` if it has another one, and ``FileNotFoundError`` if there is none. No two
+            contents of a name ever have the same version. Without the flag ``overwrite=True`` raises
+            ``InvalidOptionError``.
+        mapping: There is one more method, ``async def map(self, name: str, nbytes: int) -> mmap.mmap``, which maps a
+            file of this machine with ``mmap.ACCESS_COPY``. Without the flag ``memory="mapped"`` raises
+            ``InvalidOptionError``.
+        rename: A directory becomes visible with all its files in one step, so one without a marker is damaged. Only
+            local directories have this. In every other store the marker makes a checkpoint visible, and a directory
+            without one is an unfinished save.
     """
 
     create_only: bool = False
@@ -189,13 +252,19 @@ class Capabilities:
 
 
 PutMode = Literal["create", "overwrite"]
-"""``"create"``: raise ``FileExistsError`` if the name exists. ``"overwrite"``: replace what is there."""
+"""The effect of a ``put`` on a blob that exists. ``"create"``: raise ``FileExistsError``. ``"overwrite"``: replace
+it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlobInfo:
-    """``modified``: the time of the last write by the clock of the storage. None if it is unknown: what a dead process
-    left behind then never becomes old enough to be deleted."""
+    """Size and age of a blob.
+
+    Args:
+        nbytes: The size in bytes.
+        modified: The time of the last write by the clock of the storage. None if it is unknown: what a dead process
+            left behind then never becomes old enough to be deleted.
+    """
 
     nbytes: int
     modified: datetime | None = None
@@ -203,20 +272,29 @@ class BlobInfo:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What is directly below a prefix: blobs by the last component of their names, and the next component of names
-    that have more than one."""
+    """The names directly below a prefix.
+
+    Args:
+        files: The blobs, by the last component of their names.
+        directories: The next component of the names that have more than one.
+    """
 
     files: Mapping[str, BlobInfo]
     directories: Collection[str]
 
 
 class BlobUpload(Protocol):
-    """A blob that is written in parts and does not exist before ``complete``. The store removes an upload by itself if
-    its process dies."""
+    """A blob that is written in parts, and does not exist before ``complete``. If the process dies, the store removes
+    the upload by itself."""
 
     async def part(self, number: int, offset: int, content: bytes) -> None:
-        """Store the part ``number``, counted from 0, which begins at byte ``offset``. Several parts are sent at once. A
-        part that failed is sent again."""
+        """Store one part. Several parts are sent at once, and a part that failed is sent again.
+
+        Args:
+            number: The number of the part, from 0.
+            offset: The byte of the blob at which it begins.
+            content: Its bytes.
+        """
 
     async def complete(self) -> None:
         """Make the whole blob visible, in the place of an older one of that name. Called when every part has returned,
@@ -228,7 +306,7 @@ class BlobUpload(Protocol):
 
 
 class BlobStore(Protocol):
-    """What a store of your own implements, to be passed as ``Storage(filesystem=)``.
+    """The operations of a store of your own, which is passed as ``Storage(filesystem=)``.
 
     A name is a path without a leading slash: that of the URL, followed by names that sidestream chooses. A blob becomes
     visible as a whole or not at all. When a write returns, the blob is durable.
@@ -238,43 +316,92 @@ class BlobStore(Protocol):
     ``StorePolicy.request_timeout_s``, and repeats it if it raised ``ConnectionError`` or ``TimeoutError``. A call that
     was cancelled must not change anything after it has ended, so wait for the threads that it started.
 
-    Raise ``FileNotFoundError`` and ``FileExistsError`` as stated below, ``PermissionError`` if the storage refuses
-    access, ``ConnectionError`` or ``TimeoutError`` if a repetition may help, and any other ``OSError`` if it does not.
-    After a failed write sidestream assumes that the write may have taken effect, and reads it back.
+    Methods raise ``FileNotFoundError`` and ``FileExistsError`` as stated below, ``PermissionError`` if the storage
+    refuses access, ``ConnectionError`` or ``TimeoutError`` if a repetition may help, and any other ``OSError`` if it
+    does not. After a failed write sidestream assumes that the write may have taken effect, and reads it back.
     """
 
     @property
     def capabilities(self) -> Capabilities:
-        """A class attribute is enough. The value never changes."""
+        """The promises of the store. A class attribute is enough. The value never changes."""
 
     async def read(self, name: str, start: int, end: int) -> bytes | bytearray | memoryview:
-        """Return the bytes from ``start`` up to ``end``, fewer if the blob ends before. Raise ``FileNotFoundError``."""
+        """Read a range of a blob.
+
+        Args:
+            name: The name of the blob.
+            start: The first byte.
+            end: The byte after the last one.
+
+        Returns:
+            The bytes, fewer if the blob ends before ``end``.
+
+        Raises:
+            FileNotFoundError: There is no such blob.
+        """
 
     async def size(self, name: str) -> int:
-        """Return the number of bytes. Raise ``FileNotFoundError``, also for a prefix of other names."""
+        """Return the number of bytes of a blob.
+
+        Args:
+            name: The name of the blob.
+
+        Raises:
+            FileNotFoundError: There is no such blob, also where the name is a prefix of other names.
+        """
 
     async def put(self, name: str, content: bytes, *, mode: PutMode) -> None:
-        """Write a whole blob. ``mode="create"`` is used only if ``capabilities.create_only`` is set."""
+        """Write a whole blob.
+
+        Args:
+            name: The name of the blob.
+            content: Its bytes.
+            mode: ``"create"`` is used only if ``capabilities.create_only`` is set.
+
+        Raises:
+            FileExistsError: The blob exists, with ``mode="create"``.
+        """
 
     async def upload(self, name: str, part_bytes: int) -> BlobUpload:
-        """Begin to write a large blob. Every part but the last one has ``part_bytes`` bytes."""
+        """Begin to write a large blob.
+
+        Args:
+            name: The name of the blob.
+            part_bytes: The size of every part but the last one.
+
+        Returns:
+            The upload, which sidestream completes or aborts.
+        """
 
     async def listing(self, prefix: str) -> Listing:
-        """Return what is directly below ``prefix``, or at the top for ``""``; an empty ``Listing`` if nothing is.
-        A directory without blobs is not listed."""
+        """List the names directly below a prefix.
+
+        Args:
+            prefix: The prefix. ``""``: the top.
+
+        Returns:
+            Blobs and directories, an empty ``Listing`` if there are none. A directory without blobs is not listed.
+        """
 
     async def delete(self, name: str) -> None:
-        """Delete a blob. Raise ``FileNotFoundError``, or return, if there is none."""
+        """Delete a blob.
+
+        Args:
+            name: The name of the blob.
+
+        Raises:
+            FileNotFoundError: There is no such blob. A store may also return.
+        """
 
 
 Commit = Literal["rename", "marker"]
-"""How a save to a local directory makes its files visible. ``"rename"``: it writes a hidden directory, and renames it.
-``"marker"``: it writes into the target, and creates the marker last."""
+"""The way in which a save to a local directory makes its files visible. ``"rename"``: it writes a hidden directory, and
+renames it. ``"marker"``: it writes into the target, and creates the marker last."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Storage:
-    """How the storage at a URL is reached: ``storage=`` of every call that takes a URL.
+    """The way to the storage at a URL: ``storage=`` of every call that takes a URL.
 
     It holds credentials, so it cannot be pickled, and ``repr`` shows neither options nor file system.
 
@@ -290,6 +417,7 @@ class Storage:
     """
 
     options: Mapping[str, Any] | None = None
+    _: KW_ONLY
     filesystem: Any = None
     policy: StorePolicy | None = None
     commit: Commit = "rename"
@@ -333,6 +461,7 @@ def storage_of(options: Mapping[str, Any] | None, storage: Storage | None, prefi
 
 
 def is_fsspec(filesystem: object) -> bool:
+    """Return True for a file system of fsspec."""
     return hasattr(filesystem, "cat_file") and not isinstance(filesystem, type)
 
 
@@ -394,24 +523,34 @@ class IndependentPart:
 
 
 IoPriority = Literal["normal", "low", "idle"]
-"""Of a process, to the scheduler of the disk: as others have it; after them; only when nobody else wants the disk."""
+"""The priority of a process at the disk. ``"normal"``: that of other processes. ``"low"``: after them. ``"idle"``: only
+when no other process uses the disk."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WriterProcess:
-    """How the process that writes for the trainer is run. Saves with equal options share one process.
+    """The settings of the process that writes for the trainer: ``writer=`` of ``SaveOptions``. Saves with equal options
+    share one process.
 
-    ``nice`` is added to the trainer's own (Linux: within ``SCHED_BATCH``), but for copies, which the trainer may wait
-    for; ``affinity`` names the
-    processors that it may use (None: the trainer's). ``rate_bytes_per_s`` bounds what it writes, all saves together. A
-    process from which nothing is heard for ``silence_s`` is killed. What a process that died was writing is written
-    again from the same staged memory, at most ``retries`` times. It ends when nobody has used it for ``idle_s``.
+    Args:
+        nice: What is added to the nice value of the trainer, from 0 to 19. On Linux it runs under ``SCHED_BATCH``.
+            Copies that the trainer may wait for are made without it.
+        io_priority: The priority at the disk (``options.IoPriority``).
+        affinity: The numbers of the processors that it may use. None: those of the trainer.
+        max_bytes_per_second: The rate of its writes, all saves together. None: no limit.
+        silence_s: How long it may be silent before it is killed, in seconds.
+        retries: How often the files that a dead process was writing are written again, by a new process from the same
+            staged memory.
+        idle_s: How long it stays when no save uses it, in seconds.
+
+    Raises:
+        InvalidOptionError: An argument is wrong.
     """
 
     nice: int = 10
     io_priority: IoPriority = "normal"
     affinity: frozenset[int] | None = None
-    rate_bytes_per_s: float | None = None
+    max_bytes_per_second: float | None = None
     silence_s: float = 20.0
     retries: int = 2
     idle_s: float = 60.0
@@ -424,9 +563,9 @@ class WriterProcess:
             raise InvalidOptionError(f"nice={self.nice!r} has to be an integer from 0 to 19")
         if type(self.retries) is not int or self.retries < 0:
             raise InvalidOptionError(f"retries={self.retries!r} has to be an integer, not negative")
-        rate = self.rate_bytes_per_s
+        rate = self.max_bytes_per_second
         if rate is not None and not (type(rate) in (int, float) and rate > 0):
-            raise InvalidOptionError(f"rate_bytes_per_s={rate!r} has to be a positive number of bytes")
+            raise InvalidOptionError(f"max_bytes_per_second={rate!r} has to be a positive number of bytes")
         if self.affinity is not None:
             wanted = frozenset(self.affinity)
             if not wanted or any(type(one) is not int or one < 0 for one in wanted):
@@ -435,35 +574,31 @@ class WriterProcess:
 
 
 WriterChoice: TypeAlias = Literal["thread", "process", "auto"] | WriterProcess
-"""Who writes. ``"thread"``: threads of this process. ``"process"``: a process of its own, so that the trainer keeps the
-interpreter to itself. ``"auto"``: a process where one can be had, threads elsewhere. ``WriterProcess``: ``"process"``,
-with options."""
+"""The writer of a save. ``"thread"``: threads of this process. ``"process"``: a process of its own, so that the trainer
+keeps the interpreter to itself. ``"auto"``: a process where one can be started, threads elsewhere. ``WriterProcess``:
+``"process"``, with options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How a save is done: ``options=`` of ``save`` and ``async_save``, ``save=`` of a ``Checkpointer``.
+    """The settings of a save: ``options=`` of ``save`` and ``async_save``, ``save=`` of a ``Checkpointer``.
 
     Args:
-        durability: ``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: no syncs; it survives the death
-        of
-            the process only.
-        writer: What writes: ``"thread"``, threads of this process; ``"process"``, a process of its own, which leaves
-        the
-            interpreter to the trainer; ``"auto"``, a process where one can be started, else threads; or a
-            ``WriterProcess`` with options.
+        durability: ``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: nothing is synced, and it
+            survives the death of the process only.
+        writer: What writes. ``"thread"``: threads of this process. ``"process"``: a process of its own, which leaves
+            the interpreter to the trainer. ``"auto"``: a process where one can be started, else threads. A
+            ``WriterProcess``: a process with options.
         digest: ``"blake3"``: keep a cryptographic digest of each block beside its checksum (extra ``digest``).
         streaming: Pass the state through 256 MiB of memory in place of a staged copy of the whole. ``staged`` is then
-        done
-            when nearly everything is written. For weights that do not change while they are saved, and for hosts with
-            less free memory than the state has.
-        names: The FQN in the checkpoint of each FQN in the state (``Names``). None leaves an entry out. dtype: The
-        dtype that floating-point tensors get in the checkpoint (``Dtypes``). They are converted while they are
-            staged.
+            done when nearly everything is written. It is meant for weights that do not change while they are saved, and
+            for hosts with less free memory than the state has.
+        names: The FQN in the checkpoint of each FQN in the state (``options.Names``). None leaves an entry out.
+        dtype: The dtype that floating-point tensors get in the checkpoint (``options.Dtypes``). They are converted
+            while they are staged.
         planner: A ``SavePlanner`` of torch, which decides what is saved under which name. It is called in a thread,
-        with
-            the staged copy. It cannot be combined with ``names``, ``dtype`` and ``digest``. Two saves at the same time
-            need two planners.
+            with the staged copy. It cannot be combined with ``names``, ``dtype`` and ``digest``. Two saves at the same
+            time need two planners.
         timeout_s: The limit of the whole save, in seconds.
         rank_wait_s: How long a rank waits for the other ranks to make the same call, in seconds. After 5 s it logs a
             warning that names the missing ranks.
@@ -502,25 +637,23 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a load is done: ``options=`` of ``load`` and ``Checkpointer.restore``, ``load=`` of a ``Checkpointer``.
+    """The settings of a load: ``options=`` of ``load`` and ``Checkpointer.restore``, ``load=`` of a ``Checkpointer``.
 
     Args:
         verify: ``"always"``: compare every byte that is read with its checksum. ``"manifest"``: compare the manifest,
-        the
-            layout and the sizes of files, and not the payload.
-        atomic: Read everything into memory of its own first, so that a failure leaves the target unchanged. progress:
-        Called on the event loop with the bytes read so far and the bytes to read. What it raises ends the load. names:
-        The FQN in the checkpoint of each FQN in the target (``Names``), where they differ:
+            the layout and the sizes of files, and not the payload.
+        atomic: Read everything into memory of its own first, so that a failure leaves the target unchanged.
+        progress: Called on the event loop with the bytes read so far and the bytes to read. What it raises ends the
+            load.
+        names: The FQN in the checkpoint of each FQN in the target (``options.Names``), where they differ:
             ``names=sidestream.add_prefix("module.")`` reads ``"weight"`` from ``"module.weight"``. It is called once
             for each name, in a thread.
         safe_globals: Types whose objects are made again, by their own code, from what another writer saved of them. No
             other code runs.
         trust: ``"data"``: values of other writers are read as data. ``"pickle"``: they are unpickled, which runs the
-        code
-            that the file contains. Our own checkpoints are data in either case.
+            code that the file contains. Checkpoints of sidestream are data in either case.
         planner: A ``LoadPlanner`` of torch, which decides what is read into what. It is called in threads, one call at
-        a
-            time. It cannot be combined with ``atomic``, ``names`` and tolerances.
+            a time. It cannot be combined with ``atomic``, ``names`` and tolerances.
         timeout_s: The limit of the whole load, in seconds.
         rank_wait_s: How long a rank waits for the other ranks to make the same call, in seconds.
 
@@ -551,7 +684,43 @@ class LoadOptions:
             raise InvalidOptionError("names are for the planner to say: leave out names= beside it")
 
 
-Opt = TypeVar("Opt", SaveOptions, LoadOptions)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """The settings of a conversion: ``options=`` of ``convert``.
+
+    Args:
+        max_shard_bytes: The size of a file above which the next one begins, in bytes, for a directory of safetensors or
+            for DCP. None: one file.
+        budget_bytes: The most memory for payloads, in bytes; 96 MiB at least. A tensor that cannot be read in pieces is
+            held whole: compressed by stock DCP, saved by it with strides, or cut into columns.
+        verify: ``"always"`` or ``"manifest"``, as for ``LoadOptions``. A source whose checksums cover whole tensors is
+            read twice with ``"always"``.
+        durability: ``"fsync"`` or ``"flush"``, as for ``SaveOptions``.
+        progress: Called on the event loop with the bytes converted so far and the bytes to convert. What it raises ends
+            the conversion.
+        timeout_s: The limit of the whole conversion, in seconds.
+
+    Raises:
+        InvalidOptionError: An argument is wrong.
+    """
+
+    max_shard_bytes: int | None = 5 << 30
+    budget_bytes: int = 256 << 20
+    verify: Verify = "always"
+    durability: Durability = "fsync"
+    progress: Progress | None = None
+    timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        check_verify(self.verify)
+        check_choice("durability", self.durability, Durability)
+        check_timeout(self.timeout_s)
+        check_budget(self.budget_bytes)
+        if self.max_shard_bytes is not None:
+            check_count("max_shard_bytes", self.max_shard_bytes)
+
+
+Opt = TypeVar("Opt", SaveOptions, LoadOptions, ConvertOptions)
 
 
 def options_of(given: Opt | None, kind: type[Opt]) -> Opt:
@@ -564,6 +733,7 @@ def options_of(given: Opt | None, kind: type[Opt]) -> Opt:
 
 
 def check_writer(writer: object) -> None:
+    """Raise ``InvalidOptionError`` unless it is what ``writer=`` takes."""
     if not isinstance(writer, WriterProcess) and writer not in ("thread", "process", "auto"):
         raise InvalidOptionError(
             f"writer={writer!r} has to be one of 'thread', 'process', 'auto', or a WriterProcess(...)"
@@ -578,6 +748,7 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def check_verify(verify: object) -> None:
+    """Raise ``InvalidOptionError`` unless it is what ``verify=`` takes."""
     if verify == "never":
         raise InvalidOptionError(
             "verify='never' was a second name for verify='manifest': pass that, which checks the manifest, the layout "
@@ -649,11 +820,14 @@ def check_dtype(dtype: object) -> None:
 
 
 def strip_prefix(*prefixes: str, after: str | Collection[str] = "") -> Callable[[str], str]:
-    """Return a function for ``names=`` that removes ``prefixes`` from a name, one after the other:
-    ``strip_prefix("model.", "module.")``. A name that does not begin with a prefix keeps its beginning.
+    """Return a function for ``names=`` that removes prefixes from a name, one after the other.
 
-    ``after``: the beginning that stays, or several. ``strip_prefix("module.", after="model.")`` turns
-    ``"model.module.weight"`` into ``"model.weight"``, and changes only names that begin with ``"model."``.
+    A name that does not begin with a prefix keeps its beginning. ``strip_prefix("module.", after="model.")`` turns
+    ``"model.module.weight"`` into ``"model.weight"``.
+
+    Args:
+        prefixes: The prefixes, with their dots: ``strip_prefix("model.", "module.")``.
+        after: The beginning of a name that stays before the prefix, or several. Names without it do not change.
     """
     heads = (after,) if isinstance(after, str) else tuple(after)
 
@@ -670,10 +844,13 @@ def strip_prefix(*prefixes: str, after: str | Collection[str] = "") -> Callable[
 
 
 def add_prefix(prefix: str, *, after: str | Collection[str] = "") -> Callable[[str], str]:
-    """Return a function for ``names=`` that puts ``prefix`` before a name: ``add_prefix("module.")``.
+    """Return a function for ``names=`` that puts a prefix before a name.
 
-    ``after``: the beginning that the prefix follows, or several. ``add_prefix("module.", after="model.")`` turns
-    ``"model.weight"`` into ``"model.module.weight"``, and changes only names that begin with ``"model."``.
+    ``add_prefix("module.", after="model.")`` turns ``"model.weight"`` into ``"model.module.weight"``.
+
+    Args:
+        prefix: The prefix, with its dot: ``add_prefix("module.")``.
+        after: The beginning of a name that the prefix follows, or several. Names without it do not change.
     """
     heads = (after,) if isinstance(after, str) else tuple(after)
 
@@ -685,36 +862,57 @@ def add_prefix(prefix: str, *, after: str | Collection[str] = "") -> Callable[[s
 
 
 def check_bool(name: str, value: object) -> None:
+    """Raise ``InvalidOptionError`` unless the option is True or False."""
     if not isinstance(value, bool):
         raise InvalidOptionError(f"{name}={value!r} has to be True or False")
 
 
 def check_timeout(timeout_s: object) -> None:
+    """Raise ``InvalidOptionError`` unless it is what ``timeout_s=`` takes."""
     check_seconds("timeout_s", timeout_s)
 
 
 def check_seconds(name: str, seconds: object) -> None:
+    """Raise ``InvalidOptionError`` unless the option is a positive number of seconds."""
     number = seconds if type(seconds) is int or type(seconds) is float else 0
     if not 0 < number <= _MAX_TIMEOUT_S:
         raise InvalidOptionError(f"{name}={seconds!r} has to be a positive number of seconds, {_MAX_TIMEOUT_S} at most")
 
 
+def check_budget(budget_bytes: object) -> None:
+    """Raise ``InvalidOptionError`` unless it suffices for the payloads of a conversion or a copy."""
+    check_count("budget_bytes", budget_bytes)
+    if cast("int", budget_bytes) < _LEAST_BUDGET_BYTES:
+        raise InvalidOptionError(f"budget_bytes={budget_bytes} has to be {_LEAST_BUDGET_BYTES} at least")
+
+
 def check_count(name: str, value: object) -> None:
+    """Raise ``InvalidOptionError`` unless the option is a positive integer."""
     if type(value) is not int or value < 1:
         raise InvalidOptionError(f"{name}={value!r} has to be a positive integer")
 
 
 def check_steps(step: object) -> None:
-    """A step, or ``"latest"``."""
+    """Raise ``InvalidOptionError`` unless it is the number of a step, or ``"latest"``."""
     if step != "latest":
         check_step(step)
 
 
 def check_step(step: object) -> None:
+    """Raise ``InvalidOptionError`` unless it is the number of a step."""
     if type(step) is not int or not 0 <= step < 10**18:
         raise InvalidOptionError(f"step={step!r} has to be an integer of at most 18 digits, not negative")
 
 
 IndependentPart.__module__ = "sidestream.dcp"
-for _public in (LoadOptions, SaveOptions, WriterProcess, Storage, StorePolicy, add_prefix, strip_prefix):
+for _public in (
+    ConvertOptions,
+    LoadOptions,
+    SaveOptions,
+    WriterProcess,
+    Storage,
+    StorePolicy,
+    add_prefix,
+    strip_prefix,
+):
     _public.__module__ = "sidestream"  # users import them from there; the decorator `public` belongs to a higher floor

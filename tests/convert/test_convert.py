@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from keywords import for_convert
 from safetensors.torch import load_file, save_file
 from states import SAVED_DTYPES, assert_same, filled, model_and_optimizer
 from stock import blank, nested_state, stock_load, stock_save
@@ -63,14 +64,16 @@ async def test_there_and_back(tmp_path: Path) -> None:
     """DCP to torch.save to DCP; what torch and stock DCP read of it is the same too."""
     state = large_state()
     await sidestream.save(state, tmp_path / "a")
-    report = await sidestream.convert(tmp_path / "a", tmp_path / "b.pt", budget_bytes=LEAST)
+    report = await sidestream.convert(
+        tmp_path / "a", tmp_path / "b.pt", options=sidestream.ConvertOptions(budget_bytes=LEAST)
+    )
     assert (report.format, report.files, report.cast, report.left_out) == ("torch", ("b.pt",), (), ())
     assert report.nbytes == (tmp_path / "b.pt").stat().st_size
     loaded = torch.load(tmp_path / "b.pt", weights_only=True)
     assert_same(state, loaded)
     assert loaded["model"]["tied"].data_ptr() == loaded["tied again"].data_ptr()
 
-    await sidestream.convert(tmp_path / "b.pt", tmp_path / "c", budget_bytes=LEAST)
+    await sidestream.convert(tmp_path / "b.pt", tmp_path / "c", options=sidestream.ConvertOptions(budget_bytes=LEAST))
     assert_same(state, await read(tmp_path / "c"))
     assert (await sidestream.verify(tmp_path / "c")).ok
     checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
@@ -91,7 +94,7 @@ async def test_from_what_torch_saved(tmp_path: Path) -> None:
         "strided": torch.randn(2 * MIB + 8, 2).t(),
     }
     torch.save(state, tmp_path / "a.pt")
-    await sidestream.convert(tmp_path / "a.pt", tmp_path / "b", budget_bytes=LEAST)
+    await sidestream.convert(tmp_path / "a.pt", tmp_path / "b", options=sidestream.ConvertOptions(budget_bytes=LEAST))
     back = await read(tmp_path / "b")
     assert_same({**state, "model": dict(state["model"])}, back)
     fresh_model, fresh_optimizer = model_and_optimizer(seed=5)
@@ -104,7 +107,11 @@ async def test_safetensors(tmp_path: Path) -> None:
     await sidestream.save(state, tmp_path / "a")
     only = ["model.*", "tied again", "byte", "double", "none", "scalar"]
     report = await sidestream.convert(
-        tmp_path / "a", tmp_path / "b", format="safetensors", select=only, shard_bytes=10 * MIB, budget_bytes=LEAST
+        tmp_path / "a",
+        tmp_path / "b",
+        format="safetensors",
+        select=only,
+        options=sidestream.ConvertOptions(max_shard_bytes=10 * MIB, budget_bytes=LEAST),
     )
     assert report.files == (
         "model-00001-of-00002.safetensors",
@@ -127,11 +134,16 @@ async def test_safetensors(tmp_path: Path) -> None:
     with pytest.raises(errors.CorruptCheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
         await sidestream.open_checkpoint(tmp_path / "cut")
 
-    report = await sidestream.convert(tmp_path / "b", tmp_path / "one.safetensors", budget_bytes=LEAST)
+    report = await sidestream.convert(
+        tmp_path / "b", tmp_path / "one.safetensors", options=sidestream.ConvertOptions(budget_bytes=LEAST)
+    )
     assert set(report.unverified) == set(expected)  # nothing to compare with
     assert_same(dict(sorted(expected.items())), dict(sorted(load_file(tmp_path / "one.safetensors").items())))
     await sidestream.convert(
-        tmp_path / "one.safetensors", tmp_path / "consolidated", format="safetensors", shard_bytes=None
+        tmp_path / "one.safetensors",
+        tmp_path / "consolidated",
+        format="safetensors",
+        options=sidestream.ConvertOptions(max_shard_bytes=None),
     )
     assert [path.name for path in (tmp_path / "consolidated").iterdir()] == ["model.safetensors"]
     await sidestream.convert(tmp_path / "consolidated", tmp_path / "c.pt")
@@ -146,10 +158,10 @@ async def test_stock_checkpoints(kind: str, tmp_path: Path) -> None:
         "one file per item": {"single_file_per_rank": False},
     }
     stock_save(state, tmp_path / "a", **options.get(kind, {}))
-    await sidestream.convert(tmp_path / "a", tmp_path / "b", budget_bytes=LEAST)
+    await sidestream.convert(tmp_path / "a", tmp_path / "b", options=sidestream.ConvertOptions(budget_bytes=LEAST))
     assert_same(await read(tmp_path / "a"), await read(tmp_path / "b"))
     assert_same(state, stock_load(blank(state), tmp_path / "b"))
-    await sidestream.convert(tmp_path / "a", tmp_path / "c.pt", budget_bytes=LEAST)
+    await sidestream.convert(tmp_path / "a", tmp_path / "c.pt", options=sidestream.ConvertOptions(budget_bytes=LEAST))
     assert_same(await read(tmp_path / "a"), torch.load(tmp_path / "c.pt", weights_only=True))
 
 
@@ -171,7 +183,9 @@ async def test_chunks_of_several_ranks(axis: int, tmp_path: Path) -> None:
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Metadata({"w": entry}, {"w": ("w",)}, storage), protocol=4))
     for dtype in (None, torch.float64):
         name = f"{dtype}.safetensors"
-        await sidestream.convert(tmp_path / "a", tmp_path / name, budget_bytes=LEAST, dtype=dtype)
+        await sidestream.convert(
+            tmp_path / "a", tmp_path / name, options=sidestream.ConvertOptions(budget_bytes=LEAST), dtype=dtype
+        )
         assert torch.equal(load_file(tmp_path / name)["w"], whole.to(dtype or torch.float32))
 
 
@@ -193,7 +207,7 @@ async def test_cast_select_and_rename(tmp_path: Path) -> None:
     report = await sidestream.convert(
         tmp_path / "a", tmp_path / "b", dtype=torch.bfloat16, select="model.*",
         names=lambda fqn: fqn.replace("layer.", "dense."),
-        budget_bytes=LEAST,
+        options=sidestream.ConvertOptions(budget_bytes=LEAST),
     )  # fmt: skip
     expected = {"model": {"dense.weight": state["model"]["layer.weight"].bfloat16(), "count": torch.arange(3)}}
     assert_same(expected, await read(tmp_path / "b"))
@@ -221,7 +235,7 @@ async def test_cast_select_and_rename(tmp_path: Path) -> None:
         ({"format": "onnx"}, errors.InvalidOptionError, "format="),
         ({"format": "safetensors"}, errors.InvalidOptionError, "step"),
         ({"budget_bytes": MIB}, errors.InvalidOptionError, "budget_bytes="),
-        ({"shard_bytes": 0}, errors.InvalidOptionError, "shard_bytes="),
+        ({"max_shard_bytes": 0}, errors.InvalidOptionError, "max_shard_bytes="),
         ({"verify": "yes"}, errors.InvalidOptionError, "verify="),
         ({"timeout_s": -1}, errors.InvalidOptionError, "timeout_s="),
     ],
@@ -231,7 +245,7 @@ async def test_what_cannot_be_done_is_refused_before_anything_is_written(
 ) -> None:
     await sidestream.save({"w": torch.ones(3), "v": torch.ones(2), "step": 1}, tmp_path / "a")
     with pytest.raises(kind) as raised:
-        await sidestream.convert(tmp_path / "a", tmp_path / "b", **options)
+        await sidestream.convert(tmp_path / "a", tmp_path / "b", **for_convert(**options))
     assert says in str(raised.value)
     assert left_over(tmp_path, {"a"}) == set()
 
@@ -269,9 +283,13 @@ async def test_damage_is_found_and_nothing_is_left(tmp_path: Path) -> None:
         (tmp_path / file).write_bytes(raw)
         for target in ("t", "t.pt", "t.safetensors"):
             with pytest.raises(errors.CorruptCheckpointError, match="w: "):
-                await sidestream.convert(tmp_path / source, tmp_path / target, budget_bytes=LEAST)
+                await sidestream.convert(
+                    tmp_path / source, tmp_path / target, options=sidestream.ConvertOptions(budget_bytes=LEAST)
+                )
             assert left_over(tmp_path, before) == set()
-        await sidestream.convert(tmp_path / source, tmp_path / f"as-is-{source}", verify="manifest")
+        await sidestream.convert(
+            tmp_path / source, tmp_path / f"as-is-{source}", options=sidestream.ConvertOptions(verify="manifest")
+        )
         before.add(f"as-is-{source}")
 
 
@@ -285,7 +303,11 @@ async def test_cancelled_or_stopped_nothing_is_left(tmp_path: Path) -> None:
                     raise RuntimeError("enough")
 
             with pytest.raises(RuntimeError, match="enough"):
-                await sidestream.convert(tmp_path / "a", tmp_path / target, budget_bytes=LEAST, progress=stop)
+                await sidestream.convert(
+                    tmp_path / "a",
+                    tmp_path / target,
+                    options=sidestream.ConvertOptions(budget_bytes=LEAST, progress=stop),
+                )
 
             started = asyncio.Event()
 
@@ -294,7 +316,11 @@ async def test_cancelled_or_stopped_nothing_is_left(tmp_path: Path) -> None:
                     started.set()
 
             task = asyncio.create_task(
-                sidestream.convert(tmp_path / "a", tmp_path / target, budget_bytes=LEAST, progress=tell)
+                sidestream.convert(
+                    tmp_path / "a",
+                    tmp_path / target,
+                    options=sidestream.ConvertOptions(budget_bytes=LEAST, progress=tell),
+                )
             )
             await started.wait()
             task.cancel()
@@ -303,7 +329,9 @@ async def test_cancelled_or_stopped_nothing_is_left(tmp_path: Path) -> None:
             assert left_over(tmp_path, {"a"}) == set()
     shown: list[tuple[int, int]] = []
     await sidestream.convert(
-        tmp_path / "a", tmp_path / "b.pt", budget_bytes=LEAST, progress=lambda *told: shown.append(told)
+        tmp_path / "a",
+        tmp_path / "b.pt",
+        options=sidestream.ConvertOptions(budget_bytes=LEAST, progress=lambda *told: shown.append(told)),
     )
     assert shown[0] == (0, 36 * MIB)
     assert shown[-1] == (36 * MIB, 36 * MIB)
@@ -372,7 +400,8 @@ async def main():
     chain = [root / name for name in ("a.safetensors", "b", "c.pt", "d.safetensors")]
     for source, target in zip(chain, chain[1:]):
         globals().update(calls=0)
-        await sidestream.convert(source, target, budget_bytes=96 * MIB, durability="flush")
+        options = sidestream.ConvertOptions(budget_bytes=96 * MIB, durability="flush")
+        await sidestream.convert(source, target, options=options)
         now = peak_kib()
         print(target.name, (now - before) // 1024)
     globals().update(calls=0)
@@ -411,7 +440,7 @@ async def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> 
             (tmp_path / "b.pt").write_bytes(b"mine")
 
     with pytest.raises(errors.CheckpointExistsError):
-        await sidestream.convert(tmp_path / "a", tmp_path / "b.pt", progress=appear)
+        await sidestream.convert(tmp_path / "a", tmp_path / "b.pt", options=sidestream.ConvertOptions(progress=appear))
     assert (tmp_path / "b.pt").read_bytes() == b"mine"
     assert left_over(tmp_path, {"a", "b.pt"}) == set()
 
@@ -431,7 +460,12 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
     convert = sidestream.blocking.convert
     convert(tmp_path / "a", tmp_path / "b")
     convert(tmp_path / "b", tmp_path / "c.pt")
-    convert(tmp_path / "c.pt", tmp_path / "d", format="safetensors", shard_bytes=50_000)
+    convert(
+        tmp_path / "c.pt",
+        tmp_path / "d",
+        format="safetensors",
+        options=sidestream.ConvertOptions(max_shard_bytes=50_000),
+    )
     assert (tmp_path / "d" / "model.safetensors.index.json").exists()
     config.save_pretrained(tmp_path / "d")
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "d")

@@ -14,6 +14,7 @@ from _places import Place, s3_place
 from _s3_server import serving
 from hypothesis import given
 from hypothesis import strategies as st
+from keywords import for_convert
 from states import assert_same
 
 import sidestream
@@ -60,19 +61,31 @@ async def read(url: str, place: Place) -> dict[Any, Any]:
 
 async def test_every_format_goes_there_and_comes_back(place: Place, saved: Path, tmp_path: Path) -> None:
     url = place.url
-    await sidestream.convert(saved, url("dcp"), budget_bytes=LEAST, **to(place))
-    await sidestream.convert(url("dcp"), url("file.pt"), budget_bytes=LEAST, **both(place))
-    await sidestream.convert(url("file.pt"), tmp_path / "b.pt", budget_bytes=LEAST, **from_(place))
+    await sidestream.convert(saved, url("dcp"), options=sidestream.ConvertOptions(budget_bytes=LEAST), **to(place))
+    await sidestream.convert(
+        url("dcp"), url("file.pt"), options=sidestream.ConvertOptions(budget_bytes=LEAST), **both(place)
+    )
+    await sidestream.convert(
+        url("file.pt"), tmp_path / "b.pt", options=sidestream.ConvertOptions(budget_bytes=LEAST), **from_(place)
+    )
     assert_same(STATE, torch.load(tmp_path / "b.pt", weights_only=True))
     assert_same(STATE, await read(url("file.pt"), place))
-    only = {"select": list(TENSORS), "budget_bytes": LEAST}
     report = await sidestream.convert(
-        url("file.pt"), url("hf"), format="safetensors", shard_bytes=10 * MIB, **only, **both(place)
+        url("file.pt"),
+        url("hf"),
+        format="safetensors",
+        select=list(TENSORS),
+        options=sidestream.ConvertOptions(max_shard_bytes=10 * MIB, budget_bytes=LEAST),
+        **both(place),
     )
     assert report.files[-1] == "model.safetensors.index.json"
     assert_same(dict(sorted(TENSORS.items())), dict(sorted((await read(url("hf"), place)).items())))
-    await sidestream.convert(url("hf"), url("one.safetensors"), budget_bytes=LEAST, **both(place))
-    await sidestream.convert(url("one.safetensors"), tmp_path / "c", budget_bytes=LEAST, **from_(place))
+    await sidestream.convert(
+        url("hf"), url("one.safetensors"), options=sidestream.ConvertOptions(budget_bytes=LEAST), **both(place)
+    )
+    await sidestream.convert(
+        url("one.safetensors"), tmp_path / "c", options=sidestream.ConvertOptions(budget_bytes=LEAST), **from_(place)
+    )
     target = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     await sidestream.load(target, tmp_path / "c")
     assert_same(TENSORS, target)
@@ -120,8 +133,8 @@ async def test_a_cancel_leaves_nothing(kind: str, place: Place, saved: Path, tmp
     target = place.url(f"cancelled-{verb}{'.pt' if what == 'file' else ''}")
     options: dict[str, Any] = {"budget_bytes": LEAST, **to(place)}
     if kind == "convert directory":
-        options |= {"format": "safetensors", "select": list(TENSORS), "shard_bytes": 10 * MIB}
-    call = getattr(sidestream, verb)
+        options |= {"format": "safetensors", "select": list(TENSORS), "max_shard_bytes": 10 * MIB}
+    call = sidestream.copy if verb == "copy" else lambda *on, **flat: sidestream.convert(*on, **for_convert(**flat))
     before = keys(place)
     for fraction in (0.4, 1.0):
 

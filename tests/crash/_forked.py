@@ -359,7 +359,7 @@ class _Child:
         """No file may grow beyond ``limit``."""
         limit = self.trial["limit"]
         async with sidestream.AsyncStager() as stager:
-            await stager.prewarm(1 << 20)
+            await stager.reserve(1 << 20)
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             try:

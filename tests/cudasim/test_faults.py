@@ -273,7 +273,7 @@ def test_the_device_fails_at_each_copy_of_a_load(tmp_path: Path) -> None:
 def test_copies_that_never_end(mode: StageMode, tmp_path: Path) -> None:
     async def run() -> None:
         stager = AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode, timeout_s=5.0)
-        await stager.prewarm(1 << 26)
+        await stager.reserve(1 << 26)
         await assert_works(stager, 1.0)  # the side stream exists
         state = state_of(2.0)
         synchronize()
@@ -374,7 +374,7 @@ def test_a_capture_beside_every_call(mode: StageMode, tmp_path: Path) -> None:
             "fence and synchronize_staging": fenced,
             "statistics": lambda: nothing(stager.statistics),
             "trim": lambda: nothing(stager.trim),
-            "prewarm": lambda: stager.prewarm(1 << 26),
+            "reserve": lambda: stager.reserve(1 << 26),
             "save": lambda: sidestream.save(state, tmp_path / "b", stager=stager),
             "save without a stager": lambda: sidestream.save(state, tmp_path / "c"),
             "load": lambda: sidestream.load(target, tmp_path / "a"),
@@ -466,7 +466,7 @@ if phase != "idle":
 child = os.fork()
 if child == 0:
     refused = 0
-    for call in (lambda: stager.stage({}), stager.synchronize_staging, stager.fence, lambda: stager.prewarm(1)):
+    for call in (lambda: stager.stage({}), stager.synchronize_staging, stager.fence, lambda: stager.reserve(1)):
         try:
             call()
         except ForkedProcessError:
@@ -570,7 +570,7 @@ async def main():
     if phase in ("launched", "eager"):
         keep.append(stager.stage(state))
     if phase == "registering":
-        keep.append(stager.prewarm(1 << 27))
+        keep.append(stager.reserve(1 << 27))
     if phase in ("held", "copied", "closing"):
         (await stager.stage(state)).release()
         torch.cuda.synchronize()

@@ -160,7 +160,7 @@ async def save(table: Table) -> None:
     for name, options in {
         "nice": {"nice": -1},
         "io_priority": {"io_priority": "high"},
-        "rate": {"rate_bytes_per_s": 0},
+        "rate": {"max_bytes_per_second": 0},
         "affinity": {"affinity": {-1}},
         "retries": {"retries": -1},
     }.items():

@@ -13,6 +13,7 @@ from _golden_checkpoints import CHECKPOINTS, GOLDENS
 from _golden_load import DAMAGE
 from _golden_states import counted, small
 from _golden_table import Table
+from keywords import for_convert
 
 import sidestream
 
@@ -57,10 +58,14 @@ async def convert(table: Table) -> None:
         "cast": ("cast", {"dtype": torch.bfloat16}),
         "torch.save": ("m.pt", {}),
         "safetensors": ("m.safetensors", {"select": "model.*"}),
-        "safetensors, several": ("several", {"select": "model.*", "format": "safetensors", "shard_bytes": 32}),
+        "safetensors, several": ("several", {"select": "model.*", "format": "safetensors", "max_shard_bytes": 32}),
     }
+
+    async def converted(target: str, options: dict[str, Any]) -> Any:
+        return await sidestream.convert(source, folder / target, **for_convert(**options))
+
     for name, (target, options) in good.items():
-        await table.tries(f"good: {name}", lambda t=target, o=options: sidestream.convert(source, folder / t, **o))
+        await table.tries(f"good: {name}", lambda t=target, o=options: converted(t, o))
     bad: dict[str, tuple[str, dict[str, Any]]] = {
         "values for safetensors": ("a.safetensors", {}),
         "format": ("a", {"format": "pickle"}),
@@ -68,14 +73,14 @@ async def convert(table: Table) -> None:
         "two become one": ("a", {"names": lambda name: re.sub(r"\.[wb]$", ".x", name)}),
         "a bad pattern": ("a", {"names": {"(": "a"}}),
         "dtype": ("a", {"dtype": torch.int8}),
-        "shard_bytes": ("a", {"shard_bytes": 0}),
+        "shard_bytes": ("a", {"max_shard_bytes": 0}),
         "budget_bytes": ("a", {"budget_bytes": 1}),
         "verify": ("a", {"verify": "no"}),
         "the target is there": ("m.pt", {}),
         "the target is a directory": ("dcp", {}),
     }
     for name, (target, options) in bad.items():
-        await table.tries(f"bad: {name}", lambda t=target, o=options: sidestream.convert(source, folder / t, **o))
+        await table.tries(f"bad: {name}", lambda t=target, o=options: converted(t, o))
     await table.tries("bad: nothing there", sidestream.convert(folder / "none", folder / "a"))
     await sidestream.save({"c": counted(2).to(torch.complex128)}, folder / "complex")
     await table.tries("bad: a dtype for safetensors", sidestream.convert(folder / "complex", folder / "c.safetensors"))

@@ -42,7 +42,7 @@ async def test_the_files_are_divided_and_have_the_same_bytes(world: int, groups:
             select="model.*",
             names=sidestream.strip_prefix("model."),
             dtype=dtype,
-            shard_bytes=_exports.FILE_BYTES,
+            options=sidestream.ConvertOptions(max_shard_bytes=_exports.FILE_BYTES),
         )
         found = files_in(tmp_path / export)
         assert found.pop("config.json") == b"{}"

@@ -393,7 +393,7 @@ async def test_a_full_disk_there_is_a_full_disk_here(
 
 
 async def test_a_cancel_reaches_it(tmp_path: Path, children: Children) -> None:
-    slow = WriterProcess(rate_bytes_per_s=1e6)
+    slow = WriterProcess(max_bytes_per_second=1e6)
     # Small windows: it looks whether it was cancelled between two of them.
     async with sidestream.AsyncStager(budget_bytes=4 << 20, backing="shared") as stager:
         pending = sidestream.async_save(
@@ -492,7 +492,7 @@ def test_where_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"nice": 20}, {"affinity": ()}, {"rate_bytes_per_s": 0}, {"io_priority": "high"}, {"silence_s": 0}]
+    "wrong", [{"nice": 20}, {"affinity": ()}, {"max_bytes_per_second": 0}, {"io_priority": "high"}, {"silence_s": 0}]
 )
 def test_wrong_options(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidOptionError):
@@ -517,12 +517,12 @@ import asyncio, os, signal, sys, torch, sidestream
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it for its children
 async def main():
     state = {"t": torch.ones(1 << 24)}
-    slow = sidestream.SaveOptions(writer=sidestream.WriterProcess(rate_bytes_per_s=1e6))
+    slow = sidestream.SaveOptions(writer=sidestream.WriterProcess(max_bytes_per_second=1e6))
     await sidestream.save({"n": 1}, sys.argv[1] + "/warm", options=slow)
     sidestream.async_save(state, sys.argv[1] + "/c", options=slow)
     while not any(name.startswith(".c") for name in os.listdir(sys.argv[1])):
         await asyncio.sleep(0.01)
-    print(sidestream._worker.client.worker_for(sidestream.WriterProcess(rate_bytes_per_s=1e6)).pid, flush=True)
+    print(sidestream._worker.client.worker_for(sidestream.WriterProcess(max_bytes_per_second=1e6)).pid, flush=True)
     await asyncio.sleep(3600)
 import sidestream._worker.client
 asyncio.run(main())

@@ -172,7 +172,7 @@ async def test_everything_on_a_mount(tmp_path: Path) -> None:
             tmp_path / "hf",
             format="safetensors",
             select=["w", "small"],
-            shard_bytes=1 << 20,
+            options=sidestream.ConvertOptions(max_shard_bytes=1 << 20),
             **target,
         )
         assert len((await shards).tensors) == 2

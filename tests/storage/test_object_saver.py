@@ -51,7 +51,7 @@ async def test_round_trip_and_overlapping_saves(place_on_s3: Place) -> None:
 async def test_killed_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Server) -> None:
     """The upload that it had begun is not left open, and a new process does it once more."""
     place = place_on_s3
-    saver = sidestream.WriterProcess(rate_bytes_per_s=10e6)
+    saver = sidestream.WriterProcess(max_bytes_per_second=10e6)
     async with sidestream.AsyncStager(backing="shared") as stager:
         pending = sidestream.async_save(
             state(1.0), place.url("c"), stager=stager, **for_save(writer=saver, **place.keywords)
@@ -68,7 +68,7 @@ async def test_killed_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Serve
 
 async def test_cancelled_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Server) -> None:
     place = place_on_s3
-    saver = sidestream.WriterProcess(rate_bytes_per_s=5e6)
+    saver = sidestream.WriterProcess(max_bytes_per_second=5e6)
     async with sidestream.AsyncStager(backing="shared") as stager:
         pending = sidestream.async_save(
             state(1.0), place.url("c"), stager=stager, **for_save(writer=saver, **place.keywords)

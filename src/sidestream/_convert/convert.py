@@ -33,18 +33,18 @@ from .._save.operation import RankReceipt, SaveOrder
 from .._storage import Kind, Location, locate_directory
 from ..errors import InvalidOptionError, KeyCollisionError, UnsupportedTensorError
 from ..options import (
+    ConvertOptions,
     Dtypes,
     Durability,
+    Format,
     Names,
     Progress,
     Storage,
     Verify,
     check_choice,
-    check_count,
     check_dtype,
     check_names,
-    check_timeout,
-    check_verify,
+    options_of,
     storage_of,
 )
 from .divided import Divided, DividedFiles, as_one
@@ -69,22 +69,27 @@ __all__ = [
     "convert_opened",
 ]
 
-Format = Literal["dcp", "torch", "safetensors"]
-"""``"dcp"``: a checkpoint of ours, which stock DCP reads. ``"torch"``: one file, as ``torch.save`` writes it.
-``"safetensors"``: one file, or a directory as transformers reads it."""
-
 _SPOKEN = {"torch": "files of torch.save as this version writes them", "safetensors": "safetensors"}
-_LEAST_BYTES = 96 << 20
 _MIB = 1 << 20
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """What was written: ``files`` by name, ``nbytes`` of them together, ``tensors`` and ``values`` by their new names.
-    ``left_out`` are names of the source that ``select`` did not name or for which ``names`` gave None, and sidecar
-    files (``files=`` of a save) for which the target has no place; ``cast`` is what was converted, and ``unverified``
-    what the source had no checksum for."""
+    """The result of a conversion or an export.
+
+    Attributes:
+        url: The target.
+        format: The format that was written.
+        files: The names of the files.
+        nbytes: The bytes of all files together.
+        tensors: The names of the tensors in the target.
+        values: The names of the plain values in the target.
+        left_out: Names in the source that ``select`` or ``names`` left out, and sidecar files for which the target has
+            no place.
+        cast: The names in the target of tensors that were converted to another dtype.
+        unverified: The names of entries of which some bytes had no checksum in the source.
+    """
 
     url: str
     format: Format
@@ -106,53 +111,75 @@ async def convert(
     select: str | Collection[str] | None = None,
     names: Names | None = None,
     dtype: Dtypes | None = None,
-    shard_bytes: int | None = 5 << 30,
-    budget_bytes: int = 256 << 20,
-    verify: Verify = "always",
-    durability: Durability = "fsync",
-    progress: Progress | None = None,
-    timeout_s: float = 3600.0,
+    options: ConvertOptions | None = None,
     storage_options: Mapping[str, Any] | None = None,
     storage: Storage | None = None,
     target_storage_options: Mapping[str, Any] | None = None,
     target_storage: Storage | None = None,
 ) -> ConvertReport:
-    """Write what is in ``source`` to the new ``target``, piece by piece; when this returns it is visible as a whole.
+    """Write the tensors and values of ``source`` to the new ``target``, in the same or another format.
 
-    ``source`` is a checkpoint of ours or of stock DCP, a file of ``torch.save``, or safetensors (a file or a
-    directory); everything is read as data, and nothing unpickled. ``format`` follows from ``target`` if it is not
-    given: ``.safetensors``, ``.pt``, ``.pth`` and ``.bin`` are files, everything else is a directory for DCP.
+    When it returns, ``target`` is visible as a whole and, with ``durability="fsync"``, durable. Everything is read as
+    data, and nothing is unpickled. It passes through a bounded amount of memory. On object storage each file appears
+    when it is complete, and the index of a directory of safetensors comes last; a file that is larger than a part
+    (``StorePolicy.part_bytes``) is not created conditionally there, so of two conversions to one name at the same time
+    one may replace the other's.
 
-    ``select``: patterns (``"model.*"``) of what to take. ``names``: the name in the target of each
-    name in the selection, as a function or a mapping (``Names``); None leaves the entry out.
-    ``dtype``: what floating-point tensors become, or patterns of new names and what those become (``Dtypes``).
-    ``shard_bytes``: where a directory of safetensors, or of DCP, goes on
-    in the next file; None for one file. ``budget_bytes`` of memory at most are used for payloads, unless a single
-    tensor cannot be read in pieces (compressed by stock DCP, saved by it with strides, or cut into columns): that one
-    is held whole. ``verify`` as in ``load``; a source whose checksums cover whole tensors is read twice for it.
-    ``storage_options`` or ``storage`` (as for ``save``) are for ``source``, those with ``target_`` for ``target``.
+    After an error or a cancel nothing is visible, and what was written has been removed.
 
-    On object storage a file appears when it is complete, and of a directory of safetensors the index comes last. A
-    file that is larger than a part (``StorePolicy``) is not created conditionally there: of two conversions to one
-    name at the same time, one may replace the other's.
+    Args:
+        source: A checkpoint of sidestream or of stock DCP, a file of ``torch.save``, or a file or directory of
+            safetensors.
+        target: A new file or directory.
+        format: What is written (``options.Format``). None: names that end in ``.safetensors``, ``.pt``, ``.pth`` or
+            ``.bin`` are files of that kind, all others a directory for DCP.
+        select: Patterns of names in the source (``"model.*"``). None: everything.
+        names: The name in the target of each name in the selection (``options.Names``). None leaves an entry out.
+        dtype: What floating-point tensors are converted to, or patterns of names in the target and what those are
+            converted to (``options.Dtypes``).
+        options: How it is done: size of files, memory, verification, durability, limits. None: ``ConvertOptions()``.
+        storage_options: What the fsspec file system of ``source`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage at ``source`` is reached.
+        target_storage_options: As ``storage_options``, for ``target``.
+        target_storage: How the storage at ``target`` is reached.
 
-    Raises what opening ``source`` raises; ``MissingKeysError`` if a pattern matches nothing;
-    ``UnsupportedCheckpointError`` if the selection has a tensor of a kind that this version does not read;
-    ``KeyCollisionError``; ``InvalidOptionError``, for safetensors also where the selection has plain values, which they
-    cannot hold; ``UnsupportedTensorError``; ``CheckpointExistsError`` if ``target`` is there;
-    ``CorruptCheckpointError``, ``StorageError``, ``DeadlineExceededError``: then nothing is visible, and what was
-    written has been removed. The same holds for a cancel.
+    Returns:
+        What was written, and what was left out.
+
+    Raises:
+        InvalidOptionError, MissingExtraError: The call is wrong, or plain values are to be written to safetensors,
+            which cannot hold them.
+        CheckpointNotFoundError: There is no checkpoint at ``source``.
+        CheckpointExistsError: There is something at ``target``.
+        MissingKeysError: A pattern matches nothing.
+        KeyCollisionError: Two entries would have one name.
+        UnsupportedCheckpointError, UnsupportedTensorError: This version does not read or write tensors of a kind that
+            was selected.
+        UnsafeObjectError: A value of another writer is more than data.
+        CorruptCheckpointError: Bytes of ``source`` are missing or altered.
+        NoSpaceError, AccessDeniedError, StorageError, DeadlineExceededError, OutOfMemoryError: The storage, the time or
+            the memory did not suffice.
+        NotDurableError: ``target`` is visible, but a sync failed.
+        OutcomeUnknownError: The commit was sent, and its result could not be read back.
     """
     running_loop("convert")
     chosen = _format(target, format)
     check_names(names)
-    _check_options(verify, durability, timeout_s, budget_bytes, shard_bytes, dtype)
+    check_dtype(dtype)
+    options = options_of(options, ConvertOptions)
     where = locate_directory(target, storage_of(target_storage_options, target_storage, "target_"))
-    with time_limit(Deadline.after(timeout_s)):
+    with time_limit(Deadline.after(options.timeout_s)):
         opened = await open_source(source, storage_of(storage_options, storage))
         async with aclosing(opened):
             selection = await io_threads().run(_select, opened, select, names, dtype, chosen)
-            how = How(chosen, shard_bytes, budget_bytes, verify, durability, progress)
+            how = How(
+                chosen,
+                options.max_shard_bytes,
+                options.budget_bytes,
+                options.verify,
+                options.durability,
+                options.progress,
+            )
             return await convert_opened(opened, selection, where, how)
 
 
@@ -434,22 +461,3 @@ def _format(target: str | os.PathLike[str], chosen: Format | None) -> Format:
     if text.endswith(SUFFIX):
         return "safetensors"
     return "torch" if text.endswith(TORCH_SUFFIXES) else "dcp"
-
-
-def _check_options(
-    verify: Verify,
-    durability: Durability,
-    timeout_s: float,
-    budget_bytes: int,
-    shard_bytes: int | None,
-    dtype: Dtypes | None,
-) -> None:
-    check_verify(verify)
-    check_choice("durability", durability, Durability)
-    check_timeout(timeout_s)
-    check_count("budget_bytes", budget_bytes)
-    if budget_bytes < _LEAST_BYTES:
-        raise InvalidOptionError(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
-    if shard_bytes is not None:
-        check_count("shard_bytes", shard_bytes)
-    check_dtype(dtype)

@@ -38,13 +38,12 @@ from .._runtime.threads import (
 from .._save.operation import RankReceipt, SaveOrder
 from .._storage import ABANDONED_AFTER_S, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
-from ..options import Durability, Progress, Storage, check_choice, check_count, check_timeout, storage_of
+from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout, storage_of
 from .operation import run_here
 from .windows import WINDOWS, WindowedFile, Windows
 
 __all__ = ["CopyReport", "copy", "remove"]
 
-_LEAST_BYTES = 96 << 20
 _MOST_WINDOW_BYTES = 64 << 20
 _PAGE_BYTES = 4096
 
@@ -52,9 +51,15 @@ _PAGE_BYTES = 4096
 @public
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """What was copied: ``files`` of ``nbytes`` together. ``verified`` tensors and values were compared with checksums
-    of the source's writer on the way; ``unverified`` have none. What arrived was compared with what was read in either
-    case."""
+    """The result of a copy. All that arrived was compared with what was read.
+
+    Attributes:
+        url: The target.
+        files: The names of the files.
+        nbytes: The bytes of all files together.
+        verified: The names of tensors and values that were compared with the checksums of their writer.
+        unverified: The names of those that have no checksums.
+    """
 
     url: str
     files: tuple[str, ...]
@@ -77,29 +82,49 @@ async def copy(
     target_storage_options: Mapping[str, Any] | None = None,
     target_storage: Storage | None = None,
 ) -> CopyReport:
-    """Copy the checkpoint at ``source``, or the file of ``torch.save`` or safetensors there, to the new ``target``.
+    """Copy the checkpoint at ``source`` to the new ``target`` without a change.
 
-    Files keep their names and every byte, so signatures stay good. Of a directory everything in it is copied, but for
-    directories, and for what interrupted saves left behind. Bytes are compared with the checksums of their writer as
-    they pass, and read back from ``target`` before that is visible; ``budget_bytes`` of memory at most are used for
-    them. ``progress(done, total)`` counts what is written and what is read back.
+    Files keep their names and every byte, so signatures stay valid. All files of a directory are copied, without its
+    subdirectories and what interrupted saves left behind. Bytes are compared with the checksums of their writer as they
+    pass, and are read back from ``target`` before it is visible.
 
-    ``storage_options`` or ``storage`` (as for ``save``) are for ``source``, those with ``target_`` for ``target``.
-    When this returns, ``target`` is visible as a whole and, with ``durability="fsync"``, durable. On object storage a
-    single file is visible before it has been read back, and so is the last of a directory without a ``.metadata``: the
-    index of safetensors, if they have one.
+    When it returns, ``target`` is visible as a whole and, with ``durability="fsync"``, durable. On object storage a
+    single file is visible before it has been read back, and so is the last file of a directory without ``.metadata``:
+    the index of safetensors, if it has one.
 
-    Raises ``CheckpointNotFoundError``; ``CheckpointExistsError`` if ``target`` is there; ``CorruptCheckpointError`` for
-    damage of the source; ``StorageError`` also where other bytes came back than were written;
-    ``DeadlineExceededError``: then nothing is visible, and what was written has been removed. The same holds for a
-    cancel.
+    After an error or a cancel nothing is visible, and what was written has been removed.
+
+    Args:
+        source: A checkpoint of sidestream or of stock DCP, a file of ``torch.save``, or a file or directory of
+            safetensors.
+        target: A new file or directory.
+        budget_bytes: The most memory for payloads, in bytes; 96 MiB at least.
+        durability: ``"fsync"`` or ``"flush"``, as for ``SaveOptions``.
+        progress: Called on the event loop with the bytes written and read back so far and the bytes to write and read
+            back. What it raises ends the copy.
+        timeout_s: The limit of the whole copy, in seconds.
+        storage_options: What the fsspec file system of ``source`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage at ``source`` is reached.
+        target_storage_options: As ``storage_options``, for ``target``.
+        target_storage: How the storage at ``target`` is reached.
+
+    Returns:
+        What was copied.
+
+    Raises:
+        InvalidOptionError, MissingExtraError: The call is wrong, or a package is missing.
+        CheckpointNotFoundError: There is no checkpoint at ``source``.
+        CheckpointExistsError: There is something at ``target``.
+        CorruptCheckpointError: Bytes of ``source`` are missing or altered.
+        NoSpaceError, AccessDeniedError, StorageError: The storage failed, or returned other bytes than were written.
+        DeadlineExceededError, OutOfMemoryError: The time or the memory did not suffice.
+        NotDurableError: ``target`` is visible, but a sync failed.
+        OutcomeUnknownError: The commit was sent, and its result could not be read back.
     """
     running_loop("copy")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
-    check_count("budget_bytes", budget_bytes)
-    if budget_bytes < _LEAST_BYTES:
-        raise InvalidOptionError(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
+    check_budget(budget_bytes)
     deadline = Deadline.after(timeout_s)
     where = locate_directory(target, storage_of(target_storage_options, target_storage, "target_"))
     location = locate_directory(source, storage_of(storage_options, storage))
@@ -132,21 +157,25 @@ async def remove(
 ) -> None:
     """Remove the checkpoint in the directory or below the prefix ``url``, with everything else that is in it.
 
-    It disappears in one step for those who look for it, and its files are deleted after that: a local directory is
-    renamed first, on object storage the marker goes first. There a second call continues an interrupted one. A load
-    that has begun fails. What saves, exports and conversions to ``url`` that were killed have left is removed too, if
-    nobody has written to it for an hour. Leases of a run are not asked; retention (``keep=`` of a ``Checkpointer``)
-    asks them. With several ranks one rank calls it.
+    It disappears in one step for all readers, and its files are deleted after that: a local directory is renamed first,
+    and on object storage the marker is deleted first. A load in progress fails. What killed saves, exports and
+    conversions to ``url`` have left is removed too, if nothing has been written to it for an hour. Leases of a run do
+    not prevent it; retention (``keep=`` of a ``Checkpointer``) respects them. With several ranks one rank calls it.
+
+    After an error or a cancel files may be left that are not a checkpoint any more. On object storage a second call
+    removes them.
 
     Args:
-        url: the checkpoint, ours or one of stock DCP; not a run, and not a single file.
-        durability: with ``"fsync"`` the removal is durable before files are deleted.
-        timeout_s: for the whole call.
-        storage_options, storage: as for ``save``.
+        url: The checkpoint, of sidestream or of stock DCP. It is not a run, and not a single file.
+        durability: With ``"fsync"`` the removal is durable before files are deleted.
+        timeout_s: The limit of the whole call, in seconds.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage at ``url`` is reached.
 
     Raises:
-        CheckpointNotFoundError: there is no ``.metadata``, and nothing was left behind. StorageError,
-        AccessDeniedError, DeadlineExceededError: files may be left behind, which are no checkpoint any more.
+        InvalidOptionError, MissingExtraError: The call is wrong, or a package is missing.
+        CheckpointNotFoundError: There is no ``.metadata`` at ``url``, and nothing was left behind there.
+        StorageError, AccessDeniedError, DeadlineExceededError: The storage failed, or the time did not suffice.
     """
     running_loop("remove")
     check_choice("durability", durability, Durability)

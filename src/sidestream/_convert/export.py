@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -47,29 +47,32 @@ _BUDGET_BYTES = 256 << 20  # of an export from the checkpoint
 @public
 @dataclass(frozen=True, slots=True)
 class HF:
-    """An export for ``export=``: a directory of safetensors, with an index if there are several files, as transformers
-    reads it.
+    """An export for ``export=``: a directory of safetensors as transformers reads it, with an index if it has several
+    files.
 
-    Only tensors are exported. Tied tensors are written once, under the first of their names; the others are noted in
-    the header of the file, as the safetensors package does.
+    Only tensors are exported. Tied tensors are written once, under the first of their names; the header of the file has
+    the other names, as those of the safetensors package do.
 
     Args:
-        url: the directory, which must not exist. In the ``export=`` of a ``Checkpointer`` it may contain ``{step}``,
-            and then a step that is saved again replaces its export (``docs/exports.md``).
-        select: patterns of names (``"model.*"``) to export; None for every tensor. names: the names in the export
-        (``Names``); two tensors with one name are a ``KeyCollisionError``. ``strip_prefix``
-            makes a function that removes prefixes.
-        dtype: what floating-point tensors become, or patterns of names in the export (``Dtypes``).
-        max_shard_bytes: where the next file begins.
-        files: further files of the directory, such as ``config.json``, by name: their content, or the path of a regular
-            file of 64 MiB at most. A path is read in a thread when the export begins.
-        storage_options, storage: for ``url``, as for ``save``.
+        url: The directory, which must not exist. For a ``Checkpointer`` its last part may contain ``{step}``; a step
+            that is saved again replaces its export then (``docs/exports.md``).
+        select: Patterns of names in the checkpoint (``"model.*"``). None: every tensor.
+        names: The name in the export of each name in the checkpoint (``options.Names``), such as
+            ``strip_prefix("model.")``. None leaves a tensor out.
+        dtype: What floating-point tensors are converted to, or patterns of names in the export and what those are
+            converted to (``options.Dtypes``).
+        max_shard_bytes: The size of a file above which the next one begins, in bytes.
+        files: Further files of the directory, such as ``config.json``, by name: their content, or the path of a regular
+            file of this machine, of 64 MiB at most. A path is read when the export begins.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage at ``url`` is reached.
 
     Raises:
-        InvalidOptionError: for a name in ``files`` that is no plain file name, and for other wrong arguments.
+        InvalidOptionError: A name in ``files`` is not a plain file name, or another argument is wrong.
     """
 
     url: str | os.PathLike[str]
+    _: KW_ONLY
     select: str | Collection[str] | None = None
     names: Names | None = None
     dtype: Dtypes | None = None
@@ -91,11 +94,11 @@ class HF:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether ``{step}`` stands in the last part of ``url``."""
+        """True if ``{step}`` is in the last part of ``url``."""
         return _STEP in os.fspath(self.url).rstrip("/").rpartition("/")[2]
 
     def sink(self, *, step: int | None, durability: Durability) -> _Sink:
-        """Return what writes the export of one save. Called by the save. Raises ``InvalidOptionError``."""
+        """Return the sink that writes the export of one save. Called by the save."""
         in_run = _STEP in os.fspath(self.url)
         if in_run and step is None:
             raise InvalidOptionError(
@@ -105,8 +108,7 @@ class HF:
         return _Sink(self, location, durability, replaces=in_run)
 
     async def prune(self, keep: int, *, durability: Durability) -> None:
-        """Delete the exports of a run but for the ``keep`` of the highest steps. Called by the ``Checkpointer``. Raises
-        what the storage raises."""
+        """Delete the exports of a run but for the ``keep`` of the highest steps. Called by the ``Checkpointer``."""
         store = self._at(0).store
         before, _, after = os.fspath(self.url).rstrip("/").rpartition("/")[2].partition(_STEP)
         pattern = re.compile(f"{re.escape(before)}(0|[1-9][0-9]*){re.escape(after)}")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from ..errors import MissingExtraError
-from ..options import Digest
+from ..options import Digest, DigestCheck
 
 __all__ = ["DIGEST_BYTES", "DigestCheck", "DigestOf", "digest_check", "digest_of", "installed_digest"]
 
 DIGEST_BYTES = 32
 
 DigestOf: TypeAlias = Callable[[memoryview], bytes]
-
-DigestCheck = Literal["verified", "not installed"]
-"""What became of the digests that a checkpoint carries."""
 
 
 def digest_of(digest: Digest) -> DigestOf:

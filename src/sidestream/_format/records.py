@@ -191,7 +191,7 @@ class Entries(Mapping[str, Entry]):
     __slots__ = ("found",)
 
     def __init__(self, found: dict[str, Entry | Row]) -> None:
-        self.found = found
+        self.found: dict[str, Entry | Row] = found
 
     def __getitem__(self, fqn: str) -> Entry:
         one = self.found[fqn]

@@ -81,18 +81,18 @@ class Operation:
         self, group: OperationTransport, number: int, kind: str, deadline: Deadline, rank_wait_s: float
     ) -> None:
         self.group = group
-        self.number = number
+        self.number: int = number
         self.kind = kind
-        self.deadline = deadline
+        self.deadline: Deadline = deadline
         self.rank_wait_s = rank_wait_s
         """How long this rank waits for the other ranks to begin the operation."""
-        self.began_at = time.monotonic()
-        self.step = "start"
+        self.began_at: float = time.monotonic()
+        self.step: str = "start"
         """The step that this rank is in, for its errors."""
         self.verdict: Future[RankFailuresError | None] = Future()
         """The failures of the operation, the same on all ranks. None if they start over; the next round has a future of
         its own."""
-        self.step_completed = False
+        self.step_completed: bool = False
         """Whether a cancel came too late: the step has been completed on all ranks."""
         self._lock = threading.Lock()
         self._stopping = False

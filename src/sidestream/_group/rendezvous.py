@@ -19,12 +19,12 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from .._runtime.threads import Deadline
 from .._runtime.torch_probes import group_store
 from ..errors import InvalidOptionError, SidestreamError
-from ..options import RANK_WAIT_S, check_seconds
+from ..options import RANK_WAIT_S, GroupChoice, check_seconds
 from .absence import remedy
 from .connections import Connection, close_in_children, connection_thread
 from .messages import GroupMessage, GroupMessageKind
@@ -32,10 +32,6 @@ from .operation import Operation
 from .rank_group import OtherRank, Rank0, RankGroup
 
 __all__ = ["GroupChoice", "Member", "deadline_of", "group_of"]
-
-GroupChoice: TypeAlias = "Literal['alone'] | Any"
-"""What ``process_group=`` takes: a ``ProcessGroup`` of torch, None for all ranks of the job, ``"alone"`` for this
-process alone."""
 
 _POLL_S = 0.02
 _CONNECT_S = 5.0

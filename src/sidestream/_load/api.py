@@ -36,7 +36,7 @@ async def load(
     storage: Storage | None = None,
     options: LoadOptions | None = None,
 ) -> LoadReport:
-    """Load the checkpoint at ``url`` into ``state``, in place: one of ours, or one that stock DCP wrote.
+    """Load the checkpoint at ``url`` into ``state``, in place: one of sidestream, or one that stock DCP wrote.
 
     Tensors of ``state`` are read into, and plain values are replaced in their dict or list. An object with
     ``load_state_dict`` gets everything that was saved below its key: tensors of its own ``state_dict()`` are read in
@@ -46,23 +46,23 @@ async def load(
     All differences between ``state`` and the checkpoint are found before anything is changed, and one error lists all
     that are not accepted.
 
-    Where ``torch.distributed`` is initialized this is a call of all ranks together: each reads what its own tensors
-    need, and all raise the same ``RankFailuresError``.
+    Where ``torch.distributed`` is initialized this is a call of all ranks together. Each reads what its own tensors
+    need, and an error of one rank becomes the same ``RankFailuresError`` on all of them.
 
     After a failure or a cancel, tensors may have been overwritten; ``error.written`` lists them. With
     ``LoadOptions(atomic=True)`` a failure leaves ``state`` unchanged. A cancel that comes when everything has been read
     is raised after ``state`` has changed as a whole.
 
     Args:
-        state: What ``save`` takes. url: A directory, prefix or single file that ``save``, stock DCP, ``torch.save`` or
-        safetensors wrote; ``http(s)://``
-            can be read too.
+        state: What ``save`` takes.
+        url: A directory, prefix or single file that ``save``, stock DCP, ``torch.save`` or safetensors wrote;
+            ``http(s)://`` can be read too.
         strict: False accepts missing and unexpected names, as in torch.
         allow_missing: Which names of ``state`` the checkpoint may lack: True, or glob patterns of FQNs. What is missing
             stays as it is in ``state``.
         allow_unexpected: Which names in the checkpoint ``state`` may lack, inside of its top-level keys.
         allow_cast: Which tensors may have another dtype in the checkpoint. They are converted.
-        process_group: The ranks that load together; ``"alone"`` loads into this process only.
+        process_group: The ranks that load together (``options.GroupChoice``); ``"alone"`` loads into this process only.
         storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
         storage: How the storage at ``url`` is reached.
         options: How the load is done: verification, names, limits, types. None: ``LoadOptions()``.
@@ -72,15 +72,16 @@ async def load(
 
     Raises:
         InvalidOptionError, MissingExtraError, KeyCollisionError: The call is wrong; nothing was changed.
-        CheckpointNotFoundError: There is no committed checkpoint at ``url``. StateMismatchError: ``state`` and the
-        checkpoint differ; nothing was changed. The subclasses ``MissingKeysError``,
-            ``UnexpectedKeysError``, ``ShapeMismatchError``, ``DtypeMismatchError``, ``KindMismatchError`` and
-            ``IncompleteTensorError`` are raised where all differences are of one kind.
+        CheckpointNotFoundError: There is no committed checkpoint at ``url``.
+        StateMismatchError: ``state`` and the checkpoint differ; nothing was changed. The subclasses
+            ``MissingKeysError``, ``UnexpectedKeysError``, ``ShapeMismatchError``, ``DtypeMismatchError``,
+            ``KindMismatchError`` and ``IncompleteTensorError`` are raised where all differences are of one kind.
         UnsafeObjectError: A value of another writer is more than data, and its type is not in ``safe_globals``.
         UnsupportedCheckpointError, UnsupportedTensorError: This version does not read that.
         CorruptCheckpointError: Bytes are missing or altered.
         PlannerError, LoadStateDictError: The planner or an object of the caller raised.
         StorageError, DeadlineExceededError, OutOfMemoryError: The storage, the time or the memory did not suffice.
+        RankFailuresError: A rank has failed.
     """
     running_loop("load")
     options = options_of(options, LoadOptions)

@@ -7,7 +7,7 @@ from collections import ChainMap
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
@@ -50,6 +50,7 @@ from .._storage import Location, RangeSource, locate_directory
 from ..errors import CorruptCheckpointError, InvalidOptionError, MissingKeysError, UnsupportedCheckpointError
 from ..options import (
     Dtypes,
+    Memory,
     Progress,
     Storage,
     Trust,
@@ -71,19 +72,23 @@ from .verify import VerifyReport, verify_manifest
 
 __all__ = ["Checkpoint", "Memory", "TensorInfo", "open_checkpoint", "open_from"]
 
-Memory: TypeAlias = Literal["host", "mapped"] | torch.device
-"""Where tensors go: new memory of the host or of a device, or ``"mapped"``, the files' own pages."""
-
 
 @public
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A saved tensor: dtype, global shape, bytes.
+    """A saved tensor.
 
-    Of a tensor that consists of others (sparse, a subclass) these are what it reports itself, and the bytes of its
-    parts. ``kind`` is its layout or its class, ``parts`` are the FQNs of the tensors that it consists of, and
-    ``context`` is what the manifest has besides; all three are empty for other tensors. Of a tensor that this version
-    cannot read they are the dtype and shape in ``.metadata``, and the bytes of its items.
+    A tensor that consists of others, such as a sparse one or a subclass, has ``kind``, ``parts`` and ``context``. They
+    are empty for all other tensors.
+
+    Attributes:
+        dtype: The dtype. That of a tensor with parts is what the tensor reports itself.
+        shape: The global shape, of all ranks together.
+        nbytes: The bytes of its elements. Those of a tensor with parts are the bytes of the parts. Those of a tensor of
+            a kind that this version does not read are the bytes of its items.
+        kind: The layout of a sparse tensor, or the class of a subclass.
+        parts: The FQNs of the tensors that it consists of.
+        context: The rest of what the manifest has about it, as plain data.
     """
 
     dtype: torch.dtype
@@ -105,11 +110,28 @@ async def open_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     storage: Storage | None = None,
 ) -> Checkpoint:
-    """Read and validate what the checkpoint at ``url`` says about itself, and no payload.
+    """Read and validate what the checkpoint at ``url`` says about itself, and none of its tensors.
 
-    ``timeout_s`` is for this call and for each one on the result, ``allow``, ``trust`` and the rest as for ``load``.
-    Raises ``CheckpointNotFoundError``, ``CorruptCheckpointError``, ``UnsupportedCheckpointError``. The result holds
-    nothing open and needs no closing.
+    A cancel leaves nothing behind.
+
+    Args:
+        url: A directory, prefix or single file, as for ``load``.
+        verify: What the calls on the result compare with checksums, as ``LoadOptions.verify``.
+        timeout_s: The limit of this call, and of each call on the result, in seconds.
+        safe_globals: Types whose objects and tensor subclasses the result makes again, as ``LoadOptions.safe_globals``.
+        trust: How values of other writers are read, as ``LoadOptions.trust``.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage at ``url`` is reached.
+
+    Returns:
+        The checkpoint. No file is open behind it, so it is not closed.
+
+    Raises:
+        InvalidOptionError, MissingExtraError: An argument is wrong, or a package is missing.
+        CheckpointNotFoundError: There is no committed checkpoint at ``url``.
+        CorruptCheckpointError: What the checkpoint says about itself is damaged.
+        UnsupportedCheckpointError: This version does not read it.
+        StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
     """
     location = locate_directory(url, storage_of(storage_options, storage))
     return await open_from(location, verify=verify, timeout_s=timeout_s, safe_globals=safe_globals, trust=trust)
@@ -147,10 +169,14 @@ class _Files:
 
 @public
 class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
-    """What is in a checkpoint, by FQN: a ``TensorInfo`` for a tensor, None for a plain value.
+    """A checkpoint that can be read in parts: a mapping from FQNs to ``TensorInfo``, or None for a plain value.
 
-    A tensor that consists of others (sparse, a subclass) is listed as one. Its parts are not listed, and are there when
-    they are asked for by name (``"w.values"``).
+    ``open_checkpoint`` and ``Checkpointer.reading`` return it. Its mapping is in memory. Each call that reads opens the
+    files, and closes them when it returns. If another checkpoint has taken the place of this one meanwhile, it raises
+    ``CorruptCheckpointError``.
+
+    A tensor that consists of others (sparse, a subclass) is listed as one. Its parts are not listed, and can be read by
+    their names (``"w.values"``).
     """
 
     def __init__(
@@ -186,34 +212,43 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
 
     @property
     def url(self) -> str:
-        """The checkpoint."""
+        """The URL of the checkpoint."""
         return self._location.url
 
     @property
     def save_id(self) -> str:
-        """The id of the save that wrote it; empty if another writer did."""
+        """The id of the save that wrote it. Empty if another writer did."""
         return self._manifest.save_id
 
     @property
     def step(self) -> int | None:
-        """The step of the run that it belongs to, if a ``Checkpointer`` wrote it."""
+        """The step of the run that it belongs to. None if no ``Checkpointer`` wrote it."""
         return self._manifest.step
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the user noted with ``metadata=``; empty if nothing."""
+        """The ``metadata=`` of the save. Empty if it had none."""
         return decode_metadata(self._manifest.metadata)
 
     @property
     def files(self) -> dict[str, int]:
-        """The sidecar files that were saved with ``files=``: the bytes of each, by name."""
+        """The sizes, in bytes, of the sidecar files that were saved with ``files=``, by name."""
         return {name: entry.nbytes for name, entry in self._manifest.sidecars.items()}
 
     async def file(self, name: str) -> bytes:
-        """Return the content of a sidecar file, compared with its checksums unless ``verify`` says otherwise.
+        """Read a sidecar file. With ``verify="always"`` it is compared with its checksums. A cancel leaves nothing
+        behind.
 
-        Raises ``MissingKeysError`` if the checkpoint has no such file, ``CorruptCheckpointError``. A cancel leaves
-        nothing behind.
+        Args:
+            name: The name that the file has in ``files``.
+
+        Returns:
+            The content.
+
+        Raises:
+            MissingKeysError: The checkpoint has no such file.
+            CorruptCheckpointError: The file is missing or altered.
+            StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
         """
         entry = self._manifest.sidecars.get(name)
         if entry is None:
@@ -253,20 +288,42 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         return sum(1 for _ in self)
 
     def info(self, fqn: str) -> TensorInfo:
-        """Dtype and shape of a tensor. Raises ``MissingKeysError``; ``InvalidOptionError`` if it is a plain value."""
+        """Return dtype, shape and size of a tensor. Nothing is read.
+
+        Args:
+            fqn: The name of the tensor.
+
+        Raises:
+            MissingKeysError: The checkpoint has no entry of this name.
+            InvalidOptionError: The entry is a plain value.
+        """
         info = self[fqn]
         if info is None:
             raise InvalidOptionError(f"{fqn} is a plain value; await value({fqn!r})")
         return info
 
     async def tensor(self, fqn: str, rows: slice | None = None, *, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The tensor, or those ``rows`` of its first dimension, as a new one on ``device``.
+        """Read a tensor, or some of its rows.
 
-        Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. A tensor that consists of others
-        is made anew, as by ``state_dict``, and has no rows. Raises ``MissingKeysError``, ``InvalidOptionError`` for a
-        slice with a step or a device that this machine does not have, ``UnsupportedCheckpointError`` for a tensor of a
-        kind that this version does not read, ``UnsafeObjectError`` for a subclass that was not allowed,
-        ``CorruptCheckpointError``. A cancel leaves nothing behind.
+        Only the rows that are named are read, extended to whole checksum blocks of 1 MiB. A cancel leaves nothing
+        behind.
+
+        Args:
+            fqn: The name of the tensor.
+            rows: A slice of the first dimension, without a step. None: the whole tensor. A tensor that consists of
+                others has no rows.
+            device: Where the tensor is made.
+
+        Returns:
+            A new tensor with the saved dtype. Its first dimension has the length of ``rows``.
+
+        Raises:
+            MissingKeysError: The checkpoint has no entry of this name.
+            InvalidOptionError: The entry is a plain value, the slice has a step, or this machine has no such device.
+            UnsupportedCheckpointError: This version does not read tensors of this kind.
+            UnsafeObjectError: The tensor is a subclass that ``safe_globals`` does not name.
+            CorruptCheckpointError: Bytes are missing or altered.
+            StorageError, DeadlineExceededError, OutOfMemoryError: The storage, the time or the memory did not suffice.
         """
         if isinstance(one := self._entry(fqn), OpaqueEntry):
             async with self._files("tensor") as files:
@@ -301,8 +358,20 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         return found
 
     async def value(self, fqn: str) -> Any:
-        """A plain value, or a tensor like ``tensor()``. Raises ``MissingKeysError``, ``UnsafeObjectError`` (other
-        writers)."""
+        """Read a plain value, or a tensor as ``tensor()`` does. A cancel leaves nothing behind.
+
+        Args:
+            fqn: The name of the entry.
+
+        Returns:
+            The value, or a new tensor in host memory.
+
+        Raises:
+            MissingKeysError: The checkpoint has no entry of this name.
+            UnsafeObjectError: The value was saved by another writer, and is more than data.
+            UnsupportedCheckpointError, CorruptCheckpointError, StorageError, DeadlineExceededError, OutOfMemoryError:
+                As for ``tensor()``.
+        """
         entry = self._entry(fqn)
         if isinstance(entry, TensorEntry | OpaqueEntry | CompositeEntry):
             return await self.tensor(fqn)
@@ -410,9 +479,20 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         return await io_threads().run(build)
 
     async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
-        """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is.
+        """Read everything and compare it with all that is known about it, as ``sidestream.verify`` does, whatever
+        ``verify=`` is. A cancel leaves nothing behind.
 
-        Raises ``CorruptCheckpointError`` if another checkpoint has taken the place of this one."""
+        Args:
+            progress: Called on the event loop with the bytes read so far and the bytes to read. What it raises ends the
+                call.
+
+        Returns:
+            The report. Damage is in it, and is not raised: see ``ok``.
+
+        Raises:
+            CorruptCheckpointError: Another checkpoint has taken the place of this one.
+            StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
+        """
         with self._time_limit(), self._all_there():
             async with aclosing(self._location.source()) as source:
                 report = await verify_manifest(source, self.url, self._manifest, progress)

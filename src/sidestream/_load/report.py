@@ -19,7 +19,13 @@ __all__ = ["LoadReport", "LoadRequest", "Loaded", "PassedOver", "report_of"]
 @public
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A damaged step that ``restore`` did not take, and what is wrong with it."""
+    """A damaged step that ``restore`` did not take.
+
+    Attributes:
+        step: The number of the step.
+        generation: Its generation.
+        error: What is wrong with it.
+    """
 
     step: int
     generation: int
@@ -29,22 +35,27 @@ class PassedOver:
 @public
 @dataclass(frozen=True, slots=True, repr=False)
 class LoadReport(Displayed):
-    """What a load did.
+    """The result of a load.
 
     With ``LoadOptions(names=)`` the names are those of the target, but ``not_requested`` and ``unexpected`` are names
     in the checkpoint.
 
     Attributes:
-        url, save_id, step, generation: The checkpoint that was loaded. ``step`` is None outside of a run. nbytes: How
-        many bytes were read. loaded: The FQNs that were loaded, in order. not_requested: Names in the checkpoint
-        outside of the top-level keys of the target. unverified: FQNs of which some bytes had no checksum. Only files of
-        other writers lack them. missing: Names of the target that the checkpoint lacks. Their tensors and values were
-        left as they were. unexpected: Names in the checkpoint that the target lacks, inside of its top-level keys.
-        cast: Tensors that were converted from another dtype. digest: With ``verify="always"``, whether the digests in
-        the checkpoint were compared too. None if it has none. passed_over: Damaged steps in whose place ``restore``
-        took this one, newest first. leased: Whether ``restore`` had a lease on the step while it read it. It has none
-        where this process may not write;
-            another process could then have deleted the step meanwhile.
+        url: The checkpoint that was loaded.
+        save_id: The id of the save that wrote it. Empty if another writer did.
+        step: Its step. None outside of a run.
+        generation: Its generation, from 1.
+        nbytes: How many bytes were read.
+        loaded: The FQNs that were loaded, in order.
+        not_requested: Names in the checkpoint outside of the top-level keys of the target.
+        unverified: FQNs of which some bytes had no checksum. Only files of other writers lack them.
+        missing: Names of the target that the checkpoint lacks. Their tensors and values were left as they were.
+        unexpected: Names in the checkpoint that the target lacks, inside of its top-level keys.
+        cast: Tensors that were converted from another dtype.
+        digest: With ``verify="always"``, whether the digests in the checkpoint were compared too. None if it has none.
+        passed_over: Damaged steps in whose place ``restore`` took this one, newest first.
+        leased: True if ``restore`` had a lease on the step while it read it. It has none where this process may not
+            write; another process could then have deleted the step meanwhile.
     """
 
     url: str

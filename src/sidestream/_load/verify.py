@@ -82,7 +82,14 @@ _RUN_PIECES = 256
 @public
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Something that is wrong, and where, as far as that is known."""
+    """A place of a checkpoint that is wrong.
+
+    Attributes:
+        message: What is wrong.
+        file: The file, if it is known.
+        fqn: The tensor or value, if it is known.
+        offset: The byte in ``file``, if it is known.
+    """
 
     message: str
     file: str | None = None
@@ -93,13 +100,20 @@ class Damage:
 @public
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Displayed):
-    """What a verification found.
+    """The result of a verification.
 
-    ``damaged`` has the first thing that is wrong with each tensor, value or file; ``verified`` the FQNs whose bytes
-    were all compared and found right, ``unverified`` those for which the writer left nothing to compare with
-    (safetensors), ``unreadable`` the tensors of a kind that this version does not read (quantized ones, subclasses):
-    their bytes match the checksums of their writer, and nothing else was verified. ``nbytes`` were read. ``digest``
-    says whether the digests in the checkpoint were verified in addition to its checksums; None if it has none.
+    Attributes:
+        url: The checkpoint.
+        save_id: The id of the save that wrote it. Empty if another writer did.
+        step: Its step. None outside of a run.
+        generation: Its generation, from 1.
+        nbytes: How many bytes were read.
+        verified: The FQNs whose bytes were all compared and found right.
+        unverified: The FQNs for which the writer left nothing to compare with (safetensors).
+        damaged: The first thing that is wrong with each tensor, value or file.
+        digest: Whether the digests in the checkpoint were compared in addition to its checksums. None if it has none.
+        unreadable: Tensors of a kind that this version does not read (quantized ones, subclasses). Their bytes match
+            the checksums of their writer, and nothing else was compared.
     """
 
     url: str
@@ -115,7 +129,7 @@ class VerifyReport(Displayed):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is known to be wrong."""
+        """True if no damage was found."""
         return not self.damaged
 
     def _summary(self) -> str:
@@ -137,18 +151,34 @@ async def verify(
     storage_options: Mapping[str, Any] | None = None,
     storage: Storage | None = None,
 ) -> VerifyReport:
-    """Read all of the checkpoint at ``url``, in threads and 64 MiB at a time, and compare it with all that is known.
+    """Read all of the checkpoint at ``url``, 64 MiB at a time, and compare it with all that is known about it.
 
-    For checkpoints of sidestream: manifest, sizes and layout; the content of ``.metadata`` against the manifest,
-    independent of how it is pickled; every byte of every item against its checksum, its digest, or the content that
-    follows from the manifest. Every flipped bit that affects a reader is found. Of stock DCP's: ``.metadata`` and
-    layout, and every tensor and value with the CRC-32 in its zip, which torch itself never verifies. Everything that a
-    load would report as damaged is reported. Nothing is unpickled, and no value is built. If another checkpoint takes
-    the place of the one that is read, this starts over with that one.
+    For checkpoints of sidestream these are: manifest, sizes and layout; the content of ``.metadata`` against the
+    manifest, independent of how it is pickled; every byte of every item against its checksum, its digest, or the
+    content that follows from the manifest. Every flipped bit that affects a reader is found. For those of stock DCP
+    they are: ``.metadata`` and layout, and every tensor and value with the CRC-32 in its zip, which torch itself never
+    compares. Everything that a load would report as damaged is reported. Nothing is unpickled, and no value is built.
+    If another checkpoint takes the place of the one that is read, this starts over with that one.
 
-    Damage is reported and not raised. Raises ``CheckpointNotFoundError``, ``UnsupportedCheckpointError``,
-    ``UnsafeObjectError``, ``MissingExtraError``, ``StorageError``, ``DeadlineExceededError``: then nothing is known. A
-    cancel leaves nothing behind. ``storage_options`` and ``storage`` are as for ``load``.
+    A cancel leaves nothing behind.
+
+    Args:
+        url: A directory, prefix or single file, as for ``load``.
+        progress: Called on the event loop with the bytes read so far and the bytes to read. What it raises ends the
+            call.
+        timeout_s: The limit of the whole call, in seconds.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage at ``url`` is reached.
+
+    Returns:
+        The report. Damage is in it, and is not raised: see ``ok``.
+
+    Raises:
+        InvalidOptionError, MissingExtraError: The call is wrong, or a package is missing.
+        CheckpointNotFoundError: There is no committed checkpoint at ``url``.
+        UnsupportedCheckpointError, UnsafeObjectError: This version does not read it.
+        StorageError, DeadlineExceededError, OutOfMemoryError: The storage, the time or the memory did not suffice.
+            Nothing is known then.
     """
     running_loop("verify")
     check_timeout(timeout_s)

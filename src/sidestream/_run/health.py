@@ -15,7 +15,7 @@ __all__ = ["Health"]
 @public
 @dataclass(frozen=True, slots=True, repr=False)
 class Health(Displayed):
-    """What a ``Checkpointer`` knows about itself. Nothing is read from storage for it.
+    """The state of a run, as far as a ``Checkpointer`` knows it. Nothing is read from storage for it.
 
     Attributes:
         pending: How many saves have begun and not ended.
@@ -27,7 +27,7 @@ class Health(Displayed):
         damaged: Directories that did not verify, and why.
         passed_over: Directories in whose place ``restore`` took another one, and why.
         leases: What failed about leases, by directory.
-        pruned: What the last pass of retention did that succeeded.
+        pruned: The result of the last pass of retention that succeeded.
     """
 
     pending: int
@@ -43,7 +43,7 @@ class Health(Displayed):
 
     @property
     def ok(self) -> bool:
-        """Whether there is nothing to look after."""
+        """True if nothing needs attention."""
         wrong = (self.failures, self.retention, self.sweeping, self.damaged, self.passed_over, self.leases)
         return not any(wrong)
 

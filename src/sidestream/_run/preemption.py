@@ -8,18 +8,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from .._runtime.tasks import create_owned_task
 from ..errors import InvalidOptionError, printable_lines
-from ..options import check_choice, check_timeout
+from ..options import Then, check_choice, check_timeout
 
 __all__ = ["Preemption", "Then"]
-
-Then = Literal["exit", "signal", "stay"]
-"""How the program ends. ``"exit"`` raises ``SystemExit`` from the loop, so that every ``finally`` runs. ``"signal"``
-sends the signal again with its default action, so that no other code runs. With ``"stay"`` the program continues, and
-has to check ``preempted`` and end by itself."""
 
 _log = logging.getLogger("sidestream")
 

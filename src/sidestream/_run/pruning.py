@@ -26,10 +26,16 @@ __all__ = ["Pruned", "Pruner", "abandoned"]
 @public
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What one pass of retention did. ``deleted``: directories of steps. ``leased``: those that go later, because they
-    are in use. ``verified``: the directory whose bytes were all read before anything older was deleted. ``damaged``:
-    those that did not verify; they count for no policy and are not deleted. ``abandoned``: attempts of dead writers,
-    and deletions that had been interrupted, which were finished."""
+    """The result of one pass of retention. The fields are names of directories in the run.
+
+    Attributes:
+        deleted: Steps that were deleted.
+        leased: Steps that are deleted later, because a process has a lease on them.
+        verified: The step whose bytes were all read and compared before an older one was deleted. None if no step could
+            go.
+        damaged: Steps that did not verify. They count for no policy, and are not deleted.
+        abandoned: Attempts of dead writers, and interrupted deletions, that were deleted.
+    """
 
     deleted: tuple[str, ...] = ()
     leased: tuple[str, ...] = ()

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any
 
 from .._load.api import LoadReport, LoadRequest
 from .._load.open.steps import Step
 from .._storage import Location
 from ..errors import CheckpointNotFoundError
-from ..options import Fallback, check_choice, check_steps
+from ..options import Fallback, Latest, check_choice, check_steps
 from .restore import Restoring, RestoringTogether, Wish, choose
 from .run import Run
 from .steps import check_run, list_steps
 
 __all__ = ["Latest", "Reading"]
-
-Latest = Literal["latest"]
 
 
 class Reading:
@@ -36,7 +34,7 @@ class Reading:
                 await check_run(self._run.store)
 
     async def restore(
-        self, state: Mapping[str, Any], step: int | Latest | None, fallback: Fallback, request: LoadRequest
+        self, state: Mapping[str, Any], step: int | Latest, fallback: Fallback, request: LoadRequest
     ) -> int | None:
         """As ``Checkpointer.restore``."""
         run, member, wish = self._run, self._run.together(), wish_for(step, fallback)
@@ -55,7 +53,7 @@ class Reading:
         return restoring.step
 
     @asynccontextmanager
-    async def step(self, step: int | Latest | None) -> AsyncIterator[tuple[Step, Location]]:
+    async def step(self, step: int | Latest) -> AsyncIterator[tuple[Step, Location]]:
         """A committed step, which may be damaged, and where it is; it is leased within the ``async with``."""
         run, wish = self._run, wish_for(step, "never")
         with run.time_limit():
@@ -80,9 +78,9 @@ class Reading:
         return CheckpointNotFoundError(f"{self._run.url} has no committed {wanted}; it has {there or 'none'}")
 
 
-def wish_for(step: int | Latest | None, fallback: Fallback) -> Wish:
+def wish_for(step: int | Latest, fallback: Fallback) -> Wish:
     check_choice("fallback", fallback, Fallback)
-    if step is None or step == "latest":
+    if step == "latest":
         return Wish(None, fallback == "older")
     check_steps(step)
     return Wish(step, fallback == "older")

@@ -25,14 +25,18 @@ __all__ = [
     "needs_metadata",
 ]
 
-Mode = Literal["min", "max"]
-
 
 @public
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A committed generation of a step, as a policy sees it. ``saved_at`` is in seconds since 1970 by its writer's
-    clock; ``metadata`` is what the user noted, empty where no policy asked for it."""
+    """A committed generation of a step, as a retention policy sees it.
+
+    Attributes:
+        step: The number of the step.
+        generation: How many saves of the step came before, plus 1.
+        saved_at: When it was saved, in seconds since 1970 by the clock of its writer.
+        metadata: The ``metadata=`` of the save. Empty where no policy needs it.
+    """
 
     step: int
     generation: int = 1
@@ -41,6 +45,7 @@ class SavedStep:
 
     @property
     def order(self) -> tuple[int, int]:
+        """The pair by which generations are ordered: step and generation."""
         return self.step, self.generation
 
 
@@ -53,7 +58,11 @@ class Retention(Protocol):
     """
 
     def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
-        """The numbers of the steps that stay."""
+        """Return the numbers of the steps that stay.
+
+        Args:
+            steps: The committed steps in order, each by its highest generation.
+        """
 
 
 class _Policy:
@@ -78,16 +87,28 @@ class _Either(_Policy):
 @public
 @dataclass(frozen=True, slots=True)
 class KeepAll(_Policy):
-    """Nothing is ever deleted, superseded generations included."""
+    """A policy that keeps everything, superseded generations included."""
 
     def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
+        """Return the numbers of the steps that stay.
+
+        Args:
+            steps: The committed steps in order, each by its highest generation.
+        """
         return {each.step for each in steps}
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class KeepLast(_Policy):
-    """The ``n`` highest steps."""
+    """A policy that keeps the highest steps.
+
+    Args:
+        n: How many, at least 1.
+
+    Raises:
+        InvalidOptionError: ``n`` is not a positive integer.
+    """
 
     n: int
 
@@ -95,14 +116,26 @@ class KeepLast(_Policy):
         check_count("KeepLast(n)", self.n)
 
     def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
+        """Return the numbers of the steps that stay.
+
+        Args:
+            steps: The committed steps in order, each by its highest generation.
+        """
         return {each.step for each in steps[-self.n :]}
 
 
 @public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepEvery(_Policy):
-    """The first step in each span of ``steps`` steps (0-999, 1000-1999, ...) or of ``seconds`` seconds, counted from
-    1970 by the writers' clocks. One of the two."""
+    """A policy that keeps the first step of each span. It takes one of the two arguments.
+
+    Args:
+        steps: The length of a span in steps: with 1000 the spans are 0-999, 1000-1999 and so on.
+        seconds: The length of a span in seconds, counted from 1970 by the clocks of the writers.
+
+    Raises:
+        InvalidOptionError: Both are given or none, or the length is not a positive integer.
+    """
 
     steps: int | None = None
     seconds: int | None = None
@@ -113,6 +146,11 @@ class KeepEvery(_Policy):
         check_count("KeepEvery(steps or seconds)", self.steps if self.seconds is None else self.seconds)
 
     def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
+        """Return the numbers of the steps that stay.
+
+        Args:
+            steps: The committed steps in order, each by its highest generation.
+        """
         first: dict[int, int] = {}
         for each in steps:
             span = each.saved_at // self.seconds if self.seconds is not None else each.step // (self.steps or 1)
@@ -138,15 +176,20 @@ class KeepBest(_Policy):
 
     metric: str
     n: int = 1
-    mode: Mode = "min"
+    mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
         if type(self.metric) is not str or not self.metric:
             raise InvalidOptionError(f"KeepBest: metric={self.metric!r} has to be a key of the metadata")
         check_count("KeepBest(n)", self.n)
-        check_choice("mode", self.mode, Mode)
+        check_choice("mode", self.mode, Literal["min", "max"])
 
     def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
+        """Return the numbers of the steps that stay.
+
+        Args:
+            steps: The committed steps in order, each by its highest generation.
+        """
         sign = 1 if self.mode == "min" else -1
         found = [(_metric(each.metadata, self.metric), each) for each in steps]
         ranked = sorted((sign * value, -each.step) for value, each in found if value is not None)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .._load.open.steps import Step
+from .._runtime.public import public
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from .._storage import LocalStore, Store
 from .steps import list_generations
@@ -31,13 +32,15 @@ def news(seen: Iterable[str], steps: Iterable[Step]) -> list[Step]:
     return sorted(fresh, key=lambda each: each.order)
 
 
+@public
 class Watch:
-    """Iterate over it with ``async for``: the number of each newly committed step, in order; one that was saved again
-    comes again. A step that is gone before its turn comes is left out.
+    """An iterator over the numbers of newly committed steps, in order, for ``async for``. ``Checkpointer.watch``
+    returns it.
 
-    It looks every ``poll_s`` seconds, give or take a quarter, and at once when the file system says that something has
-    changed (local files, with the extra ``watch``). Between two steps it holds nothing: no task, no thread, no file.
-    What a look raises ends the iteration; a cancel loses no step.
+    A step that was saved again comes again. A step that is gone before its turn is left out. It looks every ``poll_s``
+    seconds, give or take a quarter, and at once when the file system reports a change (local files, with the extra
+    ``watch``). Between two steps it holds nothing: no task, no thread, no file. An error of a look ends the iteration.
+    A cancel loses no step.
     """
 
     def __init__(self, store: Store, *, after: int | None, poll_s: float, timeout_s: float) -> None:

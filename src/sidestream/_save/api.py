@@ -73,9 +73,9 @@ async def save(
     """Save ``state`` to ``url``, and return when the checkpoint is visible and durable.
 
     Where ``torch.distributed`` is initialized this is a call of all ranks together, each with its own part of the state
-    (``docs/ranks.md``). Whatever one rank raises then becomes the same ``RankFailuresError`` on all of them.
+    (``docs/ranks.md``). An error of one rank becomes the same ``RankFailuresError`` on all of them.
 
-    Cancelling leaves nothing behind and raises ``CancelledError``. If the commit has been sent by then, it is finished,
+    A cancel leaves nothing behind and raises ``CancelledError``. If the commit has been sent by then, it is finished,
     and the checkpoint is there.
 
     Args:
@@ -84,17 +84,18 @@ async def save(
             (``async_save`` says when that is).
         url: The new directory or prefix: a path, or what fsspec understands (``s3://``, ``gs://``, ``az://``,
             ``memory://`` and so on).
-        stager: A stager whose memory is used from save to save. None: memory is mapped for this save alone. metadata:
-        Plain data that can be read without the state, such as metrics or a configuration. Stock DCP ignores it. files:
-        Sidecar files that are committed with the checkpoint: by name their content, or the path of a regular file
-            of this machine; 64 MiB at most each. Paths are read before ``staged`` is done. ``Checkpoint.file`` returns
-            them. With several ranks those of rank 0 count.
+        stager: A stager whose memory is used from save to save. None: memory that the process keeps for such saves
+            (``set_cache_bytes``).
+        metadata: Plain data that can be read without the state, such as metrics or a configuration. Stock DCP ignores
+            it.
+        files: Sidecar files that are committed with the checkpoint: by name their content, or the path of a regular
+            file of this machine; 64 MiB at most each. Paths are read before ``staged`` is done. ``Checkpoint.file``
+            returns them. With several ranks those of rank 0 count.
         export: A ``sidestream.HF``, or several, to write beside the checkpoint (``docs/exports.md``). This call waits
-        for
-            them. An export that fails does not fail the save.
+            for them. An export that fails does not fail the save.
         overwrite: Replace the checkpoint that is at ``url``. Readers find the old one or the new one, never neither. On
-            object storage this needs puts on a condition. Of several saves at the same time one succeeds.
-        process_group: The ranks that save together; ``"alone"`` saves from this process only.
+            object storage this needs conditional puts. Of several saves at the same time one succeeds.
+        process_group: The ranks that save together (``options.GroupChoice``); ``"alone"`` saves from this process only.
         storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
         storage: How the storage at ``url`` is reached.
         options: How the save is done: durability, writer, names, dtypes, limits. None: ``SaveOptions()``.
@@ -104,14 +105,16 @@ async def save(
 
     Raises:
         InvalidOptionError, MissingExtraError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError: The call or
-        the
-            state is wrong; nothing was written.
+            the state is wrong; nothing was written.
         CheckpointExistsError: The target is not empty, or it is not a checkpoint that ``overwrite=True`` could replace;
             or another save was committed first.
-        NoSpaceError, AccessDeniedError, StorageError, ArenaExhaustedError, WriterProcessError, PlannerError,
-        DeadlineExceededError: Nothing is visible, what was written has been removed, and older checkpoints are
-        unchanged. NotDurableError: The checkpoint is visible, but a sync failed. OutcomeUnknownError: The commit was
-        sent, and its result could not be read back.
+        NoSpaceError, AccessDeniedError, StorageError: The storage failed. Nothing is visible, what was written has been
+            removed, and older checkpoints are unchanged.
+        ArenaExhaustedError, OutOfMemoryError, DeadlineExceededError, PlannerError, WriterProcessError: The memory, the
+            time, the planner or the writer process failed, with the same result.
+        NotDurableError: The checkpoint is visible, but a sync failed.
+        OutcomeUnknownError: The commit was sent, and its result could not be read back.
+        RankFailuresError: A rank has failed.
     """
     pending = async_save(
         state,
@@ -159,16 +162,25 @@ def async_save(
     storage: Storage | None = None,
     options: SaveOptions | None = None,
 ) -> PendingSave:
-    """Start what ``save`` does, and return at once. Needs a running event loop.
+    """Start what ``save`` does, and return at once. It needs a running event loop.
 
     Await ``pending.staged`` before the tensors change, and ``pending`` for the ``SaveInfo``. Plain values are copied
-    during this call. It raises what is wrong with ``url`` and the options. Everything else is raised by ``pending``,
-    also credentials that cannot be found and what is wrong with a tensor or value of ``state``; nothing has been
-    written then.
+    during this call. It raises what is wrong with ``url`` and the options. All other errors of ``save`` are raised by
+    ``pending``, also for credentials that cannot be found and for a tensor or value of ``state`` that cannot be saved;
+    nothing has been written then.
 
     Args:
-        state, url, stager, metadata, files, export, overwrite, process_group, storage_options, storage, options: As for
-            ``save``.
+        state: The state, as for ``save``.
+        url: The new directory or prefix, as for ``save``.
+        stager: A stager whose memory is used from save to save.
+        metadata: Plain data that can be read without the state.
+        files: Sidecar files, by name: their content or their path.
+        export: A ``sidestream.HF``, or several. ``pending.exports`` has their outcomes.
+        overwrite: Replace the checkpoint that is at ``url``, as for ``save``.
+        process_group: The ranks that save together (``options.GroupChoice``).
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage at ``url`` is reached.
+        options: How the save is done. None: ``SaveOptions()``.
 
     Returns:
         The save in progress. It continues if it is not awaited. If it fails and its error is not retrieved, the error
@@ -316,7 +328,7 @@ async def prewarm(
     if state is None or not isinstance(stager, AsyncStager):
         return
     if isinstance(state, int):
-        await stager.prewarm(state)
+        await stager.reserve(state)
     else:
         await _prewarm_for(stager, state, plan)
     if process is not None:

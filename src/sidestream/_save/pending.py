@@ -34,7 +34,8 @@ class SaveInfo(Displayed):
     Attributes:
         url: The checkpoint.
         save_id: The id of the save that wrote it.
-        step, generation: The step of a run, and how many saves of that step came before, plus 1. None and 1 elsewhere.
+        step: The step of the run. None outside of a run.
+        generation: How many saves of the step came before, plus 1.
         nbytes: The bytes of its data files.
         durability: Whether its files and directories were synced.
         seconds: How long it took from the call until the sources could change (``"staged"``), until all data was on
@@ -65,9 +66,14 @@ class SaveInfo(Displayed):
 @public
 @dataclass(frozen=True, slots=True)
 class SaveProgress:
-    """How far a save is, in bytes of its shards: ``total_bytes`` (0 until it is planned), how many of them are in
-    staging memory or have been, and how many need no memory any more: they were given to storage (the last sync and
-    the commit come after that). What a lost writer process had written counts again from 0."""
+    """The progress of a save, in bytes of its data files.
+
+    Attributes:
+        total_bytes: The bytes to write. 0 until the save is planned.
+        staged_bytes: How many of them have been copied to staging memory.
+        written_bytes: How many of them have been given to the storage. The last sync and the commit come after that.
+            What a lost writer process had written counts again from 0.
+    """
 
     total_bytes: int = 0
     staged_bytes: int = 0
@@ -105,8 +111,11 @@ class SaveWork(Protocol):
 
 @public
 class PendingSave(Displayed):
-    """A save in progress. ``await`` it for its ``SaveInfo``, any number of times and from several tasks; a cancelled
-    awaiter does not cancel the save, ``cancel()`` does. It belongs to the loop that started it."""
+    """A save in progress. Awaiting it returns its ``SaveInfo``, or raises the error of the save.
+
+    Any number of tasks may await it, any number of times. A cancel of an awaiting task does not cancel the save;
+    ``cancel()`` does. It belongs to the event loop that started it. An error that is never retrieved is logged.
+    """
 
     def __init__(self, work: SaveWork, exports: tuple[PendingExport, ...] = ()) -> None:
         loop = asyncio.get_running_loop()
@@ -139,13 +148,13 @@ class PendingSave(Displayed):
 
     @property
     def url(self) -> str:
-        """The checkpoint that is being saved."""
+        """The URL of the checkpoint that is being saved."""
         return self._work.url
 
     @property
     def staged(self) -> Awaitable[None]:
-        """Await it: everything has been copied, or the save has ended otherwise, so the sources may change again.
-        Raises what the staging raised."""
+        """An awaitable that is done when everything has been copied, or the save has ended otherwise. The tensors may
+        change then. Awaiting it raises the error of the staging."""
         return _Shared(self._staged)
 
     @property
@@ -162,7 +171,7 @@ class PendingSave(Displayed):
 
     @property
     def progress(self) -> SaveProgress:
-        """How far it is; may be asked at any time, from any thread."""
+        """The progress so far. Any thread may read it at any time."""
         return self._work.progress
 
     @property
@@ -178,18 +187,22 @@ class PendingSave(Displayed):
         self._retrieved = True
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` on the loop once ``done()``."""
+        """Call ``callback`` on the loop when the save is ``done()``."""
         self._task.add_done_callback(lambda _: callback())
 
     def done(self) -> bool:
-        """Whether the save has ended, one way or the other, and has nothing left to clean up."""
+        """Return True if the save has ended, with success or not, and has cleaned up."""
         end_abandoned()
         return self._settled if self._leaving is None else self._leaving.done()
 
     def cancel(self) -> bool:
-        """Ask the save to stop; awaiting it then raises ``CancelledError``. False if it has ended already.
+        """Ask the save to stop. Awaiting it raises ``CancelledError`` then.
 
-        Nothing becomes visible and what was written is removed, unless the commit had been sent; see ``outcome``.
+        Nothing becomes visible, and what was written is removed, unless the commit had been sent; ``outcome`` says
+        which.
+
+        Returns:
+            False if the save had ended already.
         """
         if self._task.done() or self._leaving is not None:
             return False
@@ -197,7 +210,7 @@ class PendingSave(Displayed):
         return not self._started or self._task.cancel()  # a task that is cancelled before its first step never runs
 
     async def ended(self) -> None:
-        """Wait until ``done()``. Never raises what the save raised."""
+        """Wait until the save is ``done()``. The error of the save is not raised, and not retrieved."""
         if not self.done():
             await asyncio.wait([self._task if self._leaving is None else asyncio.wrap_future(self._leaving)])
 

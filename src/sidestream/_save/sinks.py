@@ -68,11 +68,11 @@ class Export(Protocol):
 
 @public
 class PendingExport:
-    """The outcome of an export of a save. ``await`` it for its ``ConvertReport``, any number of times; a cancelled
-    awaiter does not cancel the export, ``cancel()`` does. The checkpoint does not depend on it: an export that fails is
-    logged, and raises its error where it is awaited.
+    """An export of a save in progress. Awaiting it returns its ``ConvertReport``, or raises the error of the export.
 
-    Raises ``SnapshotLostError`` if the save has failed, so that there is nothing to export.
+    Any number of tasks may await it, any number of times. A cancel of an awaiting task does not cancel the export;
+    ``cancel()`` does. The checkpoint does not depend on it. An export that fails is logged. If the save fails, so that
+    nothing is left to export, it ends with ``SnapshotLostError``.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -87,19 +87,23 @@ class PendingExport:
         return self._sink.url
 
     def done(self) -> bool:
-        """Whether the export has ended, one way or the other."""
+        """Return True if the export has ended, with success or not."""
         return self._result.done()
 
     def cancel(self) -> bool:
-        """Ask the export to stop; awaiting it then raises ``CancelledError``. False if it has ended already."""
+        """Ask the export to stop. Awaiting it raises ``CancelledError`` then. What it has written is removed.
+
+        Returns:
+            False if the export had ended already.
+        """
         return self._result.cancel() if self._task is None else self._task.cancel()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` on the loop once ``done()``."""
+        """Call ``callback`` on the loop when the export is ``done()``."""
         self._result.add_done_callback(lambda _: callback())
 
     async def ended(self) -> None:
-        """Wait until it has ended. Never raises what the export raised."""
+        """Wait until the export is ``done()``. The error of the export is not raised."""
         await asyncio.wait([self._result])
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -116,8 +120,8 @@ class PendingExport:
     # --- called by the save ---
 
     def begin(self, order: SaveOrder, number: int, snapshot: SnapshotReader[Any] | None) -> None:
-        """Start the export. It reads ``snapshot`` in a thread or, if that is None, the checkpoint when it is committed.
-        ``number`` is the position of the export in the save, by which the ranks of a group identify it."""
+        """Start to read ``snapshot`` in a thread. None: read the checkpoint when it is committed. ``number`` counts the
+        exports of the save, which several ranks make together."""
         if self._result.done():  # cancelled before the save began
             if snapshot is not None:
                 snapshot.close()
@@ -136,7 +140,7 @@ class PendingExport:
         self._task.add_done_callback(settle)
 
     def saved(self, outcome: Outcome) -> None:
-        """Receive the outcome of the save, which has ended."""
+        """Note that the save has ended with ``outcome``."""
         if not self._saved.done():
             self._saved.set_result(outcome)
         if self._task is None and not self._result.done():

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from inspect import iscoroutinefunction
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from .._runtime.caller import withdraw_if_interrupted
 from .._runtime.state_dict_calls import FoundObject, call_state_dict, in_order, key_order
@@ -30,19 +30,13 @@ from ..errors import (
     SidestreamError,
     SkippedError,
 )
+from ..options import Stager
 from .order import Lifecycle, SaveOrder
 from .pending import SaveProgress
 
 __all__ = ["FirstCopy", "LiveWriter", "Stage", "Stager"]
 
 _GRACE_S = 5.0
-
-
-class Stager(Protocol):
-    """The type of the argument ``stager=`` besides ``AsyncStager``: a stager of torch, or any object with this method.
-    It returns a state dict in host memory that does not change any more, or a ``concurrent.futures.Future`` of one."""
-
-    def stage(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 class Stage(ABC):

@@ -27,10 +27,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from .._runtime.public import public
 from .._runtime.threads import Deadline, Stop
 from ..errors import ArenaExhaustedError, ClosedError, DeadlineExceededError
+from ..options import Backing
 from .drain import Drain
 from .registration import Fate, Pinner, Registration, give_back, register, settle
 
@@ -60,10 +62,6 @@ _UNREGISTERED_S = 5.0  # how long even a lease with ``at_once`` waits for memory
 _numbers = itertools.count(1)
 _SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
 
-Backing = Literal["private", "shared"]
-"""``"private"``: a forked child keeps the bytes that it saw, whatever is staged later. ``"shared"``: a memfd, which
-another process can be handed; a forked child sees later stages in it."""
-
 
 class SharedMemory(Protocol):
     """Memory behind a descriptor that another process can be handed: sealed, so that it has this size for ever."""
@@ -77,12 +75,21 @@ class SharedMemory(Protocol):
     def __len__(self) -> int: ...
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class ArenaStatistics:
-    """Bytes: ``budget_bytes`` may be reserved at most, ``reserved_bytes`` are mapped, ``leased_bytes`` are in use now,
-    ``peak_leased_bytes`` were at some time, ``registered_bytes`` of the reserved ones are known to an accelerator.
-    ``waiters`` threads are waiting for memory. ``kept_bytes`` of the reserved ones are no longer used, and stay mapped
-    because their accelerator did not unregister them."""
+    """The memory of a stager, in bytes.
+
+    Attributes:
+        budget_bytes: The most that may be mapped.
+        reserved_bytes: The memory that is mapped now.
+        registered_bytes: The part of it that is registered with an accelerator.
+        leased_bytes: The part of it that is in use now.
+        peak_leased_bytes: The most that was in use at one time.
+        leases: How many pieces are in use now.
+        waiters: How many threads wait for memory.
+        kept_bytes: The part that is not used any more, and stays mapped because its accelerator did not unregister it.
+    """
 
     budget_bytes: int
     reserved_bytes: int
@@ -146,9 +153,9 @@ class Allocation:
     ) -> None:
         self._arena = weakref.ref(arena)
         self._memory = weakref.ref(memory)
-        self.start = start
+        self.start: int = start
         self._array: ctypes.Array[ctypes.c_char] | None = array
-        self.nbytes = nbytes
+        self.nbytes: int = nbytes
 
     @property
     def shared(self) -> SharedMemory | None:

@@ -20,12 +20,19 @@ _EXPECTED = (int, float, str, bytes, BytesIO)
 
 @public
 class BlockingAsyncStager:
-    """Stages on the calling thread's time: ``stage()`` returns the copy itself, and the sources may change then.
+    """Stages in the calling thread: ``stage()`` returns the copy itself, and the sources may change then.
 
-    ``cache_staged_state_dict`` keeps the host memory from stage to stage, as in torch; unlike there, a copy that
-    somebody still reads is never overwritten: the next stage takes other memory, within ``budget_bytes``.
-    ``type_check`` refuses values that are no tensor, number, string, bytes, dict, list or tuple. DCP takes it as
-    ``async_stager=``. Other options as in ``AsyncStager``.
+    DCP takes it as ``dcp.async_save(..., async_stager=stager)``, as it takes torch's stager of this name. A copy that
+    is still in use is never overwritten: the next stage takes other memory, within ``budget_bytes``.
+
+    Args:
+        cache_staged_state_dict: Keep the host memory from stage to stage, as in torch.
+        type_check: Refuse values other than tensors, numbers, strings, bytes, dicts, lists and tuples, as in torch.
+        budget_bytes: The most host memory that is mapped at any time, in bytes. None: half of the machine's memory.
+        timeout_s: The limit of each stage, in seconds.
+
+    Raises:
+        InvalidOptionError: An argument is wrong.
     """
 
     _synchronize_after_execute = False  # DCP: nothing is left to wait for when stage() has returned
@@ -44,11 +51,25 @@ class BlockingAsyncStager:
         self._stager = AsyncStager(budget_bytes=budget_bytes, timeout_s=timeout_s)
 
     def stage(self, state_dict: Mapping[str, Any]) -> StagedState:
-        """A copy of ``state_dict`` in host memory. Blocks. Raises what ``AsyncStager.stage`` and its future raise, and
-        ``UnsafeObjectError`` for a value that ``type_check`` refuses."""
+        """Copy ``state_dict`` to host memory, and return the copy. Blocks.
+
+        Args:
+            state_dict: Nested dicts, lists and tuples of tensors and values.
+
+        Returns:
+            The copy, with the same structure, shapes, strides and shared storages.
+
+        Raises:
+            UnsafeObjectError: A value cannot be copied, or ``type_check`` refuses it.
+            UnsupportedTensorError: A tensor has no bytes.
+            ArenaExhaustedError: The budget does not suffice.
+            ClosedError, ForkedProcessError, GraphCaptureError, InvalidOptionError: The stager or the state cannot be
+                used here.
+            DeadlineExceededError: The copies were not done within ``timeout_s``.
+        """
         if not self.cache_staged_state_dict:
             self._stager.trim()
-        future = self._stager.stage(state_dict, convert=_check_type if self.type_check else copy.deepcopy)
+        future = self._stager.stage(state_dict, copy_value=_check_type if self.type_check else copy.deepcopy)
         deadline = Deadline.after(self._timeout_s)
         try:
             return future.result(deadline.remaining_s())
@@ -61,13 +82,18 @@ class BlockingAsyncStager:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
+        """False: DCP has nothing to wait for when ``stage()`` has returned."""
         return self._synchronize_after_execute
 
     def synchronize_staging(self) -> None:
-        """Nothing: ``stage()`` returns when everything has been copied."""
+        """Return at once, because ``stage()`` returns when everything has been copied."""
 
     def close(self) -> None:
-        """Take no more stages. Copies that somebody holds stay valid."""
+        """Take no more stages. Copies that are in use stay valid.
+
+        Raises:
+            DeadlineExceededError: Memory could not be given back within ``timeout_s``.
+        """
         self._stager.close()
 
 

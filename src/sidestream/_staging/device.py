@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -28,6 +28,7 @@ from ..errors import (
     InvalidOptionError,
     SidestreamError,
 )
+from ..options import StageMode
 from .arena import Allocation
 from .captured import named
 from .driver import Driver
@@ -35,8 +36,6 @@ from .host import HostEngine, check_extent, elements_of, move, pieces_in, raw_st
 from .image import Copy
 
 __all__ = ["DeviceEngine", "DeviceStage", "StageMode", "held_back"]
-
-StageMode = Literal["lazy", "eager", "hybrid"]
 
 _SMALL_BYTES = 1 << 20
 _CHUNK_BYTES = (32 << 20, 512 << 20)
@@ -103,7 +102,7 @@ class DeviceStage:
     def __init__(
         self, sides: dict[Hashable, _Side], tensors: list[torch.Tensor], root: Mapping[Any, Any] | None
     ) -> None:
-        self.sides = sides
+        self.sides: dict[Hashable, _Side] = sides
         self._tensors: list[torch.Tensor] | None = tensors  # or the allocator would hand out their memory
         self._root = root
 
@@ -160,7 +159,7 @@ class DeviceEngine:
         chunk_bytes: int | None = None,
     ) -> None:
         self.driver = driver
-        self.host = host or HostEngine()
+        self.host: HostEngine = host or HostEngine()
         self._small_bytes = small_bytes
         self._chunk_bytes = chunk_bytes
         self._streams: dict[Hashable, Any] = {}

@@ -19,31 +19,37 @@ T = TypeVar("T")
 
 @public
 class StagingFuture(Future[T], Generic[T]):
-    """A ``concurrent.futures.Future`` that can be awaited too, from any task of any loop, and any number of times.
+    """A ``concurrent.futures.Future`` that can also be awaited, by any task of any event loop, any number of times.
 
-    It counts as running from the beginning: cancelling one awaiter cancels neither the copy nor the other awaiters.
+    It counts as running from the beginning: a cancel of one awaiter cancels neither the copy nor the other awaiters.
     """
 
     def __init__(self, like: StagingFuture[Any] | None = None) -> None:
-        """``like``: another future of the same stage; an error that was heard from one was heard from both."""
+        """Make a future that is running.
+
+        Args:
+            like: Another future of the same stage. An error that was retrieved from one of the two counts as retrieved
+                from both.
+        """
         super().__init__()
         self._retrieval: _Retrieval = _Retrieval() if like is None else like._retrieval
         self.set_running_or_notify_cancel()
 
     @property
     def retrieved(self) -> bool:
-        """Whether somebody has been given the error, or does not want it."""
+        """True if the error has been retrieved, or does not need to be."""
         return self._retrieval.retrieved
 
     def mark_retrieved(self) -> None:
-        """Nobody needs to be told any more how this ended."""
+        """Count the error as retrieved."""
         self._retrieval.mark_retrieved()
 
     def on_retrieved(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the error is retrieved."""
         self._retrieval.callback = callback
 
     def failure(self) -> BaseException | None:
-        """The error it ended with, if it has, without taking it for heard."""
+        """Return the error that the stage ended with, if it has ended, without retrieving it."""
         return Future.exception(self) if self.done() else None
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -51,6 +57,18 @@ class StagingFuture(Future[T], Generic[T]):
         return self.result(0)
 
     def result(self, timeout: float | None = None) -> T:
+        """Wait for the copy, and return it. It blocks the thread; on an event loop await the future in place of this.
+
+        Args:
+            timeout: The limit of the wait, in seconds. None: no limit.
+
+        Returns:
+            What was staged.
+
+        Raises:
+            TimeoutError: The copies are not done within ``timeout``. They continue.
+            SidestreamError: The stage has failed.
+        """
         try:
             return super().result(timeout)
         except BaseException as error:
@@ -59,6 +77,17 @@ class StagingFuture(Future[T], Generic[T]):
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end of the stage, and return its error.
+
+        Args:
+            timeout: The limit of the wait, in seconds. None: no limit.
+
+        Returns:
+            The error, which counts as retrieved then; None if the stage has succeeded.
+
+        Raises:
+            TimeoutError: The copies are not done within ``timeout``. They continue.
+        """
         error = super().exception(timeout)
         if error is not None:
             self.mark_retrieved()

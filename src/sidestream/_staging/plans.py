@@ -108,7 +108,7 @@ class PlanCache:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[_Kept[Any]] = []  # the newest first
-        self.made = 0
+        self.made: int = 0
         """How many plans had to be made."""
 
     def get(self, key: Hashable, make: Callable[[], Steps[T]]) -> Steps[T]:

@@ -58,14 +58,14 @@ class Staging(Generic[P]):
         self.device = device
         self.host = host
         """Whether there are sources in host memory."""
-        self.started = time.monotonic()
+        self.started: float = time.monotonic()
         self.laid: Future[P] = Future()
         self.images: tuple[StagedImage, ...] = ()
         self.issued: Future[None] = Future()
         """All host memory has been copied, and every copy from a device has been enqueued, or never will be."""
         self.copied: StagingFuture[None] = StagingFuture(outcome)
         self.free: StagingFuture[None] = StagingFuture(self.copied)
-        self.stop = Stop()
+        self.stop: Stop = Stop()
         self.filler: Filler | None = None
         """Who fills images in place of the stager, as long as that works."""
         self.passes = False
@@ -78,7 +78,7 @@ class Staging(Generic[P]):
         """Called once ``copied`` is resolved, in whichever thread did that."""
         self.work: Future[None] | None = None
         """The stager's part, queued or running."""
-        self.readers = frozenset(range(readers))
+        self.readers: frozenset[int] = frozenset(range(readers))
         """The numbers of further readers that have not left."""
         self.held_bytes = 0
         """How much memory they may keep that no other stage can take back."""

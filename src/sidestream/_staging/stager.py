@@ -64,26 +64,32 @@ _IS_CPU = attrgetter("is_cpu")
 
 @public
 class AsyncStager:
-    """Copies state dicts into leased host memory, in threads of its own, while the program goes on.
+    """Copies state dicts into host memory, in threads of its own, while the program continues.
 
-    ``budget_bytes`` bounds the host memory that is mapped at any time (None: half of the machine's memory).
-    ``when_full`` says what becomes of a stage that finds none free: ``"wait"`` up to ``timeout_s``, ``"fail"`` with
-    ``ArenaExhaustedError``, ``"skip"`` with ``SkippedError``, or ``"latest"``: wait, but give way to the next stage.
+    A stager belongs to no event loop, and any thread may use it. Enter it with ``async with``, or call ``aclose()`` or
+    ``close()`` at the end. DCP takes it as ``dcp.async_save(..., async_stager=stager)``.
 
-    ``mode="lazy"``: copies go on after ``stage()`` has returned, and the sources must not change before
-    ``synchronize_staging()``, ``fence()`` or a ``guard()`` says so; a source that does change has undefined contents in
-    the copy (that tensor alone). ``mode="eager"``: the sources may change when ``stage()`` returns; tensors on a
-    device are copied there first, in stream order (as much device memory again), those in host memory before it
-    returns. ``mode="hybrid"``: as lazy, but what would not be copied before the next fence, as far as earlier stages
-    tell, is copied on the device first, within half of its free memory.
+    A forked child cannot use it: its calls raise ``ForkedProcessError`` there.
 
-    ``backing="shared"`` stages into memory that a writer process can be handed, from the first byte; a save with
-    ``writer="process"`` asks for it too, and what was private until then is mapped anew. A forked child sees later
-    stages in it.
+    Args:
+        budget_bytes: The most host memory that is mapped at any time, in bytes. None: half of the machine's memory.
+        mode: When tensors are copied. With ``"lazy"`` copies continue after ``stage()`` has returned, and the sources
+            must not change before ``synchronize_staging()``, ``fence()`` or ``guard()``; a source that changes earlier
+            has undefined contents in the copy, that tensor alone. With ``"eager"`` the sources may change when
+            ``stage()`` has returned: tensors on a device are copied on the device first, in stream order, which takes
+            as much device memory again, and tensors in host memory are copied before it returns. ``"hybrid"`` is
+            ``"lazy"``, but what would not be copied before the next fence, as far as earlier stages show, is copied on
+            the device first, within half of its free memory.
+        when_full: What a stage does that finds no memory free within the budget (``options.WhenFull``).
+        max_bytes_per_second: The rate of the copies, until a writer waits at the fence. None: no limit.
+        timeout_s: The limit of each stage, of each ``fence()`` and of closing, in seconds.
+        backing: ``"shared"``: memory that a writer process can be handed, from the first byte. A save with
+            ``writer="process"`` asks for it too, and maps anew what was private until then. A forked child sees later
+            stages in it.
+        engine: An engine for tests, in place of the one that the tensors need.
 
-    ``max_bytes_per_second`` slows the copies down until a writer waits at the fence. A stager belongs to no loop and
-    may be used from any thread. Use it as ``async with`` or call ``aclose()``. DCP takes it as
-    ``dcp.async_save(..., async_stager=stager)``. ``engine`` is for tests.
+    Raises:
+        InvalidOptionError: An argument is wrong.
     """
 
     _synchronize_after_execute = False  # DCP: the future that stage() returns says when the sources are free
@@ -132,21 +138,45 @@ class AsyncStager:
         state_dict: Mapping[str, Any],
         *,
         wait_streams: Sequence[Any] = (),
-        convert: Callable[[Any], Any] = copy.deepcopy,
+        copy_value: Callable[[Any], Any] = copy.deepcopy,
     ) -> StagingFuture[StagedState]:
-        """Launch the copies of every tensor in ``state_dict`` and return at once; other values are copied here.
+        """Launch the copies of every tensor in ``state_dict``, and return at once. Other values are copied during the
+        call.
 
-        What is staged is what the tensors hold after everything that the current streams, and ``wait_streams``, have
-        been given so far; values that are not tensors, numbers, strings or containers are copied by ``convert``. The
-        result is a ``StagedState`` in host memory with the same structure, strides and shared storages. Raises
-        ``ClosedError``, ``GraphCaptureError``, ``InvalidOptionError`` and ``UnsafeObjectError`` at once; the future
-        raises ``UnsupportedTensorError`` for what has no bytes, ``ArenaExhaustedError`` when the budget does not
-        suffice, and ``SkippedError``. Cancelling an awaiter leaves the copy going.
+        The copy has what the tensors hold after all work that the current streams and ``wait_streams`` have been given
+        so far. Cancelling an awaiter of the result leaves the copies running.
+
+        Args:
+            state_dict: Nested dicts, lists and tuples of tensors and values.
+            wait_streams: Further streams, beside the current ones, whose work the copies wait for.
+            copy_value: Copies each value that is not a tensor, number, text or container.
+
+        Returns:
+            A future of a ``StagedState`` in host memory, with the same structure, shapes, strides and shared storages.
+            It raises ``UnsupportedTensorError`` for a tensor that has no bytes, ``ArenaExhaustedError`` if the budget
+            does not suffice, ``SkippedError`` as ``when_full`` says, and ``DeadlineExceededError``.
+
+        Raises:
+            ClosedError: The stager was closed.
+            ForkedProcessError: The stager was made before a fork, in the parent.
+            GraphCaptureError: A stream that the copies need is being captured. Nothing was enqueued.
+            InvalidOptionError: ``state_dict`` is not a state dict.
+            UnsafeObjectError: A value cannot be copied.
         """
-        return self.launch_state(state_dict, Deadline.after(self._timeout_s), wait_streams, convert)[1]
+        return self.launch_state(state_dict, Deadline.after(self._timeout_s), wait_streams, copy_value)[1]
 
     def synchronize_staging(self) -> Awaitable[None]:
-        """Await it: the sources of every stage launched so far may change. Raises what one of them raised."""
+        """Return an awaitable that is done when the sources of every stage launched so far may change.
+
+        A cancel of the awaiting task leaves the copies running. Awaiting it raises the error of a stage that has
+        failed.
+
+        Returns:
+            The awaitable. It is harmless not to await it, as DCP does.
+
+        Raises:
+            ForkedProcessError: The stager was made before a fork, in the parent.
+        """
         self._check_process()
         stagings = self._in_flight()
         for staging in stagings:
@@ -156,11 +186,21 @@ class AsyncStager:
         )
 
     def fence(self, timeout_s: float | None = None) -> None:
-        """What the caller does next, on the host or on its current streams, comes after the reading of the sources.
+        """Order what the caller does next, on the host or on its current streams, after the reading of the sources.
 
-        Copies from a device are waited for on the device; copies from host memory, and copies that could not be
-        enqueued for want of memory, block the calling thread. Raises what a stage raised, ``ArenaExhaustedError``,
-        ``DeadlineExceededError``, ``GraphCaptureError``. On the loop, await ``synchronize_staging()`` instead.
+        Copies from a device are waited for on the device. Copies from host memory, and copies that could not be
+        enqueued for want of memory, block the calling thread. On an event loop await ``synchronize_staging()`` in place
+        of this.
+
+        Args:
+            timeout_s: The limit of the wait, in seconds. None: that of the stager.
+
+        Raises:
+            ArenaExhaustedError, UnsupportedTensorError, DeviceError: A stage has failed with this error. Each error is
+                raised once.
+            DeadlineExceededError: The copies were not done in time. The sources must not change yet.
+            GraphCaptureError: A stream that the fence needs is being captured.
+            ForkedProcessError: The stager was made before a fork, in the parent.
         """
         self._check_process()
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
@@ -171,24 +211,56 @@ class AsyncStager:
         raise_first(self._unretrieved.unretrieved())
 
     def guard(self, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Call ``fence()`` before each ``optimizer.step()``; None: before each step of any optimizer, which is what
-        optimizers that step during backward need. Not seen by a replayed CUDA graph: call ``fence()`` before it.
+        """Call ``fence()`` before each step of an optimizer.
 
-        Returns torch's handle; its ``remove()`` ends that.
+        A replayed CUDA graph makes no call: call ``fence()`` before the replay.
+
+        Args:
+            optimizer: The optimizer. None: all optimizers of the process, also those that step during backward.
+
+        Returns:
+            A handle of torch, whose ``remove()`` ends the calls.
         """
         return guard(self.fence, optimizer)
 
     def statistics(self) -> ArenaStatistics:
-        """Bytes reserved, registered and leased right now."""
+        """Return how much memory is mapped, registered and in use now, in bytes."""
         return self._arena.statistics()
 
-    def prewarm(self, state_dict: Mapping[str, Any] | int) -> StagingFuture[None]:
-        """Map and touch memory for ``state_dict`` (or so many bytes) in the stager's thread, so that the first stage is
-        as fast as the later ones. Nothing is copied."""
-        if not isinstance(state_dict, int):
-            return self.prewarm_for(capture(state_dict, lambda value: value))
-        check_count("prewarm()", state_dict)
-        return self._prewarm(state_dict, [])
+    def prewarm(self, state_dict: Mapping[str, Any]) -> StagingFuture[None]:
+        """Map and touch memory for a state in a thread of the stager, so that the first stage is as fast as later ones.
+        Nothing is copied.
+
+        Args:
+            state_dict: The state that will be staged.
+
+        Returns:
+            A future that is done when the memory is ready. It raises ``ArenaExhaustedError`` or
+            ``DeadlineExceededError``. A cancel of its awaiter leaves what has been mapped.
+
+        Raises:
+            ClosedError: The stager was closed.
+            ForkedProcessError: The stager was made before a fork, in the parent.
+            InvalidOptionError: ``state_dict`` is not a state dict.
+        """
+        return self.prewarm_for(capture(state_dict, lambda value: value))
+
+    def reserve(self, nbytes: int) -> StagingFuture[None]:
+        """Map and touch memory, as ``prewarm()`` does.
+
+        Args:
+            nbytes: How much memory, in bytes.
+
+        Returns:
+            A future that is done when the memory is ready, as for ``prewarm()``.
+
+        Raises:
+            ClosedError: The stager was closed.
+            ForkedProcessError: The stager was made before a fork, in the parent.
+            InvalidOptionError: ``nbytes`` is not a positive integer.
+        """
+        check_count("nbytes", nbytes)
+        return self._prewarm(nbytes, [])
 
     def _prewarm(self, nbytes: int, tensors: list[torch.Tensor]) -> StagingFuture[None]:
         self._check_usable()
@@ -200,23 +272,29 @@ class AsyncStager:
         return warmed
 
     def trim(self) -> None:
-        """Unmap the memory that is not in use; the next stage maps memory again. Blocks: memory that is registered with
-        a device is unregistered first, in a thread of the library. Raises ``DeadlineExceededError`` if that takes
-        ``timeout_s``."""
+        """Unmap the memory that is not in use. The next stage maps memory again.
+
+        It blocks: memory that is registered with a device is unregistered first, in a thread of the library.
+
+        Raises:
+            DeadlineExceededError: Unregistering took longer than ``timeout_s``.
+        """
         self._arena.trim(Deadline.after(self._timeout_s))
 
     # --- what sidestream.save calls ---
 
     @property
     def plans(self) -> PlanCache:
+        """The plans that are kept for states that come again."""
         return self._plans
 
     @property
     def budget_bytes(self) -> int:
+        """The most host memory that is mapped at any time, in bytes."""
         return self._arena.budget_bytes
 
     def prewarm_for(self, captured: Captured) -> StagingFuture[None]:
-        """``prewarm()`` of a state dict that was captured."""
+        """Map and touch memory for a captured state dict, as ``prewarm()`` does."""
         tensors = captured.tensors
         # As a save lays them out, at most: whole pages and a frame each.
         nbytes = sum(tensor.nbytes + 4096 + (PAGE_BYTES if tensor.nbytes >= 1 << 16 else 0) for tensor in tensors)
@@ -224,16 +302,17 @@ class AsyncStager:
 
     @property
     def has_device(self) -> bool:
-        """Whether anything was staged from a device."""
+        """True if a tensor was staged from a device."""
         return self._device is not None
 
     @property
     def wanted_bytes(self) -> int:
-        """How much memory it has, or will have when it has grown to the size of the state that it saves."""
+        """The memory that the stager has, or will have when it has grown to the size of the state that it saves, in
+        bytes."""
         return max(self._arena.statistics().reserved_bytes, self._idle.wanted_bytes)
 
     def set_aside(self, nbytes: int) -> None:
-        """Nothing is staged for a while: keep ``nbytes`` of memory at most, for ten minutes."""
+        """Keep ``nbytes`` of memory at most, for ten minutes, because nothing is staged for a while."""
         self._threads.submit(self._set_aside, nbytes)
 
     def _set_aside(self, nbytes: int) -> None:
@@ -249,11 +328,11 @@ class AsyncStager:
         self._host.close()
 
     def shared_memory(self) -> list[SharedMemory]:
-        """All of it that there is now and that another process can be handed."""
+        """Return all of its memory that exists now and that another process can be handed."""
         return self._arena.shared_memory()
 
     def share(self) -> None:
-        """From here on memory is such that a writer process can be handed it."""
+        """Map memory that a writer process can be handed, from here on."""
         self._arena.share()
 
     def launch(
@@ -286,14 +365,14 @@ class AsyncStager:
         state_dict: Mapping[str, Any],
         deadline: Deadline,
         wait_streams: Sequence[Any] = (),
-        convert: Callable[[Any], Any] = copy.deepcopy,
+        copy_value: Callable[[Any], Any] = copy.deepcopy,
     ) -> tuple[Staging[StagePlan], StagingFuture[StagedState]]:
-        """``stage()``, and beside its future what makes it give way: ``release()`` stops it, and leaves alone what has
-        been delivered."""
+        """Stage ``state_dict`` as ``stage()`` does, and return its staging beside the future. ``release()`` of the
+        staging stops it, and changes nothing that has been delivered."""
         self._check_usable()
         future: StagingFuture[StagedState] = StagingFuture()
         staging = self._launch(
-            capture(state_dict, convert),
+            capture(state_dict, copy_value),
             partial(plan_stage, self._plans),
             deadline,
             wait_streams,
@@ -305,8 +384,8 @@ class AsyncStager:
         return staging, future
 
     def settle(self, staging: Staging[Any]) -> None:
-        """Keep the promise of ``mode="eager"`` for sources in host memory, which are copied before this returns: it
-        blocks for that, for memory if there is none, and no longer than the stage's deadline."""
+        """Copy sources in host memory before this returns, as ``mode="eager"`` promises. It blocks for the copies, and
+        for memory if there is none, until the deadline of the stage at most."""
         if self._mode == "eager" and staging.host:
             for earlier in self._in_flight():
                 earlier.pace.lift_limit()
@@ -316,18 +395,26 @@ class AsyncStager:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
+        """False: DCP does not wait for ``synchronize_staging()``, because the future of ``stage()`` says when the
+        sources are free."""
         return self._synchronize_after_execute
 
     def close(self) -> None:
-        """Take no more stages, let those in flight end, and give the memory back when the last reference is gone.
+        """Take no more stages, wait for those in flight, and give the memory back when the last reference to it is
+        gone.
 
-        Blocks. A stage that has not ended within ``timeout_s`` is stopped: its future raises ``ClosedError``, and this
-        raises ``DeadlineExceededError``. Memory that a device may still write to stays mapped until the device
-        responds. Raises the first error of a stage that has not been retrieved. Does nothing in a forked child."""
+        It blocks. Memory that a device may still write to stays mapped until the device responds. In a forked child it
+        does nothing.
+
+        Raises:
+            DeadlineExceededError: A stage did not end within ``timeout_s``, and was stopped: its future raises
+                ``ClosedError``.
+            SidestreamError: The first error of a stage that was not retrieved.
+        """
         self.close_by(Deadline.after(self._timeout_s))
 
     def close_by(self, deadline: Deadline) -> None:
-        """Close like ``close()``, with a deadline other than that of the stager."""
+        """Close as ``close()`` does, with a deadline other than that of the stager."""
         if os.getpid() != self._pid:
             return
         self._closed = True
@@ -341,12 +428,20 @@ class AsyncStager:
     # --- closing ---
 
     async def aclose(self) -> None:
-        """As ``close()``, without blocking the loop. Cancelling it stops the stages in flight: their futures raise
-        ``ClosedError``."""
+        """Close as ``close()`` does, without blocking the event loop.
+
+        A cancel stops the stages in flight: their futures raise ``ClosedError``. Memory and threads are given back in
+        either case.
+
+        Raises:
+            DeadlineExceededError: A stage did not end within ``timeout_s``, and was stopped: its future raises
+                ``ClosedError``.
+            SidestreamError: The first error of a stage that was not retrieved.
+        """
         await self.aclose_by(Deadline.after(self._timeout_s))
 
     async def aclose_by(self, deadline: Deadline) -> None:
-        """Close like ``aclose()``, with a deadline other than that of the stager."""
+        """Close as ``aclose()`` does, with a deadline other than that of the stager."""
         if os.getpid() != self._pid:
             return
         running_loop("AsyncStager.aclose")

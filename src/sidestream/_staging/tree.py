@@ -30,13 +30,15 @@ _IMAGE_BYTES = 8 << 30
 
 @public
 class StagedState(dict[str, Any]):
-    """A state dict in host memory: the same structure, its tensors over leased memory, shared storages shared.
+    """A state dict in host memory, with the structure of the one that was staged. Tensors that shared a storage share
+    one.
 
-    ``release()`` when it has been used: the memory serves the next stage as soon as no tensor taken from here is left.
+    Its tensors lie in memory of the stager. Call ``release()`` when it has been used: the memory serves a later stage
+    when no tensor taken from here is left.
     """
 
     def release(self) -> None:
-        """Let go of every tensor. Tensors that the caller still holds stay valid, and keep their memory."""
+        """Drop every tensor. Tensors that the program still refers to stay valid, and keep their memory."""
         self.clear()
 
 

@@ -30,13 +30,11 @@ from ..errors import (
     OutcomeUnknownError,
     SidestreamError,
 )
-from ..options import Durability, Storage
+from ..options import Durability, Outcome, Storage
 from .bodies import Body, BytesBody, PiecesBody
 from .names import attempt_name
 
 __all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "StoreAddress", "Transaction", "marker_in"]
-
-Outcome: TypeAlias = Literal["committed", "absent", "unknown"]
 
 Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "joined_files", "file", "part"]
 """What a transaction makes visible.

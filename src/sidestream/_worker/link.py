@@ -72,7 +72,7 @@ class WorkerLink:
         """Done when the process is ready to write. Fails with ``WriterProcessError`` if it never is."""
         self.lost: str | None = None
         self.pid: int | None = None
-        self.reads_memory = False
+        self.reads_memory: bool = False
         """Whether the process may read the memory of this one. Known once it is up."""
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
         self._options = options
@@ -185,7 +185,7 @@ class WorkerLink:
                     "nice": options.nice,
                     "io_priority": options.io_priority,
                     "affinity": None if options.affinity is None else sorted(options.affinity),
-                    "rate_bytes_per_s": options.rate_bytes_per_s,
+                    "max_bytes_per_second": options.max_bytes_per_second,
                     "probe": [ctypes.addressof(self._probe), self._probe.raw],
                 }),
             )  # fmt: skip

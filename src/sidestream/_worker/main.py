@@ -124,7 +124,7 @@ class _WorkerServer:
             ctypes.CDLL(None).syscall(number, 1, 0, _IO_CLASSES[options["io_priority"]])
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write(_OOM_SCORE)  # when memory runs out, the kernel shall kill this process before the trainer
-        self._rate = WriteRate(options["rate_bytes_per_s"])
+        self._rate = WriteRate(options["max_bytes_per_second"])
         about = {"pid": os.getpid(), "crc": CRC_ENGINE, "reads_memory": self._reads_memory(*options["probe"])}
         self._outbox.send_now(WorkerMessageKind.UP, 0, pack(about))
         threading.Thread(target=self._beat, name="sidestream-beat", daemon=True).start()

@@ -14,7 +14,7 @@ import typer
 
 from .._format.records import DTYPES
 from ..errors import InvalidOptionError, SidestreamError
-from ..options import Storage
+from ..options import ConvertOptions, Storage
 from .frame import (
     AsJson,
     CommitChoice,
@@ -66,10 +66,12 @@ def convert(
             source,
             target,
             **options,
-            shard_bytes=shard_mib << 20 or None,
-            budget_bytes=budget_mib << 20,
-            progress=progress,
-            timeout_s=timeout_s,
+            options=ConvertOptions(
+                max_shard_bytes=shard_mib << 20 or None,
+                budget_bytes=budget_mib << 20,
+                progress=progress,
+                timeout_s=timeout_s,
+            ),
         )
     if as_json:
         print_json(dataclasses.asdict(report))

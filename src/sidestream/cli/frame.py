@@ -39,7 +39,7 @@ __all__ = [
 
 P = ParamSpec("P")
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="sidestream",
     help="List, verify, compare, copy and convert checkpoints of sidestream, DCP, torch.save and safetensors.",
     epilog="Exit codes: 0 for success; 1 for damage or differences; 2 for an error; 130 after Ctrl-C.",

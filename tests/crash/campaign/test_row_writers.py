@@ -231,7 +231,9 @@ async def copy_one(url: Path) -> int:
 async def convert_one(url: Path) -> int:
     target = url.with_name("converted.safetensors")
     try:
-        await sidestream.convert(url, target, durability="flush", select=["model.*", "optimizer.state.*"])
+        await sidestream.convert(
+            url, target, options=sidestream.ConvertOptions(durability="flush"), select=["model.*", "optimizer.state.*"]
+        )
     except (errors.CorruptCheckpointError, errors.CheckpointNotFoundError):
         assert not target.exists()
         return -1

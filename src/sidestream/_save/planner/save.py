@@ -58,7 +58,12 @@ def async_save_part(
         url: The directory or prefix that all ranks save to. It may have other parts of the same save, and no more.
         part: Which part of which save this is.
         planner: A ``SavePlanner`` of torch; without one DCP's own plans.
-        stager, durability, metadata, timeout_s, storage_options, storage: As for ``sidestream.save``.
+        stager: A stager whose memory is used from save to save.
+        durability: ``"fsync"`` or ``"flush"``, as for ``SaveOptions``.
+        metadata: Plain data that can be read without the state.
+        timeout_s: The limit of the whole save, in seconds.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage at ``url`` is reached.
 
     Returns:
         The save. When it has been awaited, this part is durable. A cancel removes what was written.

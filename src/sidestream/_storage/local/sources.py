@@ -6,17 +6,15 @@ import asyncio
 import os
 import stat
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import aiofiles
 
 from ..._runtime.tasks import run_shielded
 from ...errors import DeadlineExceededError, InvalidOptionError, from_os_error
+from ...options import FileSource
 
 __all__ = ["FileSource", "check_sources", "is_plain_name", "read_sources"]
-
-FileSource: TypeAlias = bytes | str | os.PathLike[str]
-"""The content of a file, or the path of a regular file on this machine."""
 
 _MOST_BYTES = 64 << 20
 _MOST_NAME_BYTES = 200  # object storage adds a prefix of 38 characters
