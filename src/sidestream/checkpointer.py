@@ -158,14 +158,17 @@ class Checkpointer:
     # --- saving ---
 
     async def prewarm(self, state: Mapping[str, Any] | None = None) -> None:
-        """Do now what the first save of ``state`` would have to: start the writer process, if there is one, map staging
-        memory, and, in a run of one process, plan. Nothing is copied. Cancelling leaves what has been done by then.
+        """Do now what the first save of ``state`` would have to: import the clients of an object store and connect to
+        it, start the writer process, if there is one, map staging memory, and, in a run of one process, plan. Nothing
+        is copied or written. Cancelling leaves what has been done by then.
 
         Args:
-            state: The state that will be saved. None: only start the writer process. What is wrong with it is raised by
-                the save.
+            state: The state that will be saved. None: only connect and start the writer process. What is wrong with it
+                is raised by the save.
 
         Raises:
+            StorageError, MissingExtraError, InvalidOptionError, DeadlineExceededError: The store does not answer, or
+                refuses to list the run.
             WriterProcessError: The process could not be started.
             ArenaExhaustedError: The memory does not fit the budget of the stager.
         """

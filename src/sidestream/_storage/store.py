@@ -112,6 +112,9 @@ class Store(Protocol):
         """What another process opens the store with; None for what only this process has: memory, or a file system
         object that cannot be made again."""
 
+    async def connect(self) -> None:
+        """Import the clients that a save needs, and send a first request. Changes nothing on the storage."""
+
     def begin(self, attempt: Attempt) -> Transaction:
         """Return a transaction for one attempt. Changes nothing on the storage, and raises nothing."""
 
