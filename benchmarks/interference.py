@@ -19,8 +19,8 @@ its own, as with ``asyncio.to_thread``, and the event loop is idle; in the other
 The line ``alone`` says what the machine itself does to the loop in a second without a save. ``copy`` saves nothing: one
 thread copies the bytes, in a single call, the least that any save beside a training needs. ``bare process`` neither:
 another process reads the bytes out of the trainer's memory, computes checksums, writes and syncs. The limit of
-descriptors is raised to what the system allows: DCP's process needs some for each tensor. In the line ``process apart`` the trainer
-has the first core to itself, and the process the others (``WriterProcess(affinity=...)``).
+descriptors is raised to what the system allows: DCP's process needs some for each tensor. In the line ``process apart``
+the trainer has the first core to itself, and the process the others (``WriterProcess(affinity=...)``).
 
 Everybody makes its checkpoint durable (fsync). DCP's process needs ``torch.distributed``: a group of one, over gloo.
 """
