@@ -160,16 +160,19 @@ class Checkpointer:
     # --- saving ---
 
     async def prewarm(self, state: Mapping[str, Any] | None = None) -> None:
-        """Do now what the first save of ``state`` would have to do. Nothing is copied.
+        """Do now what the first save of ``state`` would have to do. Nothing is copied or written.
 
-        The writer process is started, if there is one, staging memory is mapped, and in a run of one process the save
-        is planned. A cancel leaves what has been done by then.
+        The clients of an object store are imported and connected, the writer process is started, if there is one,
+        staging memory is mapped, and in a run of one process the save is planned. A cancel leaves what has been done by
+        then.
 
         Args:
-            state: The state that will be saved. None: only start the writer process. What is wrong with it is raised by
-                the save.
+            state: The state that will be saved. None: only connect and start the writer process. What is wrong with it
+                is raised by the save.
 
         Raises:
+            StorageError, MissingExtraError, InvalidOptionError, DeadlineExceededError: The store does not answer, or
+                refuses to list the run.
             WriterProcessError: The process could not be started.
             ArenaExhaustedError: The memory does not fit the budget of the stager.
             ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.

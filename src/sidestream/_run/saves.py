@@ -90,6 +90,7 @@ class Saves:
         run, options = self._run, self.options
         alone = SavedAs(options.names, options.dtype).applied(plan_alone, run.url, others=False)
         with run.time_limit():
+            await run.store.connect()
             await prewarm(state, self._stager, self._worker, plan=alone if run.together() is None else None)
 
     # --- one save ---

@@ -47,7 +47,8 @@ def _marker(manifest: Manifest, raw: bytes, saved_at: int) -> Marker:
 
 
 class NativeLayout:
-    """The layout of a save by one process. The content of its receipt is a function that describes the entries."""
+    """The layout of a save by one process. The content of its receipt is a function that returns the CRCs of the files,
+    and describes the entries."""
 
     def __init__(self, order: SaveOrder) -> None:
         self._order = order
@@ -55,11 +56,12 @@ class NativeLayout:
     async def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
         names = {name: self._order.transaction.committed_name(name) for name in plan.files}
         files = {names[name]: nbytes for name, nbytes in plan.files.items()}
-        crcs = await io_threads().run(_file_crcs, plan, written, names)
-        return RankReceipt(files, lambda: run_sliced(plan.describe(written, names)), crcs)
+        return RankReceipt(files, lambda: (_file_crcs(plan, written, names), run_sliced(plan.describe(written, names))))
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
-        files = commit_files(_about(self._order, receipts), self._order.saved_at, receipts[0].content())
+        crcs, described = receipts[0].content()
+        about = _about(self._order, [replace(receipts[0], crcs=crcs)])
+        files = commit_files(about, self._order.saved_at, described)
         return {**sidecar_files(self._order), **files}
 
 

@@ -116,6 +116,9 @@ class Store(Protocol):
         """The address with which another process opens the store. None if only this process has the store: it is in
         memory, or is a file system object that cannot be made again."""
 
+    async def connect(self) -> None:
+        """Import the clients that a save needs, and send a first request. Changes nothing on the storage."""
+
     def begin(self, attempt: Attempt) -> Transaction:
         """Return a transaction for one attempt. Changes nothing on the storage and never raises."""
 

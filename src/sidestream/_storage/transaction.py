@@ -140,6 +140,12 @@ class Transaction(ABC):
         """Write a small file. With ``durability="fsync"``, its content is durable when this returns, and its name after
         the commit. Raises ``CheckpointExistsError`` if it exists."""
 
+    async def put_all(self, others: Sequence[tuple[str, Body]], last: tuple[str, Body]) -> None:
+        """``put`` each of ``others`` in turn, then ``put_last``."""
+        for name, body in others:
+            await self.put(name, body)
+        await self.put_last(*last)
+
     @abstractmethod
     async def put_last(self, name: str, body: Body) -> None:
         """Keep the file that readers look for, and write it in ``make_visible``. A store that commits by a rename
@@ -237,9 +243,7 @@ class Transaction(ABC):
             await run_shielded(self._send_without_id)
             return
         *others, (name, last) = files.items()
-        for other, pieces in others:
-            await self.put(other, _body(pieces))
-        await self.put_last(name, _body(last))
+        await self.put_all([(other, _body(pieces)) for other, pieces in others], (name, _body(last)))
         await self._send(f"{self.attempt.target}/{name}", _tail_of(last))
 
     async def _send_without_id(self) -> None:

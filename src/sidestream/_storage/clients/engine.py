@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from ..._runtime.gil import wrap_thread_future
+from ..._runtime.imports import importing
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...options import BlobStore, BlobUpload, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body
@@ -80,6 +81,15 @@ class Engine(ABC):
         size = await self.size(key)
         return bytes(await self.read(key, max(0, size - nbytes), size)) if size else b""
 
+    async def connect(self, prefix: str) -> None:
+        """Import, make and use now, for a listing of ``prefix``, each client that an upload in parts needs."""
+        if self.capabilities.listing:
+            await self.listing(prefix)
+
+    async def open_session(self) -> None:
+        """Make what the first request would make, without a request."""
+        return
+
     async def forget(self, prefix: str) -> None:
         """Remove the empty directory of a storage that has directories."""
         return
@@ -140,9 +150,13 @@ class LateEngine:
             made = self._made
             failed = made is not None and made.done() and (made.cancelled() or made.exception() is not None)
             if made is None or failed or self._pid != os.getpid():
-                made = self._made = io_threads().submit(self._make)
+                made = self._made = io_threads().submit(self._made_here)
                 self._pid = os.getpid()
             return made
+
+    def _made_here(self) -> Engine:
+        with importing():
+            return self._make()
 
 
 class StoreEngine(Engine):

@@ -46,6 +46,11 @@ class FsspecEngine(Engine):
             create_only=bool(self._protocols & _CREATE_ONLY), listing=not self._protocols & _READ_ONLY
         )
 
+    async def open_session(self) -> None:
+        if self._asynchronous and (opening := getattr(_innermost(self.filesystem), "set_session", None)) is not None:
+            with suppress(Exception):  # raised by the request that needs the session
+                await opening()
+
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
         data = bytes(content)  # botocore and the client of Azure accept bytes only
         if self._is_async("_pipe_file"):

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import obstore
 import obstore.store
 
+from ..._runtime.imports import importing
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
 from ...errors import AccessDeniedError, ClosedError, ForkedProcessError, StorageError
 from ...events import SlowPart, emit
@@ -78,6 +79,12 @@ class ObstoreEngine(Engine):
     def __repr__(self) -> str:
         return f"<ObstoreEngine {self._kind} {self._bucket}>"
 
+    async def connect(self, prefix: str) -> None:
+        await super().connect(prefix)
+        if self._helper is not None:
+            await self._open_helper()
+            await (await self._helper.get()).connect(prefix)
+
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
         self._check_process()
         await obstore.put_async(self._store, self._name(key), content, mode=mode, use_multipart=False)
@@ -97,7 +104,7 @@ class ObstoreEngine(Engine):
     def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
         self._check_process()
         if self._helper is not None:  # made before the upload: an abort has no time for the imports
-            LoopCall(self._helper.get).result("connecting", stop)
+            LoopCall(self._open_helper).result("connecting", stop)
         feed = Feed()
         checksum = Checksum() if Checksum.known and self._helper is not None and self._kind == "s3" else None
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
@@ -122,6 +129,11 @@ class ObstoreEngine(Engine):
         self._wait(call, feed, key, stop)
         if checksum is not None:
             self._compare(key, checksum.value, requests, stop)
+
+    async def _open_helper(self) -> None:
+        if self._helper is not None:
+            with importing():
+                await (await self._helper.get()).open_session()
 
     def _compare(self, key: str, expected: str, requests: Requests, stop: Stop) -> None:
         """Compare the checksum of the staged content with the one that the storage has. Raises ``StorageError`` if they

@@ -130,6 +130,10 @@ class MarkedTransaction(LocalTransaction):
                 return
         raise CheckpointExistsError(f"{self._directory} is removed as often as it is made")
 
+    @property
+    def _writes_last(self) -> bool:
+        return not self._in_place and super()._writes_last
+
     async def put_last(self, name: str, body: Body) -> None:
         if self._in_place:
             self._last = name, body

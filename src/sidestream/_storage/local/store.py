@@ -58,6 +58,9 @@ class LocalStore:
     def address(self) -> StoreAddress:
         return StoreAddress(str(self.root))
 
+    async def connect(self) -> None:
+        """Do nothing: there is no client."""
+
     def begin(self, attempt: Attempt) -> Transaction:
         return LocalTransaction(self.root, attempt, self.address)
 

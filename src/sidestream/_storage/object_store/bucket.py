@@ -45,6 +45,10 @@ class Bucket:
     async def made(self) -> Engine:
         return await self.engine.get() if isinstance(self.engine, LateEngine) else self.engine
 
+    async def connect(self) -> None:
+        """Import and make the clients, and send a first request with each, which opens a connection."""
+        await self.run("connecting", "", lambda engine: engine.connect(self.root))
+
     async def run(self, doing: str, name: str, request: Callable[[Engine], Awaitable[T]]) -> T:
         """Send ``request``, and repeat it after passing failures: see ``Requests.run``."""
 

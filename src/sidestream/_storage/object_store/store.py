@@ -65,6 +65,9 @@ class ObjectStore:
 
     # --- saving ---
 
+    async def connect(self) -> None:
+        await self._io(self._bucket.connect, "connecting")
+
     def begin(self, attempt: Attempt) -> Transaction:
         return ObjectTransaction(self._bucket, self.address, attempt)
 
