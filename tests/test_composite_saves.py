@@ -7,7 +7,6 @@ import json
 import re
 import sys
 import warnings
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from keywords import for_save
+from rewritten import rewritten
 from stock import stock_load
 from subclasses import CONTEXT, Activation, Int8, Kernel, differ, int8
 from torch.testing._internal.two_tensor import TwoTensor
@@ -491,28 +491,6 @@ async def test_sparse_values_are_cast_if_that_is_asked_for(tmp_path: Path) -> No
 
 
 # --- files that lie ---
-
-
-def rewritten(path: Path, change: Callable[[list[Any]], None]) -> None:
-    """Change the lines of the manifest, and what the marker says of it."""
-    (manifest,) = path.glob("manifest-*")
-    old = manifest.read_bytes()
-    lines = [json.loads(line) for line in old.splitlines()]
-    change(lines)
-    lines[0]["entries"] = len(lines) - 1
-    raw = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
-    manifest.write_bytes(raw)
-    marker = path / ".metadata"
-    content = marker.read_bytes()
-    start = content.index(b'{"save_id"')
-    told = json.loads(content[start : content.index(b"}", start) + 1])
-    told["manifest_bytes"], told["manifest_crc"] = len(raw), zlib.crc32(raw)
-    text = json.dumps(told, separators=(",", ":")).encode()
-    text = f"{zlib.crc32(text):08x}".encode() + text
-    before, end = content[: start - 8], content[content.index(b"}", start) + 1 :]
-    length = int.from_bytes(before[-4:], "little")
-    assert length == len(content) - len(before) - len(end)
-    marker.write_bytes(before[:-4] + len(text).to_bytes(4, "little") + text + end)
 
 
 def entry(lines: list[Any], fqn: str) -> list[Any]:

@@ -264,7 +264,7 @@ def test_manifest_round_trip_and_damage() -> None:
         with pytest.raises(CorruptCheckpointError):
             run_sliced(parse_manifest(raw[:at]))
     with pytest.raises(UnsupportedCheckpointError, match="upgrade"):
-        run_sliced(parse_manifest(raw.replace(b'"sidestream":1', b'"sidestream":4')))
+        run_sliced(parse_manifest(raw.replace(b'"sidestream":1', b'"sidestream":5')))
 
 
 @given(st.integers(0, 600), st.integers(0, 255))

@@ -1,5 +1,6 @@
 """Write a set of golden checkpoints: ``python tests/goldens/record_checkpoints.py DIRECTORY``, and that of composite
-tensors: ``python tests/goldens/record_checkpoints.py composites DIRECTORY``.
+tensors: ``python tests/goldens/record_checkpoints.py composites DIRECTORY`` (``composites-of-ranks`` for what two ranks
+wrote).
 
 A recorded set is never written again: later versions have to read what this version wrote. A new kind of checkpoint
 goes into a new directory beside the old ones. Identifiers, the clock and the key are fixed from outside, so the files
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _golden_checkpoints import COLUMNS, METADATA, ROWS, floats, foreign, part
-from _golden_composites import composites
+from _golden_composites import composites, two
 from _golden_states import blocks, small, tensors, training, values
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -67,6 +68,13 @@ def only_composites(target: Path) -> None:
     target.mkdir(parents=True)
     with mock.patch.object(uuid, "uuid4", _id), mock.patch.object(time, "time", return_value=NOW):
         asyncio.run(sidestream.save(composites(), target / "threads"))
+
+
+def composites_of_ranks(target: Path) -> None:
+    if target.exists():
+        raise SystemExit(f"{target} exists: a recorded set is never written again")
+    target.mkdir(parents=True)
+    ranks("composites", target)
 
 
 async def native(target: Path) -> None:
@@ -178,6 +186,8 @@ def rank_main(case: str, target: Path, store: Path, rank: int) -> None:
             asyncio.run(
                 sidestream.save(together, target / case, options=sidestream.SaveOptions(planner=DefaultSavePlanner()))
             )
+        elif case == "composites":
+            asyncio.run(sidestream.save({**composites(), "own": {f"rank{rank}": two(rank)}}, target / "ranks"))
         elif case == "ranks-storage-writer":
             dcp.save(stock, storage_writer=StorageWriter(target / case))
         else:
@@ -189,6 +199,7 @@ if __name__ == "__main__":
     if len(sys.argv) == 2:
         main(Path(sys.argv[1]).absolute())
     elif len(sys.argv) == 3:
-        only_composites(Path(sys.argv[2]).absolute())
+        record = {"composites": only_composites, "composites-of-ranks": composites_of_ranks}[sys.argv[1]]
+        record(Path(sys.argv[2]).absolute())
     else:
         rank_main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _golden_checkpoints import CHECKPOINTS, GOLDENS, Golden
-from _golden_composites import COMPOSITES, composites, unfolded
+from _golden_composites import COMPOSITES, composites, two, unfolded
 from _golden_states import blank, differences, model_and_optimizer, plain, training
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -99,14 +99,18 @@ async def test_a_run_goes_on_from_its_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
-async def test_tensors_that_consist_of_others() -> None:
-    url = COMPOSITES / "threads"
+@pytest.mark.parametrize("name", ["composites/threads", "composites-of-ranks/ranks"])
+async def test_tensors_that_consist_of_others(name: str) -> None:
+    url = COMPOSITES.parent / name
     assert (await sidestream.verify(url)).ok
     anew = await (await sidestream.open_checkpoint(url, safe_globals=[TwoTensor])).state_dict()
+    own = anew.pop("own", {})
+    assert differences(unfolded(own), unfolded({f"rank{rank}": two(rank) for rank in range(len(own))})) == []
     assert differences(unfolded(composites()), unfolded(anew)) == []
-    target = composites(plus=3)
+    target = {**composites(plus=3), **({"own": {name: two(5) for name in own}} if own else {})}
     assert differences(unfolded(composites()), unfolded(target)) != []
     await sidestream.load(target, url)
+    assert differences(unfolded(own), unfolded(target.pop("own", {}))) == []
     assert differences(unfolded(composites()), unfolded(target)) == []
     parts = {"model": {"two": {"a": torch.zeros(4)}}, "int4": torch.zeros(2, 3, dtype=torch.uint8)}
     dcp.load(parts, checkpoint_id=url, no_dist=True)

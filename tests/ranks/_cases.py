@@ -535,52 +535,6 @@ def shared_names(rank: int, world: int, directory: Path) -> list[Any]:
     return [told, [[one, kind] for one, kind, _ in failures]]
 
 
-def composites(rank: int, world: int, directory: Path) -> list[Any]:
-    """Tensors that consist of others are refused, and loaded by all ranks from what one process has saved."""
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    def low(plus: int) -> torch.Tensor:
-        return (torch.arange(8, dtype=torch.uint8) + plus).view(torch.int4)
-
-    refused = [
-        failures_of(
-            sidestream.save(
-                {"m": {"x": one}, "w": ROWS},
-                directory / f"refused{number}",
-                options=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
-            )
-        )
-        for number, one in enumerate([torch.eye(3).to_sparse(), TwoTensor(ROWS, ROWS + 1)])
-    ]
-    mesh = init_device_mesh("cpu", (world,))
-
-    async def both() -> None:
-        saved = {"rows": placed(ROWS, mesh, Shard(0)), "low": low(0)}
-        await sidestream.save(saved, directory / "plain", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
-        target = {"rows": placed(ROWS + 9, mesh, Shard(0)), "low": low(5)}
-        await sidestream.load(target, directory / "plain", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
-        same(target["rows"], saved["rows"])
-        assert torch.equal(target["low"].view(torch.uint8), low(0).view(torch.uint8))
-
-    async def single() -> None:
-        one = {"sparse": torch.eye(3).to_sparse(), "two": TwoTensor(ROWS, ROWS + 1)}
-        await sidestream.save(one, directory / "single", process_group="alone")
-
-    async def loaded() -> None:
-        target = {"sparse": torch.ones(3, 3).to_sparse(), "two": TwoTensor(ROWS + 7, ROWS + 8)}
-        await sidestream.load(target, directory / "single", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
-        assert torch.equal(target["sparse"].to_dense(), torch.eye(3))
-        assert torch.equal(target["two"].a, ROWS)
-        assert torch.equal(target["two"].b, ROWS + 1)
-
-    run(both())
-    if rank == 0:
-        run(single())
-    dist.barrier()
-    run(loaded())
-    return [refused, sorted(path.name for path in directory.iterdir() if path.name.startswith("refused"))]
-
-
 def subgroups(rank: int, world: int, directory: Path) -> None:
     """Actor and critic: two groups save at once, one rank alone besides."""
     halves = [dist.new_group(list(range(0, world, 2))), dist.new_group(list(range(1, world, 2)))]

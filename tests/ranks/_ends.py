@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from _cases import TIMEOUT_S, large, run, same
 from keywords import for_save
@@ -17,6 +18,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream
+
+SAVE = sidestream.SaveOptions(timeout_s=TIMEOUT_S)
 
 
 def full_disk(rank: int, world: int, directory: Path, who: int, limit_bytes: int) -> dict[str, Any]:
@@ -42,6 +45,36 @@ def full_disk(rank: int, world: int, directory: Path, who: int, limit_bytes: int
         target = large(mesh, 9)
         await sidestream.load(target, directory / "after", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
         same(target, large(mesh, 2))
+
+    run(save())
+    return told
+
+
+def full_together(rank: int, world: int, directory: Path, shm: str) -> dict[str, Any]:
+    """What each rank writes fits, and what all of them write does not. Tensors of one element are expanded, so this
+    needs little memory; nothing is written."""
+    found = os.statvfs(shm)
+    free = found.f_bavail * found.f_frsize
+
+    def of(part: float) -> torch.Tensor:
+        return torch.zeros(()).expand(int(free * part) // 4)
+
+    told: dict[str, Any] = {"free": free, "failures": []}
+
+    async def save() -> None:
+        for number in range(2):  # the second plan is a remembered one
+            try:
+                await sidestream.save(
+                    {"replica": of(0.6), f"own{rank}": of(0.3), "n": 1},
+                    Path(shm) / "run" / str(number),
+                    options=sidestream.SaveOptions(streaming=True, timeout_s=TIMEOUT_S),
+                )
+            except sidestream.errors.RankFailuresError as failures:
+                told["failures"].append([[one.rank, one.kind, one.text] for one in failures.failures])
+        dist.barrier()
+        told["left"] = [path.name for path in Path(shm, "run").iterdir()]
+        dist.barrier()
+        await sidestream.save({f"own{rank}": torch.ones(3)}, Path(shm) / "small", options=SAVE)
 
     run(save())
     return told

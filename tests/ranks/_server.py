@@ -22,6 +22,7 @@ from typing import Any
 
 import _calls
 import _cases
+import _composites
 import _ends
 import _exports
 import _latest
@@ -98,7 +99,7 @@ class Group:
 def find(case: str) -> Any:
     return next(
         getattr(module, case)
-        for module in (_cases, _ends, _exports, _planned, _latest, _calls, _replaced)
+        for module in (_cases, _composites, _ends, _exports, _planned, _latest, _calls, _replaced)
         if hasattr(module, case)
     )
 

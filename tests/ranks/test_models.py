@@ -33,16 +33,6 @@ def test_goes_on_with_equal_loss(kind: str, world: int, groups: Groups, saved: t
         assert results == pytest.approx([*losses.values(), losses["fsdp-3"]], rel=1e-3)
 
 
-def test_tensors_that_consist_of_others(groups: Groups, tmp_path: Path) -> None:
-    ended = groups.run("composites", 2, tmp_path)
-    for refused, there in ended.results:
-        for failures in refused:
-            assert [kind for _, kind, _ in failures] == ["UnsupportedTensorError"]
-            assert "m.x: ranks that save together cannot save" in failures[0][2]
-            assert "save the tensors that it is made of" in failures[0][2]
-        assert there == [], "before anything is written"
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_sharded_tensors(world: int, groups: Groups, tmp_path: Path) -> None:
     groups.run("sharded_tensors", world, tmp_path)

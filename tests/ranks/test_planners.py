@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import uuid
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -438,6 +440,13 @@ def test_planners_over_ranks(world: int, groups: Groups, tmp_path: Path) -> None
     first, *others = groups.run("planned", world, tmp_path).results
     for told in others:
         assert told == first
+    manifests = list(tmp_path.glob("*/manifest-*"))
+    assert manifests
+    for manifest in manifests:
+        head = json.loads(manifest.read_bytes().partition(b"\n")[0])
+        assert len(head["files"]) >= world
+        crcs = {name: zlib.crc32((manifest.parent / name).read_bytes()) for name in head["files"]}
+        assert head["file_crcs"] == crcs
 
 
 def test_planners_that_fail_over_ranks(groups: Groups, tmp_path: Path) -> None:

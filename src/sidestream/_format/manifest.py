@@ -35,6 +35,7 @@ __all__ = [
     "head_line",
     "line_around_checksums",
     "metadata_line",
+    "parse_composite",
     "parse_manifest",
     "parse_metadata_line",
     "root_body",
@@ -46,6 +47,8 @@ T = TypeVar("T")
 _VERSION = 1
 _SHARED_VERSION = 2
 _COMPOSITE_VERSION = 3  # readers of the first versions have to refuse it
+_SHARED_COMPOSITE_VERSION = 4
+_VERSIONS = range(_VERSION, _SHARED_COMPOSITE_VERSION + 1)
 
 
 def write_manifest(manifest: Manifest, torch_version: str) -> Iterator[bytes]:
@@ -87,7 +90,8 @@ def _path(entry: Entry) -> list[object]:
 
 def write_root(root: Root, torch_version: str, body: bytes) -> Iterator[bytes]:
     """The root of a manifest in parts. ``body``: its patterns and rows, which do not change from save to save."""
-    head = _head(root.manifest, _SHARED_VERSION, torch_version, len(root.shared.rows))
+    version = _SHARED_COMPOSITE_VERSION if root.shared.composite else _SHARED_VERSION
+    head = _head(root.manifest, version, torch_version, len(root.shared.rows))
     yield _line({**head, "patterns": len(root.shared.patterns), "parts": root.parts})
     yield body
     yield metadata_line(root.manifest)
@@ -160,7 +164,7 @@ def _entry(entry: Entry) -> tuple[object, ...]:
         case EmptyEntry():
             return "empty", entry.kind
         case CompositeEntry():
-            return "composite", [entry.type, entry.dtype, entry.shape, entry.strides, entry.parts, entry.context]
+            return "composite", entry.content
         case OpaqueEntry():
             raise TypeError("a tensor that cannot be read is never written")
 
@@ -181,12 +185,9 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
         raise CorruptCheckpointError("the manifest is cut off")
     try:
         head = json.loads(lines[0].decode())  # bytes that look like UTF-16 would make it import a codec
-        if (
-            head["sidestream"] not in (_VERSION, _SHARED_VERSION, _COMPOSITE_VERSION)
-            or head["block_bytes"] != BLOCK_BYTES
-        ):
+        if head["sidestream"] not in _VERSIONS or head["block_bytes"] != BLOCK_BYTES:
             raise UnsupportedCheckpointError(
-                f"the manifest has version {head['sidestream']}, this sidestream reads {_COMPOSITE_VERSION}: upgrade it"
+                f"the manifest has version {head['sidestream']}, this sidestream reads {_VERSIONS[-1]}: upgrade it"
             )
         metadata = _metadata(json.loads(lines.pop().decode())) if _is(bool, head.get("metadata", False)) else None
         digest = head.get("digest")
@@ -194,7 +195,7 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
             raise UnsupportedCheckpointError(
                 f"the manifest has digests of the unknown kind {digest!a:.40}: upgrade sidestream"
             )
-        if head["sidestream"] == _SHARED_VERSION:
+        if head["sidestream"] in (_SHARED_VERSION, _SHARED_COMPOSITE_VERSION):
             return (yield from _parse_root(head, lines[1:], digest, metadata))
         files, step = _files(head), _step(head)
         rows = Rows(files, digests=digest is not None, key_of=_parse_key)
@@ -264,7 +265,8 @@ def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, me
     if len(lines) != patterns + entries:
         raise CorruptCheckpointError(f"the manifest announces {patterns + entries} lines and has {len(lines)}")
     parts = tuple(PartName(_is(int, nbytes), _is(int, crc)) for nbytes, crc in head["parts"])
-    rows = (_parse_row(json.loads(line.decode()), patterns, len(parts)) for line in lines[patterns:])
+    composite = head["sidestream"] == _SHARED_COMPOSITE_VERSION
+    rows = (_parse_row(json.loads(line.decode()), patterns, len(parts), composite) for line in lines[patterns:])
     parsed = yield from collected(rows)
     shared = Shared(tuple(parsed), (yield from parse_patterns(lines[:patterns], len(parts))))
     for row in shared.rows:
@@ -287,7 +289,7 @@ def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, me
     return Root(made, shared, parts)
 
 
-def _parse_row(line: list[Any], patterns: int, ranks: int) -> SharedRow:
+def _parse_row(line: list[Any], patterns: int, ranks: int, composite: bool) -> SharedRow:
     kind, content, fqn, raw_path = line
     path = tuple(_parse_key(key) for key in raw_path)
     if kind == "tensor":
@@ -295,6 +297,9 @@ def _parse_row(line: list[Any], patterns: int, ranks: int) -> SharedRow:
         if not 0 <= _is(int, pattern) < patterns:
             raise CorruptCheckpointError("the manifest names a pattern that it does not have")
         return SharedRow(kind, _is(str, fqn), path, _is(str, dtype), _ints(shape), pattern)
+    if kind == "composite" and composite:
+        entry = parse_composite(path, content)
+        return SharedRow(kind, _is(str, fqn), path, entry.dtype, entry.shape, -1, entry)
     if kind == "value" and not 0 <= _is(int, content) < ranks:
         raise CorruptCheckpointError("the manifest names a rank that it does not have")
     if kind not in ("value", "empty"):
@@ -322,13 +327,14 @@ def _parse_entry(line: list[Any], composite: bool) -> tuple[str, Entry]:
                 raise CorruptCheckpointError(f"the manifest has an empty container of the unknown kind {content!r}")
             entry = EmptyEntry(path, content)
         case "composite" if composite:
-            entry = _parse_composite(path, content)
+            entry = parse_composite(path, content)
         case _:
             raise CorruptCheckpointError(f"the manifest has an entry of the unknown kind {kind!r}")
     return _is(str, fqn), entry
 
 
-def _parse_composite(path: tuple[Key, ...], content: list[Any]) -> CompositeEntry:
+def parse_composite(path: tuple[Key, ...], content: list[Any]) -> CompositeEntry:
+    """Return the entry with this ``content``. Raises ``CorruptCheckpointError``, ``ValueError``, ``TypeError``."""
     type_, dtype, shape, strides, parts, context = content
     return CompositeEntry(
         path,

@@ -161,6 +161,11 @@ class CompositeEntry:
     parts: tuple[str, ...]
     context: Node = None
 
+    @property
+    def content(self) -> list[Any]:
+        """What a line of the manifest says of it."""
+        return [self.type, self.dtype, self.shape, self.strides, self.parts, self.context]
+
 
 SPARSE_PARTS: dict[str, tuple[str, ...]] = {
     "sparse_coo": ("indices", "values"),

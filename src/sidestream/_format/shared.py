@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 from .._runtime.steps import Steps, collected
 from ..errors import CorruptCheckpointError
 from .pickles.keys import name_of
-from .records import Chunk, DictKey, EmptyEntry, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
+from .records import Chunk, CompositeEntry, DictKey, EmptyEntry, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
 
 __all__ = [
     "PartName",
@@ -46,8 +46,9 @@ class PlacedBox(NamedTuple):
 
 
 class SharedRow(NamedTuple):
-    """``kind`` is ``"tensor"``, ``"value"`` or ``"empty"``; ``pattern`` is the number of a tensor's pattern, the rank
-    of whoever has written a value, or -1."""
+    """``kind`` is ``"tensor"``, ``"value"``, ``"empty"`` or ``"composite"``; ``pattern`` is the number of a tensor's
+    pattern, the rank that has written a value, or -1. ``composite`` is the entry of a composite tensor, whose parts
+    have rows of their own."""
 
     kind: str
     fqn: str
@@ -55,6 +56,7 @@ class SharedRow(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     pattern: int
+    composite: CompositeEntry | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,11 @@ class Shared:
 
     rows: tuple[SharedRow, ...]
     patterns: tuple[tuple[PlacedBox, ...], ...]
+
+    @property
+    def composite(self) -> bool:
+        """Whether there are composite tensors among the rows."""
+        return any(row.composite is not None for row in self.rows)
 
 
 class PartName(NamedTuple):
@@ -180,6 +187,8 @@ def row_lines(shared: Shared) -> Iterator[bytes]:
             content = [row.dtype, row.shape, row.pattern]
         elif row.kind == "value":
             content = row.pattern
+        elif row.composite is not None:
+            content = row.composite.content
         yield _line([row.kind, content, row.fqn, path])
 
 
@@ -222,7 +231,7 @@ def join(root: Root, parts: Mapping[int, RankPart], wanted: Collection[int] | No
             else:
                 entries[row.fqn] = ValueEntry(row.path, "", 0, 0)
         else:
-            entries[row.fqn] = EmptyEntry(row.path)
+            entries[row.fqn] = row.composite or EmptyEntry(row.path)
     made = root.manifest
     return Manifest(
         made.save_id, entries, made.files, made.step, made.generation, made.digest, made.metadata,

@@ -43,6 +43,7 @@ __all__ = [
     "MAX_FQN_CHARS",
     "MAX_PATH_DEPTH",
     "MAX_RANK",
+    "check_composites",
     "check_item",
     "check_path",
     "check_patterns",
@@ -238,6 +239,16 @@ def _check_names(fqn: str, entry: Entry) -> None:
     check_path(fqn, entry.path)
     if isinstance(entry, EmptyEntry) and entry.kind != "dict":
         raise CorruptCheckpointError(f"{fqn!r} is an empty container of an unknown kind", fqn=fqn)
+
+
+def check_composites(manifest: Manifest) -> Steps[None]:
+    """Check the composite tensors of a manifest that is not validated yet. Raises ``CorruptCheckpointError`` and
+    ``UnsupportedCheckpointError``."""
+    for fqn, entry in manifest.entries.items():
+        yield
+        if isinstance(entry, CompositeEntry):
+            _check_names(fqn, entry)
+            _check_composite(fqn, entry, manifest.entries)
 
 
 def _check_composite(fqn: str, entry: CompositeEntry, entries: Mapping[str, Entry | Row]) -> None:

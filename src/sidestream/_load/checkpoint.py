@@ -511,7 +511,13 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
                 with self._all_there():
                     await check_not_replaced(source, self._location, self._manifest)
                 lifecycle.opened(self._manifest)
-                yield _Files(source, lifecycle)
+                try:
+                    yield _Files(source, lifecycle)
+                except CorruptCheckpointError as error:
+                    gone = isinstance(error.__cause__, FileNotFoundError)
+                    if gone and await was_replaced(self._location, self._manifest):
+                        raise replaced(self.url) from error
+                    raise
 
     def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
         entries = self._manifest.entries

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from .._format.records import Manifest, ValueEntry
 from .._format.shared import RankPart, Root, join
-from .._format.validate import check_patterns, validate
+from .._format.validate import check_composites, check_patterns, validate
 from .._group import Operation
 from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
 from .._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
 from .._storage import Location, RangeSource
-from ..errors import InvalidOptionError, StorageNotSharedError, UnexpectedKeysError, printable
+from ..errors import InvalidOptionError, SidestreamError, StorageNotSharedError, UnexpectedKeysError, printable
 from .open.manifest import open_root, read_parts
 
 __all__ = ["ManifestOutline", "agree_on", "one_checkpoint", "open_outline"]
@@ -48,11 +48,20 @@ async def open_outline(location: Location) -> tuple[RangeSource, ManifestOutline
     """Open the checkpoint at ``location``. The caller closes the source. Raises what ``open_root`` raises."""
     source, root = await open_root(location)
     try:
-        known = root if isinstance(root, Manifest) else await io_threads().run_sliced(join, root, {}, ())
+        known = root if isinstance(root, Manifest) else await io_threads().run(_outline, root, location.url)
     except BaseException:
         await source.aclose()
         raise
     return source, ManifestOutline(known, root)
+
+
+def _outline(root: Root, url: str) -> Manifest:
+    try:
+        manifest = run_sliced(join(root, {}, ()))
+        run_sliced(check_composites(manifest))
+    except SidestreamError as error:
+        raise error.within(url) from error
+    return manifest
 
 
 @sliced

@@ -21,7 +21,7 @@ from .._runtime.threads import (
     sliced,
     time_limit,
 )
-from .._storage import Outcome
+from .._storage import Outcome, free_space
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
 from .group_planning import Planning, Terms
 from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared
@@ -43,7 +43,9 @@ class Agreeing(Protocol):
 
 def planning_of(order: SaveOrder, operation: Operation) -> Planning:
     """Return the planning of ``order`` by all ranks."""
-    return Planning(operation, terms_of(order), maker_of_attempt(order))
+    location = order.location
+    free = partial(free_space, location.store, location.name)
+    return Planning(operation, terms_of(order), maker_of_attempt(order), free)
 
 
 def terms_of(order: SaveOrder, *, planner: bool = False) -> Terms:

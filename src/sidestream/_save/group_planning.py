@@ -6,6 +6,7 @@ may block at a fence meanwhile.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import struct
@@ -23,7 +24,8 @@ from .._layout.sharded.rank_layout import EncodedValues, RankPlan, encode_values
 from .._layout.sharded.rank_table import LocalTable, Row, local_table, parse_rows
 from .._runtime.threads import run_sliced
 from .._staging import Captured, PlanCache
-from ..errors import InvalidOptionError
+from .._storage import FreeSpace
+from ..errors import InvalidOptionError, NoSpaceError
 
 __all__ = ["Agreement", "Planned", "Planning", "Terms", "check_terms"]
 
@@ -104,11 +106,13 @@ class Planned:
 
 @dataclass(slots=True)
 class Planning:
-    """The planning of one save. ``prepare`` makes the attempt on rank 0 before other ranks write into it."""
+    """The planning of one save. ``prepare`` makes the attempt on rank 0 before other ranks write into it. ``free``
+    returns the file system on which this rank writes, and the free space there."""
 
     operation: Operation
     terms: Terms
     prepare: Callable[[], None]
+    free: Callable[[], FreeSpace | None] = lambda: None
     planned: Planned | None = None
 
     def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> RankPlan:
@@ -121,6 +125,7 @@ class Planning:
         heard: _Heard = _Heard(agreements)
         part = {**self.terms.pack(), "held": table.held.digest, "table": table.held.table, "values": values.digest}
         part["knows"] = agreements.ids
+        part["space"] = self.free(), table.held.most_bytes + values.nbytes
         answer = json.loads(
             operation.exchange("plan", json.dumps(part).encode(), lambda parts: self._first(heard, parts))
         )
@@ -136,6 +141,8 @@ class Planning:
         plan = run_sliced(
             lay_out_rank(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
         )
+        if answer["tight"]:
+            operation.exchange("space", json.dumps(plan.nbytes).encode(), heard.check_space)
         self.planned = Planned(plan, agreement, answer["layout"], heard.fragments, answer["first"])
         operation.step = "write"
         return plan
@@ -147,6 +154,7 @@ class Planning:
         self.prepare()
         heard.name = hashlib.blake2b("".join(one["held"] for one in told).encode(), digest_size=16).hexdigest()
         heard.tables = [one["table"] for one in told]
+        heard.places = _places([one["space"] for one in told], self.terms.target)
         heard.known = all(heard.name in one["knows"] for one in told)
         detail = not heard.known or len({(one["table"], one["values"]) for one in told}) > 1
         if heard.known:
@@ -159,6 +167,7 @@ class Planning:
                     "agreement": heard.name,
                     "first": process,
                     "detail": detail,
+                    "tight": any(place.tight for place in heard.places),
                     "rows": detail and first[table] == rank,
                     "layout": heard.fragments[rank][0] if rank in heard.fragments else None,
                 }
@@ -192,8 +201,52 @@ class _Heard:
     name: str = ""
     tables: list[str] = field(default_factory=list)
     known: bool = False
+    places: Sequence[_SharedPlace] = ()
     made: Agreement | None = None
     fragments: Mapping[int, tuple[str, bytes]] = field(default_factory=dict)
+
+    def check_space(self, parts: Sequence[bytes]) -> bytes:
+        """On rank 0: do the files of all ranks fit, now that their sizes are known? Raises ``NoSpaceError``."""
+        sizes = [int(json.loads(part)) for part in parts]
+        for place in self.places:
+            needed = sum(sizes[rank] for rank in place.ranks)
+            if needed > place.free:
+                ranks = ", ".join(map(str, place.ranks[:_LISTED])) + (", ..." if len(place.ranks) > _LISTED else "")
+                raise NoSpaceError(
+                    errno.ENOSPC,
+                    f"{needed} bytes are needed by ranks {ranks} together, and {place.free} are free: free space, or "
+                    "write elsewhere",
+                    place.target,
+                )
+        return b""
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedPlace:
+    """A file system that several ranks write to. ``most_bytes``: what they write there at most."""
+
+    ranks: tuple[int, ...]
+    free: int
+    most_bytes: int
+    target: str
+
+    @property
+    def tight(self) -> bool:
+        """Whether the exact sizes have to be known."""
+        return self.most_bytes > self.free
+
+
+def _places(told: Sequence[Any], target: str) -> list[_SharedPlace]:
+    """``told``: what each rank says of its file system (or None), and what it writes at most."""
+    ranks: dict[tuple[str, int], list[int]] = {}
+    for rank, (free, _) in enumerate(told):
+        if free is not None:
+            ranks.setdefault((free[0], free[1]), []).append(rank)
+    return [
+        _SharedPlace(tuple(some), min(told[one][0][2] for one in some), sum(told[one][1] for one in some), target)
+        for some in ranks.values()
+        if len(some) > 1
+    ]
 
 
 def _agreements(operation: Operation) -> _Agreements:

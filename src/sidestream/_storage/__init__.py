@@ -7,7 +7,7 @@ from .local.sources import FileSource, check_sources, is_plain_name, read_source
 from .local.store import LocalStore
 from .names import ABANDONED_AFTER_S, LEASES, parse_step, step_name, target_of_attempt
 from .object_store.names import id_of, is_unfinished
-from .space import Space
+from .space import FreeSpace, Space, free_space
 from .store import Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction
 from .urls import EVERYDAY, Location, locate_directory, locate_run
@@ -22,6 +22,7 @@ __all__ = [
     "BytesBody",
     "FileSource",
     "Files",
+    "FreeSpace",
     "Kind",
     "Leftover",
     "LocalStore",
@@ -35,6 +36,7 @@ __all__ = [
     "StoreAddress",
     "Transaction",
     "check_sources",
+    "free_space",
     "id_of",
     "is_plain_name",
     "is_unfinished",

@@ -44,7 +44,7 @@ def described(shared: Shared) -> Steps[bytes]:
     out += [b"u", p.text("planner_data"), b"}("]
     for row in shared.rows:
         yield
-        if row.kind != "empty":
+        if row.kind in ("tensor", "value"):  # DCP knows no others
             out.append(p.text(row.fqn) + p.tuple_of(*map(path_item, row.path)))
     out += [b"u", p.text("storage_data"), b"}("]
     return b"".join(out)

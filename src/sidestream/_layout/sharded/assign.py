@@ -24,7 +24,7 @@ __all__ = ["Assignment", "Told", "assign"]
 
 _SPLIT_BYTES = 8 << 20
 """A replica is cut into pieces of at least so many bytes, so that those who hold it share the writing."""
-_SHOWN = 10
+_TOLD = 160
 
 
 class Told(NamedTuple):
@@ -122,7 +122,7 @@ def assign(ranks: Sequence[Told], tables: Mapping[str, Sequence[Row]]) -> Steps[
         of_row[number] = min(work.cohorts[table][0] for table, _ in where)
         work.values[of_row[number]].append(number)
     rows = yield from collected(
-        SharedRow(row.kind, row.fqn, row.path, row.dtype, row.shape, of_row.get(number, -1))
+        SharedRow(row.kind, row.fqn, row.path, row.dtype, row.shape, of_row.get(number, -1), row.composite)
         for number, (row, _) in enumerate(merged.values())
     )
     return Shared(tuple(rows), tuple(placed)), (yield from collected(_assignments(work, merged), 1))
@@ -135,12 +135,26 @@ def _merge(tables: Sequence[Sequence[Row]]) -> Steps[dict[str, tuple[Row, list[t
         for number, row in enumerate(rows):
             yield
             first, where = merged.setdefault(row.fqn, (row, []))
-            if first[:5] != row[:5]:
+            if first[:5] != row[:5] or repr(first.composite) != repr(row.composite):  # 1 and True are equal
                 raise InvalidOptionError(
                     f"{row.fqn}: {_told(first)} to some ranks, {_told(row)} to others; rename one of them"
                 )
             where.append((table, number))
+    yield from _check_composites(merged)
     return (yield from _without_shells(merged))
+
+
+def _check_composites(merged: Mapping[str, tuple[Row, list[tuple[int, int]]]]) -> Steps[None]:
+    """Raise ``InvalidOptionError`` for a composite tensor that is a container to other ranks."""
+    composites = {row.path: (row, where) for row, where in merged.values() if row.composite is not None}
+    for row, where in merged.values() if composites else ():
+        yield
+        for depth in range(1, len(row.path)):
+            whole, there = composites.get(row.path[:depth], (None, []))
+            if whole is not None and not {table for table, _ in where} <= {table for table, _ in there}:
+                raise InvalidOptionError(
+                    f"{whole.fqn}: {_told(whole)} to some ranks, others have {row.fqn} in it; rename one of them"
+                )
 
 
 def _without_shells(
@@ -163,7 +177,7 @@ def _without_shells(
     shells = []
     for fqn, (row, _) in merged.items():
         yield
-        if row.path not in containers:
+        if row.path not in containers or row.composite is not None:
             continue
         if row.kind == "empty" and not containers[row.path][0]:
             shells.append(fqn)
@@ -177,6 +191,11 @@ def _without_shells(
 
 
 def _told(row: Row) -> str:
+    if row.composite is not None:
+        one = row.composite
+        beside = "" if one.strides is None else f" with {json.dumps([one.strides, one.parts, one.context])[:_TOLD]}"
+        coalesced = "" if type(one.context) is not bool else " (coalesced)" if one.context else " (not coalesced)"
+        return f"a {one.type}{coalesced} of {one.dtype} and shape {one.shape}{beside}"
     return f"a {row.dtype} of shape {row.shape}" if row.kind == "tensor" else f"a {row.kind} at {row.path}"
 
 

@@ -26,6 +26,9 @@ from .rank_table import Box, LocalTable
 __all__ = ["EncodedValues", "RankLayout", "RankPlan", "encode_values", "lay_out_rank"]
 
 
+_MOST_VALUE_FRAME_BYTES = 4096
+
+
 class _Place(NamedTuple):
     """An item of the layout: which row of all it belongs to, its FQN, its box, and where it is."""
 
@@ -54,6 +57,8 @@ class EncodedValues:
     nodes: Mapping[int, Node]
     digests: Mapping[int, str]
     digest: str
+    nbytes: int
+    """Of all of them in a file, at most: this rank may write fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +130,17 @@ def encode_values(table: LocalTable) -> Steps[EncodedValues]:
     """Raises ``UnsafeObjectError``, naming the FQN."""
     nodes: dict[int, Node] = {}
     digests: dict[int, str] = {}
+    nbytes = 0
     for number, leaf in table.values.items():
         yield
         if isinstance(leaf.value, Composite):
             raise InvalidOptionError(f"{leaf.fqn}: a tensor in place of a value")
         node = nodes[number] = encode_value(leaf.value, leaf.fqn)
-        digests[number] = hashlib.blake2b(json.dumps(node).encode(), digest_size=8).hexdigest()
-    return EncodedValues(
-        nodes, digests, hashlib.blake2b("".join(digests.values()).encode(), digest_size=16).hexdigest()
-    )
+        raw = json.dumps(node).encode()
+        digests[number] = hashlib.blake2b(raw, digest_size=8).hexdigest()
+        nbytes += _MOST_VALUE_FRAME_BYTES + 2 * len(raw)
+    digest = hashlib.blake2b("".join(digests.values()).encode(), digest_size=16).hexdigest()
+    return EncodedValues(nodes, digests, digest, nbytes)
 
 
 def lay_out_rank(

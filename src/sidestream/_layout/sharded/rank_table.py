@@ -5,30 +5,36 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import struct
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from ..._format.records import SAVED_DTYPES, DictKey, Key
+from ..._format.manifest import parse_composite
+from ..._format.records import SAVED_DTYPES, CompositeEntry, DictKey, Key, itemsize
 from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from ..._staging import Captured, Composite, PlanCache, fingerprint
 from ...errors import CorruptCheckpointError, UnsupportedTensorError
+from ..composites.entry import composite_entry
 from ..flatten import CompositeLeaf, Leaf, leaves_of
 
 __all__ = ["Box", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "parse_rows", "unpack_boxes"]
+
+_MOST_FRAME_BYTES = 16384  # with the gap before an item
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
 
 
 class Row(NamedTuple):
-    """One leaf as it is known to all: ``kind`` is ``"tensor"``, ``"value"`` or ``"empty"``. ``tie`` is the row whose
-    memory this one shares on the rank that says so, or -1."""
+    """One leaf as it is known to all: ``kind`` is ``"tensor"``, ``"value"``, ``"empty"`` or ``"composite"``. ``tie`` is
+    the row whose memory this one shares on the rank that says so, or -1. ``composite`` is the entry of a composite
+    tensor; its parts have rows of their own."""
 
     kind: str
     fqn: str
@@ -36,6 +42,7 @@ class Row(NamedTuple):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     tie: int = -1
+    composite: CompositeEntry | None = None
 
 
 class Item(NamedTuple):
@@ -55,6 +62,8 @@ class Held(NamedTuple):
     items: tuple[Item, ...]
     raw_rows: bytes
     raw_boxes: bytes
+    most_bytes: int
+    """What the items have at most in files, without the plain values."""
     table: str
     """Digest of the rows alone."""
     digest: str
@@ -75,12 +84,13 @@ def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
     leaves = yield from collected(leaves_of(captured.root))
     sources: list[torch.Tensor] = []
     shardings: list[Hashable] = []
+    composites: dict[str, CompositeEntry] = {}
     for leaf in leaves:
         yield
         if isinstance(leaf.value, torch.Tensor):
             sources.append(leaf.value)
         elif isinstance(leaf.value, CompositeLeaf):
-            raise _refused(leaf.fqn, leaf.value.composite)
+            composites[leaf.fqn] = composite_entry(leaf.fqn, leaf.path, leaf.value.form)
         elif isinstance(leaf.value, Composite):
             sharding = leaf.value.sharding
             if sharding is None or any(isinstance(part, Composite) for part in leaf.value.parts):
@@ -89,8 +99,10 @@ def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
             shardings.append(sharding.key)
     kinds = tuple([type(leaf.value) for leaf in leaves])
     converted = tuple(captured.dtypes.items())
-    key = (tuple([leaf.path for leaf in leaves]), kinds, tuple(shardings), converted, (yield from fingerprint(sources)))
-    held = yield from plans.get(("table", key), lambda: _hold(leaves, sources, captured))
+    described = tuple([json.dumps(entry.content) for entry in composites.values()])
+    paths = tuple([leaf.path for leaf in leaves])
+    key = (paths, kinds, described, tuple(shardings), converted, (yield from fingerprint(sources)))
+    held = yield from plans.get(("table", key), lambda: _hold(leaves, composites, captured))
     values = {number: leaf for number, leaf in enumerate(leaves) if held.rows[number].kind == "value"}
     return LocalTable(held, sources, values, key)
 
@@ -98,13 +110,14 @@ def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
 def _refused(fqn: str, composite: Composite) -> UnsupportedTensorError:
     inner = [part.kind for part in composite.parts if isinstance(part, Composite)]
     over = f" over {inner[0]}" if inner else ""
+    local = "its local_shards()" if composite.kind == "a ShardedTensor" else "what to_local() returns"
     return UnsupportedTensorError(
-        f"{fqn}: ranks that save together cannot save {composite.kind}{over}: save the tensors that it is made of, or "
-        "a dense one"
+        f"{fqn}: ranks that save together cannot save {composite.kind}{over}: save {local} under a name of this rank, "
+        'such as {f"rank{rank}": ...}, or a dense tensor'
     )
 
 
-def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], captured: Captured) -> Steps[Held]:
+def _hold(leaves: Sequence[Leaf], composites: Mapping[str, CompositeEntry], captured: Captured) -> Steps[Held]:
     rows: list[Row] = []
     items: list[Item] = []
     known: dict[tuple[object, ...], int] = {}
@@ -122,12 +135,17 @@ def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], captured: Cap
             rows.append(row)
             items.extend(here)
             number += len(parts)
+        elif leaf.fqn in composites:
+            entry = composites[leaf.fqn]
+            rows.append(Row(leaf.kind, leaf.fqn, leaf.path, entry.dtype, entry.shape, composite=entry))
         else:
             rows.append(Row(leaf.kind, leaf.fqn, leaf.path))
     raw_rows, raw_boxes = (yield from _pack_rows(rows)), (yield from _pack_boxes(len(rows), items))
     table = hashlib.blake2b(raw_rows, digest_size=16).hexdigest()
     digest = hashlib.blake2b(table.encode() + raw_boxes, digest_size=16).hexdigest()
-    return Held(tuple(rows), tuple(items), raw_rows, raw_boxes, table, digest)
+    payload = sum(math.prod(item.box[1]) * itemsize(rows[item.row].dtype) for item in items)
+    most_bytes = payload + len(items) * _MOST_FRAME_BYTES
+    return Held(tuple(rows), tuple(items), raw_rows, raw_boxes, most_bytes, table, digest)
 
 
 def _tensor_row(
@@ -168,7 +186,8 @@ def _pack_rows(rows: Sequence[Row]) -> Steps[bytes]:
     lines = (
         json.dumps(
             [row.kind, row.fqn, [{"key": key.value} if isinstance(key, DictKey) else key for key in row.path]]
-            + ([row.dtype, row.shape, row.tie] if row.kind == "tensor" else []),
+            + ([row.dtype, row.shape, row.tie] if row.kind == "tensor" else [])
+            + ([] if row.composite is None else [row.composite.content]),
             separators=(",", ":"),
         )
         for row in rows
@@ -185,6 +204,9 @@ def parse_rows(raw: bytes) -> Steps[list[Row]]:
 def _parse_row(line: list[Any]) -> Row:
     kind, fqn, path, *rest = line
     keys = tuple(DictKey(key["key"]) if isinstance(key, dict) else key for key in path)
+    if kind == "composite":
+        entry = parse_composite(keys, *rest)
+        return Row(kind, fqn, keys, entry.dtype, entry.shape, composite=entry)
     if kind != "tensor":
         return Row(kind, fqn, keys)
     dtype, shape, tie = rest

@@ -87,6 +87,7 @@ async def read_apart(
         manifest,
         save_id=found[0].save_id,
         files=files,
+        file_crcs={name: crc for part in parts for name, crc in part.file_crcs.items()},
         metadata=parts[0].metadata,
         planner="dcp",
         parts=tuple(found),

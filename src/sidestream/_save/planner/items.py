@@ -14,9 +14,10 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..._format.checksum import crc32
 from ..._format.frame import frame_tensor
 from ..._format.records import DTYPES, Node
-from ..._format.shard import ShardLayout, lay_out
+from ..._format.shard import BlockSums, ShardLayout, lay_out
 from ..._format.torch_zip.item import check_value_item, open_value_item
 from ..._layout.save_layout import window_bytes_for, window_copies
 from ..._load.foreign.values import MAX_VALUE_BYTES
@@ -161,13 +162,13 @@ class Outgoing:
         if self._transforms is not None:
             descriptors = self._pack(item, data, content)
             dtype = dtype_name(data.dtype) if isinstance(data, torch.Tensor) else None
-            return PackedReceipt("", 0, start, content.tell() - start, descriptors, dtype)
+            return PackedReceipt("", 0, 0, start, content.tell() - start, descriptors, dtype)
         if not isinstance(data, io.BytesIO):
             raise InvalidOptionError(
                 f"{item.index.fqn}: the planner resolved a BYTE_IO item to a {type(data).__name__}"
             )
         content.write(data.getbuffer())
-        return ValueReceipt("", 0, start, content.tell() - start, node)
+        return ValueReceipt("", 0, 0, start, content.tell() - start, node)
 
     def _inspected(self, fqn: str, data: io.BytesIO) -> Node:
         """Return the bytes of a planner as data, if they are a pickle of plain data."""
@@ -207,7 +208,8 @@ class Outgoing:
 
     def _close_file(self, content: io.BytesIO, pending: list[tuple[WriteItem, Receipt]]) -> tuple[str, Body]:
         name, raw = self._name(), content.getvalue()
-        done = [(item, replace(receipt, file=name, file_bytes=len(raw))) for item, receipt in pending]
+        crc = crc32(raw)
+        done = [(item, replace(receipt, file=name, file_bytes=len(raw), file_crc=crc)) for item, receipt in pending]
         self._receipts.append(lambda: done)
         return name, BytesBody(raw)
 
@@ -234,20 +236,17 @@ class Outgoing:
                 raise
             raise self._deadline.exceeded("planning a file") from error
         name, body = self._name(), ShardBody(plan.shard, group.staging.images, None)
-        self._receipts.append(lambda: _receipts(name, group, plan.shard, body.sums.crcs))
+        self._receipts.append(lambda: _receipts(name, group, plan.shard, body.sums))
         return name, body
 
 
 def _receipts(
-    name: str, group: _Group, shard: ShardLayout, crcs: Sequence[bytes]
+    name: str, group: _Group, shard: ShardLayout, sums: BlockSums
 ) -> Iterator[tuple[WriteItem, TensorReceipt]]:
-    for item, dtype, placed, packed in zip(group.items, group.dtypes, shard.items, crcs, strict=True):
-        yield (
-            item,
-            TensorReceipt(
-                name, shard.nbytes, placed.item_offset, placed.frame.item_bytes, placed.payload_offset, packed, dtype
-            ),
-        )
+    file_crc = sums.whole(shard)
+    for item, dtype, placed, packed in zip(group.items, group.dtypes, shard.items, sums.crcs, strict=True):
+        place = placed.item_offset, placed.frame.item_bytes, placed.payload_offset
+        yield item, TensorReceipt(name, shard.nbytes, file_crc, *place, packed, dtype)
 
 
 @sliced

@@ -37,7 +37,8 @@ class PlannerLayout:
         results = [receipt.content for receipt in receipts]
         self.metadata = complete(self.metadata, results, order.location.url, order.reported_id)
         sizes = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
-        about = Manifest(order.save_id, {}, sizes, order.step, order.generation, None, order.metadata)
+        crcs = {name: crc for receipt in receipts for name, crc in receipt.crcs.items()}
+        about = Manifest(order.save_id, {}, sizes, order.step, order.generation, None, order.metadata, file_crcs=crcs)
         about = with_sidecars(about, order)
         if order.part is None:
             files = files_of_commit(self.metadata, about, order.saved_at)
@@ -59,5 +60,6 @@ class PlannerLayout:
 
 def receipt_for(results: Sequence[WriteResult]) -> RankReceipt:
     """Return the receipt of a rank that has written these items."""
-    files: Mapping[str, int] = {result.storage_data.file: result.storage_data.file_bytes for result in results}
-    return RankReceipt(files, results)
+    written = [result.storage_data for result in results]
+    files: Mapping[str, int] = {one.file: one.file_bytes for one in written}
+    return RankReceipt(files, results, {one.file: one.file_crc for one in written})

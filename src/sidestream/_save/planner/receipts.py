@@ -12,10 +12,12 @@ __all__ = ["PackedReceipt", "Receipt", "TensorReceipt", "ValueReceipt"]
 
 @dataclass(frozen=True, slots=True)
 class TensorReceipt:
-    """The place of a tensor in ``file``, which has ``file_bytes``. Its payload is not transformed."""
+    """The place of a tensor in ``file``, which has ``file_bytes`` and the CRC-32 ``file_crc``. Its payload is not
+    transformed."""
 
     file: str
     file_bytes: int
+    file_crc: int
     item_offset: int
     item_bytes: int
     payload_offset: int
@@ -30,6 +32,7 @@ class ValueReceipt:
 
     file: str
     file_bytes: int
+    file_crc: int
     item_offset: int
     item_bytes: int
     node: Node
@@ -42,6 +45,7 @@ class PackedReceipt:
 
     file: str
     file_bytes: int
+    file_crc: int
     item_offset: int
     item_bytes: int
     transforms: tuple[str, ...]

@@ -1,7 +1,8 @@
 """An attempt with ``commit="marker"``: files with unique names in the target, and a marker that is created last.
 
 A process may die while it writes the marker. So the last bytes of the marker are written when all others are durable.
-Without them the marker is incomplete, and there is no checkpoint.
+Without them the marker is incomplete, and there is no checkpoint. A save that replaces a checkpoint writes its marker
+under another name first, and renames that file.
 """
 
 from __future__ import annotations
@@ -10,54 +11,44 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..._format.marker import END_BYTES, METADATA_NAME, TAIL_BYTES, is_complete
+from ..._format.marker import END_BYTES, METADATA_NAME
 from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import (
     CheckpointExistsError,
-    InvalidOptionError,
     NotDurableError,
     SidestreamError,
     StorageError,
     from_os_error,
 )
 from ..bodies import Body
-from ..names import ABANDONED_AFTER_S
-from ..object_store.names import NOTE, id_of, is_unfinished, name_with_id, sidecar_with_id
+from ..object_store.names import NOTE, name_with_id, sidecar_with_id
 from ..transaction import Attempt, StoreAddress
 from .directories import (
     RACES,
-    collect_orphans,
-    has_leases,
     is_vacant,
     make_root,
     move_new,
-    storage_time,
     sync_directory,
 )
-from .read import read_tail
-from .transaction import LocalTransaction, Naming, check_whole, occupied, unlink
-
-__all__ = [
-    "NO_REPLACEMENT",
-    "MarkedTransaction",
-    "ages_of",
-    "collect",
-    "discard",
-    "files_in",
-    "is_torn",
-    "sync_names",
-]
-
-NO_REPLACEMENT = (
-    'with commit="marker" nothing can be replaced in one step, so overwrite=True is refused: save to a new directory, '
-    "and remove() the old one afterwards"
+from .marked_files import (
+    being_removed,
+    delete_replaced,
+    discard_orphans,
+    files_in,
+    is_torn,
+    make_vacant,
+    marked_id,
+    remove_files,
+    remove_torn,
+    taken,
 )
+from .transaction import NO_RENAME, LocalTransaction, Naming, check_whole, occupied, unlink
 
-_NO_ID = "0" * 32
+__all__ = ["MarkedTransaction", "sync_names"]
 
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _MOST_COMMIT_S = 600.0  # less than ABANDONED_AFTER_S, after which other processes delete the files of this one
@@ -87,6 +78,7 @@ class MarkedTransaction(LocalTransaction):
             self._directory = self._target
         self._new: list[Path] = []  # directories that were made
         self._claimed = False  # whether this attempt has created the marker, which may be incomplete
+        self._replaced: str | None = None  # the id of the save whose marker this attempt has replaced
 
     def committed_name(self, name: str) -> str:
         return name_with_id(name, self.attempt.save_id) if self._in_place else name
@@ -103,9 +95,11 @@ class MarkedTransaction(LocalTransaction):
         if not self._in_place:
             super()._make()
             return
-        if self.attempt.kind == "replacement" and METADATA_NAME in files_in(self._target):
-            raise InvalidOptionError(f"{self._target}: {NO_REPLACEMENT}")
-        make_vacant(self._target)
+        marked = marked_id(self._target) if self.attempt.kind == "replacement" else None
+        if marked is None:
+            make_vacant(self._target)
+        else:
+            discard_orphans(self._target, marked)
         with self._make_once():
             self._make_target()
             self._made = self._target.stat()
@@ -158,7 +152,10 @@ class MarkedTransaction(LocalTransaction):
         try:
             if durable:
                 sync_names(self._target)  # makes the names of the files durable before there is a marker
-            self._create_marker(path, body, durable)
+            if self.attempt.kind == "replacement":
+                self._rename_marker(path, body, durable)
+            else:
+                self._create_marker(path, body, durable)
         except SidestreamError:
             raise
         except OSError as error:
@@ -206,11 +203,62 @@ class MarkedTransaction(LocalTransaction):
             raise
         self._claimed = False
 
+    def _rename_marker(self, path: Path, body: Body, durable: bool) -> None:
+        """Write the whole marker under another name, and rename that file over the present marker. The present marker
+        is read again first, because each of several saves at the same time deletes what it has replaced. The checkpoint
+        of the last one is kept."""
+        hidden = path.with_name(self.sidecar_name(METADATA_NAME))
+        began = time.monotonic()
+        descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            _write(descriptor, b"".join(part.take(Stop()) for part in body.parts), 0)
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        check_whole(self._target, frozenset(self._names), self._target)
+        replaced = marked_id(self._target)
+        if replaced is None and is_torn(self._target):
+            raise taken(self._target)
+        if time.monotonic() - began > _MOST_COMMIT_S:
+            raise StorageError(errno.ETIMEDOUT, "writing the marker took too long to go on", str(path))
+        try:
+            os.rename(hidden, path)
+        except OSError as error:
+            if error.errno not in NO_RENAME:
+                raise
+            raise StorageError(
+                error.errno,
+                f"replacing the marker failed: {error.strerror}. If this file system cannot rename a file over another "
+                "one, save to a new directory, and remove() the old one afterwards",
+                str(path),
+            ) from error
+        self._replaced = replaced
+        self._check_not_removed(path)
+
+    def _check_not_removed(self, path: Path) -> None:
+        """Withdraw the marker if a removal has begun meanwhile, or has deleted files of this attempt."""
+        try:
+            check_whole(self._target, frozenset((*self._names, path.name)), self._target)
+            if NOTE in files_in(self._target):
+                raise being_removed(self._target)
+        except SidestreamError:
+            marked = marked_id(self._target, removed=True)
+            if marked == self.attempt.save_id:
+                unlink(path)
+            elif marked is not None:
+                return  # another save has replaced this one already
+            raise
+
     def _note_replaced(self, error: NotDurableError) -> None:
-        """Do nothing: nothing is replaced here."""
+        if self._replaced is not None:
+            error.add_note(f"the files of what it has replaced stay in {self._target} until the next save replaces it")
 
     async def _discard_replaced(self) -> None:
-        """Do nothing: nothing is replaced here. ``discard`` would delete the checkpoint itself."""
+        """Delete the checkpoint whose marker this attempt has replaced: the files with the id of that save, and the
+        files without an id."""
+        if self._replaced is not None:
+            await io_threads().run(delete_replaced, self._target, self._replaced)
 
     def discard_here(self) -> None:
         if not self._in_place:
@@ -269,121 +317,3 @@ def _publish_files(hidden: Path, target: Path, names: Sequence[str], attempt: At
         ) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-# --- the saves that have files in a target ---
-
-
-def taken(target: Path) -> CheckpointExistsError:
-    if not is_torn(target):
-        return occupied(target)
-    return CheckpointExistsError(
-        f"{target} has an incomplete {METADATA_NAME}: another save is committing there, or its process has ended. Save "
-        f"to another directory, or try again {ABANDONED_AFTER_S / 60:.0f} minutes after the last write there"
-    )
-
-
-def files_in(directory: Path) -> list[str]:
-    """Return the names in a directory. The result is empty if it does not exist."""
-    try:
-        return os.listdir(directory)
-    except FileNotFoundError:
-        return []
-    except NotADirectoryError:
-        raise occupied(directory) from None
-    except OSError as error:
-        raise from_os_error(error, "listing", str(directory)) from error
-
-
-def is_torn(directory: Path) -> bool:
-    """Return whether the marker of the directory lacks its last bytes."""
-    try:
-        return not is_complete(read_tail(directory / METADATA_NAME, None, TAIL_BYTES))
-    except FileNotFoundError:
-        return False
-
-
-def remove_torn(directory: Path) -> None:
-    if is_torn(directory):
-        unlink(directory / METADATA_NAME)
-
-
-def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
-    """Return the age of the newest file of each save that has files in the directory, by the id of the save.
-
-    An incomplete marker may belong to any of the saves, so it counts as a file of each. If no file has an id, the
-    result has the age of the incomplete marker, or of the empty directory, with the id ``_NO_ID``."""
-    newest: dict[str, float] = {}
-    torn = 0.0
-    for name in names:
-        with suppress(FileNotFoundError):
-            written = (directory / name).stat(follow_symlinks=False).st_mtime
-            if (save_id := id_of(name)) is not None:
-                newest[save_id] = max(newest.get(save_id, 0.0), written)
-            elif name == METADATA_NAME:
-                torn = written
-    if not newest and (torn or not names):
-        with suppress(FileNotFoundError):
-            newest[_NO_ID] = torn or directory.stat().st_mtime
-    if not newest:
-        return {}
-    now = storage_time(directory.parent)  # not ``directory``, to which this may write
-    return {save_id: now - max(written, torn) for save_id, written in newest.items()}
-
-
-def make_vacant(target: Path) -> None:
-    """Remove the files of saves of dead processes from ``target``. Raises ``CheckpointExistsError`` if it contains
-    other files than those of saves without a complete marker, or an incomplete marker that may still be written."""
-    names = files_in(target)
-    if not names:
-        return
-    if not _is_unmarked(target, names):
-        raise occupied(target)
-    _discard_dead(target, names, ABANDONED_AFTER_S)
-    if METADATA_NAME in names and is_torn(target):
-        raise taken(target)
-
-
-def _is_unmarked(directory: Path, names: list[str]) -> bool:
-    """Return whether the directory, which contains ``names``, has no other files than those of saves without a complete
-    marker."""
-    return NOTE not in names and is_unfinished(names) and (METADATA_NAME not in names or is_torn(directory))
-
-
-def _discard_dead(directory: Path, names: list[str], after_s: float) -> list[str]:
-    dead = [save_id for save_id, age_s in ages_of(directory, names).items() if age_s > after_s]
-    for save_id in dead:
-        discard(directory, save_id)
-    return dead
-
-
-def collect(root: Path, target: str, after_s: float) -> list[str]:
-    """Do ``collect_orphans``, and delete the files of such attempts in ``target`` itself. Nothing is renamed."""
-    collected = collect_orphans(root, target, after_s, Path)
-    names = files_in(root / target)
-    if not names or has_leases(root, target) or not _is_unmarked(root / target, names):
-        return collected
-    return [*collected, *_discard_dead(root / target, names, after_s)]
-
-
-def remove_files(directory: Path, save_id: str) -> None:
-    for _ in range(RACES):
-        found = [name for name in files_in(directory) if id_of(name) == save_id]
-        if not found:
-            return
-        for name in found:
-            unlink(directory / name)
-    raise StorageError(
-        errno.EBUSY, "another process creates files of this save as fast as they are removed", str(directory)
-    )
-
-
-def discard(directory: Path, save_id: str) -> None:
-    """Delete the files of a save of a dead process. An incomplete marker is deleted first, because the files may be
-    incomplete from then on. Does nothing if there is a complete marker, which may be the marker of this save."""
-    remove_torn(directory)
-    if METADATA_NAME in files_in(directory):
-        return
-    remove_files(directory, save_id)
-    with suppress(OSError):
-        directory.rmdir()

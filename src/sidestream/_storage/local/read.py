@@ -28,6 +28,7 @@ __all__ = ["LocalSource", "map_file", "read_ranges", "read_tail", "run_io", "siz
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+_MARKER = ".metadata"
 _GAP_BYTES = 16 << 10  # reading this many unneeded bytes costs about as much as another system call
 _GAP = memoryview(bytearray(_GAP_BYTES))  # unneeded bytes are read into it, by all threads at once
 _MOST_CALL_BYTES = 16 << 20  # the most that one system call reads
@@ -49,6 +50,7 @@ class LocalSource:
         self.name = name
         self._path = path
         self._directory = OpenDirectory(path)
+        self._marker: tuple[int, bytes] | None = None  # of the first read: bytes requested, result
 
     def path_of(self, file: str) -> str:
         return file if self.name == "." else f"{self.name}/{file}"
@@ -61,7 +63,10 @@ class LocalSource:
         return LocalFiles(self._path, self._directory, waiting)
 
     async def read_tail(self, file: str, nbytes: int) -> bytes:
-        return await run_io(read_tail, self._path / file, self._directory, nbytes)
+        tail = await run_io(read_tail, self._path / file, self._directory, nbytes)
+        if file == _MARKER and self._marker is None:
+            self._marker = nbytes, tail
+        return tail
 
     async def size(self, file: str) -> int:
         return await run_io(size_of, self._path / file, self._directory)
@@ -73,7 +78,15 @@ class LocalSource:
         return await run_io(map_file, self._path / file, self._directory, nbytes)
 
     async def moved(self) -> bool:
-        return await run_io(_moved, self._path, self._directory)
+        if await run_io(_moved, self._path, self._directory):
+            return True
+        if self._marker is None:
+            return False
+        nbytes, tail = self._marker
+        try:  # with ``commit="marker"`` a save replaces the marker alone
+            return await run_io(read_tail, self._path / _MARKER, self._directory, nbytes) != tail
+        except FileNotFoundError:
+            return True
 
     async def aclose(self) -> None:
         if self._directory.refuse():

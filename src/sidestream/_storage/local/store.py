@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..._runtime.threads import Stop
-from ...errors import CheckpointExistsError, InvalidOptionError, SidestreamError, StorageError, from_os_error
+from ...errors import CheckpointExistsError, SidestreamError, StorageError, from_os_error
 from ...options import Capabilities, Durability, Storage
 from ..bodies import Body
 from ..object_store.names import NOTE, is_unfinished
@@ -28,7 +28,8 @@ from .directories import (
     sync_directory,
     take_away,
 )
-from .marking import NO_REPLACEMENT, MarkedTransaction, ages_of, collect, discard, files_in, is_torn, sync_names
+from .marked_files import ages_of, collect, discard, files_in, is_torn
+from .marking import MarkedTransaction, sync_names
 from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of, sizes_in
 from .transaction import LocalTransaction, unlink
 from .write import write_file
@@ -65,7 +66,7 @@ class LocalStore:
         return LocalTransaction(self.root, attempt, self.address)
 
     def check_replaces(self) -> None:
-        """Do nothing: only the first write can find out whether the file system exchanges directories."""
+        """Do nothing: only the save can find out whether the file system exchanges directories or renames files."""
 
     async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         stop = Stop()
@@ -126,9 +127,6 @@ class MarkedStore(LocalStore):
 
     def begin(self, attempt: Attempt) -> Transaction:
         return MarkedTransaction(self.root, attempt, self.address)
-
-    def check_replaces(self) -> None:
-        raise InvalidOptionError(f"{self.root}: {NO_REPLACEMENT}")
 
     async def discard(self, leftover: str) -> None:
         target, _, name = leftover.rpartition("/")

@@ -42,7 +42,7 @@ from .exchange import exchange, exchanges
 from .read import read_tail
 from .write import write_file
 
-__all__ = ["LocalTransaction", "Naming", "check_whole", "occupied", "unlink"]
+__all__ = ["NO_RENAME", "LocalTransaction", "Naming", "check_whole", "occupied", "unlink"]
 
 _Step: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], None]
 """The function that makes an attempt visible. Its arguments are the attempt, the target, the files that must be there,
@@ -50,7 +50,7 @@ and the status of the attempt's directory when it was made."""
 
 _REPLACEABLE = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
 """The files that mark a directory as a checkpoint or an export. Each of these has at least one of them."""
-_NO_RENAME = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EINVAL, errno.EXDEV, errno.EMFILE})
+NO_RENAME = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EINVAL, errno.EXDEV, errno.EMFILE})
 """The errors of file systems that cannot rename a directory. EMFILE is that of gcsfuse for directories of many
 files."""
 _REMEDY = (
@@ -289,7 +289,7 @@ def _publish(
     except OSError as error:
         if error.errno in _OCCUPIED:
             raise occupied(target) from error
-        if error.errno in _NO_RENAME:
+        if error.errno in NO_RENAME:
             raise StorageError(error.errno, f"publishing failed: {error.strerror}. {_REMEDY}", str(target)) from error
         raise from_os_error(error, "publishing", str(target)) from error
     if durability == "fsync":

@@ -1,0 +1,191 @@
+"""``overwrite=True`` with ``Storage(commit="marker")``: the marker is renamed over the one of the old checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from states import assert_same
+from test_marked import MARKER, blank, loaded, mount, state
+
+import sidestream
+from sidestream import errors
+from sidestream._runtime.threads import Deadline, time_limit
+from sidestream._storage import Attempt, BytesBody, id_of, locate_run
+from sidestream._storage.object_store.names import name_with_id
+from sidestream.dcp import StorageWriter
+
+
+def ids(directory: Path) -> set[str | None]:
+    return {id_of(path.name) for path in directory.iterdir()}
+
+
+async def replace(target: Path, seed: int, **options: Any) -> sidestream.SaveInfo:
+    return await sidestream.save(state(seed), target, storage=MARKER, overwrite=True, **options)
+
+
+async def test_a_checkpoint_is_replaced_on_a_mount(tmp_path: Path) -> None:
+    """Nothing is needed but the rename of a file. Only what was replaced is deleted."""
+    with mount():
+        await replace(tmp_path / "a", 1, files={"notes": b"one", "more": b"x"})
+        other = tmp_path / "a" / name_with_id("__0_1.distcp", "0" * 31 + "1")
+        other.touch()  # of a save that goes on
+        for seed in (2, 3):
+            info = await replace(tmp_path / "a", seed, files={"notes": b"%d" % seed})
+            assert_same(await loaded(tmp_path / "a"), state(seed))
+            assert ids(tmp_path / "a") == {info.save_id, None, id_of(other.name)}
+        checkpoint = await sidestream.open_checkpoint(tmp_path / "a")
+        assert checkpoint.files == {"notes": 1}
+        assert (await sidestream.verify(tmp_path / "a")).ok
+        os.utime(other, (1, 1))
+        os.utime(tmp_path / "a" / ".metadata", (1, 1))
+        info = await replace(tmp_path / "a", 4)  # an hour later
+    assert ids(tmp_path / "a") == {info.save_id, None}
+    assert sum(path.name == ".metadata" for path in (tmp_path / "a").iterdir()) == 1
+    target = {"w": torch.zeros(3 << 20)}
+    dcp.load(target, checkpoint_id=tmp_path / "a")
+    assert torch.equal(target["w"], state(4)["w"])
+
+
+async def test_every_way_to_save(tmp_path: Path) -> None:
+    options = sidestream.SaveOptions(writer="process", timeout_s=60)
+    for number in range(2):
+        await replace(tmp_path / "process", number + 1, options=options)
+        assert_same(await loaded(tmp_path / "process"), state(number + 1))
+        planner = sidestream.SaveOptions(planner=dcp.DefaultSavePlanner())
+        await replace(tmp_path / "planned", number + 1, options=planner)
+        assert_same(await loaded(tmp_path / "planned"), state(number + 1))
+        writer = StorageWriter(tmp_path / "dcp", storage=MARKER, overwrite=True)
+        dcp.save(state(number + 1), storage_writer=writer, no_dist=True)
+        assert_same(await loaded(tmp_path / "dcp"), state(number + 1))
+    for name in ("process", "planned", "dcp"):
+        assert len(ids(tmp_path / name)) == 2
+
+
+async def test_checkpoints_of_both_kinds_replace_each_other(tmp_path: Path) -> None:
+    await sidestream.save(state(1), tmp_path / "a", files={"notes": b"1"})
+    info = await replace(tmp_path / "a", 2)
+    assert ids(tmp_path / "a") == {info.save_id, None}
+    assert [path.name for path in (tmp_path / "a").iterdir() if id_of(path.name) is None] == [".metadata"]
+    assert_same(await loaded(tmp_path / "a"), state(2))
+    await sidestream.save(state(3), tmp_path / "a", overwrite=True)
+    assert_same(await loaded(tmp_path / "a"), state(3))
+    assert not any(info.save_id in path.name for path in (tmp_path / "a").iterdir())
+
+
+async def test_what_is_not_replaced(tmp_path: Path) -> None:
+    dcp.save(state(1), checkpoint_id=tmp_path / "stock", no_dist=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    await replace(tmp_path / "retired", 1)
+    (tmp_path / "retired" / "retired").touch()  # by a removal that was interrupted
+    await replace(tmp_path / "damaged", 1)
+    marker = tmp_path / "damaged" / ".metadata"
+    altered = bytearray(marker.read_bytes())
+    altered[-60] ^= 1
+    marker.write_bytes(altered)
+    await replace(tmp_path / "torn", 1)
+    marker = tmp_path / "torn" / ".metadata"
+    marker.write_bytes(marker.read_bytes()[:-2])
+    for name, told in {
+        "stock": "another writer, and is not replaced",
+        "mine": "is not empty",
+        "retired": "is being removed",
+        "damaged": r"remove\(\) it first",
+        "torn": "has an incomplete .metadata",
+    }.items():
+        before = {path: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        with pytest.raises(errors.CheckpointExistsError, match=told):
+            await replace(tmp_path / name, 2)
+        assert {path: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
+    await sidestream.remove(tmp_path / "retired", storage=MARKER)
+    await replace(tmp_path / "retired", 2)
+
+
+async def test_what_fails_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await replace(tmp_path / "a", 1)
+    names = set(os.listdir(tmp_path / "a"))
+    with pytest.raises(errors.UnsafeObjectError):
+        await sidestream.save({"x": object()}, tmp_path / "a", storage=MARKER, overwrite=True)
+    pending = sidestream.async_save(state(2), tmp_path / "a", storage=MARKER, overwrite=True)
+    await pending.staged
+    pending.cancel()
+    await pending.ended()
+    if pending.outcome == "absent":
+        assert set(os.listdir(tmp_path / "a")) == names
+        assert_same(await loaded(tmp_path / "a"), state(1))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    names = set(os.listdir(tmp_path / "a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with pytest.raises(errors.StorageError, match="cannot rename a file over another one, save to a new directory"):
+            await replace(tmp_path / "a", 3)
+    assert set(os.listdir(tmp_path / "a")) == names
+
+
+async def test_several_at_a_time(tmp_path: Path) -> None:
+    """All succeed, whether anything was there before or not, and one of them stays whole."""
+    for seed in (0, 10):
+        saves = [replace(tmp_path / "a", seed + number) for number in range(4)]
+        infos = await asyncio.gather(*saves)
+        (winner,) = [info for info in infos if info.save_id == await marked(tmp_path / "a")]
+        assert_same(await loaded(tmp_path / "a"), state(seed + infos.index(winner)))
+        assert (await sidestream.verify(tmp_path / "a")).ok
+
+
+async def marked(directory: Path) -> str:
+    return (await sidestream.open_checkpoint(directory)).save_id
+
+
+async def test_a_removal_that_comes_first(tmp_path: Path) -> None:
+    """A save whose files are removed before its commit leaves nothing that looks like a checkpoint."""
+    await replace(tmp_path / "a", 1)
+    with time_limit(Deadline.after(60)):
+        store = locate_run(tmp_path, MARKER)[0]
+        begun = store.begin(Attempt("a", "replacement", "a" * 32, "fsync"))
+        begun.write_here([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+        await sidestream.remove(tmp_path / "a", storage=MARKER)
+        with pytest.raises((errors.StorageError, OSError)):
+            await begun.commit({".metadata": [b"a marker that is long enough"]})
+        assert begun.outcome == "absent"
+        await begun.discard()
+    with pytest.raises(errors.CheckpointNotFoundError):
+        await loaded(tmp_path / "a")
+
+
+async def test_readers_beside_saves(tmp_path: Path) -> None:
+    """Old or new, never neither and never a mixture: loads start over."""
+    await replace(tmp_path / "a", 1)
+    done = False
+
+    async def read() -> int:
+        count = 0
+        while not done:
+            target = blank()
+            await sidestream.load(target, tmp_path / "a")
+            assert_same(target, state(target["step"]))
+            count += 1
+        return count
+
+    readers = [asyncio.create_task(read()) for _ in range(2)]
+    for seed in range(2, 14):
+        await replace(tmp_path / "a", seed, options=sidestream.SaveOptions(durability="flush"))
+    done = True
+    assert min(await asyncio.gather(*readers)) >= 1
+
+
+async def test_an_open_checkpoint_that_was_replaced(tmp_path: Path) -> None:
+    await replace(tmp_path / "a", 1)
+    opened = await sidestream.open_checkpoint(tmp_path / "a")
+    await replace(tmp_path / "a", 2)
+    with pytest.raises(errors.CorruptCheckpointError, match="another checkpoint has replaced this one"):
+        await opened.tensor("w")
