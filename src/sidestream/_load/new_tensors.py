@@ -61,8 +61,8 @@ def new_tensors(
         entry = entries[fqn]
         assert isinstance(entry, TensorEntry)
         dtype = dtypes.get(fqn, entry.dtype)
-        foreign = dtype == entry.dtype and len(entry.chunks) == 1 and entry.chunks[0].told is not None
-        if foreign and 0 not in entry.shape:
+        told = dtype == entry.dtype and len(entry.chunks) == 1 and entry.chunks[0].told is not None
+        if told and 0 not in entry.shape:
             storages.setdefault((entry.chunks[0].file, entry.chunks[0].item_offset), []).append(fqn)
             continue
         identity = _identity(entry) or fqn
@@ -93,8 +93,8 @@ def _add_views(
     (chunk,) = first.chunks
     assert chunk.told is not None
     nbytes = chunk.told.payload_bytes
-    whole_chunk = replace(chunk, offsets=(0,), sizes=(nbytes,), told=ForeignPayload(chunk.told.crc, nbytes))
-    storage = TensorEntry(first.path, "uint8", (nbytes,), (whole_chunk,))
+    told = ForeignPayload(chunk.told.crc, nbytes)
+    storage = TensorEntry(first.path, "uint8", (nbytes,), (replace(chunk, offsets=(0,), sizes=(nbytes,), told=told),))
     memory = _new(fqns[0], storage.shape, storage.dtype, device)
     new.wanted.append(Wanted(fqns[0], storage, whole(storage), memory))
     for fqn, view in zip(fqns, views, strict=True):

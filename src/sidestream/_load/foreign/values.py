@@ -95,7 +95,7 @@ async def read_values(
     Raises ``UnsafeObjectError``, with the FQN, for objects that are neither data nor of the types in ``allow``, and
     ``CorruptCheckpointError``.
     """
-    values, rest = await io_threads().run(_values_in_manifest, entries, manifest.own)
+    values, rest = await io_threads().run(_told_values, entries, manifest.own)
     budgets = ValueBudgets()
     for fqn, entry in rest.items():
         values[fqn] = await _read_value(source, fqn, entry, allow, trust, budgets)
@@ -113,9 +113,7 @@ class ValueBudgets:
 
 
 @sliced
-def _values_in_manifest(
-    entries: Mapping[str, ValueEntry], own: bool
-) -> Steps[tuple[dict[str, Any], dict[str, ValueEntry]]]:
+def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> Steps[tuple[dict[str, Any], dict[str, ValueEntry]]]:
     """Return the values that the manifest contains, and the entries of the others. Raises ``MissingExtraError``."""
     values: dict[str, Any] = {}
     rest: dict[str, ValueEntry] = {}
