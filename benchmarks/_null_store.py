@@ -27,6 +27,7 @@ _ENTRY = (
     b"<Contents><Key>%s</Key><LastModified>2026-11-21T00:00:00.000Z</LastModified><ETag>&quot;e&quot;</ETag>"
     b"<Size>%d</Size><StorageClass>STANDARD</StorageClass></Contents>"
 )
+_BELOW = b"<CommonPrefixes><Prefix>%s</Prefix></CommonPrefixes>"
 _ABSENT = b"<Error><Code>NoSuchKey</Code><Message>nothing is kept here</Message></Error>"
 
 
@@ -71,11 +72,18 @@ class Connection:
         return head % (status, more, len(content)) + content
 
     def _listed(self, bucket: bytes, query: bytes) -> bytes:
-        """All that begins with the prefix, as if it were directly below."""
-        prefix = parse_qs(query).get(b"prefix", [b""])[0]
-        start = b"/" + bucket + b"/"
-        found = [(path[len(start) :], size) for path, size in self._sizes.items() if path.startswith(start + prefix)]
-        return _LISTED % (len(found), b"".join(_ENTRY % one for one in found))
+        """What begins with the prefix; with a delimiter, what lies directly below."""
+        asked = parse_qs(query)
+        prefix, delimiter = asked.get(b"prefix", [b""])[0], asked.get(b"delimiter", [b""])[0]
+        start = len(bucket) + 2
+        names = {path[start:]: size for path, size in self._sizes.items() if path[start:].startswith(prefix)}
+        below: dict[bytes, None] = {}
+        if delimiter:
+            cut = len(prefix)
+            below = dict.fromkeys(prefix + n[cut:].partition(delimiter)[0] for n in names if delimiter in n[cut:])
+            names = {name: size for name, size in names.items() if delimiter not in name[cut:]}
+        entries = [_ENTRY % one for one in names.items()] + [_BELOW % (name + delimiter) for name in below]
+        return _LISTED % (len(entries), b"".join(entries))
 
     def _take_content(self, headers: dict[bytes, bytes]) -> int:
         if b"chunked" not in headers.get(b"transfer-encoding", b""):

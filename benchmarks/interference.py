@@ -4,20 +4,23 @@
 
 Each line is a process of its own, which trains (a loop of pure Python, or of torch with one thread) and saves, first
 once from cold, then ``--rounds`` times. Before and after each save it trains alone for a second, and what it does in
-that time is what it would have done. The columns:
+that time is what it would have done. In the tables ``python thread`` and ``torch thread`` the trainer has a thread of
+its own, as with ``asyncio.to_thread``, and the event loop is idle; in the others it has the loop's. The columns:
 
 ``kept %``: of that speed, from the call to the acknowledgement (median of the warm saves, as below).
 ``stall ms``: the longest step of a save, beyond a usual one; ``worst ms``: of all.
-``lost s/GB``: training time lost.
+``lost s/GB``: training time lost. ``lost ms``: in each save.
 ``cpu s``: processor time in the trainer's process, outside the thread of the loop (of that, ``stall`` tells).
 ``first s``, ``warm s``: from the call to the acknowledgement.
+``wakes``: how often the other threads of the trainer's process, the loop's included, gave up a core to wait.
 ``fds``: the trainer's descriptors at their most, above those before.
 ``child MB``: what the other process has for itself at most, shared memory not counted.
 
 The line ``alone`` says what the machine itself does to the loop in a second without a save. ``copy`` saves nothing: one
-thread copies the bytes, in a single call, the least that any save beside a training needs. The limit of descriptors is
-raised to what the system allows: DCP's process needs some for each tensor. In the line ``process apart`` the trainer
-has the first core to itself, and the process the others (``WriterProcess(affinity=...)``).
+thread copies the bytes, in a single call, the least that any save beside a training needs. ``bare process`` neither:
+another process reads the bytes out of the trainer's memory, computes checksums, writes and syncs. The limit of
+descriptors is raised to what the system allows: DCP's process needs some for each tensor. In the line ``process apart``
+the trainer has the first core to itself, and the process the others (``WriterProcess(affinity=...)``).
 
 Everybody makes its checkpoint durable (fsync). DCP's process needs ``torch.distributed``: a group of one, over gloo.
 """
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -35,8 +39,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -47,8 +53,8 @@ import torch
 from _common import describe, headline, still_heap, write_json
 
 SHAPES = {"64x16MB": (64, 4 << 20), "10000x1KiB": (10_000, 256)}
-LOOPS = ("python", "torch")
-KINDS = ("alone", "copy", "thread", "process", "process apart", "dcp thread", "dcp process")
+LOOPS = ("python", "torch", "python thread", "torch thread")
+KINDS = ("alone", "copy", "bare process", "thread", "process", "process apart", "dcp thread", "dcp process")
 ALONE_S = 1.0
 Save = Callable[[dict[str, Any], Path], Awaitable[None]]
 
@@ -71,17 +77,34 @@ def torch_step() -> None:
         x = torch.relu(x @ WEIGHT) * 0.01
 
 
-class Trainer:
-    """Steps, one after the other, on the event loop; when each of them ended."""
-
+class Trainer(ABC):
     def __init__(self, step: Callable[[], None]) -> None:
         self.step = step
 
-    async def until(self, done: Callable[[], bool]) -> tuple[int, float, float]:
+    @abstractmethod
+    async def until(self, done: asyncio.Future[Any]) -> tuple[int, float, float]:
         """How many steps were done, in how many seconds, and the longest of them."""
+
+    @abstractmethod
+    def cpu_s(self) -> float:
+        """Processor time of its thread."""
+
+    async def alone(self) -> float:
+        """Steps per second."""
+        count, seconds, _ = await self.until(asyncio.ensure_future(asyncio.sleep(ALONE_S)))
+        return count / seconds
+
+    def close(self) -> None:
+        return
+
+
+class OnTheLoop(Trainer):
+    """Steps, one after the other, on the event loop; when each of them ended."""
+
+    async def until(self, done: asyncio.Future[Any]) -> tuple[int, float, float]:
         start = before = time.perf_counter()
         count, longest = 0, 0.0
-        while not done():
+        while not done.done():
             self.step()
             await asyncio.sleep(0)
             now = time.perf_counter()
@@ -90,21 +113,64 @@ class Trainer:
             count += 1
         return count, before - start, longest
 
-    async def alone(self) -> float:
-        """Steps per second."""
-        end = time.perf_counter() + ALONE_S
-        count, seconds, _ = await self.until(lambda: time.perf_counter() >= end)
-        return count / seconds
+    def cpu_s(self) -> float:
+        return time.thread_time()
+
+
+class InAThread(Trainer):
+    """Steps, one after the other, in a thread. The loop waits, as it does for ``asyncio.to_thread``."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        super().__init__(step)
+        self._ends: list[float] = []
+        self._cpu_s = 0.0
+        self._closing = False
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+
+    def _train(self) -> None:
+        while not self._closing:
+            self.step()
+            self._ends.append(time.perf_counter())
+            self._cpu_s = time.thread_time()
+
+    async def until(self, done: asyncio.Future[Any]) -> tuple[int, float, float]:
+        start, first = time.perf_counter(), len(self._ends)
+        await asyncio.wait([done])
+        seconds, ends = time.perf_counter() - start, self._ends[first:]
+        gaps = [later - earlier for earlier, later in itertools.pairwise([start, *ends, start + seconds])]
+        return len(ends), seconds, max(gaps)
+
+    def cpu_s(self) -> float:
+        return self._cpu_s
+
+    def close(self) -> None:
+        self._closing = True
+        self._thread.join()
+
+
+def wakes(besides: int | None) -> dict[str, int]:
+    """How often each thread of this process but one has given up its core to wait."""
+    found: dict[str, int] = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            if task.name != str(besides):
+                lines = (task / "status").read_text().splitlines()
+                found[task.name] = int(next(x for x in lines if x.startswith("voluntary")).split()[1])
+    return found
 
 
 async def saved(trainer: Trainer, save: Save, state: dict[str, Any], url: Path) -> dict[str, float]:
     """One save beside the training. The call itself counts as a step that takes as long as it blocks."""
     before = await trainer.alone()
-    start, others = time.perf_counter(), time.process_time() - time.thread_time()
+    trains = trainer._thread.native_id if isinstance(trainer, InAThread) else None
+    waited = wakes(trains)
+    start, others = time.perf_counter(), time.process_time() - trainer.cpu_s()
     task = asyncio.ensure_future(save(state, url))
-    steps, seconds, longest = await trainer.until(task.done)
+    steps, _, longest = await trainer.until(task)
     seconds = time.perf_counter() - start
-    others = time.process_time() - time.thread_time() - others
+    others = time.process_time() - trainer.cpu_s() - others
+    waits = sum(count - waited.get(thread, 0) for thread, count in wakes(trains).items())
     await task
     shutil.rmtree(url, ignore_errors=True)
     rate = (before + await trainer.alone()) / 2
@@ -114,6 +180,7 @@ async def saved(trainer: Trainer, save: Save, state: dict[str, Any], url: Path) 
         "stall": longest - 1 / rate,
         "lost": seconds - steps / rate,
         "cpu": others,
+        "wakes": waits,
     }
 
 
@@ -174,10 +241,35 @@ async def run_copy(measure: Callable[[Save], Awaitable[None]], nbytes: int) -> N
     await measure(save)
 
 
+async def run_bare(measure: Callable[[Save], Awaitable[None]], state: dict[str, Any], directory: Path) -> None:
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).with_name("_bare_copy.py")),
+        str(nbytes),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    await process.stdout.readline()
+    pieces = [(tensor.data_ptr(), tensor.nbytes) for tensor in state.values()]
+    asked = (json.dumps([str(directory / "bare"), pieces]) + "\n").encode()
+
+    async def save(state: dict[str, Any], url: Path) -> None:
+        process.stdin.write(asked)  # type: ignore[union-attr]
+        await process.stdout.readline()  # type: ignore[union-attr]
+
+    await measure(save)
+    process.stdin.close()
+    await process.wait()
+
+
 async def one(kind: str, shape: str, loop: str, rounds: int, directory: Path) -> dict[str, Any]:
     tensors, elements = SHAPES[shape]
     state = {f"layer.{number}.weight": torch.full((elements,), float(number)) for number in range(tensors)}
-    trainer = Trainer(python_step if loop == "python" else torch_step)
+    step = python_step if loop.startswith("python") else torch_step
+    trainer = InAThread(step) if loop.endswith("thread") else OnTheLoop(step)
     found: dict[str, Any] = {"gb": tensors * elements * 4 / 1e9, "saves": []}
     still_heap()
     print("ready", flush=True)
@@ -185,12 +277,15 @@ async def one(kind: str, shape: str, loop: str, rounds: int, directory: Path) ->
     async def measure(save: Save) -> None:
         for number in range(1 + rounds):
             found["saves"].append(await saved(trainer, save, state, directory / f"c{number}"))
+        trainer.close()
 
     name = kind.rpartition(" ")[2]
     if kind == "alone":
         await run_alone(measure)
     elif kind == "copy":
         await run_copy(measure, tensors * elements * 4)
+    elif kind == "bare process":
+        await run_bare(measure, state, directory)
     elif kind.startswith("dcp"):
         await run_dcp(name, measure, directory)
     else:
@@ -261,6 +356,9 @@ def measured(kind: str, shape: str, loop: str, rounds: int, directory: Path) -> 
         "worst_ms": 1e3 * max(one["stall"] for one in warm),
         "cpu_s": statistics.median(one["cpu"] for one in warm),
         "lost_s_per_gb": statistics.median(one["lost"] for one in warm) / found["gb"],
+        "lost_ms": 1e3 * statistics.median(one["lost"] for one in warm),
+        "least_lost_ms": 1e3 * min(one["lost"] for one in warm),
+        "wakes": statistics.median(one["wakes"] for one in warm),
         "first_s": first["seconds"],
         "first_stall_ms": 1e3 * first["stall"],
         "warm_s": statistics.median(one["seconds"] for one in warm),
@@ -270,18 +368,20 @@ def measured(kind: str, shape: str, loop: str, rounds: int, directory: Path) -> 
     }
 
 
-HEAD = "{:12} {:>6} {:>9} {:>9} {:>10} {:>7} {:>8} {:>7} {:>5} {:>9}".format(
-    "", "kept %", "stall ms", "worst ms", "lost s/GB", "cpu s", "first s", "warm s", "fds", "child MB"
-)
+HEAD = "{:13} {:>6} {:>9} {:>9} {:>10} {:>8} {:>6} {:>6} {:>7} {:>8} {:>7} {:>5} {:>9}".format(
+    "", "kept %", "stall ms", "worst ms", "lost s/GB", "lost ms", "best", "wakes", "cpu s", "first s", "warm s", "fds",
+    "child MB",
+)  # fmt: skip
 
 
 def line(one: dict[str, Any]) -> str:
     if "failed" in one:
-        return f"{one['kind']:12} failed: {one['failed'][:100]}"
+        return f"{one['kind']:13} failed: {one['failed'][:100]}"
     figures = (100 * one["kept"], one["stall_ms"], one["worst_ms"])
-    rest = (one["lost_s_per_gb"], one["cpu_s"], one["first_s"], one["warm_s"], one["fds"], one["child_mb"])
-    form = "{:12} {:6.1f} {:9.1f} {:9.1f} {:10.2f} {:7.2f} {:8.2f} {:7.2f} {:5d} {:9.0f}"
-    return form.format(one["kind"], *figures, *rest)
+    lost = (one["lost_s_per_gb"], one["lost_ms"], one["least_lost_ms"], one["wakes"])
+    rest = (one["cpu_s"], one["first_s"], one["warm_s"], one["fds"], one["child_mb"])
+    form = "{:13} {:6.1f} {:9.1f} {:9.1f} {:10.2f} {:8.1f} {:6.1f} {:6.0f} {:7.2f} {:8.2f} {:7.2f} {:5d} {:9.0f}"
+    return form.format(one["kind"], *figures, *lost, *rest)
 
 
 def main() -> None:

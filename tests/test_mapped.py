@@ -115,9 +115,9 @@ async def test_a_device(tmp_path: Path) -> None:
         with pytest.raises(errors.InvalidOptionError, match="device="):
             await checkpoint.tensor("w", device=device)
     for absent in ("cuda:99", "xpu", "hpu"):
-        with pytest.raises(errors.InvalidOptionError, match=f"'{absent}' is no device of this machine"):
+        with pytest.raises(errors.InvalidOptionError, match=f"'{absent}' is not a device of this machine"):
             await checkpoint.tensor("w", device=absent)
-        with pytest.raises(errors.InvalidOptionError, match=f"'{absent}' is no device of this machine"):
+        with pytest.raises(errors.InvalidOptionError, match=f"'{absent}' is not a device of this machine"):
             await checkpoint.state_dict(memory=torch.device(absent))
 
 

@@ -34,8 +34,8 @@ RETIRED_PHRASES = ("as ever", "hear of", "hears", "in a hurry", "knows no more t
 """Phrases that no docstring, comment or message of the package has any more."""
 
 PLAIN_ROOMS = (
-    "__init__", "_convert", "_format", "_group", "_layout", "_runtime", "_staging", "_worker", "blocking",
-    "checkpointer", "cli", "dcp", "errors", "events", "options", "signing",
+    "__init__", "_convert", "_format", "_group", "_layout", "_load", "_run", "_runtime", "_save", "_staging",
+    "_storage", "_worker", "blocking", "checkpointer", "cli", "dcp", "errors", "events", "options", "signing",
 )  # fmt: skip
 """The rooms whose docstrings, comments and messages have none of ``RIDDLES``."""
 

@@ -151,8 +151,11 @@ def __getattr__(name: str) -> Any:
         return metadata.version("sidestream")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ._runtime.imports import importing
+
     # All at once: a program that makes a Checkpointer at start-up should not import the rest during the first save.
-    globals().update({each: getattr(import_module(f".{home}", __name__), each) for each, home in _HOMES.items()})
+    with importing():
+        globals().update({each: getattr(import_module(f".{home}", __name__), each) for each, home in _HOMES.items()})
     return globals()[name]
 
 

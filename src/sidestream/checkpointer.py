@@ -1,4 +1,4 @@
-"""``Checkpointer``: the checkpoints of one run, step by step."""
+"""``Checkpointer``: saving, restoring and deleting the checkpoints of one run."""
 
 from __future__ import annotations
 
@@ -160,16 +160,19 @@ class Checkpointer:
     # --- saving ---
 
     async def prewarm(self, state: Mapping[str, Any] | None = None) -> None:
-        """Do now what the first save of ``state`` would have to do. Nothing is copied.
+        """Do now what the first save of ``state`` would have to do. Nothing is copied or written.
 
-        The writer process is started, if there is one, staging memory is mapped, and in a run of one process the save
-        is planned. A cancel leaves what has been done by then.
+        The clients of an object store are imported and connected, the writer process is started, if there is one,
+        staging memory is mapped, and in a run of one process the save is planned. A cancel leaves what has been done by
+        then.
 
         Args:
-            state: The state that will be saved. None: only start the writer process. What is wrong with it is raised by
-                the save.
+            state: The state that will be saved. None: only connect and start the writer process. What is wrong with it
+                is raised by the save.
 
         Raises:
+            StorageError, MissingExtraError, InvalidOptionError, DeadlineExceededError: The store does not answer, or
+                refuses to list the run.
             WriterProcessError: The process could not be started.
             ArenaExhaustedError: The memory does not fit the budget of the stager.
             ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
@@ -442,7 +445,7 @@ class Checkpointer:
             check_step(after)
         return Watch(self._run.store, after=after, poll_s=poll_s, timeout_s=self._run.timeout_s)
 
-    # --- looking after the run ---
+    # --- maintenance of the run ---
 
     async def prune(self, *, dry_run: bool = False) -> Pruned:
         """Delete the steps that ``keep`` does not keep, and what dead writers left. This is done after every save, too.
@@ -527,7 +530,7 @@ class Checkpointer:
         return None if self._preemption is None else self._preemption.requested
 
     async def _save_all(self, save: Callable[[], tuple[Mapping[str, Any], int] | None] | None) -> None:
-        """Finish the saves in progress, also if the last save fails."""
+        """Do the last save on preemption, and wait for all saves in progress, also if the last one fails."""
         try:
             last = None if save is None else save()
             if last is not None:
@@ -547,7 +550,7 @@ class Checkpointer:
             with self._run.time_limit():
                 return await self._pruner.run(self._saves.protected)
 
-    # --- its life ---
+    # --- entering and closing ---
 
     async def aclose(self) -> None:
         """Wait for the saves in progress, their exports and the pruning after them, and free the staging memory.
@@ -564,7 +567,7 @@ class Checkpointer:
         try:
             await self._all_ended()
             if self._preemption is not None:
-                await self._preemption.ended()  # its last save may have come meanwhile
+                await self._preemption.ended()  # its last save may have begun meanwhile
                 await self._all_ended()
         except asyncio.CancelledError:
             self._saves.cancel()
@@ -593,7 +596,7 @@ class Checkpointer:
         )
 
     def __exit__(self, *_: object) -> None:
-        """Never called, because ``__enter__`` raises. Without this method Python would raise its own error first."""
+        """Do nothing: ``__enter__`` raises. Without this method Python would raise its own error first."""
 
     async def __aenter__(self) -> Checkpointer:
         loop = running_loop("Checkpointer")
@@ -604,7 +607,7 @@ class Checkpointer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, KeyboardInterrupt):  # asyncio makes a cancel of the first Ctrl-C: this is the second
+        if isinstance(error, KeyboardInterrupt):  # the second Ctrl-C: asyncio turns the first one into a cancel
             self._saves.cancel()
         try:
             await self.aclose()

@@ -42,7 +42,7 @@ class Mutant:
 
 _SYNC_NEW = """            os.fsync(descriptor)
         finally:
-            os.close(descriptor)  # an error that NFS"""
+            os.close(descriptor)  # its errors count"""
 _SYNC_DIRECTORY = """        os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 from .._runtime.steps import Steps, collected
 from .checksum import block_count, pack_crcs, unpack_crcs
@@ -22,10 +22,18 @@ _FRAME = struct.Struct("<QIIII")  # bytes of the payload, header, trailer; where
 _ITEM = struct.Struct("<IQ")
 _WINDOW = struct.Struct("<QQII")
 _CRC_BYTES = 4
+_MANY = 256  # items of less than a microsecond in a step
 
 
 def pack_layout(layout: ShardLayout) -> Steps[bytes]:
-    """Encode ``layout``. Takes some microseconds for each item."""
+    """Encode ``layout``. The first time takes some microseconds for each item; ``layout`` keeps the result."""
+    packed: bytes | None = layout.derived.get("packed")
+    if packed is None:
+        packed = layout.derived["packed"] = yield from _pack(layout)
+    return packed
+
+
+def _pack(layout: ShardLayout) -> Steps[bytes]:
     numbers: dict[int, int] = {}
     frames: list[Frame] = []
     items = bytearray()
@@ -79,11 +87,11 @@ def unpack_sums(layout: ShardLayout, crcs: bytes, digests: bytes, into: BlockSum
 
 
 def _distribute(layout: ShardLayout, packed: bytes, each_bytes: int, into: list[bytes]) -> Steps[None]:
-    at = 0
-    for index, item in enumerate(layout.items):
-        end = at + block_count(item.frame.payload_bytes) * each_bytes
-        into[index] = packed[at:end]
-        at = end
-        yield
-    if at != len(packed):
-        raise ValueError(f"{len(packed)} bytes of checksums were received, this shard has {at}")
+    ends: list[int] | None = layout.derived.get("block_ends")
+    if ends is None:
+        counts = (block_count(item.frame.payload_bytes) for item in layout.items)
+        ends = layout.derived["block_ends"] = yield from collected(accumulate(counts, initial=0), _MANY)
+    if ends[-1] * each_bytes != len(packed):
+        raise ValueError(f"{len(packed)} bytes of checksums were received, this shard has {ends[-1] * each_bytes}")
+    slices = (packed[start * each_bytes : end * each_bytes] for start, end in pairwise(ends))
+    into[:] = yield from collected(slices, _MANY)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from .._runtime.steps import Steps
 from .checksum import Burst, block_count, block_crcs, combine, crc32, join_blocks, pack_crcs
@@ -78,6 +78,8 @@ class ShardLayout:
     nbytes: int
     items: tuple[Placed, ...]
     windows: tuple[Window, ...]
+    derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What takes long to compute from the rest (``layout_bytes.py``): the layout is used again from save to save."""
 
 
 def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> Steps[list[ShardLayout]]:

@@ -46,9 +46,9 @@ class PlacedBox(NamedTuple):
 
 
 class SharedRow(NamedTuple):
-    """A row. ``kind`` is ``"tensor"``, ``"value"``, ``"empty"`` or ``"composite"``. ``pattern`` is the number of a tensor's
-    pattern, the rank that has written a value, or -1. ``composite`` is the entry of a composite tensor, whose parts
-    have rows of their own."""
+    """A row. ``kind`` is ``"tensor"``, ``"value"``, ``"empty"`` or ``"composite"``. ``pattern`` is the number of a
+    tensor's pattern, the rank that has written a value, or -1. ``composite`` is the entry of a composite tensor, whose
+    parts have rows of their own."""
 
     kind: str
     fqn: str

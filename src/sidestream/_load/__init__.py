@@ -1,1 +1,1 @@
-"""Loads: a checkpoint is opened, matched with the target, read, verified and applied."""
+"""Loads: opening a checkpoint, matching it with the target, reading, verifying and applying it."""

@@ -1,4 +1,4 @@
-"""``load``: a checkpoint into a live state dict, in place."""
+"""The function ``load``, which loads a checkpoint into a live state dict in place."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ async def load_from(
     context: LoadContext,
     operation: Operation | None = None,
 ) -> LoadReport:
-    """``load`` from a resolved location. ``context`` is for the events of the load; ``operation`` is set where several
-    ranks load."""
+    """Load from a resolved location. ``context`` is for the events of the load. ``operation`` is set if several ranks
+    load."""
     deadline = Deadline.after(request.options.timeout_s)
     changed = "its threads have stopped; tensors may have been changed"
     if operation is not None:

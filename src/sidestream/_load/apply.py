@@ -1,4 +1,4 @@
-"""The end of a load: values into their places, and objects given their new state."""
+"""The end of a load: plain values are put into their places, and objects receive their new state."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ..errors import LoadStateDictError, indented
 __all__ = ["Handover", "hand_over", "prepare"]
 
 _SLICE = 1024
-_INTEGER = re.compile("0|[1-9][0-9]*")  # as str() formats an integer: "007" and digits of other scripts are names
+_INTEGER = re.compile("0|[1-9][0-9]*")  # what str() of an integer returns: "007" and digits of other scripts are names
 _PLAIN = frozenset({dict, list, OrderedDict})
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Plain values by the leaf that they replace, and the state dict of each object, ready to be handed to it.
+    """The plain values with the leaves that they replace, and the state dict for each object.
 
-    ``assigned`` are the values that are put into containers of the caller's own classes. These and the objects are in
-    the same order on all ranks, because their code may run a collective."""
+    ``assigned`` are the values that are put into containers of the caller's own classes. These values and the objects
+    are in the same order on all ranks, because the code of the caller may run a collective."""
 
     values: tuple[tuple[Leaf, Any], ...]
     assigned: tuple[tuple[Leaf, Any], ...]
@@ -44,8 +44,9 @@ class Handover:
 def prepare(
     plan: LoadPlan, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, own: bool
 ) -> Steps[Handover]:
-    """In a thread, before anything is read into ``tensors``, and once more if composite tensors had to be made of what
-    was read. Raises ``CorruptCheckpointError`` for paths that do not fit together."""
+    """Return the values and state dicts to hand over. Called in a thread before anything is read into ``tensors``, and
+    again if composite tensors were made from what was read. Raises ``CorruptCheckpointError`` for paths that contradict
+    each other."""
     plain: list[tuple[Leaf, Any]] = []
     assigned: list[tuple[Leaf, Any]] = []
     for leaf, _ in plan.values:
@@ -58,13 +59,14 @@ def prepare(
 
 
 def _order(path: tuple[Key, ...]) -> tuple[str, ...]:
-    """The sort key of a path, in the order in which ``state_dict()`` of objects is called."""
+    """Return the sort key of a path. It gives the order in which ``state_dict()`` of objects is called."""
     keys = (key.value if isinstance(key, DictKey) else key for key in path)
     return tuple(key_order(key, index=type(place) is int) for key, place in zip(keys, path, strict=True))
 
 
 async def hand_over(handover: Handover) -> None:
-    """On the caller's thread: the holders of values and ``load_state_dict`` are the user's own. Safe to repeat."""
+    """Put the values into their places, and call ``load_state_dict`` of the objects. Runs in the caller's thread,
+    because containers and objects are those of the caller. May be repeated."""
     for number, (leaf, value) in enumerate(handover.values, 1):
         leaf.holder[leaf.slot] = value
         if number % _SLICE == 0:
@@ -96,10 +98,10 @@ def _state_dict(
                 yield leaf.path, leaf.value.tensor if isinstance(leaf.value, CompositeLeaf) else leaf.value
 
     depth = len(stateful.path)
-    # A Stateful whose own state dict is empty stands as one empty entry at its own path.
+    # A Stateful whose own state dict is empty was saved as one empty entry at its own path.
     below = ((path[depth:], value) for path, value in leaves())
     state_dict = run_sliced(assemble((path, value) for path, value in below if path))
-    if stateful.versions is not None:  # without it a module takes its state dict for one of its first version
+    if stateful.versions is not None:  # without them a module assumes a state dict of its first version
         state_dict = OrderedDict(state_dict)
         state_dict._metadata = stateful.versions  # type: ignore[attr-defined]
     return state_dict
@@ -122,7 +124,8 @@ def _load_stateful(stateful: StatefulLoad, state_dict: dict[Any, Any]) -> None:
 
 
 def _with_integer_keys(path: tuple[Key, ...], stateful: StatefulLoad) -> tuple[Key, ...]:
-    """DCP turns the integer keys of an optimizer's state into strings; the template, or the class, says where."""
+    """Return ``path`` with integers for those keys that DCP has turned into strings, such as the keys of the state of
+    an optimizer. The template, or the class of the object, shows which keys were integers."""
     plain = plain_path(path)
     in_optimizer = isinstance(stateful.instance, torch.optim.Optimizer)
     start = len(stateful.path)

@@ -1,4 +1,4 @@
-"""Memory that the bytes of a checkpoint are read into, and the checks of these bytes while they are read."""
+"""The memory into which the bytes of a checkpoint are read, and the checks of these bytes while they are read."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _BURST_BYTES = 4 * BLOCK_BYTES
 
 
 class Scratch:
-    """Memory for what cannot be read to its place, used again and again: touching new pages costs more than reading."""
+    """Memory for bytes that cannot be read to their place directly. It is used again, because touching new pages costs
+    more than reading."""
 
     def __init__(self) -> None:
-        self._spare: list[mmap.mmap] = []  # as many as batches are in flight at once; list methods are atomic
+        self._spare: list[mmap.mmap] = []  # one for each batch in flight; list methods are atomic
 
     def take(self, nbytes: int) -> Memory:
         if nbytes <= 1 << 16:
-            return bytearray(nbytes)  # a large one would be cleared, page by page, while the GIL is held
+            return bytearray(nbytes)  # only for few bytes: clearing the pages of a large one would hold the GIL
         try:
             spare: mmap.mmap | None = self._spare.pop()
         except IndexError:
@@ -42,20 +43,21 @@ class Scratch:
             return mmap.mmap(-1, nbytes)
 
     def give_back(self, memory: Memory | None) -> None:
-        """Only what no thread reads into any more."""
+        """Give back memory into which no thread reads any more."""
         if isinstance(memory, mmap.mmap):
             self._spare.append(memory)
 
 
 def memory_of(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
-    """``nbytes`` of the memory of a tensor, from byte ``start`` on. The view keeps the tensor alive."""
+    """Return ``nbytes`` of the memory of a tensor, from byte ``start`` on. The view keeps the tensor alive."""
     array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)
     array.owner = tensor  # type: ignore[attr-defined]  # a thread that hangs in a read keeps its target alive
     return memoryview(array).cast("B")
 
 
 class Check:
-    """Compares a range with its checksums, if it has any, while it is read. Raises ``CorruptCheckpointError``."""
+    """The comparison of a range with its checksums, if it has any, while it is read. Raises
+    ``CorruptCheckpointError``."""
 
     __slots__ = ("_crc", "_done", "_range")
 
@@ -68,7 +70,7 @@ class Check:
         if self._range.crc is not None:
             self._take(piece, self._range.crc, self._range.nbytes, 0)
         elif self._range.crcs is not None:
-            # To compute a CRC takes a fraction of the time that it costs to get the GIL back from a busy loop.
+            # Computing a CRC takes less time than getting the GIL back from a busy loop.
             with holding_gil() if len(piece) > _BURST_BYTES else nullcontext():
                 self._blocks(piece, self._range.crcs)
 

@@ -1,4 +1,4 @@
-"""``open_checkpoint``: look into a checkpoint and take from it what is needed."""
+"""The function ``open_checkpoint``, and ``Checkpoint``, which reads parts of a checkpoint."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def open_from(
     trust: Trust,
     run: str | None = None,
 ) -> Checkpoint:
-    """``open_checkpoint`` of a resolved location; ``run`` is the URL of the run that it belongs to."""
+    """Open the checkpoint at a resolved location. ``run`` is the URL of the run that it belongs to."""
     running_loop("open_checkpoint")
     check_verify(verify)
     check_choice("trust", trust, Trust)
@@ -161,7 +161,7 @@ async def open_from(
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What one call on a ``Checkpoint`` reads from."""
+    """The source of the files for one call on a ``Checkpoint``, and the lifecycle of the call."""
 
     source: RangeSource
     lifecycle: LoadLifecycle
@@ -440,7 +440,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         progress: Progress | None,
         dtype: Dtypes | None = None,
     ) -> Mapping[str, Any]:
-        """Return the content of ``entries``, which have the parts of composite tensors too."""
+        """Return the content of ``entries``, which include the parts of composite tensors."""
         source = files.source
         kinds = await io_threads().run(_by_kind, entries)
         fqns, composites = kinds.tensors, kinds.composites
@@ -505,7 +505,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
 
     @asynccontextmanager
     async def _files(self, call: ReadCall) -> AsyncIterator[_Files]:
-        """The files of the checkpoint, for one call and under its time limit. Raises ``CorruptCheckpointError``."""
+        """Open the files of the checkpoint for one call, with its time limit. Raises ``CorruptCheckpointError``."""
         with reading(call, self.url) as lifecycle, self._time_limit():
             async with aclosing(self._location.source()) as source:
                 with self._all_there():
@@ -530,7 +530,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         return Entries(chosen)
 
     async def _refuse(self, source: RangeSource, opaque: Mapping[str, OpaqueEntry]) -> None:
-        """Raise an error for the first of these tensors, if there are any, with their number."""
+        """Raise an error if there are such tensors. It names the first one, and says how many there are."""
         if not opaque:
             return
         with self._all_there():
@@ -555,7 +555,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
 
     @contextmanager
     def _all_there(self) -> Iterator[None]:
-        """A file that was there when the checkpoint was opened, and is not any more."""
+        """Raise ``CorruptCheckpointError`` if a file is missing that was there when the checkpoint was opened."""
         try:
             yield
         except FileNotFoundError as error:
@@ -578,7 +578,7 @@ def _device(device: object) -> torch.device:
     try:
         found: torch.device = torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
-        raise InvalidOptionError(f"device={device!r} is no device: {error}") from None
+        raise InvalidOptionError(f"device={device!r} is not a device: {error}") from None
     if found.type == "meta":
         raise InvalidOptionError('device="meta" has no memory to load into')
     return found
@@ -607,7 +607,7 @@ def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) 
 
 @dataclass(frozen=True, slots=True)
 class _Kinds:
-    """Entries by kind: tensors, plain values, tensors that consist of others, and those that cannot be read."""
+    """Entries by kind: tensors, plain values, tensors that consist of others, and tensors that cannot be read."""
 
     tensors: dict[str, TensorEntry | Row] = field(default_factory=dict)
     values: dict[str, ValueEntry] = field(default_factory=dict)
@@ -633,7 +633,7 @@ def _by_kind(entries: Mapping[str, Entry]) -> Steps[_Kinds]:
 
 @sliced
 def _converted(kinds: _Kinds, dtype: Dtypes) -> Steps[dict[str, str]]:
-    """Return what tensors are converted to, for those that do not keep their dtype. Parts of others keep it."""
+    """Return the new dtypes of the tensors that are converted. Parts of composite tensors keep their dtype."""
     found: dict[str, str] = {}
     parts = all_parts(kinds.composites)
     for fqn, one in kinds.tensors.items():
@@ -650,8 +650,8 @@ def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any
 
 
 def _indices(composites: Mapping[str, CompositeEntry]) -> set[str]:
-    """The parts of sparse tensors that say where the others belong: they are checked, and must not change after that,
-    as pages of a file can."""
+    """Return the parts of sparse tensors that contain indices. These are not mapped, because they are checked once, and
+    pages of a file can change after that."""
     sparse = ((fqn, one) for fqn, one in composites.items() if one.type in SPARSE_PARTS)
     return {f"{fqn}.{part}" for fqn, one in sparse for part in one.parts if part != "values"}
 

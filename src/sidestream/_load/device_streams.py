@@ -1,7 +1,8 @@
-"""Where the copies of a load go on devices: onto the streams that the caller computes on.
+"""The streams on which a load copies to devices. They are the current streams of the caller.
 
-So they come after what the caller has enqueued that may still use the old content, and the allocator counts new memory
-to the stream that will use it. The threads of a load have other current streams, in no order with those.
+So the copies are ordered after the work of the caller that may still use the old content, and the allocator assigns new
+memory to the stream that will use it. The threads of a load have other current streams, which are not ordered with
+those of the caller.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Streams", "current_streams", "streams_of"]
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The current streams of a thread, on some devices: ``sides`` are driver, device and stream."""
+    """The current streams of a thread on some devices. Each of ``sides`` is a driver, a device and a stream."""
 
     sides: Sequence[tuple[Driver, Hashable, Any]] = ()
 
@@ -34,8 +35,9 @@ class Streams:
 
     @contextmanager
     def current(self, what: str = "") -> Iterator[None]:
-        """Make these streams current in the calling thread, and the device of the last one its current device. An error
-        that a device reports in the ``with`` block becomes ``DeviceError``, which says ``what`` was being loaded."""
+        """Make these streams current in the calling thread, and make the device of the last one its current device. An
+        error that a device reports in the ``with`` block is converted to ``DeviceError``, which names ``what`` was
+        being loaded."""
         with _failing(what, self.devices), ExitStack() as stack:
             for driver, device, stream in self.sides:
                 driver.enter(device)
@@ -43,7 +45,8 @@ class Streams:
             yield
 
     def finish(self) -> None:
-        """Wait, in a worker thread, for what they were given so far: then every other stream may use it too."""
+        """Wait for the work that was enqueued on these streams so far. Then every other stream may use its results too.
+        Called in a worker thread."""
         with _failing("", self.devices):
             for driver, device, stream in self.sides:
                 driver.enter(device)
@@ -58,13 +61,13 @@ async def streams_of(devices: Collection[torch.device]) -> Streams:
     if not devices:
         return Streams()
     if any(device.type == "cuda" for device in devices) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # To start it takes seconds; until then the current streams of all threads are the same.
+        # Starting CUDA takes seconds. Until then all threads have the same current streams.
         return await io_threads().run(_current, devices)
     return run_in_calling_thread(_current, devices)
 
 
 def current_streams(devices: Collection[torch.device]) -> Streams:
-    """``streams_of``, in a thread that may block."""
+    """Return the current streams of this thread, which may block."""
     devices = [device for device in devices if device.type != "cpu"]
     return _current(devices) if devices else Streams()
 
@@ -73,7 +76,7 @@ def _current(devices: Collection[torch.device]) -> Streams:
     kind = torch.accelerator.current_accelerator(check_available=True)
     for device in devices:
         if kind is None or device.type != kind.type or (device.index or 0) >= torch.accelerator.device_count():
-            raise InvalidOptionError(f"{str(device)!r} is no device of this machine")
+            raise InvalidOptionError(f"{str(device)!r} is not a device of this machine")
     sides: list[tuple[Driver, Hashable, Any]] = []
     for device in devices:
         driver = driver_for(device)
@@ -84,13 +87,13 @@ def _current(devices: Collection[torch.device]) -> Streams:
             raise GraphCaptureError(
                 f"a graph is being captured on the current stream of {device}: load before or after the capture"
             )
-        sides.append((driver, stream.device, stream))  # "cuda" is the caller's current device, not a thread's
+        sides.append((driver, stream.device, stream))  # not ``device``: "cuda" depends on the thread
     return Streams(sides)
 
 
 @contextmanager
 def _failing(what: str, devices: Sequence[Hashable]) -> Iterator[None]:
-    """Convert an error that one of ``devices`` reports to ``DeviceError``, except that a device is out of memory."""
+    """Convert an error of one of ``devices`` to ``DeviceError``, unless the device is out of memory."""
     try:
         yield
     except (torch.AcceleratorError, DeviceError) as error:

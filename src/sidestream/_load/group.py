@@ -1,4 +1,4 @@
-"""What one of several ranks reads of a checkpoint's description, and what they have to agree on before they read on."""
+"""The opening of a checkpoint by the ranks of a group, and the checks that they all load the same checkpoint."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ManifestOutline:
-    """A checkpoint as one of several ranks opens it: ``manifest`` has everything that a template is compared with. If
-    ranks have saved it, the places of the bytes are missing, because each rank reads only the parts that it needs."""
+    """The description of a checkpoint that a rank of a group compares with its template. If several ranks have saved
+    the checkpoint, ``manifest`` lacks the places of the bytes, because each rank reads only the parts that it needs."""
 
     manifest: Manifest
     _root: Manifest | Root
 
     async def read_needed(self, source: RangeSource, plan: LoadPlan) -> Manifest:
-        """Return the checkpoint as far as ``plan`` needs it, validated: the parts of those ranks that wrote some of
-        it."""
+        """Return the part of the manifest that ``plan`` needs, validated. Only the parts of those ranks are read that
+        have written needed bytes."""
         root = self._root
         if isinstance(root, Manifest):
             return root
@@ -105,9 +105,10 @@ def _join(root: Root, parts: Mapping[int, RankPart], rows: set[int]) -> Manifest
 async def agree_on(
     operation: Operation, manifest: Manifest, plan: LoadPlan, url: str, replaced: Callable[[], Awaitable[bool]]
 ) -> None:
-    """Every rank has found what it needs, in the same checkpoint; and what one does not expect another one asks for.
+    """Check that all ranks have opened the same checkpoint, and that every unexpected entry of one rank is requested by
+    another rank.
 
-    Raises what ``one_checkpoint`` raises; on rank 0 ``UnexpectedKeysError``."""
+    Raises what ``one_checkpoint`` raises, and ``UnexpectedKeysError`` on rank 0."""
     unexpected, asked = await io_threads().run(_masks, manifest, plan)
     part = {"unexpected": _text(unexpected), "asked": _text(asked)}
     await one_checkpoint(operation, manifest, url, replaced, part, partial(_check_unexpected, manifest))
@@ -121,25 +122,27 @@ async def one_checkpoint(
     part: Mapping[str, Any],
     check: Callable[[Sequence[Mapping[str, Any]]], None],
 ) -> None:
-    """Every rank has opened the checkpoint that rank 0 has opened. ``check`` compares the ``part`` of all, on rank 0.
+    """Check that all ranks have opened the same checkpoint as rank 0. ``check`` compares the ``part`` of all ranks, on
+    rank 0.
 
-    Raises ``Stopped``; on rank 0 ``InvalidOptionError`` and what ``check`` raises. Raises ``StorageNotSharedError`` on
-    ranks whose checkpoint was ``replaced`` since they opened it; if there are none, on rank 0."""
+    Raises ``Stopped``, and on rank 0 ``InvalidOptionError`` and what ``check`` raises. If the checkpoints differ,
+    raises ``StorageNotSharedError`` on the ranks whose checkpoint was ``replaced`` since they opened it. If there are
+    no such ranks, raises it on rank 0."""
     known = {"save_id": manifest.save_id, "entries": len(manifest.entries)}
     planner = bool(part.get("planner"))
 
     async def decide(parts: Sequence[bytes]) -> bytes:
-        told = [json.loads(one) for one in parts]
-        for rank, one in enumerate(told):
+        received = [json.loads(one) for one in parts]
+        for rank, one in enumerate(received):
             if bool(one.get("planner")) != planner:
                 gives = "none" if planner else "one"
                 raise InvalidOptionError(
                     f"ranks that load together all give planner=, or none: rank {rank} gives {gives}"
                 )
-        for rank, one in enumerate(told):
+        for rank, one in enumerate(received):
             if {name: one[name] for name in known} != known:
                 return f"rank {rank} reads another checkpoint at this URL than rank 0".encode()
-        check(told)
+        check(received)
         return b""
 
     different = await operation.aexchange("match", json.dumps({**known, **part}).encode(), decide)
@@ -151,12 +154,12 @@ async def one_checkpoint(
 
     if await replaced():
         await refuse(())
-    await operation.aexchange("match again", b"", refuse)  # nobody has raised it: the ranks read two checkpoints
+    await operation.aexchange("match again", b"", refuse)  # rank 0 raises: storage is not shared
 
 
 @sliced
 def _masks(manifest: Manifest, plan: LoadPlan) -> Steps[tuple[int, int]]:
-    """As sets of bits, by the position of the entry."""
+    """Return the unexpected and the requested entries as sets of bits, by the position of the entry."""
     found = set(plan.unexpected)
     outside = set(plan.not_requested)
     bits = bytearray(len(manifest.entries) // 8 + 1), bytearray(len(manifest.entries) // 8 + 1)
@@ -174,9 +177,9 @@ def _text(mask: int) -> str:
     return base64.b64encode(mask.to_bytes(mask.bit_length() // 8 + 1, "little")).decode()
 
 
-def _check_unexpected(manifest: Manifest, told: Sequence[Mapping[str, Any]]) -> None:
+def _check_unexpected(manifest: Manifest, received: Sequence[Mapping[str, Any]]) -> None:
     unexpected = asked = 0
-    for one in told:
+    for one in received:
         unexpected |= int.from_bytes(base64.b64decode(one["unexpected"]), "little")
         asked |= int.from_bytes(base64.b64decode(one["asked"]), "little")
     rest = unexpected & ~asked

@@ -1,6 +1,6 @@
 """Reading in jobs: a few threads take pieces of work from one queue until it is empty.
 
-No piece needs a hop to the event loop. With one hop there and back for each 16 MiB, waiting for a core took a third of
+No piece needs the event loop. With one switch to the loop and back for each 16 MiB, waiting for a core took a third of
 the time of a load whose files were in the page cache.
 """
 
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _JOBS = min(max(_CORES, 2), 4)
-"""As many as cores, because copies from the page cache and checksums keep these busy."""
-_MOST_JOBS = 4  # where reads wait: each may hold 16 MiB of scratch memory, and the gaps between small tensors
+"""The number of jobs: at most one for each core, because copies from the page cache and checksums keep cores busy."""
+_MOST_JOBS = 4  # if reads wait: each job may use 16 MiB of scratch memory, and the gaps between small tensors
 
 
 class Jobs(Generic[T]):
-    """``work`` on each of ``items``, in threads. It returns the number of bytes that it has read, and raises
-    ``ClosedError`` once its ``Stop`` is set. ``progress`` is called on the loop with the sum of them."""
+    """Threads that do ``work`` on each of ``items``. ``work`` returns the number of bytes that it has read, and raises
+    ``ClosedError`` once its ``Stop`` is set. ``progress`` is called on the loop with the sum of these numbers."""
 
     def __init__(
         self, items: Sequence[T], work: Callable[[T, Stop], int], progress: Callable[[int], object] | None
@@ -54,8 +54,8 @@ class Jobs(Generic[T]):
         self._set(self._more)
 
     async def run(self) -> None:
-        """Return when all is done. The first failure, a cancel and the deadline stop all threads, and are raised when
-        these have left."""
+        """Do the work on all items. The first failure, a cancel, or the deadline stops all threads, and is raised when
+        the threads have stopped."""
         jobs = min(_JOBS, self._unread)
         late = min(_MOST_JOBS, self._unread) - jobs
         try:
@@ -70,8 +70,8 @@ class Jobs(Generic[T]):
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         finally:
-            self._work = _nothing  # what it refers to may refer to this object
-        self._tell()  # of late jobs
+            self._work = _nothing  # breaks a reference cycle
+        self._tell()  # for the last items of late jobs
 
     async def _follow(self, running: Sequence[asyncio.Task[None]]) -> None:
         while not all(task.done() for task in running):
@@ -113,7 +113,7 @@ class Jobs(Generic[T]):
             yield item
 
     def _set(self, event: asyncio.Event) -> None:
-        with suppress(RuntimeError):  # the loop has been closed
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(event.set)
 
 
@@ -123,7 +123,7 @@ def _nothing(item: object, stop: Stop) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What is read for one batch: ``ranges`` of ``file``. ``scratch`` is memory that is free when they were read."""
+    """The reads for one batch: ``ranges`` of ``file``. ``scratch`` is memory that is free when they have been read."""
 
     file: str
     ranges: list[ReadRange]
@@ -133,11 +133,12 @@ class Reads:
 
 @dataclass(slots=True)
 class Batches(Generic[T]):
-    """Reads batches from ``source``: in jobs, or where a read is a request to a server, by several requests at a time.
+    """The reading of batches from ``source``, in jobs. If a read is a request to a server, several requests are made at
+    a time instead.
 
-    ``reads`` is called in a thread and returns what is read for a batch; it takes scratch memory from the ``Scratch``
-    that it is given. Its ``Stop`` is None for a request.
-    ``progress`` is called on the loop with the sum of their bytes. ``noting`` makes the context of each read.
+    ``reads`` is called in a thread and returns the reads for a batch. It takes scratch memory from its argument. Its
+    ``Stop`` is None for a request. ``progress`` is called on the loop with the sum of the bytes. ``noting`` returns the
+    context of each read.
     """
 
     source: RangeSource
@@ -149,7 +150,7 @@ class Batches(Generic[T]):
     _files: Files | None = None
 
     async def run(self, batches: Sequence[T]) -> None:
-        """Return when all were read. ``nbytes`` says how many of their bytes were read, also if this raises."""
+        """Read all batches. ``nbytes`` is the number of bytes that were read, also if this raises."""
         jobs = Jobs(batches, self._work, self.progress)
         self._files = self.source.files(jobs.waiting)
         if self._files is None:

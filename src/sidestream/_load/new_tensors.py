@@ -1,4 +1,5 @@
-"""New memory for tensors that have no place yet: each item of a checkpoint is read once, and what was tied is tied."""
+"""New memory for tensors that the target does not have. Each item of a checkpoint is read once, and tensors that were
+tied are tied again."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ __all__ = ["NewTensors", "new_tensors"]
 
 @dataclass(frozen=True, slots=True)
 class NewTensors:
-    """Tensors in new memory, by FQN, and the reads that fill all of them: those that are read straight, and others."""
+    """Tensors in new memory, by FQN, and the reads that fill them. ``straight`` has the tensors that are read straight,
+    and ``wanted`` the others."""
 
     tensors: dict[str, torch.Tensor]
     wanted: list[Wanted]
@@ -36,10 +38,11 @@ def new_tensors(
     *,
     straight: bool = False,
 ) -> Steps[NewTensors]:
-    """Allocate memory for tensors that have none yet. Tied tensors (one item in the file) share memory, and so do
-    several views of one storage, which is read once, as a whole. ``dtypes``: what some are converted to, each by
-    itself. ``straight``: those that can be are read straight to their memory. Called in a worker thread. Raises
-    ``OutOfMemoryError``."""
+    """Allocate memory for tensors that have none yet. Called in a worker thread. Raises ``OutOfMemoryError``.
+
+    Tied tensors (one item in the file) share memory. Views of one storage share memory too, and their storage is read
+    once, as a whole. ``dtypes`` are the dtypes of those tensors that are converted; these do not share memory with
+    others. With ``straight``, tensors are read straight to their memory where that is possible."""
     new = NewTensors({}, [])
     shared: dict[object, torch.Tensor] = {}
     storages: dict[tuple[str, int], list[str]] = {}
@@ -105,7 +108,7 @@ def _add_views(
 
 
 def _identity(entry: TensorEntry) -> object:
-    """Return the same for entries of the same bytes; None if their place is not known."""
+    """Return a key that is equal for entries of the same bytes; None if the place of the bytes is not known."""
     if not entry.chunks or entry.chunks[0].payload_offset is None:
         return None
     first = entry.chunks[0]

@@ -1,7 +1,7 @@
-"""``LoadOperation``: every load, from opening the checkpoint to the report.
+"""``LoadOperation``: the course of every load, from opening the checkpoint to the report.
 
-What differs from load to load is its target: a state dict that is compared with the checkpoint, or one that a planner
-of torch reads into.
+Loads differ in their targets. A target is a state dict that is compared with the checkpoint, or one into which a
+planner of torch reads.
 """
 
 from __future__ import annotations
@@ -41,50 +41,50 @@ E = TypeVar("E", bound=BaseException)
 
 _NAMES_SHOWN = 20
 _MOST_RESTARTS = 8
-"""Of ranks that load together: those that see directories of their own, which change, would start over for ever."""
+"""The limit of restarts in a group. Without it, ranks that do not share storage could start over for ever."""
 
 
 class Target(Protocol):
     """The state that a load changes. ``ask``, ``open``, ``plan``, ``read``, ``apply`` and ``finish`` are called in this
-    order; ``open``, ``plan`` and ``read`` once more each time that the load starts over: after ``replaced`` has
-    returned True here, or on another rank."""
+    order. If the load starts over, ``open``, ``plan`` and ``read`` are called again. That happens after ``replaced``
+    has returned True on this rank or on another one."""
 
     async def ask(self) -> None:
-        """Call the methods of the caller's objects that say what they need. On the event loop, the same on each
-        rank."""
+        """Call the methods of the caller's objects that return what they need. Called on the event loop. The order of
+        the calls is the same on all ranks."""
 
     async def open(self) -> Manifest:
-        """Read what the checkpoint says of itself. Raises ``CheckpointNotFoundError``, ``CorruptCheckpointError``."""
+        """Read the manifest of the checkpoint. Raises ``CheckpointNotFoundError`` and ``CorruptCheckpointError``."""
 
     async def plan(self) -> None:
-        """Decide what is read, and into which memory. Nothing of the target has changed when this raises."""
+        """Decide what is read, and into which memory. When this raises, the target is unchanged."""
 
     async def read(self) -> None:
-        """Read and verify. When this raises, tensors of the target may have changed, as ``written`` says."""
+        """Read and verify. When this raises, the tensors in ``written`` may have changed."""
 
     async def replaced(self) -> bool:
         """Return whether another checkpoint has taken the place of the one that was opened, so that ``open`` has to be
-        called once more. False if this target cannot start over any more."""
+        called again. Return False if this target cannot start over any more."""
 
     async def apply(self) -> None:
-        """Change what is more than the bytes of tensors. Shielded: it runs to its end."""
+        """Change the parts of the target other than the bytes of tensors. The caller shields this from cancels."""
 
     async def aclose(self) -> None:
-        """Release the files of the checkpoint. Called at the end of every load, also of one that has opened nothing."""
+        """Release the files of the checkpoint. Called at the end of every load, also if nothing was opened."""
 
     def finish(self) -> Loaded:
-        """Return what was loaded, and release what was known of the checkpoint. Called in a worker thread."""
+        """Return what was loaded, and free the manifest of the checkpoint. Called in a worker thread."""
 
     def written(self) -> tuple[str, ...]:
         """Return the tensors of the target that may have been changed, under all their names."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes that were read."""
+        """The number of bytes that were read."""
 
     @property
     def unverified(self) -> set[str]:
-        """The tensors that were read of which some bytes had no checksum."""
+        """The tensors that were read although some of their bytes have no checksum."""
 
 
 class LoadLifecycle:
@@ -124,14 +124,14 @@ class LoadLifecycle:
         emit(LoadVerified(self._load, unverified))
 
     def applied(self) -> None:
-        """Emit the end of a load, unless it has ended before."""
+        """Emit the success of a load, unless the load has ended before."""
         if self._open:
             self._open = False
             self.seconds["applied"] = time.monotonic() - self._began
             emit(LoadApplied(self._load, self._nbytes, MappingProxyType(dict(self.seconds))))
 
     def failed(self, error: BaseException, written: int) -> None:
-        """Emit the end of a load, unless it has ended before or never started."""
+        """Emit the failure of a load, unless the load has ended before or never started."""
         if isinstance(error, SidestreamError):
             error.about(phase=self._phase, url=self._load.url, step=self._load.step)
         if self._open:
@@ -146,8 +146,8 @@ class LoadLifecycle:
 
 @contextmanager
 def reading(operation: ReadCall, url: str, run: str | None = None) -> Iterator[LoadLifecycle]:
-    """Emit the events of a call that reads the checkpoint at ``url`` and changes no state: its beginning and its end
-    here, the phases between them in the block."""
+    """Emit the start and the end of a call that reads the checkpoint at ``url`` and changes no state. The ``with``
+    block emits the phases between them."""
     lifecycle = LoadLifecycle(LoadContext(operation, url, run=run))
     lifecycle.started()
     try:
@@ -160,17 +160,17 @@ def reading(operation: ReadCall, url: str, run: str | None = None) -> Iterator[L
 
 @dataclass(slots=True)
 class LoadOperation:
-    """One load, or this rank's part in one. ``run`` it once."""
+    """One load, or the part of this rank in a load of a group. ``run`` may be called once."""
 
     url: str
     target: Target
     request: LoadRequest
     lifecycle: LoadLifecycle
     together: Operation | None = None
-    """Set for a load of several ranks together."""
+    """Set for a load by several ranks together."""
 
     async def run(self) -> LoadReport:
-        """Change the target. An error says what of the target was written, in ``written`` and in a note."""
+        """Change the target. ``written`` of an error, and a note, list the tensors of the target that were written."""
         self.lifecycle.started()
         try:
             return await self._run()
@@ -193,7 +193,7 @@ class LoadOperation:
         manifest = await self._read()
         if together is not None:
             together.step = "hand over"
-        # From here on the target changes as a whole: a cancel is raised when it has, and no deadline ends it.
+        # From here on the target changes as a whole. A cancel is raised afterwards, and there is no deadline.
         with time_limit(None):
             await run_shielded(target.apply)
         if together is not None:
@@ -202,8 +202,9 @@ class LoadOperation:
         return await self._report(manifest)
 
     async def _read(self) -> Manifest:
-        """Open, plan and read; once more from the marker if files are gone or altered because another checkpoint has
-        taken the place of the one that was opened. Returns when all ranks have read: they start over together."""
+        """Open, plan and read. Start over if files are missing or altered because another checkpoint has taken the
+        place of the one that was opened. Ranks of a group start over together, so this returns when all ranks have
+        read."""
         restarts = 0
         while True:
             manifest = None
@@ -230,10 +231,11 @@ class LoadOperation:
         if self.request.options.verify == "always":
             lifecycle.verified(len(target.unverified))
         if together is not None:
-            await together.agree("read")  # before anything changes that is more than bytes
+            await together.agree("read")  # before anything but the bytes of tensors changes
 
     async def _starts_over(self, error: Exception, restarts: int, *, opened: bool) -> bool:
-        """Return whether the load starts over after ``error``, on all ranks. Waits for the others to stop."""
+        """Return whether the load starts over after ``error``, on all ranks. Waits until the other ranks have
+        stopped."""
         together, lost = (
             self.together,
             opened and isinstance(error, (CorruptCheckpointError, FileNotFoundError, StorageNotSharedError)),
@@ -252,12 +254,12 @@ class LoadOperation:
 
     async def _report(self, manifest: Manifest) -> LoadReport:
         target, digest = self.target, manifest.digest if self.request.options.verify == "always" else None
-        with time_limit(None):  # the load has succeeded
+        with time_limit(None):  # the load has succeeded and must not fail any more
             loaded = await io_threads().run(target.finish)
         return report_of(self.url, manifest, digest, loaded, target.nbytes, target.unverified)
 
     def _explained(self, error: BaseException, written: tuple[str, ...]) -> BaseException:
-        """Return the error to raise for ``error``: it says which tensors of the target were written."""
+        """Return the error to raise for ``error``. It lists the tensors of the target that were written."""
         if not isinstance(error, (Exception, asyncio.CancelledError)):
             return error
         if written:

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint into tensors: batches of ranges, several in flight, each verified before it counts."""
+"""The reading of a checkpoint into tensors. Several batches of ranges are read at a time, and each is verified."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ __all__ = ["Reader", "Scratch", "Wanted", "straight_reads", "whole"]
 _Batch: TypeAlias = Batch | StraightBatch
 
 _SMALL_BYTES = 64 << 10
-"""To copy as many bytes from the cache of the processor costs less than what one more read takes."""
+"""Copying this many bytes from the cache of the processor costs less than one more read."""
 _SPAN_BYTES = 1 << 20
-_GAP_BYTES = 16 << 10  # between two payloads, read and not used
-_MANY = 32  # payloads that are copied between two looks at the stop
+_GAP_BYTES = 16 << 10  # the most bytes between two payloads that are read and not used
+_MANY = 32  # the number of payloads that are copied between two checks of the stop
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Box ``box`` of the tensor ``entry`` is to be read into ``target``, whose shape is ``box.sizes``; its device and
-    dtype may be others than the saved ones. None: it is only to be verified."""
+    """A request to read box ``box`` of the tensor ``entry`` into ``target``, whose shape is ``box.sizes``. Its device
+    and dtype may differ from the saved ones. If ``target`` is None, the box is only verified."""
 
     fqn: str
     entry: TensorEntry
@@ -57,7 +57,7 @@ class Wanted:
 
     @property
     def takes_bytes(self) -> bool:
-        """Whether the bytes of the file may be read to where the elements belong."""
+        """Whether the bytes of the file may be read directly to the memory of the target."""
         target = self.target
         return target is None or (
             target.is_cpu
@@ -73,11 +73,11 @@ def whole(entry: TensorEntry) -> Box:
 
 @dataclass(slots=True)
 class Reader:
-    """Reads from the checkpoint in ``source``.
+    """A reader of the checkpoint in ``source``. ``read`` may be called once.
 
-    ``straight``: tensors that are read beside those that ``read`` is called for, without a change of their bytes.
-    ``touched`` has the FQNs of the tensors that may have been written to so far, ``unverified`` those of which some
-    byte had no checksum, ``nbytes`` what was read. A reader is good for one ``read``.
+    ``straight`` has tensors that are read together with the arguments of ``read``, without a change of their bytes.
+    ``touched`` has the FQNs of the tensors that may have been written to so far. ``unverified`` has those of which some
+    byte had no checksum. ``nbytes`` is the number of bytes that were read.
     """
 
     source: RangeSource
@@ -91,12 +91,13 @@ class Reader:
     scratch: Scratch = field(default_factory=Scratch)
 
     async def read(self, wanted: list[Wanted], *, own: bool, located: Mapping[str, Located] | None = None) -> None:
-        """Fill every target, and empty the list. Those that are row-major, on the host and of the saved dtype are read
-        into directly. ``located`` is what the zips of another writer say, if that is known already.
+        """Fill every target, and empty the list. Targets that are row-major, in host memory and of the saved dtype are
+        filled by the reads directly. ``located`` has the places of the payloads in the zips of another writer, if they
+        are known already.
 
-        Raises ``CorruptCheckpointError``, naming file, offset and FQN, and ``MissingExtraError`` before anything is
-        read. When this raises, no thread writes into a target any more, but for one that hangs in a system call: it may
-        fill what it has asked for.
+        Raises ``CorruptCheckpointError``, with file, offset and FQN, and ``MissingExtraError`` before anything is read.
+        When this raises, no thread writes into a target any more. The exception is a thread that hangs in a system
+        call, which may still fill the memory of that call.
         """
         targets = await io_threads().run(_by_fqn, wanted)
         packed = [] if own else await io_threads().run(_packed, targets)
@@ -113,15 +114,15 @@ class Reader:
 
     async def _read_batches(self, planned: Sequence[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
         progress, done = self.progress, self.nbytes
-        told = None if progress is None else lambda read: run_in_calling_thread(progress, done + read, total)
-        batches = Batches(self.source, partial(self._reads, targets), told, self.scratch)
+        report = None if progress is None else lambda read: run_in_calling_thread(progress, done + read, total)
+        batches = Batches(self.source, partial(self._reads, targets), report, self.scratch)
         try:
             await batches.run(planned)
         finally:
             self.nbytes += batches.nbytes
 
     def _reads(self, targets: Mapping[str, Wanted], batch: _Batch, scratch: Scratch, stop: Stop | None) -> Reads:
-        """In a thread: what to read for a batch, and the scratch memory that this takes."""
+        """Return the reads for a batch, with the scratch memory that they use. Called in a thread."""
         if isinstance(batch, StraightBatch):
             ranges, memory = straight_reads(batch, self.straight.tensors, self.verify, self.touched, scratch, stop)
             return Reads(batch.file, ranges, batch.nbytes, memory)
@@ -143,7 +144,8 @@ class Reader:
             run_in_calling_thread(self.progress, self.nbytes, total)
 
     def _arrived(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
-        """In the thread that reads: put in place what was not read there directly. Its checksums were compared."""
+        """Put bytes into their place that were not read there directly. Called in the thread that reads, after their
+        checksums were compared."""
         if self.verify == "always":
             check_digests(one.fqn, one.file, one.offset, buffer, one.digests)
             if one.crc is None and one.crcs is None:
@@ -160,7 +162,8 @@ class Reader:
             self._tell(total)
 
     def _finish_packed(self, one: Wanted, chunk: Chunk, raw: bytearray) -> None:
-        """In a thread: a compressed item holds one tensor whole, which is checked and put in place from memory."""
+        """Check a compressed item, which contains one chunk as a whole, and put its elements into their places. Called
+        in a thread."""
         content, located = unpack_chunk(one.fqn, one.entry, chunk, raw)
         with memoryview(content) as view:
             for piece in _ranges(one, located):
@@ -172,7 +175,7 @@ class Reader:
                     _place(piece, buffer, one.entry, one.target, self.streams)
 
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
-        """Where another writer put the payloads; only the zips say."""
+        """Return the places of the payloads of another writer. Only the zips of the items contain them."""
         located, closed = await io_threads().run(_located_already, targets)
         queue = iter(closed.items())
 
@@ -210,7 +213,8 @@ def _ranges(one: Wanted, located: Located, verified: bool = True) -> Iterator[Ra
 
 
 def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
-    """The compressed chunks. Raises ``MissingExtraError`` where there are some and nothing can decompress them."""
+    """Return the compressed chunks. Raises ``MissingExtraError`` if there are some and the package that decompresses
+    them is not installed."""
     found = [
         (one, chunk)
         for one in yielding_gil(targets.values())
@@ -224,7 +228,7 @@ def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Where the bytes of each range of a batch are read to, and the scratch that some of these views are over."""
+    """The views into which the ranges of a batch are read, and the scratch memory behind some of these views."""
 
     views: list[memoryview]
     scratch: Memory | None
@@ -250,7 +254,7 @@ def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: Scratch) -> _
 
 
 def _aligned(nbytes: int) -> int:
-    """Ranges begin where elements of every dtype may."""
+    """Return ``nbytes`` rounded up, so that the next range begins at an address that suits every dtype."""
     return -(-nbytes // 64) * 64
 
 
@@ -287,9 +291,11 @@ def straight_reads(
     scratch: Scratch,
     stop: Stop | None,
 ) -> tuple[list[ReadRange], Memory | None]:
-    """What to read for a batch, and the scratch memory that this takes. ``touched`` gets the FQNs of tensors that may
-    have been written to. Neighbours are read together where ``stop`` ends what is done with them afterwards: a thread
-    that comes back from a hanging read must not write to tensors that its load has left."""
+    """Return the reads for a batch, and the scratch memory that they use. The FQNs of tensors that may be written to
+    are added to ``touched``.
+
+    Neighbours are read together only if there is a ``stop``, which is checked before they are copied to their places. A
+    thread that returns from a read that has hung must not write to tensors after its load has ended."""
     spans = [[payload] for payload in batch.payloads] if stop is None else _spans(batch.payloads)
     nbytes = sum(_aligned(_extent(span)) for span in spans if len(span) > 1)
     memory = scratch.take(nbytes) if nbytes else None
@@ -309,7 +315,8 @@ def straight_reads(
 
 
 def _spans(payloads: Iterable[Payload]) -> list[list[Payload]]:
-    """Neighbours that are small, as far as they are read at once; anything else by itself."""
+    """Return groups of payloads that are read together. Small neighbours form a group; every other payload is a group
+    by itself."""
     spans: list[list[Payload]] = []
     start = end = 0
     for payload in payloads:
@@ -350,8 +357,8 @@ def _spread(
     touched: set[str],
     stop: Stop,
 ) -> None:
-    """In the thread that has read them: check payloads that lie side by side, and copy them to their places. Raises
-    ``ClosedError`` once ``stop`` is set."""
+    """Check payloads that were read together, and copy them to their places. Called in the thread that has read them.
+    Raises ``ClosedError`` once ``stop`` is set."""
     source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)), span[0][0]
     for number, (offset, nbytes, start, crcs, digests, fqn) in enumerate(yielding_gil(span)):
         if number % _MANY == 0:

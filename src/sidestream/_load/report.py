@@ -1,4 +1,4 @@
-"""What a load is asked for, and what it reports."""
+"""``LoadRequest``, the options of a load, and ``LoadReport``, its result."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def report_of(
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What a load was asked for, apart from its target.
+    """The options of a load, apart from its target.
 
     Raises:
         InvalidOptionError: The options cannot be combined, or ``safe_globals`` has something that is not a type.

@@ -1,4 +1,4 @@
-"""``StateTarget``: a state dict that a checkpoint is loaded into, in place."""
+"""``StateTarget``: a state dict into which a checkpoint is loaded, in place."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ __all__ = ["StateTarget"]
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What is decided and allocated before the first byte of a tensor is read.
+    """The plan, and the memory that is allocated before the first byte of a tensor is read.
 
-    ``places``: where the tensors of the target are read to, by leader. ``again``: tensors that are tied in the target
-    and were saved one by one, as stock DCP does, are read aside too, to be compared. ``fresh`` are tensors in new
-    memory, of which composite tensors are made when they have been read.
+    ``places`` has the memory into which the tensors of the target are read, by leader. ``again`` has tensors that are
+    tied in the target and were saved separately, as stock DCP does. They are also read into other memory, and compared
+    with their leaders. ``fresh`` are tensors in new memory, from which composite tensors are made when they have been
+    read.
     """
 
     plan: LoadPlan
@@ -54,7 +55,8 @@ class _Prepared:
 
 @dataclass(slots=True)
 class StateTarget:
-    """``state``, of which each tensor has its place in the checkpoint. ``together`` is set where several ranks load."""
+    """A target that is a state dict. Each of its tensors is matched with an entry of the checkpoint. ``together`` is
+    set if several ranks load."""
 
     location: Location
     state: Mapping[str, Any]
@@ -68,7 +70,7 @@ class StateTarget:
     _applying: bool = field(default=False, init=False)
     _made: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
     _written: tuple[str, ...] = field(default=(), init=False)
-    """By reads of another checkpoint, before the load started over."""
+    """The tensors that were written from another checkpoint, before the load started over."""
 
     async def ask(self) -> None:
         for _ in self._answers.ask(self.state):
@@ -79,7 +81,7 @@ class StateTarget:
         await self.aclose()
         if self.together is None:
             self._source, self._manifest = await open_manifest(self.location)
-        else:  # each rank compares its template with an outline, and reads of the rest what it needs
+        else:  # each rank compares its template with an outline, and then reads only the parts that it needs
             self._source, self._outline = await open_outline(self.location)
             self._manifest = self._outline.manifest
         return self._manifest
@@ -174,7 +176,7 @@ class StateTarget:
         return run_sliced(steps)
 
     def _build(self) -> None:
-        """Make the composite tensors that consist of what was read into new memory."""
+        """Make the composite tensors from the tensors that were read into new memory."""
         prepared = self._ready
         plan, values = prepared.plan, prepared.values
         entries = plan.names.manifest.entries
@@ -202,7 +204,7 @@ class StateTarget:
         wanted += new.wanted
         ties_known = manifest.exact and not manifest.ranks
         again = () if ties_known else tuple(self._aside(plan, fqn) for fqn, to in plan.leaders.items() if fqn != to)
-        blank = dict.fromkeys(plan.composites, torch.empty(0))  # until they can be made
+        blank = dict.fromkeys(plan.composites, torch.empty(0))  # replaced when they are made
         there = {**fresh, **plan.tensors, **plan.wholes, **blank}
         handover = prepare(plan, values, there, own=manifest.exact)
         inside = {part for fqn in (*plan.wholes, *plan.composites) for part in parts_of(fqn, entries)}
@@ -223,7 +225,7 @@ class StateTarget:
 
 
 def _empty(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return new memory for what is read before the target is changed."""
+    """Return new memory for tensors that are read before the target is changed."""
     with allocating("memory to load into before the target is changed"):
         return dict(gathered((fqn, torch.empty(one.shape, dtype=one.dtype)) for fqn, one in tensors.items()))
 
@@ -266,7 +268,7 @@ def _devices(plan: LoadPlan) -> set[torch.device]:
 
 @sliced
 def _count_versions(plan: LoadPlan) -> Steps[None]:
-    """Autograd sees that the tensors were written to."""
+    """Increment the versions of the tensors that were written to, for autograd."""
     tensors = chain(plan.straight.tensors.values(), (one.tensor for one in plan.local.values()))
     while some := list(islice(tensors, 64)):
         torch.autograd.graph.increment_version([tensor for tensor in some if not tensor.is_inference()])
@@ -274,7 +276,8 @@ def _count_versions(plan: LoadPlan) -> Steps[None]:
 
 
 async def _refuse_opaque(source: RangeSource, url: str, plan: LoadPlan) -> None:
-    """Raise an error if the target requests tensors that cannot be read. It names the first and says how many."""
+    """Raise an error if the target requests tensors that cannot be read. It names the first one, and says how many
+    there are."""
     if not plan.opaque:
         return
     fqn = plan.opaque[0]

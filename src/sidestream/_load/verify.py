@@ -1,4 +1,4 @@
-"""``verify``: every byte of a checkpoint against everything that is known about it, ours or another writer's."""
+"""The function ``verify``, which compares every byte of a checkpoint with everything that is known about it."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ async def verify(
 
 
 async def verify_at(location: Location, progress: Progress | None = None, run: str | None = None) -> VerifyReport:
-    """``verify``, of a resolved location; ``run`` is the URL of the run that it belongs to."""
+    """Verify the checkpoint at a resolved location. ``run`` is the URL of the run that it belongs to."""
     with (
         registered(f"verifying {location.url}", "its threads have stopped", current_deadline().at),
         reading("verify", location.url, run) as lifecycle,
@@ -208,16 +208,16 @@ async def verify_at(location: Location, progress: Progress | None = None, run: s
                         raise
                 else:
                     if report.ok or not await source.moved():
-                        return _told(report, lifecycle)
+                        return _reported(report, lifecycle)
 
 
 async def verify_manifest(
     source: RangeSource, url: str, manifest: Manifest, progress: Progress | None = None
 ) -> VerifyReport:
-    """``verify``, of a checkpoint whose manifest was read from ``source`` and validated."""
+    """Verify a checkpoint whose manifest was read from ``source`` and validated."""
     with reading("verify", url) as lifecycle:
         report = await _verify(Verification(source, url, manifest, progress), lifecycle)
-        return _told(report, lifecycle)
+        return _reported(report, lifecycle)
 
 
 async def _verify(verification: Verification, lifecycle: LoadLifecycle) -> VerifyReport:
@@ -226,8 +226,8 @@ async def _verify(verification: Verification, lifecycle: LoadLifecycle) -> Verif
     return await io_threads().run(verification.report)
 
 
-def _told(report: VerifyReport, lifecycle: LoadLifecycle) -> VerifyReport:
-    """Return ``report``, of which ``lifecycle`` is told."""
+def _reported(report: VerifyReport, lifecycle: LoadLifecycle) -> VerifyReport:
+    """Return ``report``, and emit its result through ``lifecycle``."""
     if report.damaged:
         lifecycle.failed(CorruptCheckpointError(report.damaged[0].message), 0)
     else:
@@ -238,7 +238,7 @@ def _told(report: VerifyReport, lifecycle: LoadLifecycle) -> VerifyReport:
 
 @dataclass(slots=True)
 class Verification:
-    """One checkpoint's. ``damages`` by FQN, or by file where no FQN is known."""
+    """The verification of one checkpoint. ``damages`` are by FQN, or by file if no FQN is known."""
 
     source: RangeSource
     url: str
@@ -290,7 +290,7 @@ class Verification:
         await self._check_items(whole)
 
     async def plan(self) -> list[Piece]:
-        """What is to be read and compared, after all that the metadata says of itself."""
+        """Compare the metadata, and return the pieces that are to be read and compared."""
         pieces: list[Piece] = []
         if self.manifest.own:
             await self._compare_metadata()
@@ -304,7 +304,7 @@ class Verification:
         return pieces
 
     async def check_whole_items(self) -> None:
-        """Compare what cannot be compared piece by piece."""
+        """Compare the items that cannot be compared piece by piece."""
         await self._check_items(await io_threads().run(self._whole_items))
 
     async def _check_items(self, whole: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]) -> None:
@@ -315,7 +315,8 @@ class Verification:
             self._tell(chunk.item_bytes)
 
     async def _compare_metadata(self) -> None:
-        """Both files derive from one plan; stock DCP believes the one, and we the other."""
+        """Compare ``.metadata`` with the manifest. Both were written from one plan. Stock DCP reads the former, and
+        sidestream the latter."""
         if self.manifest.parts:
             await self._compare_parts()
             return
@@ -326,7 +327,7 @@ class Verification:
             with self._noting(METADATA_NAME):
                 made = self._metadata_made(bytes(read[-TAIL_BYTES:]))
                 if made is not None and read == made:
-                    return  # decoded it would be a hundred thousand objects for 10,000 tensors
+                    return  # without decoding, which makes a hundred thousand objects for 10,000 tensors
                 for difference in _differences(self.manifest, read, ATTRIBUTE):
                     self._note(difference, METADATA_NAME)
 
@@ -342,13 +343,14 @@ class Verification:
         return None if marker is None else run_sliced(describe(self.manifest.entries)).metadata(marker)
 
     async def _compare_parts(self) -> None:
-        """Of ranks that saved apart: what stock DCP reads of each."""
+        """Compare the metadata that stock DCP reads with the manifest, for each part that a rank has saved without the
+        others."""
         sizes = await self.source.sizes()
         for marker in self.manifest.parts:
             name = part_metadata_name(marker.rank)
             with self._noting(name):
                 part = await read_part(self.source, sizes, marker)
-                part = replace(part, save_id=marker.save_id)  # storage_meta has this one, the manifest its own
+                part = replace(part, save_id=marker.save_id)  # the id in storage_meta, which is not that of the part
                 raw = await read_file(self.source, name, sizes.get(name, 0), most_bytes=MOST_METADATA_BYTES)
                 found = await io_threads().run(_differences, part, raw, PART_ATTRIBUTE, name)
                 for difference in found:
@@ -448,21 +450,21 @@ class Verification:
     async def _check_runs(self, runs: Sequence[Sequence[Piece]]) -> None:
         done = self.done_bytes
 
-        def told(read: int) -> None:
+        def report(read: int) -> None:
             if self.progress is not None:
                 run_in_calling_thread(self.progress, done + read, self.total_bytes)
 
         def noting(run: Sequence[Piece]) -> AbstractContextManager[None]:
             return self._noting(run[0].file)
 
-        batches = Batches(self.source, self._reads, told, noting=noting)
+        batches = Batches(self.source, self._reads, report, noting=noting)
         try:
             await batches.run(runs)
         finally:
             self.done_bytes += batches.nbytes
 
     def _reads(self, run: Sequence[Piece], scratch: Scratch, stop: Stop | None) -> Reads:
-        """In a thread: what to read for a run of pieces of one file."""
+        """Return the reads for a run of pieces of one file. Called in a thread."""
         nbytes = sum(piece.nbytes for piece in run)
         with allocating(f"verifying {run[0].file}"):
             memory = scratch.take(nbytes)
@@ -476,13 +478,13 @@ class Verification:
         return Reads(run[0].file, ranges, nbytes, memory)
 
     def _check(self, piece: Piece, view: memoryview) -> None:
-        """In a thread of the store, as the bytes arrive."""
+        """Compare a piece. Called in a thread of the store when the bytes have arrived."""
         with self._noting(piece.fqn):
             piece.check(view, holding_gil)
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
-        """Damage is noted under the name of ``what`` is looked at, and the rest goes on."""
+        """Record damage that is raised in this context under the name ``what``, and continue with the rest."""
         try:
             yield
         except (CorruptCheckpointError, UnsafeObjectError) as damage:
@@ -517,8 +519,8 @@ def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk |
 def _differences(
     manifest: Manifest, raw: bytes | bytearray, attribute: str, file: str = METADATA_NAME
 ) -> list[CorruptCheckpointError]:
-    """Return the places where ``.metadata`` contradicts the manifest; ``attribute`` is the name of the one that points
-    to the manifest."""
+    """Return the places where ``.metadata`` contradicts the manifest. ``attribute`` is the name of the attribute that
+    points to the manifest."""
     try:
         metadata = run_sliced(read_dcp_description(raw))
     except UnsupportedCheckpointError as error:
@@ -537,7 +539,7 @@ def _differences(
 
 @sliced
 def _runs(pieces: list[Piece]) -> Steps[list[list[Piece]]]:
-    """Pieces of one file that are read in one go, by offset."""
+    """Return runs of pieces, by offset. The pieces of a run are in one file, and are read together."""
     runs: list[list[Piece]] = []
     nbytes = 0
     for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):

@@ -1,1 +1,1 @@
-"""What a run needs beside saving and loading: which steps stay, who reads them, what comes next, how it ends."""
+"""The parts of a run: the queue of its saves, restore, leases, retention, pruning, and preemption."""

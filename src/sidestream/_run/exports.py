@@ -1,4 +1,4 @@
-"""``Exports``: the exports beside the saves of a run: which steps are exported, and which exports stay."""
+"""``Exports``: the exports of the saves of a run, and the deletion of old ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Exports"]
 
 
 class Exports:
-    """The exports of one ``Checkpointer`` of the run at ``run``. ``every``: steps that are multiples of it are
-    exported. ``keep``: how many exports stay of each template; None for all."""
+    """The exports of one ``Checkpointer`` of the run at ``run``. Steps that are multiples of ``every`` are exported.
+    ``keep`` is the number of exports that are kept for each template; None for all."""
 
     def __init__(
         self,
@@ -48,21 +48,21 @@ class Exports:
         self._pending: list[PendingExport] = []
 
     def of(self, step: int, target: str) -> tuple[PendingExport, ...]:
-        """Return the exports of the save of ``step`` to the URL ``target``. On the loop."""
+        """Return the exports of the save of ``step`` to the URL ``target``. Called on the loop."""
         if step % self._every:
             return ()
         sinks = sinks_of(self._wanted, target, step=step, durability=self._durability)
         return tuple(PendingExport(sink) for sink in sinks)
 
     def watch_over(self, exports: Sequence[PendingExport], *, deletes: bool) -> None:
-        """Wait for these in ``ended``, and, if this process ``deletes``, apply ``keep`` after each of them. They belong
-        to a save that will end."""
+        """Add these exports to those that ``ended`` waits for. With ``deletes``, apply ``keep`` after each of them.
+        They belong to a save that will end, so they will end too."""
         self._pending = [*(one for one in self._pending if not one.done()), *exports]
         for one in exports if deletes and self._keep is not None else ():
             one.when_done(self._pruning.request)
 
     async def ended(self) -> None:
-        """Wait until all exports have ended, and the deleting after them. Never raises what they raised."""
+        """Wait until all exports, and the deletions after them, have ended. Never raises their errors."""
         await all_ended(self._pending)
         await self._pruning.ended()
 

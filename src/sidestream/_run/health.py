@@ -1,4 +1,4 @@
-"""How a run is doing, as one frozen record."""
+"""The state of a run, as one frozen record."""
 
 from __future__ import annotations
 

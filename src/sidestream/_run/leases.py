@@ -1,10 +1,11 @@
-"""Leases: small files that say "somebody uses this step", so that nobody deletes it meanwhile.
+"""Leases: small files that prevent the deletion of a step while a process uses it.
 
-``.leases/<directory>.<kind><seconds>.<nonce>``. The name says everything, so one listing is enough; the content (host,
-process) is for people. A lease that is older than its seconds, by the storage's clock, has expired: its holder is dead.
+The name of a lease is ``.leases/<directory>.<kind><seconds>.<nonce>``. It has all the facts, so one listing reads all
+leases. The content, a host and a process, helps users to find the holder. A lease that is older than its seconds, by
+the storage's clock, has expired: then its holder is dead.
 
-Readers and deleters meet here. A reader puts its lease and then looks for a deleter's; a deleter puts its own and then
-looks for others'. Whoever comes second sees the first, and gives way; if both see each other, both do.
+A reader puts its lease and then looks for leases of deleters. A deleter puts its lease and then looks for leases of
+readers. So the second of them sees the lease of the first and gives up. If both see each other, both give up.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ Kind = Literal["read", "save", "delete"]
 
 _DIRECTORY = LEASES
 _NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>read|save|delete)(?P<ttl>[0-9]{1,9})\.[0-9a-f]{32}")
-_RENEWALS = 4  # within the time that a lease lasts
+_RENEWALS = 4  # per lifetime of a lease
 _CALL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Somebody's lease: it lasts for ``ttl_s`` from when it was put, ``age_s`` ago."""
+    """A lease of any process, as a listing shows it. It was put ``age_s`` ago and expires at the age of ``ttl_s``."""
 
     name: str
     directory: str
@@ -54,7 +55,7 @@ class Seen:
 
 
 def parse_lease(name: str, age_s: float) -> Seen | None:
-    """None for a file that is no lease."""
+    """Return the lease with this file name; None if the file is not a lease."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -62,8 +63,8 @@ def parse_lease(name: str, age_s: float) -> Seen | None:
 
 
 class Leases:
-    """The leases of a run, and those among them that this process holds. Failures to renew or to give back are no
-    reason to stop: they stand in ``trouble``, and a lease ends by itself."""
+    """The leases of a run, and operations on those that this process holds. A failure to renew or to release a lease
+    raises no error, because leases expire. It is recorded in ``trouble``."""
 
     def __init__(self, store: Store, ttl_s: float) -> None:
         self._store = store
@@ -72,28 +73,29 @@ class Leases:
         self.trouble: dict[str, str] = {}
 
     async def take(self, directory: str, kind: Kind) -> Lease:
-        """Put a lease, and keep it alive until it is released. Raises what the storage raises, ``AccessDeniedError``
-        where this process may not write. A cancel leaves at most a file that expires."""
+        """Put a lease, and renew it until it is released. Raises what the storage raises, such as ``AccessDeniedError``
+        if this process may not write. A cancel leaves at most a file that expires."""
         lease = Lease(self, self._store, directory, kind, self._ttl_s / 10 if kind == "delete" else self._ttl_s)
         await lease.put()
         return lease
 
     def announce(self, directory: str, kind: Kind) -> Lease:
-        """A lease that is put when its holder has been busy for a while: until then it needs none."""
+        """Return a lease whose file is only put after the first renewal interval. Before that its holder needs no
+        lease, because its attempt is too new to count as abandoned."""
         lease = Lease(self, self._store, directory, kind, self._ttl_s)
         lease.renew()
         return lease
 
     async def try_reading(self, directory: str) -> Lease | None:
-        """``take`` a reader's lease; None where this process may not write or the disk is full, which is told by
-        whoever reads."""
+        """Put a reader's lease and return it. Return None if this process may not write or the disk is full; the report
+        of the load shows that there was no lease."""
         try:
             return await self.take(directory, "read")
-        except (AccessDeniedError, NoSpaceError):  # reading has to work there too
+        except (AccessDeniedError, NoSpaceError):  # reading must not depend on writing
             return None
 
     async def seen(self) -> list[Seen]:
-        """Every lease there is, our own included."""
+        """Return all leases of the run, including those of this process."""
         ages = await self._store.ages(_DIRECTORY)
         found = [seen for name, age_s in ages.items() if (seen := parse_lease(name, age_s)) is not None]
         now = time.monotonic()
@@ -101,13 +103,15 @@ class Leases:
         return found
 
     def dead(self, seen: Seen) -> bool:
-        """Whether its holder is gone: it has expired by the storage's clock, and this process has seen it unchanged for
-        longer than a living holder takes to renew it. A clock that was set forward makes the first true at once."""
+        """Return whether the holder of the lease is dead.
+
+        The lease has to be expired by the storage's clock. This process must also have seen it for longer than a living
+        holder takes to renew it, because all leases look expired when the storage's clock is set forward."""
         waited_s = time.monotonic() - self._first_seen.get(seen.name, time.monotonic())
         return seen.expired and waited_s >= 2 * seen.ttl_s / _RENEWALS
 
     async def forget(self, dead: Iterable[Seen]) -> None:
-        """Remove leases of holders that are gone."""
+        """Remove the leases of dead holders."""
         names = [f"{_DIRECTORY}/{seen.name}" for seen in dead]
         if names:
             await self._store.remove(names)
@@ -129,7 +133,7 @@ class Lease:
 
     @property
     def doubtful(self) -> bool:
-        """Whether so much time has passed since it was renewed that others may soon take its holder for dead."""
+        """Whether the last renewal was so long ago that other processes may soon take the holder for dead."""
         return time.monotonic() - self._put_at > self._ttl_s / 2
 
     async def put(self) -> None:
@@ -142,14 +146,15 @@ class Lease:
         self._registration = register(self)
 
     def renew(self) -> None:
-        """Put it again and again, the first time when a part of its time is over."""
+        """Start the task that renews the lease, first after one renewal interval."""
         self._renewing = create_owned_task(self._renew(), f"sidestream lease {self.directory}")
 
     def owns(self, seen: Seen) -> bool:
         return f"{_DIRECTORY}/{seen.name}" in self._files
 
     async def release(self) -> None:
-        """Give it back, cancelled or not. Never raises what the storage raises: what is left expires."""
+        """Release the lease. A cancel does not interrupt this. Never raises what the storage raises, because files that
+        are left behind expire."""
         self.abandon()
         if self._registration is not None:
             self._registration.end()
@@ -175,7 +180,7 @@ class Lease:
         self.drop()
 
     def drop(self) -> None:
-        """Release the lease as far as possible; files that cannot be removed expire. Called in a thread."""
+        """Remove the files of the lease. Files that cannot be removed expire. Called in a thread."""
         from .._storage.clients.io_loop import LoopCall  # imports fsspec
 
         names, self._files = self._files, []
@@ -185,7 +190,7 @@ class Lease:
 
     async def _put_one(self) -> None:
         name = f"{_DIRECTORY}/{self.directory}.{self._kind}{max(1, round(self._ttl_s))}.{uuid.uuid4().hex}"
-        self._files.append(name)  # before it is there: a cancel may come when it is
+        self._files.append(name)  # before the put: after a cancel the file may exist
         put_at = time.monotonic()
         await self._store.put(name, BytesBody(_content(self._kind)), durability="flush")
         self._put_at = put_at
@@ -203,11 +208,11 @@ class Lease:
     async def _remove(self) -> None:
         if self._renewing is not None:
             await asyncio.wait([self._renewing])
-            self._renewing = None  # the traceback of the task refers to this lease
+            self._renewing = None  # breaks a reference cycle through the traceback of the task
         try:
             await self._drop(list(self._files))
         except SidestreamError as error:
-            self._leases.trouble[self.directory] = f"the lease could not be given back: {error}"
+            self._leases.trouble[self.directory] = f"the lease could not be released: {error}"
 
     async def _drop(self, names: list[str]) -> None:
         if names:

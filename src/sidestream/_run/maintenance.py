@@ -1,4 +1,4 @@
-"""Work that follows a save, in the background, and whose failure is heard of."""
+"""Background work that follows a save, and the record of its failures."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _log = logging.getLogger("sidestream")
 
 
 class Upkeep:
-    """Runs ``work`` once for any number of requests that come while it runs.
+    """A background task that runs ``work`` on request. Requests that arrive during a run lead to one more run.
 
-    A failure, raised or returned, is logged, stands in ``error`` until a run succeeds, and is ``unretrieved`` until
-    somebody has been told; the same kind of failure in the next run is not told again.
+    A failure may be raised or returned. ``error`` has the failure of the last run, or None. A failure of another type
+    than that of the run before is logged, and is also in ``unretrieved`` until a caller raises it.
     """
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, Exception | None]], name: str) -> None:
@@ -31,7 +31,7 @@ class Upkeep:
         self.unretrieved: Exception | None = None
 
     def request(self) -> None:
-        """On the loop. Returns at once."""
+        """Request a run. Returns at once. Called on the loop."""
         self._requested = True
         if self._task is None or self._task.done():
             self._task = supervise(self._run(), self._name)
@@ -42,7 +42,7 @@ class Upkeep:
             await asyncio.wait([self._task])
 
     async def stop(self) -> None:
-        """Cancel it, and wait until it has stopped."""
+        """Cancel the task, and wait until it has ended."""
         self._requested = False
         if self._task is not None and not self._task.done():
             self._task.cancel()
@@ -53,7 +53,7 @@ class Upkeep:
             self._requested = False
             try:
                 error = await self._work()
-            except Exception as failure:  # also of a policy of the user's own
+            except Exception as failure:  # any class: a retention policy of the user may raise it
                 error = failure
             if error is not None and type(error) is not type(self.error):
                 self.unretrieved = error

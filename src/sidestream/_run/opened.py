@@ -1,4 +1,4 @@
-"""``Opened``: the loop and the process that a ``Checkpointer`` belongs to, and what it holds while it is open."""
+"""``Opened``: the loop and the process of a ``Checkpointer``, and its resources while it is open."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ __all__ = ["Opened"]
 
 @dataclass(slots=True)
 class _Holding:
-    """The resources of an open ``Checkpointer``, registered in case its loop ends. Nothing here refers to that loop."""
+    """The resources of an open ``Checkpointer``, registered so that they are released if its loop ends. It has no
+    reference to that loop."""
 
     url: str
     stager: AsyncStager | None
@@ -48,7 +49,8 @@ class _Holding:
 
 
 class Opened:
-    """Whether the ``Checkpointer`` of the run at ``url`` may be used. ``stager`` and ``saver`` are its own."""
+    """The state of the ``Checkpointer`` of the run at ``url``: not entered, open, or closed. ``stager`` and ``worker``
+    are those that the ``Checkpointer`` owns."""
 
     def __init__(self, url: str, stager: AsyncStager | None, worker: Worker | None) -> None:
         self._url = url
@@ -68,7 +70,7 @@ class Opened:
         self._watch = register(self._holding, holds_loop=False)
 
     async def release(self) -> None:
-        """Release what it holds, cancelled or not."""
+        """Release the resources. A cancel does not interrupt this."""
         if self._holding is not None and self._watch is not None:
             self._holding.release()
             self._watch.end()
@@ -76,7 +78,8 @@ class Opened:
             await run_shielded(self._stager.aclose)
 
     def check(self) -> None:
-        """Raise ``ForkedProcessError``, ``ClosedError`` or ``WrongLoopError`` where it cannot be used."""
+        """Raise ``ForkedProcessError``, ``ClosedError`` or ``WrongLoopError`` if the ``Checkpointer`` cannot be used
+        here."""
         if os.getpid() != self._pid:
             raise ForkedProcessError("this Checkpointer was made before os.fork(); make a new one in the child")
         if self.closed:

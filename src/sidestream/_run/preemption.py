@@ -1,4 +1,4 @@
-"""What happens when the machine is taken away: a signal, some seconds of grace, and an end as it was asked for."""
+"""The handling of preemption: a signal, a save within the grace time, and the end that the user has chosen."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _log = logging.getLogger("sidestream")
 
 
 class Preemption:
-    """The handler of some signals on the running loop: ``work`` for at most ``grace_s``, then the end. The same signal
-    once more ends at once."""
+    """The handler of some signals on the running loop. At the first signal it runs ``work`` for at most ``grace_s``,
+    and then ends the program. Another signal ends it at once."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Preemption:
                 raise InvalidOptionError(f"on_preemption: signal {number!r} cannot be caught here: {error}") from error
 
     def uninstall(self) -> None:
-        """Leave the signals to their defaults again. What has begun goes on."""
+        """Restore the default actions of the signals. Work that has begun continues."""
         for number in self._signals:
             try:
                 self._loop.remove_signal_handler(number)
@@ -63,7 +63,7 @@ class Preemption:
                 continue
 
     async def ended(self) -> None:
-        """Wait for work that has begun."""
+        """Wait until work that has begun has ended."""
         if self._task is not None and self._task is not asyncio.current_task():
             await asyncio.wait([self._task])
 
@@ -79,22 +79,22 @@ class Preemption:
         done, _ = await asyncio.wait([saving], timeout=self._grace_s)
         if not done:
             _log.error("the grace time of %g s is over, and not everything has been saved", self._grace_s)
-            saving.cancel()  # not waited for: a thread that hangs in a system call would hold up the end
+            saving.cancel()  # not awaited: a thread that hangs in a system call would delay the end
         self._end(number)
 
     async def _save(self) -> None:
         try:
             await self._work()
-        except Exception as error:  # the end comes all the same
+        except Exception as error:  # the program ends in any case
             _log.error("the save on preemption failed: %s: %s", type(error).__name__, printable_lines(str(error)))
 
     def _end(self, number: int) -> None:
-        if self._ended:  # an exit that comes while the loop is being closed would cut that short
+        if self._ended:  # a second exit would interrupt the closing of the loop
             return
         self._ended = True
         if self._then == "exit":
             code = 128 + number if self._exit_code is None else self._exit_code
-            self._loop.call_soon(_exit, code)  # not from a task, which would log it as its own failure
+            self._loop.call_soon(_exit, code)  # not raised in the task, which would log it as a failure of the task
         elif self._then == "signal":
             self.uninstall()
             signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,5 @@
-"""Deleting: what retention lets go, what was left by the dead. Decided first, then done; never under a reader."""
+"""The deletion of steps that retention does not keep, and of attempts that dead writers left behind. A step that a
+reader uses is never deleted."""
 
 from __future__ import annotations
 
@@ -46,11 +47,11 @@ class Pruned:
 def abandoned(
     leftovers: Iterable[Leftover], live: Collection[str], ended: Collection[str], *, ended_s: float, after_s: float
 ) -> list[Leftover]:
-    """Which leftovers may be discarded.
+    """Return the leftovers that may be discarded.
 
-    A deletion that was interrupted always. An attempt only if it was to become a step and no living writer has a lease
-    on that (``live``); and if nobody has written to it for ``ended_s`` where the lease of a dead writer lies there
-    (``ended``), for ``after_s`` where none does.
+    An interrupted deletion may always be discarded. An attempt may be discarded if its target is a step on which no
+    living writer has a lease (``live``), and if the last write to it is old enough. If a dead writer has a lease on the
+    step (``ended``), that is more than ``ended_s`` ago, and otherwise more than ``after_s``.
     """
     found = []
     for leftover in leftovers:
@@ -63,7 +64,8 @@ def abandoned(
 
 @dataclass(slots=True)
 class Pruner:
-    """Deletes in the run of ``store``. One pass at a time; others, in other processes, may be under way."""
+    """The deleter of the run in ``store``. One pass runs at a time in this process. Other processes may delete at the
+    same time."""
 
     store: Store
     url: str
@@ -81,9 +83,11 @@ class Pruner:
     _first_seen: dict[str, float] = field(default_factory=dict)
 
     async def run(self, protected: Callable[[], Collection[int]]) -> Pruned:
-        """One pass. ``protected`` says, when the run has been listed, which steps stay in any case. Raises what the
-        storage raises; what was deleted until then is deleted. That nothing could be swept up is no reason to raise:
-        nobody asked for it, and ``not_swept`` tells it."""
+        """Do one pass, and return what it did. ``protected`` is called after the run has been listed, and returns steps
+        that are kept in any case.
+
+        Raises what the storage raises; some steps may have been deleted before. If the leftovers of dead writers cannot
+        be deleted, ``not_swept`` has the error, which is not raised because the user did not request that deletion."""
         swept: list[str] = []
         self.not_swept = None
         try:
@@ -95,7 +99,7 @@ class Pruner:
         return self.last
 
     async def preview(self, protected: Callable[[], Collection[int]]) -> Pruned:
-        """What ``run`` would do, as far as it can be known without reading a step back. Changes nothing."""
+        """Return what ``run`` would do, without verifying a step. Changes nothing."""
         if keeps_all(self.keep):
             return Pruned()
         steps = await self._own_steps()
@@ -111,10 +115,10 @@ class Pruner:
 
     @property
     def damaged(self) -> dict[str, CorruptCheckpointError]:
-        """Directories that did not verify, and why."""
+        """The errors of the directories that did not verify, by name."""
         return dict(self._damaged)
 
-    # --- what dead writers left ---
+    # --- leftovers of dead writers ---
 
     async def _sweep(self, swept: list[str]) -> None:
         leases = await self.leases.seen()
@@ -129,8 +133,9 @@ class Pruner:
         await self.leases.forget([seen for seen in leases if self.leases.dead(seen)])
 
     def _mature(self, leftovers: list[Leftover]) -> list[Leftover]:
-        """Without the attempts that this process has not watched for a while: where the storage's clock was set
-        forward, all are old at once, and the next look at a living one shows that it is not."""
+        """Return the leftovers without attempts that this process has not seen for some time. When the storage's clock
+        is set forward, all attempts look old at once. Before a later pass a living writer has written to its attempt
+        again."""
         now = time.monotonic()
         self._first_seen = {each.name: self._first_seen.get(each.name, now) for each in leftovers}
         return [
@@ -139,15 +144,15 @@ class Pruner:
             if each.kind == "retired" or now - self._first_seen[each.name] >= self.lease_s / 2
         ]
 
-    # --- what retention lets go ---
+    # --- steps that retention does not keep ---
 
     async def _retain(self, protecting: Callable[[], Collection[int]]) -> Pruned:
         steps = await self._own_steps()
-        protected = frozenset(protecting())  # not before: what is listed may have been committed a moment ago
+        protected = frozenset(protecting())  # after the listing, which may contain a step that was just committed
         verified: Step | None = None
         candidates: list[Step] = []
         while chosen := await self._choose(steps, protected):
-            # Of what stays, the newest has to be proven good; one that is not counts for no policy any more.
+            # The newest step that is kept has to verify. A step that does not verify is left out of all policies.
             newest = max((step for name, step in steps.items() if name not in chosen), key=lambda step: step.order)
             if await self._verifies(newest):
                 verified = newest
@@ -163,7 +168,8 @@ class Pruner:
         )
 
     async def _own_steps(self) -> dict[str, Step]:
-        """Committed steps that sidestream wrote: no other directory is counted, or touched."""
+        """Return the committed steps that sidestream wrote, by name. Other directories are neither counted nor
+        deleted."""
         found = await list_generations(self.store, self._known)
         own = {step.name: step for step in found if step.damage is None and step.marker is not None}
         self._known = own
@@ -172,9 +178,9 @@ class Pruner:
         return {name: step for name, step in own.items() if name not in self._damaged}
 
     async def _choose(self, steps: dict[str, Step], protected: frozenset[int]) -> list[str]:
-        """The names of those that may go."""
+        """Return the names of the steps that may be deleted."""
         saved = {name: await self._saved_step(step) for name, step in list(steps.items())}
-        for name in self._damaged.keys() & steps.keys():  # its manifest cannot be read: no policy can judge it
+        for name in self._damaged.keys() & steps.keys():  # without their manifest no policy can decide about them
             del steps[name], saved[name]
         self._saved = saved
         going = {each.order for each in doomed(list(saved.values()), self.keep, protected)}
@@ -190,7 +196,7 @@ class Pruner:
                 async with aclosing(self.store.source(step.name)) as source:
                     metadata = await metadata_of(source, step.marker)
             except (CorruptCheckpointError, FileNotFoundError) as error:
-                if await look_at(self.store, step) is not None:  # and not deleted by another process
+                if await look_at(self.store, step) is not None:  # otherwise another process has deleted it
                     self._damaged[step.name] = _unreadable(step, error)
         return SavedStep(step.step, step.generation, step.marker.saved_at, metadata)
 
@@ -203,7 +209,7 @@ class Pruner:
             return False
         now = await look_at(self.store, step)
         if now is None or (report.ok and now.marker != step.marker):
-            return False  # another process has deleted it while it was read, which goes on to the end all the same
+            return False  # another process has deleted or replaced it while it was read
         if not report.ok:
             first, many = report.damaged[0], len(report.damaged)
             self._damaged[step.name] = CorruptCheckpointError(
@@ -218,12 +224,12 @@ class Pruner:
         return True
 
     async def _delete(self, name: str) -> bool:
-        """Whether it is gone; not if it is in use."""
+        """Delete a step and return True; return False if it is in use."""
         if await self._in_use(name):
             return False
         own = await self.leases.take(name, "delete")
         try:
-            # Not before ours lies there: from now on every reader sees it.
+            # Checked again with our own lease in place: from now on every reader sees that.
             if await self._in_use(name) or own.doubtful:
                 return False
             await self.store.retire(name, durability=self.durability)

@@ -1,9 +1,9 @@
-"""The queue of the saves of a run: which of them begins, waits, is skipped, or is refused.
+"""The queue of the saves of a run, which decides which of them begins, waits, is skipped, or is refused.
 
-Saves are in the queue in the order of their calls, from the call to the end of the save, and begin in that order. Over
-ranks, rank 0 decides when every rank has called a save, and tells all. Each rank then begins what is to begin in the
-order of its calls, which is the same on all ranks: if two ranks planned two saves in different orders, each of them
-would wait for the other.
+A save is in the queue from its call to its end. Saves begin in the order of their calls. In a group, rank 0 decides
+when every rank has called a save, and sends the decision to all ranks. Each rank then begins the saves in the order of
+its calls, which is the same on all ranks. If two ranks planned two saves in different orders, each of them would wait
+for the other.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .leases import Lease
 __all__ = ["JointTurn", "Place", "QueuedSave", "SaveQueue", "Started", "Turn", "decide"]
 
 Verdict = Literal["wait", "slot", "begin", "full", "overtaken"]
-"""``"slot"``: it has a slot, and begins when the saves before it have begun. ``"full"`` and ``"overtaken"``: it never
-begins."""
+"""The decision about a save. With ``"slot"`` it has a slot, and begins when the saves before it have begun. With
+``"full"`` and ``"overtaken"`` it never begins."""
 
 Started: TypeAlias = tuple[SaveWork, Lease | None]
 """A save that has begun, and the lease on its target."""
@@ -36,20 +36,20 @@ Started: TypeAlias = tuple[SaveWork, Lease | None]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A save in the queue. ``asks``: it may get a slot. Over ranks it asks on rank 0 when every rank has called it, and
-    on the other ranks when rank 0 has decided that it begins."""
+    """The state of a save in the queue. ``asks`` says that it may get a slot. In a group that is true on rank 0 when
+    every rank has called the save, and on the other ranks when rank 0 has decided that it begins."""
 
     when_full: WhenFull
     asks: bool = False
     holds: bool = False
-    """A slot."""
+    """Whether it has a slot."""
     begun: bool = False
 
 
 def decide(size: int, places: Sequence[Place]) -> list[Verdict]:
-    """Return what becomes of each of ``places``, which are in the order of the calls, if there are ``size`` slots.
+    """Return the decision about each of ``places``, which are in the order of the calls, with ``size`` slots.
 
-    Slots are given in that order, so a save that does not ask yet holds up those behind it.
+    Slots are given in that order. So a save that does not ask yet blocks the saves behind it.
     """
     free = size - sum(place.holds for place in places)
     asking = next((number for number, place in enumerate(places) if not place.asks), len(places))
@@ -74,12 +74,12 @@ def decide(size: int, places: Sequence[Place]) -> list[Verdict]:
 
 
 class SaveQueue:
-    """The saves of one run in this process. ``size`` of them may be on their way at once."""
+    """The saves of one run in this process. At most ``size`` of them have a slot at once."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.taken = 0
-        """How many slots are taken."""
+        """The number of slots that are taken."""
         self._turns: list[Turn] = []
 
     def join(self, turn: Turn) -> None:
@@ -91,7 +91,7 @@ class SaveQueue:
             self.settle()
 
     def settle(self) -> None:
-        """Decide anew, after a change, and act on it."""
+        """Decide again after a change, and apply the decisions."""
         verdicts = decide(self.size, [turn.place for turn in self._turns])
         for turn, verdict in zip(list(self._turns), verdicts, strict=True):
             if verdict in ("full", "overtaken"):
@@ -105,10 +105,10 @@ class SaveQueue:
 
 
 class Turn:
-    """The turn of one save, from its call on. Its owner calls ``leave`` when the save has ended."""
+    """The place of one save in the queue, from its call on. Its owner calls ``leave`` when the save has ended."""
 
     generation: int | None = None
-    """What it is saved as, where this is decided with the turn."""
+    """The generation of the save, if it is decided together with the turn."""
 
     def __init__(self, queue: SaveQueue, when_full: WhenFull) -> None:
         self.place = Place(when_full)
@@ -119,19 +119,20 @@ class Turn:
 
     @property
     def why(self) -> str:
-        """Why it never comes."""
+        """The reason why the save never begins, for messages."""
         if self.place.when_full == "latest":
             return "a newer save came before it had begun"
         return f"{self._queue.size} saves are in flight"
 
     def ask(self, when_full: WhenFull | None = None) -> bool:
-        """Ask for a slot, as ``when_full`` says if it is given. Return whether there is one."""
+        """Ask for a slot, and return whether the save has one. ``when_full`` replaces that of the turn if it is
+        given."""
         self.place = replace(self.place, asks=True, when_full=when_full or self.place.when_full)
         self._queue.settle()
         return self.place.holds
 
     async def come(self) -> bool:
-        """Wait until the save may begin. False if it never may."""
+        """Wait until the save may begin, and return True. Return False if it never may."""
         self.ask()
         return await self.decided()
 
@@ -140,19 +141,19 @@ class Turn:
         return self._verdict == "begin"
 
     def begun(self) -> None:
-        """The next one may begin."""
+        """Record that the save has begun, so that the next one may begin."""
         self.place = replace(self.place, begun=True)
         self._queue.settle()
 
     def leave(self) -> None:
-        """Give back the place, and the slot if there is one. Any number of times."""
+        """Give back the place, and the slot if the save has one. Idempotent."""
         self._queue.leave(self)
 
     def abandon(self) -> None:
-        """As ``leave``, where the turn is not waited for."""
+        """Leave the queue before the turn has come."""
         self.leave()
 
-    # --- what the queue does ---
+    # --- called by the queue ---
 
     def become(self, verdict: Verdict) -> None:
         self._verdict = verdict
@@ -161,16 +162,16 @@ class Turn:
             self._decided.set()
 
     def on_taken(self) -> None:
-        """Another number of slots is taken."""
+        """Do nothing. Called when the number of taken slots has changed."""
 
 
 class JointTurn(Turn):
-    """The turn of one save over ranks. ``promised``: the save is never skipped, and waits. ``claim`` returns the
-    generation for a step, on rank 0.
+    """The turn of one save of a group. ``promised`` says that the save waits and is never skipped. ``claim`` returns
+    the generation for a step, on rank 0.
 
-    What the save waits for in the queue has deadlines of its own, so its own time counts before it and after it: ranks
-    have one ``deadline()`` to come to the call, and the save has another one from when it begins. Ranks above 0 know
-    the queue by what is on its way with them.
+    The saves ahead in the queue have their own deadlines. So the time of this save does not count while it waits for
+    them: the ranks have one ``deadline()`` to make the call, and another one from the beginning of the save. On ranks
+    above 0, the save waits in the queue as long as other saves have slots there.
     """
 
     def __init__(
@@ -193,7 +194,8 @@ class JointTurn(Turn):
         self._exchanging = False
 
     async def come(self) -> bool:
-        """As of any turn: the same on all ranks. On rank 0, ``InvalidOptionError`` where ranks mean different saves."""
+        """Wait until the save may begin, and return True. Return False if it never may. The result is the same on all
+        ranks. Raises ``InvalidOptionError`` on rank 0 if the calls of the ranks differ."""
         if await prepare_together(self._operation, self._agree):
             return True
         self._operation.close()
@@ -204,7 +206,7 @@ class JointTurn(Turn):
         self.leave()
 
     def on_taken(self) -> None:
-        """Above rank 0, its time counts when nothing is on its way here that it could wait for."""
+        """Above rank 0, stop the deadline while other saves have slots, and start it again when none has."""
         if self._exchanging and self._queue.taken:
             self._operation.suspend()
         elif self._exchanging:
@@ -223,7 +225,7 @@ class JointTurn(Turn):
             answer = await operation.aexchange("begin", json.dumps(part).encode(), self._decide)
         finally:
             if self._exchanging:
-                operation.resume(self._deadline())  # however it ended: the verdict has a deadline too
+                operation.resume(self._deadline())  # also after an error: agreeing on it needs a deadline
             self._exchanging = False
         self.generation = json.loads(answer)
         if self.generation is None:
@@ -234,26 +236,28 @@ class JointTurn(Turn):
         return True
 
     async def _decide(self, parts: Sequence[bytes]) -> bytes:
-        """On rank 0, when all have called: the generation, or null where this save is skipped."""
+        """Return the generation as JSON, or null if this save is skipped. Called on rank 0, when all ranks have made
+        the call."""
         operation = self._operation
-        told = [json.loads(part) for part in parts]
+        calls = [json.loads(part) for part in parts]
         for name in ("step", "when_full"):
-            said = {str(one[name]) for one in told}
-            if len(said) > 1:
-                raise InvalidOptionError(f"ranks that save together have to say the same: {name} is {sorted(said)}")
+            values = {str(call[name]) for call in calls}
+            if len(values) > 1:
+                raise InvalidOptionError(f"ranks that save together have to say the same: {name} is {sorted(values)}")
         operation.suspend()
-        self.ask("wait" if any(one["promised"] for one in told) else None)
+        self.ask("wait" if any(call["promised"] for call in calls) else None)
         begins = await stoppable(operation, self.decided())
         operation.resume(self._deadline())
         return json.dumps(await self._claim(self._step) if begins else None).encode()
 
 
 class QueuedSave:
-    """The work of one save of a run: it waits for its turn, begins with ``start``, and is written under a lease, so
-    that no process takes the attempt for abandoned."""
+    """The work of one save of a run. It waits for its turn and calls ``start``. It has a lease while it writes, so that
+    no process deletes its attempt as abandoned."""
 
     def __init__(self, run: str, step: int, turn: Turn, start: Callable[[], Awaitable[Started]]):
-        self._save = SaveContext("save", f"{run}/{step_name(step, 1)}", run=run, step=step)  # of any generation
+        # The first generation, because the true one is only known when the save begins.
+        self._save = SaveContext("save", f"{run}/{step_name(step, 1)}", run=run, step=step)
         self._turn = turn
         self._start: Callable[[], Awaitable[Started]] | None = start
         self._work: SaveWork | None = None
@@ -273,12 +277,12 @@ class QueuedSave:
 
     @property
     def expires_at(self) -> float:
-        """No deadline: a save in the queue may wait for any time."""
+        """The deadline of the save. A save in the queue has none, because it may wait for any time."""
         return math.inf if self._work is None else self._work.expires_at
 
     async def begin(self) -> bool:
-        """Wait for its turn, and start it. False if its turn never comes."""
-        start, self._start = self._start, None  # with the state, which is not kept
+        """Wait for the turn, start the save, and return True. Return False if the turn never comes."""
+        start, self._start = self._start, None  # releases the reference to the state
         if start is None or not await self._turn.come():
             return False
         self._work, self._lease = await start()
@@ -306,7 +310,7 @@ class QueuedSave:
             self._work.abandon()
         if self._lease is not None:
             self._lease.abandon()
-        with suppress(RuntimeError):  # the loop is closed, and with it all tasks in the queue
+        with suppress(RuntimeError):  # the loop of the other saves in the queue is closed
             self._turn.abandon() if self._work is None else self._turn.leave()
 
     def leave(self, *, stuck: bool) -> None:

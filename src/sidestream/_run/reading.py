@@ -1,4 +1,4 @@
-"""``Reading``: steps of a run are restored and read, under leases."""
+"""``Reading``: restoring and reading the steps of a run, with leases on them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["Latest", "Reading"]
 
 
 class Reading:
-    """What one ``Checkpointer`` reads of its run."""
+    """The operations with which one ``Checkpointer`` reads its run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.restored: LoadReport | None = None
         self.passed_over: Mapping[str, str] = {}
-        """Directories that the last ``restore`` took an older step for, and why."""
+        """The errors of the directories that the last ``restore`` passed over, by name."""
 
     async def check(self) -> None:
         """Raise ``InvalidOptionError`` if the URL is that of a checkpoint."""
-        if self._run.store.capabilities.rename:  # on object storage the first listing of the run shows the same
+        if self._run.store.capabilities.rename:  # on object storage the first listing of the run does this check
             with self._run.time_limit():
                 await check_run(self._run.store)
 
@@ -68,7 +68,7 @@ class Reading:
                 await lease.release()
 
     async def steps(self) -> list[Step]:
-        """The committed steps, in order, whether they are damaged or not."""
+        """Return the committed steps, in order, including damaged ones."""
         with self._run.time_limit():
             return await list_steps(self._run.store)
 

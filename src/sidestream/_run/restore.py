@@ -1,4 +1,5 @@
-"""``restore``, alone or over ranks: choose, lease, load; and what is taken instead of a step that is damaged."""
+"""The operation ``restore``, in one process or in a group: choose a step, lease it, and load it. If it is damaged, an
+older one may be loaded instead."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ _RANKS_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a reader asks for: ``step``, or the newest if it is None; with ``or_older`` also any step before it."""
+    """The steps that a reader accepts: ``step``, or the newest if it is None. With ``or_older`` any step before it is
+    accepted too."""
 
     step: int | None = None
     or_older: bool = False
@@ -47,7 +49,7 @@ class Wish:
 
 @dataclass(slots=True)
 class Restoring:
-    """``run`` it once. ``step`` is what was loaded in the end."""
+    """One ``restore`` by one process. ``run`` may be called once. Afterwards ``step`` is the step that was loaded."""
 
     store: Store
     url: str
@@ -59,12 +61,12 @@ class Restoring:
 
     @property
     def passed_over(self) -> dict[str, str]:
-        """Directories that were damaged, and why."""
+        """The errors of the damaged directories, by name."""
         return {step.name: str(error) for step, error in self._passed}
 
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
-        """The report of the load; None if there is no step that the wish admits. Raises ``CorruptCheckpointError`` if
-        all that it admits are damaged, or the first is and no other will do."""
+        """Return the report of the load; None if there is no step that the wish admits. Raises
+        ``CorruptCheckpointError`` if the chosen step is damaged, and no older one is admitted or all are damaged."""
         while True:
             excluded = [step.name for step, _ in self._passed]
             chosen = await choose(self.store, self.leases, self.wish, excluded)
@@ -77,11 +79,11 @@ class Restoring:
             except (
                 CheckpointNotFoundError,
                 IncompleteCheckpointError,
-            ):  # deleted before it was leased, or without asking: look again
+            ):  # deleted before it was leased, or by a process that ignores leases: choose again
                 continue
             except CorruptCheckpointError as error:
                 if lease is None and step.damage is None and await look_at(self.store, step) is None:
-                    continue  # deleted under a reader that could take no lease
+                    continue  # deleted during the load, because this process could not put a lease
                 self._passed.append((step, error))
                 if not self.wish.or_older:
                     raise
@@ -100,7 +102,7 @@ class Restoring:
         return await load_from(Location(self.store, step.name, context.url), state, request, context)
 
     def _give_up(self) -> None:
-        """The damage of the newest one, if there is none that is good."""
+        """Raise the error of the newest damaged step. Do nothing if no step was damaged."""
         if not self._passed:
             return
         error = self._passed[0][1]
@@ -112,7 +114,8 @@ class Restoring:
 
 @dataclass(slots=True)
 class RestoringTogether:
-    """One ``restore`` by all ranks: rank 0 chooses. ``run`` it once. ``step`` is what was loaded in the end."""
+    """One ``restore`` by all ranks of a group, where rank 0 chooses the step. ``run`` may be called once. Afterwards
+    ``step`` is the step that was loaded."""
 
     member: Member
     store: Store
@@ -123,15 +126,15 @@ class RestoringTogether:
     step: int | None = None
     _passed: list[tuple[Step, SidestreamError]] = field(default_factory=list)
     _missed: tuple[Step, RankFailuresError] | None = None
-    """What other ranks than rank 0 did not find in the last round."""
+    """The step that ranks other than rank 0 did not find in the last round, and their failures."""
 
     @property
     def passed_over(self) -> dict[str, str]:
         return {step.name: str(error) for step, error in self._passed}
 
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
-        """The report of the load; None if there is no step that the wish admits. Raises ``RankFailuresError``: by
-        ``StorageNotSharedError`` of rank 0 if a step that it sees is not there for others."""
+        """Return the report of the load; None if there is no step that the wish admits. Raises ``RankFailuresError``.
+        If rank 0 sees a step that other ranks do not find, the failure is ``StorageNotSharedError`` on rank 0."""
         while True:
             attempt = _Attempt(self, state)
             operation = self.member.begin("restore", current_deadline(), self.request.options.rank_wait_s)
@@ -143,7 +146,7 @@ class RestoringTogether:
                 if attempt.step is not None and kinds == {CheckpointNotFoundError.__name__}:
                     if all(failure.rank for failure in failures.failures):
                         self._missed = attempt.step, failures
-                    continue  # it was deleted before it was leased, or rank 0 finds that it was not
+                    continue  # the step was deleted before it was leased; if not, rank 0 finds that out
                 if attempt.step is None or kinds != {CorruptCheckpointError.__name__}:
                     raise
                 self._passed.append((attempt.step, failures))
@@ -164,7 +167,7 @@ class RestoringTogether:
 
 
 class _Attempt:
-    """One step, chosen and leased by rank 0 and loaded by all."""
+    """The load of one step, which rank 0 chooses and leases and all ranks load."""
 
     def __init__(self, restoring: RestoringTogether, state: Mapping[str, Any]) -> None:
         self._restoring = restoring
@@ -189,7 +192,7 @@ class _Attempt:
         return await load_from(where, self._state, request, context, operation)
 
     async def _choose(self, _: Sequence[bytes]) -> bytes:
-        """On rank 0."""
+        """Choose a step, lease it, and return it as JSON. Called on rank 0."""
         restoring = self._restoring
         await self._check_shared()
         excluded = [step.name for step, _ in restoring._passed]
@@ -197,27 +200,26 @@ class _Attempt:
         if chosen is None:
             return b"null"
         step, self.lease = chosen
-        told = {"step": step.step, "generation": step.generation, "name": step.name, "leased": self.lease is not None}
-        return json.dumps({**told, "damage": None if step.damage is None else str(step.damage)}).encode()
+        choice = {"step": step.step, "generation": step.generation, "name": step.name, "leased": self.lease is not None}
+        return json.dumps({**choice, "damage": None if step.damage is None else str(step.damage)}).encode()
 
     async def _check_shared(self) -> None:
-        """Raises ``StorageNotSharedError`` if the step that others did not find in the last round is there for rank
-        0."""
+        """Raise ``StorageNotSharedError`` if rank 0 finds the step that other ranks did not find in the last round."""
         if self._missed is None:
             return
         step, failures = self._missed
         seen = await look_at(self._restoring.store, step)
-        if seen is not None and seen.damage is None:  # not gone, nor going
+        if seen is not None and seen.damage is None:  # neither deleted nor being deleted
             ranks = ", ".join(str(failure.rank) for failure in failures.failures[:_RANKS_SHOWN])
             text = f"rank 0 sees this step, others do not (rank {ranks}): is the directory on storage that all share?"
             raise StorageNotSharedError(2, text, f"{self._restoring.url}/{step.name}")
 
 
 def _request(request: LoadRequest, wish: Wish) -> LoadRequest:
-    """Return how a step is loaded.
+    """Return the request with which a step is loaded.
 
-    What a step lacks may stay as it is in the target, so where an older step may follow, a damaged one must not leave
-    there what was read of it.
+    With a tolerance for missing tensors, an older step may leave tensors of the target unchanged. If an older step may
+    be loaded after a damaged one, the damaged step must not have changed these tensors. So the load is made atomic.
     """
     if not (wish.or_older and request.tolerance.missing):
         return request
@@ -233,7 +235,7 @@ def _context(run: str, step: Step, *, rank: int = 0, world: int = 1) -> LoadCont
 def _fell_back(
     run: str, passed: Sequence[tuple[Step, SidestreamError]], taken: Step, *, rank: int = 0, world: int = 1
 ) -> tuple[PassedOver, ...]:
-    """Report the damaged steps in whose place ``taken`` was restored: a warning and an event for each."""
+    """Log a warning and emit an event for each damaged step in whose place ``taken`` was restored."""
     for step, error in passed:
         _log.warning("%s is damaged, %s was restored in its place: %s", step.name, taken.name, error)
         emit(LoadFellBack(_context(run, step, rank=rank, world=world), f"{run}/{taken.name}", str(error)))
@@ -246,10 +248,11 @@ def _fell_back(
 async def choose(
     store: Store, leases: Leases, wish: Wish, excluded: Collection[str]
 ) -> tuple[Step, Lease | None] | None:
-    """The newest step, highest generation, that the wish admits, and a reader's lease on it; None if there is none.
+    """Return the newest step, in its highest generation, that the wish admits, and a reader's lease on it. Return None
+    if there is no such step.
 
-    A damaged one is returned too (without a lease), for the caller to judge. There is no lease where this process may
-    not write. Raises what the storage raises. A cancel leaves no lease.
+    A damaged step is returned too, without a lease. There is no lease if this process may not write to the run. Raises
+    what the storage raises. A cancel leaves no lease.
     """
     hollow: set[str] = set()
     while True:
@@ -263,8 +266,8 @@ async def choose(
             if step is None:
                 passed.append(found.name)
                 continue
-            # The directories that were passed over have never been checkpoints, or were deleted since they were listed.
-            # In the second case a newer checkpoint has been committed, which this listing does not show: this candidate
+            # The directories in ``passed`` have never been checkpoints, or were deleted since they were listed. In the
+            # second case a newer checkpoint has been committed, which this listing does not show. Then this candidate
             # would be too old.
             if not await still_listed(store, passed):
                 break
@@ -274,15 +277,15 @@ async def choose(
             lease = await leases.try_reading(step.name)
             if lease is None or await _still_there(store, leases, step, lease):
                 return step, lease
-            break  # it is being deleted: look again
+            break  # the step is being deleted: list the run again
         else:
             if await still_listed(store, passed):
                 return None
 
 
 async def _still_there(store: Store, leases: Leases, step: Step, lease: Lease) -> bool:
-    """Now that our lease lies there: whether nobody had begun to delete the step before. If not, the lease is given
-    back."""
+    """Return whether no process has begun to delete the step, now that it has our lease. If one has, release the
+    lease."""
     try:
         seen = await leases.seen()
         going = any(one.directory == step.name and one.kind == "delete" and not leases.dead(one) for one in seen)

@@ -1,4 +1,5 @@
-"""Which steps stay: policies that compose, and the decision as a pure function. Nothing here touches storage."""
+"""Retention: policies that choose the steps to keep, and the choice of the steps to delete. This module does not access
+storage."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ class _Policy:
 
 @dataclass(frozen=True, slots=True)
 class _Either(_Policy):
-    """What at least one of several policies keeps."""
+    """A policy that keeps the steps that at least one of several policies keeps."""
 
     policies: tuple[Retention, ...]
 
@@ -205,18 +206,18 @@ def _metric(metadata: Mapping[str, Any], path: str) -> float | None:
 
 
 def needs_metadata(keep: Retention) -> bool:
-    """Whether the metadata of every step has to be read before ``keep`` can be asked. Of a policy that is not ours
-    nobody knows, so it gets them."""
+    """Return whether ``keep`` may use the metadata of steps, which have to be read from storage. A policy of the user
+    always gets them."""
     if isinstance(keep, _Either):
         return any(needs_metadata(policy) for policy in keep.policies)
     return not isinstance(keep, (KeepAll, KeepLast, KeepEvery))
 
 
 def doomed(saved: Sequence[SavedStep], keep: Retention, protected: AbstractSet[int] = frozenset()) -> list[SavedStep]:
-    """Which of ``saved`` may go once a newer one has been verified, oldest first.
+    """Return those of ``saved`` that may be deleted when a newer one has been verified, oldest first.
 
-    Each step counts once, by its highest generation; lower ones go with whatever policy, but for ``KeepAll``. The
-    newest step and those ``protected`` stay whatever ``keep`` says.
+    A policy sees only the highest generation of each step. Lower generations are deleted with every policy except
+    ``KeepAll``. The newest step and those in ``protected`` are kept in any case.
     """
     ordered = sorted(saved, key=lambda each: each.order)
     if not ordered or keeps_all(keep):
@@ -227,7 +228,7 @@ def doomed(saved: Sequence[SavedStep], keep: Retention, protected: AbstractSet[i
 
 
 def keeps_all(keep: Retention) -> bool:
-    """Whether nothing is ever deleted, so that nobody has to look for it."""
+    """Return whether ``keep`` never deletes a step, so that the run need not be listed."""
     if isinstance(keep, _Either):
         return any(keeps_all(policy) for policy in keep.policies)
     return isinstance(keep, KeepAll)

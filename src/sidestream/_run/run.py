@@ -1,4 +1,4 @@
-"""``Run``: where a run is, and what all its operations have in common."""
+"""``Run``: the place of a run, and what all its operations share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Run"]
 
 
 class Run:
-    """A run, as one ``Checkpointer`` uses it."""
+    """A run as one ``Checkpointer`` uses it."""
 
     def __init__(self, store: Store, url: str, group: GroupChoice, *, timeout_s: float, lease_s: float) -> None:
         self.store = store
@@ -23,13 +23,14 @@ class Run:
         self._group: GroupChoice = group
 
     def together(self) -> Member | None:
-        """Return the group that saves and restores with this process; None where it is by itself."""
+        """Return the membership of this process in the group that saves and restores together; None if it has no other
+        ranks."""
         member = group_of(self._group)
         return None if member is None or member.group.world == 1 else member
 
     @property
     def leads(self) -> bool:
-        """Whether this process chooses and deletes: of several ranks rank 0 does."""
+        """Whether this process deletes steps: in a group only rank 0 does."""
         member = self.together()
         return member is None or member.group.rank == 0
 

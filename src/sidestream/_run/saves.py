@@ -1,4 +1,4 @@
-"""The saves of one run: started in turn, alone or with other ranks, watched until they have ended."""
+"""The saves of one run, from their calls to their ends, in one process or in a group."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from .steps import Generations
 __all__ = ["Saves"]
 
 EARLIER = "an earlier save"
-"""The step in which a rank fails that raises, in its call, what it had not told anybody yet."""
+"""The step of the failure of a rank whose call raises the unretrieved error of an earlier save."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a save was asked to do."""
+    """The arguments of a save, checked."""
 
     state: Mapping[str, Any]
     step: int
@@ -52,8 +52,8 @@ class _Asked:
 
 
 class Saves:
-    """The saves of one ``Checkpointer``. ``check_usable`` raises when that is closed; ``upkeep`` is what follows a save
-    that was committed. ``options`` are those of saves that are given no others."""
+    """The saves of one ``Checkpointer``. ``check_usable`` raises if the ``Checkpointer`` is closed. ``upkeep`` runs
+    after each committed save. ``options`` are the defaults of each save."""
 
     def __init__(
         self,
@@ -83,13 +83,14 @@ class Saves:
         self._under_way: dict[int, int] = {}  # the steps of saves that have not ended, by the order of their calls
         self._last_order = -1
         self.last: tuple[int, float] | None = None
-        """The step that was committed last, and when."""
+        """The step that was committed last, and the time of that (``time.monotonic`` seconds)."""
 
     async def prewarm(self, state: Mapping[str, Any] | int | None) -> None:
-        """As ``Checkpointer.prewarm``, and ``reserve`` for so many bytes."""
+        """Do ``Checkpointer.prewarm``, or ``reserve`` if ``state`` is a number of bytes."""
         run, options = self._run, self.options
         alone = SavedAs(options.names, options.dtype).applied(plan_alone, run.url, others=False)
         with run.time_limit():
+            await run.store.connect()
             await prewarm(state, self._stager, self._worker, plan=alone if run.together() is None else None)
 
     # --- one save ---
@@ -104,7 +105,8 @@ class Saves:
         *,
         promised: bool = False,
     ) -> PendingSave:
-        """As ``Checkpointer.async_save``. ``promised``: never skipped, and made also if other saves have failed."""
+        """Do ``Checkpointer.async_save``. A ``promised`` save is never skipped, and is made also if other saves have
+        failed."""
         options = self.options if options is None else self._checked(options)
         run, member = self._run, self._run.together()
         when_full: WhenFull = "wait" if promised else self._when_full
@@ -171,8 +173,8 @@ class Saves:
         if generation is None:
             with run.time_limit():
                 generation = await self._generations.next(asked.step)
-            if checks:  # for the others closing waits, and they are made whatever became of other saves
-                self._check_usable()  # it may have been closed while this waited
+            if checks:  # closing waits for promised and queued saves, which are made also if other saves have failed
+                self._check_usable()  # the Checkpointer may have been closed while this save waited
                 self.raise_unretrieved()
         target = run.at(step_name(asked.step, generation))
         launch = partial(self._launch, asked, generation, exports, target)
@@ -217,28 +219,29 @@ class Saves:
     def _on_done(self, pending: PendingSave, order: int, step: int) -> None:
         del self._under_way[order]
         if pending.outcome == "committed":
-            if order > self._last_order:  # of two that overlap, the one that was begun later is the last one
+            if order > self._last_order:  # of two saves that overlap, the last one is that with the later call
                 self._last_order, self.last = order, (step, time.monotonic())
             if self._run.leads:
                 self._upkeep.request()
 
     def protected(self) -> list[int]:
-        """Return the step that was saved last, and those under way: a commit is listed before its save has ended."""
+        """Return the step that was saved last, and the steps of saves that have not ended. A listing may contain the
+        commit of a save that has not ended."""
         return [*self._under_way.values(), *([] if self.last is None else [self.last[0]])]
 
     @property
     def pending(self) -> int:
-        """How many have not ended."""
+        """The number of saves that have not ended."""
         return sum(not save.done() for save in self._pending)
 
     @property
     def failures(self) -> list[BaseException]:
-        """What saves failed with that nobody has awaited."""
+        """The errors of saves that were not retrieved."""
         return [save.unretrieved for save in self._pending if save.unretrieved is not None]
 
     def raise_unretrieved(self) -> None:
-        """Raise what nobody has heard of, of saves and of what followed them: one error, with the others as its
-        notes."""
+        """Raise the unretrieved errors of saves and of upkeep: the first one, with the others as its notes. They are
+        retrieved then."""
         errors = self.failures
         for save in self._pending:
             if save.unretrieved is not None:
@@ -252,9 +255,12 @@ class Saves:
             raise errors[0]
 
     def _raise_unretrieved_to_all(self, operation: Operation) -> None:
-        """It ends this save on all ranks. One that learns of that after its call does not raise it in its next one: a
-        single failure would end save after save, by turns. Closing raises it."""
-        self._pending = [save for save in self._pending if not _tells_of_earlier(save.unretrieved)]
+        """Raise the unretrieved errors of this rank, which ends this save on all ranks.
+
+        Another rank may receive the failure of this save after its own call has returned. It does not raise that
+        failure in its next call, because then one failure would end one save after another, on one rank after another.
+        Closing raises it."""
+        self._pending = [save for save in self._pending if not _ended_by_earlier(save.unretrieved)]
         operation.step = EARLIER
         self.raise_unretrieved()
         operation.step = "start"
@@ -264,11 +270,11 @@ class Saves:
             save.cancel()
 
     async def ended(self) -> None:
-        """Wait until all have ended. Never raises what they raised."""
+        """Wait until all saves have ended. Never raises their errors."""
         for save in self._pending:
             await save.ended()
 
 
-def _tells_of_earlier(error: BaseException | None) -> bool:
-    """Whether a save failed for no reason of its own."""
+def _ended_by_earlier(error: BaseException | None) -> bool:
+    """Return whether a save failed only because a rank raised the error of an earlier save."""
     return isinstance(error, RankFailuresError) and all(one.step == EARLIER for one in error.failures)

@@ -1,4 +1,4 @@
-"""The steps of a run: listed, numbered, and found again."""
+"""The steps of a run: their listing, and the numbers of their generations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..errors import InvalidOptionError
 __all__ = ["Generations", "check_run", "list_generations", "list_steps", "named_steps", "still_listed"]
 
 _REMEMBERED = 256
-"""For how many steps, at least, the last generation that was started is remembered."""
+"""The number of steps whose last started generation is remembered. With many slots it is more."""
 
 _MANIFEST = re.compile("manifest-[0-9a-f]{32}")
 
 
 class Generations:
-    """The generations of the steps of one run that this process saves. ``most`` saves may go on at once."""
+    """The generations of the steps of one run that this process saves. At most ``most`` saves run at once."""
 
     def __init__(self, store: Store, most: int) -> None:
         self._store = store
@@ -28,30 +28,32 @@ class Generations:
         self._started: dict[int, int] = {}  # the highest generation that a recent save was started for
 
     async def next(self, step: int) -> int:
-        """Return the first generation of ``step`` for which nothing stands in the way, be it committed, damaged,
-        foreign, or started here."""
+        """Return the first generation of ``step`` that is free. A generation is taken if its directory exists, whether
+        it is committed, damaged or foreign, or if a save of it was started here."""
         found = await named_steps(self._store, step)
         return max(self._started.get(step, 0), *(found.generation for found in found), 0) + 1
 
     def started(self, step: int, generation: int) -> None:
-        """A save of this generation was started. Old steps are forgotten: their saves are found in the listing."""
+        """Record that a save of this generation was started. Old steps are forgotten, because the listing has their
+        saves."""
         self._started.pop(step, None)
         self._started[step] = generation
         while len(self._started) > self._remembered:
             del self._started[next(iter(self._started))]
 
     async def claim(self, step: int) -> int:
-        """As ``next``, and no other save of this process gets it."""
+        """Return ``next`` of the step, and record it, so that no other save of this process gets it."""
         generation = await self.next(step)
         self.started(step, generation)
         return generation
 
 
 async def list_steps(store: Store) -> list[Step]:
-    """The committed steps, oldest first; of each step its highest generation, whether it is damaged or not.
+    """Return the committed steps, oldest first, each in its highest generation. Damaged ones are included.
 
-    Whoever deletes a step has committed a newer one before, and a listing from before that shows neither: where the
-    newest that was listed is gone when it is looked at, the run is listed again."""
+    A process that deletes a step has committed a newer one before. A listing may have been made before both, so it
+    lacks the newer step. So if the newest listed steps have been deleted when they are read, the run is listed
+    again."""
     while True:
         current_deadline().check("listing the steps of a run")
         steps: dict[int, Step] = {}
@@ -68,14 +70,14 @@ async def list_steps(store: Store) -> list[Step]:
 
 
 async def still_listed(store: Store, names: Collection[str]) -> bool:
-    """Whether all of these directories, which were listed and then turned out to be no checkpoints, are there still:
-    they never were any, or are none yet. The others have been deleted meanwhile."""
+    """Return whether all of these directories still exist. They were listed and then found not to be checkpoints. Those
+    that still exist were not checkpoints when they were listed either; those that do not were deleted meanwhile."""
     return not names or set(names) <= set(await store.directories())
 
 
 async def list_generations(store: Store, known: Mapping[str, Step]) -> list[Step]:
-    """Everything that is committed, or was once and is damaged, oldest first. A marker never changes, so what is in
-    ``known`` by its name is not read again."""
+    """Return all committed generations of all steps, oldest first, including damaged ones. The ``known`` ones, by name,
+    are not read again, because a marker never changes."""
     steps = []
     for found in await named_steps(store):
         step = known[found.name] if found.name in known else await look_at(store, found)
@@ -95,7 +97,7 @@ async def named_steps(store: Store, step: int | None = None) -> list[Step]:
 
 
 async def check_run(store: Store) -> None:
-    """Raise ``InvalidOptionError`` if the root of ``store`` is a checkpoint: the checkpoints of a run are in
+    """Raise ``InvalidOptionError`` if the root of ``store`` is itself a checkpoint. The checkpoints of a run are in its
     directories."""
     try:
         names = await store.sizes(".")
@@ -111,5 +113,5 @@ async def check_run(store: Store) -> None:
 
 
 def _has_own_manifest(names: Iterable[str]) -> bool:
-    """In a worker thread: whether a save of sidestream has written its manifest."""
+    """Return whether the names include a manifest of sidestream. Called in a worker thread."""
     return any(_MANIFEST.fullmatch(name) for name in yielding_gil(names))

@@ -1,4 +1,4 @@
-"""Steps as they are committed, by this process or any other."""
+"""The iterator over the steps of a run as they are committed, by this process or any other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _DEBOUNCE_MS = 50
 
 
 def news(seen: Iterable[str], steps: Iterable[Step]) -> list[Step]:
-    """What is committed and good in ``steps`` and was not ``seen``, each step by its highest generation, in order."""
+    """Return those of ``steps`` that are not damaged and were not ``seen``, each in its highest generation, in
+    order."""
     highest = {step.step: step for step in sorted(steps, key=lambda each: each.order)}
     known = frozenset(seen)
     fresh = [step for step in highest.values() if step.damage is None and step.name not in known]
@@ -89,7 +90,7 @@ def _changes(store: Store) -> _Changes | None:
 
 
 class _Changes:
-    """A thread that sleeps until something changes in a directory. Only while it is waited for."""
+    """A thread that waits for a change in a directory. It exists only during a call of ``wait``."""
 
     def __init__(self, root: Path, watchfiles: Any) -> None:
         self._root = root
@@ -97,7 +98,7 @@ class _Changes:
         self._threads = Threads("sidestream-watch", 1)
 
     async def wait(self, timeout_s: float) -> None:
-        """Return when something has changed, or the time is over."""
+        """Return when something has changed in the directory, or after ``timeout_s``."""
         stop = Stop()
         await self._threads.run(self._wait, timeout_s, stop, stop=stop, idle=True)
 
@@ -120,7 +121,7 @@ class _Changes:
             )
             try:
                 next(changes, None)
-            except (OSError, RuntimeError):  # no inotify there, or none left: the next look comes with the next poll
+            except (OSError, RuntimeError):  # inotify is not supported, or its limit is reached: wait for the next poll
                 ended.wait(timeout_s)
             finally:
                 changes.close()

@@ -29,7 +29,7 @@ import anyio
 
 from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, out_of_memory
 from .abandoned import put_back, take_abandoned, waiting_for_thread
-from .gil import holding_gil, slice_s, stop_turns, wrap_thread_future, yield_gil
+from .gil import give_turns, holding_gil, slice_s, stop_turns, yield_gil
 from .marks import mark_stuck
 from .steps import Steps, chunked, collected
 
@@ -184,6 +184,39 @@ class Lull(Protocol):
         """Do something that does not call torch; soon after ``busy()`` is true it has to return. Must not raise."""
 
 
+class _Wakeup:
+    """What wakes up a task when a thread has resolved ``future``.
+
+    In one iteration of the loop less than ``asyncio.wait`` of ``wrap_future`` takes: each iteration polls, and so hands
+    the GIL to any thread that computes, which keeps it for 5 ms.
+    """
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        future.add_done_callback(self._on_done)
+
+    async def wait(self, patience_s: float | None) -> None:
+        """Wait until the future has been resolved, or for ``patience_s``. Call it while the future is not done, or
+        after that at most once."""
+        self._waiter = self._loop.create_future()
+        timer = None if patience_s is None else self._loop.call_later(patience_s, self._wake)
+        try:
+            await self._waiter
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _on_done(self, future: Future[Any]) -> None:
+        """Wake the task up, in the thread that has resolved ``future``."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 class Threads(Executor):
     """A pool of at most ``size`` daemon threads, started when they are needed.
 
@@ -303,22 +336,23 @@ class Threads(Executor):
         idle: bool = False,
     ) -> T:
         """Wait for work that was submitted before, as ``run`` does. ``name`` names the work in errors."""
-        waiter = asyncio.wrap_future(future) if idle else wrap_thread_future(future)
-        waiter.add_done_callback(_consume)
+        if not idle:
+            give_turns(future)
+        wakeup = _Wakeup(future)
         cancelled: asyncio.CancelledError | None = None
         expired = False
         deadline = _deadline.get()
         until = math.inf if deadline is None else deadline.at
         with waiting_for_thread(future, partial(_stop_work, future, stop), until), anyio.CancelScope(shield=True):
-            while not waiter.done():
+            while not future.done():
                 patience = None if deadline is None else _GRACE_S if expired else deadline.remaining_s()
                 try:
-                    done, _ = await asyncio.wait([waiter], timeout=patience)
+                    await wakeup.wait(patience)
                 except asyncio.CancelledError as cancel:
                     cancelled = cancelled or cancel
                     _stop_work(future, stop)
                     continue
-                if done or deadline is None:
+                if future.done() or deadline is None:
                     continue
                 if expired:
                     with self._lock:
@@ -330,9 +364,11 @@ class Threads(Executor):
         if cancelled is not None:
             raise cancelled
         expired = expired or (deadline is not None and deadline.remaining_s() == 0)  # other work has set ``stop``
-        if expired and deadline is not None and (waiter.cancelled() or isinstance(waiter.exception(), ClosedError)):
+        if expired and deadline is not None and (future.cancelled() or isinstance(future.exception(), ClosedError)):
             raise deadline.exceeded(f"{name}()")
-        return waiter.result()
+        if future.cancelled():
+            raise asyncio.CancelledError
+        return future.result()
 
     def close(self) -> None:
         """Accept no more work. The threads end after the work that was submitted. Does not wait for them."""
@@ -552,11 +588,6 @@ def _stop_work(future: Future[T], stop: Stop | None) -> None:
     """Cancel work that no thread has begun, or signal it to stop."""
     if not future.cancel() and stop is not None:
         stop.set()
-
-
-def _consume(future: asyncio.Future[T]) -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 def in_background(work: Callable[[], object], name: str) -> Future[object]:

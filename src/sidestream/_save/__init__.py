@@ -1,1 +1,1 @@
-"""Saves: a state dict is planned, staged, written and committed."""
+"""Saves: planning, staging, writing and committing a state dict."""

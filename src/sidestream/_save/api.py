@@ -1,4 +1,4 @@
-"""``save`` and ``async_save``: plan, stage, write, commit."""
+"""The functions ``save`` and ``async_save``, and the start of every other save."""
 
 from __future__ import annotations
 
@@ -228,7 +228,8 @@ def async_save(
 
 
 def start_together(start: Callable[[Operation], SaveWork], operation: Operation, url: str) -> SaveWork:
-    """What keeps this rank from starting is told to the others, and raised by all alike."""
+    """Call ``start`` on this rank of a group. If it fails, return a save that sends the error to the other ranks, so
+    that all of them raise it."""
     try:
         return start(operation)
     except Exception as error:
@@ -252,16 +253,16 @@ def start_save(
     overwrite: bool = False,
     files: Mapping[str, FileSource] | None = None,
 ) -> SaveOperation:
-    """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
+    """Launch the copies of a save to ``location``. ``step`` and ``generation`` are written to the marker.
 
-    Runs in the thread of a blocking call: copies are ordered after the work that was enqueued on its current streams.
-    The caller runs the result, or abandons it.
+    This runs in the thread of a blocking call, so that copies are ordered after the work on the current streams of that
+    thread. The caller runs the result, or abandons it.
 
-    ``exports`` read the snapshot if one process saves without a planner; otherwise they read the checkpoint, and ranks
-    divide their files.
+    ``exports`` read the snapshot if one process saves without a planner. Otherwise they read the checkpoint, and the
+    ranks divide the files of the exports.
 
-    ``operation`` is set where several ranks save. A ``member`` alone in its group saves as any process does, unless
-    it has tensors that only a group can describe.
+    ``operation`` is set if several ranks save. A ``member`` that is the only rank of its group saves like a process
+    without a group, unless it has tensors that only a group can describe.
     """
     deadline = Deadline.after(options.timeout_s)
     own = stager is None or isinstance(stager, AsyncStager)
@@ -317,8 +318,8 @@ async def prewarm(
     *,
     plan: LayOut | None,
 ) -> None:
-    """Do now what the first save of ``state`` (or of so many bytes) would have to: start the writer process, map
-    staging memory and, if it needs no other ranks, ``plan``."""
+    """Do the preparations of the first save of ``state``, or of a state with this number of bytes. Start the writer
+    process, map staging memory and, if there is a ``plan``, call it."""
     process, falls_back = worker
     if process is not None and falls_back:
         await io_threads().run(process.start)
@@ -337,7 +338,7 @@ async def prewarm(
 async def _prewarm_for(stager: AsyncStager, state: Mapping[str, Any], plan: LayOut | None) -> None:
     try:
         captured = capture(state, copy_value)
-    except UnsafeObjectError:  # for the save to say: its planner may leave that out
+    except UnsafeObjectError:  # raised by the save, unless its planner leaves the object out
         await stager.prewarm(state)
         return
     await stager.prewarm_for(captured)

@@ -1,4 +1,4 @@
-"""The coordinator of one save by all ranks of a group: rank 0 commits when all have written, or for none."""
+"""The coordinator of one save by all ranks of a group. Rank 0 commits when all ranks have written."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _LOOK_S = 0.1
 
 
 class Agreeing(Protocol):
-    """What the ranks plan together; ``planned`` is there once they have."""
+    """The planning of a save by all ranks. ``planned`` is set when it has ended."""
 
     @property
     def planned(self) -> Any: ...
 
 
 def planning_of(order: SaveOrder, operation: Operation) -> Planning:
-    """How the ranks plan ``order`` together."""
+    """Return the planning of ``order`` by all ranks."""
     location = order.location
     free = partial(free_space, location.store, location.name)
     return Planning(operation, terms_of(order), maker_of_attempt(order), free)
@@ -54,15 +54,15 @@ def terms_of(order: SaveOrder, *, planner: bool = False) -> Terms:
 
 
 def maker_of_attempt(order: SaveOrder) -> Callable[[], None]:
-    """Rank 0 makes the attempt. Its name is one that no other save has, so that whoever finds it sees this very
-    directory, and whoever does not is told so."""
+    """Return the function with which rank 0 makes the attempt. The name of the attempt is unique, so a rank that finds
+    a directory of that name sees the same storage. A rank that does not find it raises an error."""
 
     return lambda: order.transaction.write_here(())
 
 
 @dataclass(slots=True)
 class FailedSave:
-    """A save that this rank could not even begin; the others are told."""
+    """A save that this rank could not begin. ``run`` sends the error to the other ranks."""
 
     operation: Operation
     url: str
@@ -89,20 +89,20 @@ class FailedSave:
 
 
 class Group:
-    """The coordinator of a save by several ranks, as one rank sees it. ``planning`` has what they planned together."""
+    """The coordinator of a save by several ranks, on one of them. ``planning`` is the planning by all ranks."""
 
     def __init__(self, order: SaveOrder, operation: Operation, planning: Agreeing) -> None:
         self._order = order
         self._operation = operation
         self._planning = planning
         self._reply: bytes | None = None
-        """On rank 0, once the commit has been sent: the reply to the other ranks for when it has taken place."""
+        """The reply to the other ranks if the commit takes place. Set on rank 0 before the commit is sent."""
 
     def attach(self, writer: Writer) -> None:
         self._operation.on_stop(writer.interrupt)
 
     def relay(self, staged: asyncio.Future[None]) -> asyncio.Future[None]:
-        """Return a future that resolves ``staged`` where the copies have ended well; errors are in the verdict."""
+        """Return a future that resolves ``staged`` if the copies succeed. If they fail, the verdict has the error."""
         inner: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def pass_on(_: asyncio.Future[None]) -> None:
@@ -129,7 +129,7 @@ class Group:
         return Committed(told["nbytes"], told["seconds"])
 
     async def _commit(self, layout: SharedLayout, packed: Sequence[bytes]) -> bytes:
-        """On rank 0, when all ranks have written: commit, and return the answer to all of them."""
+        """Commit, and return the answer to all ranks. Called on rank 0, when all ranks have written."""
         order, operation = self._order, self._operation
         threads, transaction = io_threads(), order.transaction
         received = await threads.run(_unpack, packed, layout)
@@ -154,17 +154,18 @@ class Group:
         return self._answer(receipts, times)
 
     def _answer(self, receipts: Sequence[RankReceipt], times: Sequence[Mapping[str, float]]) -> bytes:
-        """A phase has ended when it has on all ranks."""
+        """Return the answer to all ranks. A phase has the time of the rank on which it ended last."""
         seconds = dict(self._order.lifecycle.seconds)
         for one in times:
             for phase, value in one.items():
                 seconds[phase] = max(seconds.get(phase, 0.0), value)
         return json.dumps({"nbytes": sum(receipt.nbytes for receipt in receipts), "seconds": seconds}).encode()
 
-    # --- how it fails ---
+    # --- failures ---
 
     async def fail(self, error: BaseException) -> Committed:
-        """Raise what all ranks raise; return only if the checkpoint turns out to be there."""
+        """End the save after ``error``. Raises the error that all ranks raise; returns only if the checkpoint has been
+        committed."""
         operation, order = self._operation, self._order
         if operation.step_completed or (isinstance(error, NotDurableError) and order.outcome == "committed"):
             order.transaction.outcome = "committed"
@@ -182,8 +183,8 @@ class Group:
         raise verdict from error
 
     def _reason(self, error: BaseException) -> BaseException:
-        """Return what the others are told. A cancel says only that nothing came of this save, so another error takes
-        its place where that is not known."""
+        """Return the error that is sent to the other ranks. They take a cancel for a save that was not committed. So if
+        the outcome is unknown, another error is sent."""
         order = self._order
         if isinstance(error, asyncio.CancelledError) and order.outcome == "unknown":
             return OutcomeUnknownError(
@@ -193,7 +194,7 @@ class Group:
         return error
 
     async def _look_back(self, verdict: RankFailuresError) -> None:
-        """Find out the outcome where rank 0 has died in its commit, or does not know it."""
+        """Find out the outcome if rank 0 has died in its commit, or does not know the outcome."""
         order, first = self._order, verdict.failures[0]
         if first.rank == 0 and first.kind == "OutcomeUnknownError":
             order.transaction.outcome = "unknown"
@@ -205,12 +206,12 @@ class Group:
         deadline = Deadline.after(_READ_BACK_S)
         order.transaction.outcome = "unknown"
         while True:
-            # In this order: what a process has not done when it has ended, it will not do.
+            # Checked first: a process that has ended before the look cannot commit after it.
             ended = order.location.store.capabilities.rename and has_ended(planned.first)
             with time_limit(deadline):
                 order.transaction.outcome = await self._seen()
             if order.outcome == "absent" and not ended:
-                order.transaction.outcome = "unknown"  # it may be about to publish
+                order.transaction.outcome = "unknown"  # rank 0 may still commit
             if order.outcome != "unknown" or not deadline.remaining_s():
                 return
             await asyncio.sleep(_LOOK_S)
@@ -233,7 +234,7 @@ class Group:
         nbytes = sum(size for name, size in sizes.items() if name.startswith("__"))
         return Committed(nbytes, self._order.lifecycle.seconds)
 
-    # --- a loop that has ended ---
+    # --- after the end of the loop ---
 
     def abandon(self) -> None:
         if self._order.outcome == "absent":
@@ -246,7 +247,7 @@ class Group:
             self._leave_other()
 
     def _leave_first(self, stuck: bool) -> None:
-        """On rank 0: send the outcome of a commit to the other ranks."""
+        """Settle the outcome, and send it to the other ranks. Called on rank 0."""
         operation, order = self._operation, self._order
         try:
             order.transaction.settle(stuck=stuck)
@@ -258,7 +259,7 @@ class Group:
                 operation.report(self._reason(asyncio.CancelledError()))
 
     def _leave_other(self) -> None:
-        """On any other rank: find out whether rank 0 has committed."""
+        """Find out whether rank 0 has committed. Called on the other ranks."""
         operation = self._operation
         if operation.step != "commit":
             return
@@ -274,7 +275,7 @@ class Group:
 
 
 def _pack(receipt: RankReceipt, layout: SharedLayout, seconds: Mapping[str, float]) -> bytes:
-    """Called in a worker thread."""
+    """Return the receipt of this rank, and the times of its phases, as bytes. Called in a worker thread."""
     head = json.dumps({"files": receipt.files, "crcs": receipt.crcs, "seconds": seconds}).encode()
     return struct.pack("<Q", len(head)) + head + layout.pack(receipt)
 

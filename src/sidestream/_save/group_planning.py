@@ -1,7 +1,7 @@
-"""The plan that ranks make together: in the steady state, digests to rank 0 and a nod from there.
+"""The planning of a save by all ranks. In the steady state the ranks only send digests to rank 0, which confirms them.
 
-All of this runs in the threads of the stagers, which wait for each other: nothing of it needs an event loop, so code on
-the loop may block at a fence meanwhile.
+All of this runs in the threads of the stagers, which wait for each other. It needs no event loop, so code on the loop
+may block at a fence meanwhile.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ _LISTED = 10
 
 @dataclass(slots=True)
 class Agreement:
-    """What the ranks have agreed on for state dicts that look like these. Rank 0 has everything, the others what
-    concerns themselves. ``fragments``: for each rank the digest of its layout and the places of its tensors, of the
-    last save whose files had the same names as the next one's. A save uses those it has found when it was planned."""
+    """The plan of the ranks for state dicts of the same structure. Rank 0 has all of it. Each other rank has its own
+    part.
+
+    ``fragments`` has for each rank the digest of its layout and the places of its tensors, from the last save whose
+    files had the same names as those of the next save. A save uses the fragments that it found when it was planned."""
 
     id: str
     assignment: Assignment
@@ -48,7 +50,7 @@ class Agreement:
 
 
 class _Agreements:
-    """The last few, by what all ranks hold."""
+    """The agreements that were used last, by digests of the state dicts of all ranks."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, Agreement] = OrderedDict()
@@ -69,15 +71,15 @@ class _Agreements:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What every rank has to mean by this call: where, and how."""
+    """The options of a save that have to be the same on all ranks."""
 
     target: str
     durability: str
     digest: str | None
     planner: bool = False
-    """Whether a planner of the caller plans."""
+    """Whether the caller has passed a planner."""
     exports: str = ""
-    """Where to, because all ranks export together."""
+    """The names of the exports, which all ranks write together."""
 
     def pack(self) -> dict[str, Any]:
         return {
@@ -91,21 +93,21 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """This rank's plan, what it rests on, and the digest of the layout that rank 0 has the places of; on rank 0 those
-    places, which other saves that are under way do not change."""
+    """The plan of this rank, and the agreement behind it. ``known_layout`` is the digest of the layout of this rank
+    whose places rank 0 has. ``fragments`` are these places on rank 0, in a copy that other saves do not change."""
 
     plan: RankPlan
     agreement: Agreement
     known_layout: str | None
     fragments: Mapping[int, tuple[str, bytes]]
     first: Mapping[str, Any]
-    """The process that is rank 0."""
+    """The process of rank 0."""
 
 
 @dataclass(slots=True)
 class Planning:
-    """One save's planning. ``prepare`` makes the attempt, on rank 0, before others write into it. ``free``: where this
-    rank writes, and what is free there."""
+    """The planning of one save. ``prepare`` makes the attempt on rank 0 before other ranks write into it. ``free``
+    returns the file system on which this rank writes, and the free space there."""
 
     operation: Operation
     terms: Terms
@@ -114,7 +116,8 @@ class Planning:
     planned: Planned | None = None
 
     def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> RankPlan:
-        """In the stager's thread. Raises ``Stopped`` when another rank cannot go on."""
+        """Return the plan of this rank. Called in the stager's thread. Raises ``Stopped`` if another rank has
+        failed."""
         operation = self.operation
         table = run_sliced(local_table(plans, captured))
         values = run_sliced(encode_values(table))
@@ -145,7 +148,7 @@ class Planning:
         return plan
 
     def _first(self, heard: _Heard, parts: Sequence[bytes]) -> Sequence[bytes]:
-        """On rank 0: do all mean the same, and is it known what they hold?"""
+        """Compare the terms of all ranks, and look up the agreement for their state dicts. Called on rank 0."""
         told = [json.loads(part) for part in parts]
         check_terms(told)
         self.prepare()
@@ -173,7 +176,8 @@ class Planning:
         ]
 
     def _second(self, heard: _Heard, parts: Sequence[bytes]) -> bytes | Sequence[bytes]:
-        """On rank 0: what they hold."""
+        """Compare the plain values of all ranks, and assign the tensors to ranks if there is no agreement yet. Called
+        on rank 0."""
         details = [_unpack_detail(part) for part in parts]
         tables: dict[str, Sequence[Row]] = {}
         for table, (rows, _, _) in zip(heard.tables, details, strict=True):
@@ -191,7 +195,7 @@ class Planning:
 
 @dataclass(slots=True)
 class _Heard:
-    """What rank 0 learns from one step to the next."""
+    """The results of the first step of planning, for the second one, on rank 0."""
 
     agreements: _Agreements
     name: str = ""
@@ -253,7 +257,7 @@ def _agreements(operation: Operation) -> _Agreements:
 
 
 def check_terms(told: Sequence[Mapping[str, Any]]) -> None:
-    """On rank 0: do all mean the same by this call? Raises ``InvalidOptionError``."""
+    """Raise ``InvalidOptionError`` if the terms of the ranks differ. Called on rank 0."""
     for name in ("target", "durability", "digest", "planner", "exports"):
         said = {one[name]: rank for rank, one in reversed(list(enumerate(told)))}
         if len(said) > 1:
@@ -265,7 +269,8 @@ def check_terms(told: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _compare_values(tables: Sequence[Sequence[Row]], digests: Sequence[Mapping[str, str]]) -> None:
-    """Raises ``InvalidOptionError`` where one name stands for different plain values: which of them would be saved?"""
+    """Raise ``InvalidOptionError`` if ranks have different plain values under one name, because only one of them could
+    be saved."""
     first: dict[str, tuple[int, str]] = {}
     differ: dict[str, tuple[int, int]] = {}
     for rank, (rows, values) in enumerate(zip(tables, digests, strict=True)):

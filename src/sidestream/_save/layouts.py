@@ -1,4 +1,4 @@
-"""Layouts of files that sidestream has planned: of one process, and of ranks that have agreed on a plan."""
+"""The layouts of files that sidestream has planned, for one process and for the ranks of a group."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = ["AgreedLayout", "NativeLayout", "commit_files", "sidecar_files", "wit
 
 
 def commit_files(manifest: Manifest, saved_at: int = 0, described: Described | None = None) -> dict[str, list[bytes]]:
-    """Return the manifest and the marker for ``manifest``. If there is ``described``, it has the entries. Called in a
-    worker thread."""
+    """Return the files of the manifest and of the marker for ``manifest``. If ``described`` is given, it has the
+    entries in place of ``manifest``. Called in a worker thread."""
     described = run_sliced(describe(manifest.entries)) if described is None else described
     raw = described.manifest(manifest, TORCH_VERSION)
     return {
@@ -47,7 +47,8 @@ def _marker(manifest: Manifest, raw: bytes, saved_at: int) -> Marker:
 
 
 class NativeLayout:
-    """The layout of a save by one process. The content of its receipt is a function that describes the entries."""
+    """The layout of a save by one process. The content of its receipt is a function that returns the CRCs of the files,
+    and describes the entries."""
 
     def __init__(self, order: SaveOrder) -> None:
         self._order = order
@@ -55,11 +56,12 @@ class NativeLayout:
     async def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
         names = {name: self._order.transaction.committed_name(name) for name in plan.files}
         files = {names[name]: nbytes for name, nbytes in plan.files.items()}
-        crcs = await io_threads().run(_file_crcs, plan, written, names)
-        return RankReceipt(files, lambda: run_sliced(plan.describe(written, names)), crcs)
+        return RankReceipt(files, lambda: (_file_crcs(plan, written, names), run_sliced(plan.describe(written, names))))
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
-        files = commit_files(_about(self._order, receipts), self._order.saved_at, receipts[0].content())
+        crcs, described = receipts[0].content()
+        about = _about(self._order, [replace(receipts[0], crcs=crcs)])
+        files = commit_files(about, self._order.saved_at, described)
         return {**sidecar_files(self._order), **files}
 
 
@@ -102,9 +104,11 @@ def with_sidecars(manifest: Manifest, order: SaveOrder) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What one rank says of its files: name and checksum of its part of the manifest, and the places of its items as
-    ``.metadata`` has them; those of its tensors only if they are ``new`` to rank 0. ``layout``: the digest of where its
-    tensors lie. ``stable``: the places hold for the next save as well."""
+    """The description of the files of one rank, for rank 0.
+
+    ``part`` is the name and the checksum of its part of the manifest. ``chunks`` and ``values`` are the places of its
+    tensors and values, as ``.metadata`` has them. The places of tensors are only sent if they are ``new`` to rank 0.
+    ``layout`` is the digest of these places. ``stable`` says that they are valid for the next save too."""
 
     part: PartName
     layout: str
@@ -127,8 +131,8 @@ class AgreedLayout:
         return self._planning.planned
 
     async def receipt(self, plan: RankPlan, written: Sequence[BlockSums]) -> RankReceipt:
-        """Return the receipt of this rank, whose part of the manifest is on storage by then: rank 0 can do without
-        it."""
+        """Return the receipt of this rank, and write its part of the manifest to storage. So rank 0 need not receive
+        the part."""
         order, operation = self._order, self._planning.operation
         made = await io_threads().run(_make_part, self._planned, written, order)
         receipt, part = made
@@ -139,31 +143,31 @@ class AgreedLayout:
 
     def pack(self, receipt: RankReceipt) -> bytes:
         content: _Content = receipt.content
-        told = {"new": content.new, "stable": content.stable, "layout": content.layout, "part": list(content.part)}
-        head = json.dumps(told).encode()
+        facts = {"new": content.new, "stable": content.stable, "layout": content.layout, "part": list(content.part)}
+        head = json.dumps(facts).encode()
         sizes = struct.pack("<3Q", len(head), len(content.chunks), len(content.values))
         return sizes + head + content.chunks + content.values
 
     def unpack(self, rank: int, content: bytes) -> _Content:
-        """Return what ``rank`` has told, with the places of this save. New ones are kept for the next if they will hold
-        for it."""
+        """Return what ``rank`` has packed, with the places of its tensors. New places are kept for the next save if
+        they are valid for it."""
         planned = self._planned
         head, chunks_bytes, values_bytes = struct.unpack_from("<3Q", content)
         start = struct.calcsize("<3Q")
-        told: dict[str, Any] = json.loads(content[start : start + head])
+        facts: dict[str, Any] = json.loads(content[start : start + head])
         middle = start + head + chunks_bytes
         chunks, values = content[start + head : middle], content[middle : middle + values_bytes]
-        if told["new"] and told["stable"]:
-            planned.agreement.fragments[rank] = (told["layout"], chunks)
-        elif not told["new"]:
+        if facts["new"] and facts["stable"]:
+            planned.agreement.fragments[rank] = (facts["layout"], chunks)
+        elif not facts["new"]:
             layout, chunks = planned.fragments.get(rank, ("", b""))
-            if layout != told["layout"]:
+            if layout != facts["layout"]:
                 raise SidestreamError(f"rank {rank} relies on places of its tensors that rank 0 does not have")
-        return _Content(PartName(*told["part"]), told["layout"], told["new"], told["stable"], chunks, values)
+        return _Content(PartName(*facts["part"]), facts["layout"], facts["new"], facts["stable"], chunks, values)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
-        """Return the root of the manifest, and ``.metadata``, which has 100 MB where 512 ranks save 2,000 tensors: it
-        is written from the pieces that the ranks have sent, and not put together first."""
+        """Return the root of the manifest, and ``.metadata``. The latter has 100 MB if 512 ranks save 2,000 tensors. So
+        it is returned as the pieces that the ranks have sent, which are not joined."""
         agreement = self._planned.agreement
         assert agreement.shared is not None
         contents: list[_Content] = [receipt.content for receipt in receipts]
@@ -193,7 +197,7 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
         [(row, file, offset, nbytes, node) for row, _, file, offset, nbytes, node in values],
     )
     part = b"".join(gathered(lines))
-    # Names on object storage carry the save's id: there the places are new each time.
+    # On object storage names contain the id of the save, so the places are new in each save.
     stable = all(name == published for name, published in names.items())
     new = not stable or planned.known_layout != plan.layout.digest
     content = _Content(

@@ -1,7 +1,8 @@
-"""``SaveOperation``: every save, from launched copies to the commit.
+"""``SaveOperation``: the course of every save, from launched copies to the commit.
 
-What differs from save to save is in three strategies: a writer brings the data to storage, a layout says what its files
-mean, and a coordinator makes them visible, for this process alone or for all ranks.
+Three objects have the parts that differ between saves. A writer writes the data to storage. A layout describes the data
+files in a manifest and ``.metadata``. A coordinator makes the files visible, for one process or for all ranks of a
+group.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RankReceipt:
-    """What one rank has written: the sizes of its data files by their names in the checkpoint, what the layout has to
-    know to describe their content, and the CRC-32 of those files that it is known of."""
+    """The record of what one rank has written.
+
+    ``files`` has the sizes of its data files by their names in the checkpoint. ``content`` is what the layout needs in
+    order to describe them. ``crcs`` has the CRC-32 of those files for which it is known."""
 
     files: Mapping[str, int]
     content: Any
@@ -51,21 +54,21 @@ class RankReceipt:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What ``SaveInfo`` reports of a commit: the bytes of all data files and, where ranks have put theirs together, the
-    times of the phases."""
+    """The facts of a commit for ``SaveInfo``: the bytes of all data files and, for a group, the times of the phases on
+    all ranks."""
 
     nbytes: int
     seconds: Mapping[str, float] | None = None
 
 
 class Writer(Protocol):
-    """Data on its way to storage, in threads of its own."""
+    """The part of a save that writes the data to storage, in threads."""
 
     def pass_on(self, staged: asyncio.Future[None]) -> None:
         """Resolve ``staged`` when the sources may change, or with the error of the staging."""
 
     async def ended(self) -> tuple[Any, Any]:
-        """Wait until all data is on storage. Return the plan, and what is known of its items now that they are
+        """Wait until all data is on storage. Return the plan, and what is known of its items after they were
         written."""
 
     async def release(self) -> None:
@@ -77,23 +80,23 @@ class Writer(Protocol):
     def progress(self) -> SaveProgress: ...
 
     def leave(self) -> None:
-        """Wait until no thread uses a source, memory or storage any more, then release all memory. Called in a thread,
-        after ``interrupt``, where ``ended`` and ``release`` will not be awaited."""
+        """Wait until no thread uses a source, memory or storage any more, then release all memory. Called in a thread
+        after ``interrupt``, if ``ended`` and ``release`` will not be awaited."""
 
 
 class Layout(Protocol):
-    """The meaning of the data files: what the manifest and ``.metadata`` say of them."""
+    """The part of a save that describes the data files in the manifest and ``.metadata``."""
 
     async def receipt(self, plan: Any, written: Any) -> RankReceipt:
         """Return this rank's receipt for what its writer has written."""
 
     def files(self, receipts: Sequence[RankReceipt]) -> Mapping[str, Sequence[bytes]]:
-        """Return the files that the commit adds, in pieces; readers look for the last one. Called in a worker thread,
-        on the rank that commits, with the receipts of all ranks."""
+        """Return the files that the commit adds, each as a sequence of pieces. Readers look for the last one. Called in
+        a worker thread, on the rank that commits, with the receipts of all ranks."""
 
 
 class SharedLayout(Layout, Protocol):
-    """The layout of a save of several ranks, whose receipts travel to rank 0."""
+    """The layout of a save by several ranks, which send their receipts to rank 0."""
 
     def pack(self, receipt: RankReceipt) -> bytes:
         """Return the content of ``receipt`` as bytes. Called in a worker thread."""
@@ -103,7 +106,7 @@ class SharedLayout(Layout, Protocol):
 
 
 class Coordinator(Protocol):
-    """The decision whether a save is committed, and how a failure ends it."""
+    """The part of a save that commits it, or ends it after a failure."""
 
     def attach(self, writer: Writer) -> None:
         """Interrupt ``writer`` when the save cannot be committed any more."""
@@ -115,22 +118,23 @@ class Coordinator(Protocol):
         """Make the checkpoint visible. Raises what ``Transaction.commit`` raises."""
 
     async def fail(self, error: BaseException) -> Committed:
-        """Settle the outcome after ``error``, and delete an absent attempt. Raises the error of the save; returns only
-        if the checkpoint turns out to be committed."""
+        """Find out the outcome after ``error``, and delete an attempt that was not committed. Raises the error of the
+        save; returns only if the checkpoint has been committed."""
 
     def abandon(self) -> None:
-        """Signal that this process will not go on. Does not block."""
+        """Signal to other processes that this one has stopped. Does not block."""
 
     def leave(self, *, stuck: bool) -> None:
-        """Settle the outcome after ``abandon``, in a thread. ``stuck``: a thread is left behind in a system call."""
+        """Find out the outcome after ``abandon``. Called in a thread. ``stuck``: a thread is left behind in a system
+        call."""
 
     def close(self) -> None:
-        """The save has ended well."""
+        """End the coordination of a save that was committed."""
 
 
 async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> None:
-    """Raise ``StorageNotSharedError`` if this process, which commits, does not find what the ranks have written;
-    ``CheckpointExistsError`` if another save has removed it, which has replaced the target meanwhile."""
+    """Raise ``StorageNotSharedError`` if this process, which commits, does not find the files that the ranks have
+    written. Raise ``CheckpointExistsError`` if another save has removed them, because it has replaced the target."""
     expected = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
     try:
         found = await order.location.store.sizes(order.transaction.path_of())
@@ -181,7 +185,7 @@ class Solo:
 
 @dataclass(slots=True, kw_only=True)
 class SaveOperation:
-    """One save, or this rank's part in one."""
+    """One save, or the part of this rank in a save of a group."""
 
     order: SaveOrder
     writer: Writer
@@ -189,7 +193,8 @@ class SaveOperation:
     coordinator: Coordinator
     exports: Sequence[PendingExport] = ()
     snapshots: tuple[Any, ...] = ()
-    """What each of ``exports`` reads, a ``SnapshotReader`` or None; no entries where all read the checkpoint."""
+    """For each of ``exports`` the ``SnapshotReader`` that it reads, or None if it reads the checkpoint. Empty if all of
+    them read the checkpoint."""
 
     @property
     def url(self) -> str:
@@ -250,8 +255,8 @@ class SaveOperation:
         return committed
 
     async def _read_files(self) -> None:
-        """Read the sidecar files, which may change once ``staged`` is done. If that fails, no thread writes any more
-        when this raises."""
+        """Read the sidecar files. This is done before ``staged`` is resolved, because they may change afterwards. When
+        this raises, no thread of the writer runs any more."""
         try:
             await self.order.read_files()
         except BaseException:

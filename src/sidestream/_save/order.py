@@ -1,4 +1,4 @@
-"""``SaveOrder``: what a save was asked to do, its transaction, and its phases."""
+"""``SaveOrder``: the arguments of a save, with its transaction, and ``Lifecycle``: its phases."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Lifecycle", "SaveOrder"]
 
 
 class Lifecycle:
-    """The phases of one save: their times in seconds since it was asked for, and an event for each."""
+    """The phases of one save: their times in seconds since the call, and an event for each."""
 
     def __init__(self, save: SaveContext) -> None:
         self.seconds: dict[str, float] = {}
@@ -53,7 +53,7 @@ class Lifecycle:
         self.seconds.setdefault(phase, time.monotonic() - self._began)
 
     def started(self, world: int | None = None) -> None:
-        """Emit the beginning. ``world``: the number of ranks, where another library has brought them together."""
+        """Emit the start of the save. ``world`` is the number of ranks, if another library coordinates them."""
         with self._lock:
             self._save = self._save if world is None else replace(self._save, world=world)
             self._open = True
@@ -82,7 +82,7 @@ class Lifecycle:
             self._open = False
 
     def failed(self, error: BaseException, outcome: Outcome) -> None:
-        """Emit the end of a save that was not acknowledged, unless it has ended before or never started."""
+        """Emit the failure of a save, unless the save has ended before or never started."""
         with self._lock:
             if isinstance(error, SidestreamError):
                 error.about(phase=self._phase, url=self._save.url, step=self._save.step)
@@ -93,14 +93,14 @@ class Lifecycle:
             self._open = False
 
     def _emit(self, event: SaveEvent) -> None:
-        """Emit ``event`` of a save that has started and not ended: a thread that was left behind emits nothing."""
+        """Emit ``event`` if the save has started and not ended. A thread that was left behind emits nothing."""
         if self._open:
             emit(event)
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """What a save was asked to do, and the transaction that it does it in."""
+    """The arguments of a save, and its transaction."""
 
     location: Location
     durability: Durability
@@ -108,25 +108,25 @@ class SaveOrder:
     step: int | None = None
     generation: int = 1
     budget_bytes: int | None = None
-    """The bound of the memory that is mapped for this save alone."""
+    """The limit of the memory that is mapped for this save alone."""
     digest: Digest | None = None
     metadata: Node = None
     operation: Operation | None = None
-    """Set for a save of several ranks together."""
+    """Set for a save by several ranks together."""
     worker: Worker | None = None
-    """The process that writes; None: threads of this process."""
+    """The process that writes. None if threads of this process write."""
     fall_back: bool = False
-    """Whether threads write where no process can be started."""
+    """Whether threads write if no process can be started."""
     part: IndependentPart | None = None
-    """Set for a save of one rank's part, in the target itself."""
+    """Set for a save of one rank's part, which is written to the target itself."""
     kind: Kind = "directory"
-    """What becomes visible, where that does not follow from ``operation`` and ``apart``."""
+    """The kind of the transaction, unless it follows from ``operation``, ``part`` or ``replaces_export``."""
     replaces_export: bool = False
-    """Whether an export takes the place of one that is there."""
+    """Whether an export replaces an existing one."""
     files: Mapping[str, FileSource] = field(default_factory=dict)
     """The sidecar files, by name."""
     exports: tuple[str, ...] = ()
-    """The URLs of the exports beside it."""
+    """The URLs of the exports of the save."""
     own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
     verb: Literal["save", "export", "convert", "copy"] = "save"
@@ -134,7 +134,7 @@ class SaveOrder:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _begun: list[Transaction] = field(default_factory=list, init=False, repr=False, compare=False)
     space: Space = field(default_factory=Space, init=False, repr=False, compare=False)
-    """The space that it takes on file systems of this machine, with its exports."""
+    """The space that the save and its exports need on file systems of this machine."""
     sidecars: dict[str, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The content of ``files``, which ``read_files`` has read."""
 
@@ -153,8 +153,8 @@ class SaveOrder:
 
     @property
     def transaction(self) -> Transaction:
-        """The transaction, which the first call begins. Over ranks it must not be called before they have planned,
-        because the id of the save is not known until then."""
+        """The transaction, which the first access begins. In a group it must not be accessed before the ranks have
+        planned, because the id of the save is not known until then."""
         with self._lock:
             if not self._begun:
                 kind = self.kind
@@ -180,7 +180,7 @@ class SaveOrder:
 
     @property
     def save_id(self) -> str:
-        """Several ranks have one id, which is known once they have planned."""
+        """The id of the save. In a group all ranks have the same one, which is known when they have planned."""
         return self.own_id if self.operation is None else self.operation.save_id
 
     @property
@@ -189,7 +189,7 @@ class SaveOrder:
         return self.save_id if self.part is None else self.part.save_id
 
     def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
-        """Write ``files`` into the attempt, in ``threads`` or by the writer process. Blocks; raises what
+        """Write ``files`` into the attempt, in ``threads`` or in the writer process. Blocks. Raises what
         ``Transaction.write`` raises, and ``WriterProcessError``."""
         if self.worker is None:
             self.transaction.write(files, threads=threads, stop=stop)

@@ -1,4 +1,4 @@
-"""What a caller holds while a save goes on, and what it gets."""
+"""``PendingSave``, the save in progress that a caller holds, and ``SaveInfo``, its result."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SaveProgress:
 
 
 class SaveWork(Protocol):
-    """The work behind a ``PendingSave``; ``outcome`` is true whenever ``run`` has ended."""
+    """The work of a ``PendingSave``. When ``run`` has ended, ``outcome`` is the true outcome."""
 
     @property
     def outcome(self) -> Outcome: ...
@@ -97,16 +97,16 @@ class SaveWork(Protocol):
         """The deadline of the operation (``time.monotonic`` seconds)."""
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
-        """Do it all, and resolve ``staged`` when the sources may change again."""
+        """Do the save, and resolve ``staged`` when the sources may change again."""
 
     def abandon(self) -> None:
         """Signal every thread to stop, because ``run`` will not be called or continued. Does not block. Call ``leave``
         afterwards."""
 
     def leave(self, *, stuck: bool) -> None:
-        """Wait until no thread uses the resources of the work, settle ``outcome``, remove an attempt that did not
-        commit, and release all memory. Called in a thread, after ``abandon``. ``stuck``: a thread is left behind in a
-        system call. Raises what the storage raises."""
+        """Wait until no thread uses the resources of the work. Then find out the outcome, remove an attempt that was
+        not committed, and release all memory. Called in a thread after ``abandon``. ``stuck``: a thread is left behind
+        in a system call. Raises what the storage raises."""
 
 
 @public
@@ -207,7 +207,7 @@ class PendingSave(Displayed):
         if self._task.done() or self._leaving is not None:
             return False
         self._cancelling = True
-        return not self._started or self._task.cancel()  # a task cancelled before its first step never runs at all
+        return not self._started or self._task.cancel()  # a task that is cancelled before its first step never runs
 
     async def ended(self) -> None:
         """Wait until the save is ``done()``. The error of the save is not raised, and not retrieved."""
@@ -221,7 +221,7 @@ class PendingSave(Displayed):
             self._retrieved = self._retrieved or self._result.done()
 
     async def _run(self) -> None:
-        """The edge of the background: everything ends in the two futures."""
+        """Run the work. All errors are set on the two futures, because this is the top of a background task."""
         self._started = True
         try:
             if self._cancelling:
@@ -231,7 +231,7 @@ class PendingSave(Displayed):
             self._settle()
         except Exception as error:
             self._fail(error)
-        except BaseException as error:  # Ctrl-C and exit propagate to the loop; they may have interrupted the cleanup
+        except BaseException as error:  # KeyboardInterrupt and SystemExit may have interrupted the cleanup
             self._cut_off = True
             self._fail(error)
             raise
@@ -244,13 +244,14 @@ class PendingSave(Displayed):
     def _end(self) -> None:
         self._settled = True
         self._registration.end()
-        for export in self._exports:  # also of a save that never began
+        for export in self._exports:  # also if the save never began
             export.saved(self._work.outcome)
 
     def _settle(self, _: object = None) -> None:
-        """Cancelled, by ``cancel()`` or with the loop, perhaps before the first step."""
+        """End a save whose task has ended. ``cancel()`` or the loop may have cancelled it, perhaps before its first
+        step."""
         if self._cut_off or not (self._started or self._result.done()):
-            self._clean_up_elsewhere()
+            self._clean_up_in_thread()
         if not self._result.done():
             if self._cancelling:
                 self._result.cancel()
@@ -260,14 +261,14 @@ class PendingSave(Displayed):
                 self._staged.set_result(None)
         self._end()
 
-    def _clean_up_elsewhere(self) -> None:
+    def _clean_up_in_thread(self) -> None:
         """Clean up in a thread, because the work has not begun or was interrupted, and the loop may be about to
         close."""
         self._work.abandon()
         self._leaving = release_in_background(partial(self._work.leave, stuck=False), "sidestream-abandoned")
-        self._leaving.add_done_callback(self._say_what_stayed)
+        self._leaving.add_done_callback(self._log_what_remains)
 
-    def _say_what_stayed(self, left: Future[Any]) -> None:
+    def _log_what_remains(self, left: Future[Any]) -> None:
         error = left.exception()
         if error is not None:
             _log.warning("the files of the attempt to save %s could not be removed: %s", self.url, error)
@@ -278,7 +279,7 @@ class PendingSave(Displayed):
 
     def _fail(self, error: BaseException) -> None:
         self._result.set_exception(error)
-        self._result.exception()  # asyncio would log it too; __del__ says it once, and says more
+        self._result.exception()  # marks it as retrieved for asyncio: __del__ logs it, with more facts
         if isinstance(error, SkippedError) and not self._staged.done():
             self._staged.set_result(None)
         if not self._staged.done():
@@ -286,7 +287,7 @@ class PendingSave(Displayed):
             self._staged.exception()
 
     def _resolve_from_outside(self) -> None:
-        """Resolve the futures in another thread, because the loop never runs again and cannot run their callbacks."""
+        """Resolve the futures in another thread. The loop never runs again, so it cannot run their callbacks."""
         with suppress(RuntimeError, asyncio.InvalidStateError):  # "Event loop is closed"
             self._result.set_exception(self._aborted())
         with suppress(RuntimeError, asyncio.InvalidStateError):
@@ -304,7 +305,7 @@ class PendingSave(Displayed):
 
 
 class _Unfinished:
-    """A save whose loop has ended."""
+    """The registered resources of a save, which are released if its loop ends first."""
 
     def __init__(self, pending: PendingSave) -> None:
         self._pending = pending
@@ -328,16 +329,16 @@ class _Unfinished:
             removed = f"its files could not be removed: {error}"
         outcome = pending._work.outcome
         pending._resolve_from_outside()
-        told = {
+        remarks = {
             "absent": removed,
             "committed": "it is complete",
             "unknown": "nothing was deleted; check whether the checkpoint exists",
         }
-        return f"outcome: {outcome}, {told[outcome]}"
+        return f"outcome: {outcome}, {remarks[outcome]}"
 
 
 class _Shared:
-    """Awaitable that any number of tasks may await and cancel without touching the future behind it."""
+    """An awaitable for any number of tasks. A cancel of one of them does not cancel the future behind it."""
 
     def __init__(self, future: asyncio.Future[None]) -> None:
         self._future = future

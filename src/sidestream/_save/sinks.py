@@ -1,4 +1,4 @@
-"""Sinks: what a save feeds besides the checkpoint, from the same snapshot, without delaying it."""
+"""Sinks, such as exports: readers of the snapshot of a save beside the checkpoint, which they do not delay."""
 
 from __future__ import annotations
 
@@ -25,33 +25,35 @@ _log = logging.getLogger("sidestream")
 
 
 class Sink(Protocol):
-    """An export, or weights that are served. It reads the snapshot of a save, or else the checkpoint that was
-    committed."""
+    """A reader of the snapshot of a save, such as an export or the publication of weights. If there is no snapshot, it
+    reads the committed checkpoint."""
 
     @property
     def url(self) -> str:
-        """What it writes to."""
+        """The URL to which it writes."""
 
     async def prepare(self) -> None:
-        """Read what it needs besides the state. Called first, under the deadline of the save."""
+        """Read what the sink needs besides the state. Called first, with the deadline of the save."""
 
     def read(self, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> Any:
-        """Read the windows of the snapshot of ``save``, one after the other. Called in a thread. Memory of a window is
-        kept for as long as any view or tensor over it exists."""
+        """Read the windows of the snapshot of ``save``, one after the other. Called in a thread. The memory of a window
+        is kept as long as a view of it, or a tensor over it, exists."""
 
     async def finish(self, read: Any) -> Any:
-        """Return the result of the sink, given what ``read`` has returned. The snapshot has been released."""
+        """Return the result of the sink. ``read`` is the result of the method ``read``. The snapshot has been
+        released."""
 
     async def undo(self, error: BaseException) -> None:
-        """Remove what ``read`` and ``finish`` have left behind, after the ``error`` that ended them. A thread may hang
-        in ``read`` still. After ``SnapshotLostError`` ``read_checkpoint`` starts over."""
+        """Remove what ``read`` and ``finish`` have written, after the ``error`` that ended them. A thread may still
+        hang in ``read``. After ``SnapshotLostError``, ``read_checkpoint`` is called next."""
 
     async def read_checkpoint(self, checkpoint: Location, ranks: Operation | None) -> Any:
-        """Read the committed checkpoint, and return the result of the sink. ``ranks``: all ranks do so together."""
+        """Read the committed checkpoint, and return the result of the sink. If ``ranks`` is given, all ranks do so
+        together."""
 
 
 class Export(Protocol):
-    """What ``export=`` of a save takes: ``sidestream.HF``."""
+    """The type of the argument ``export=`` of a save: ``sidestream.HF``."""
 
     @property
     def counts_steps(self) -> bool:
@@ -61,7 +63,7 @@ class Export(Protocol):
         """Return the sink of one save. Raises ``InvalidOptionError``."""
 
     async def prune(self, keep: int, *, durability: Durability) -> None:
-        """Delete the exports of a run but for the ``keep`` of the highest steps. Raises what the storage raises."""
+        """Delete the exports of a run except those of the ``keep`` highest steps. Raises what the storage raises."""
 
 
 @public
@@ -115,7 +117,7 @@ class PendingExport:
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.shield(self._result).__await__()
 
-    # --- what the save does ---
+    # --- called by the save ---
 
     def begin(self, order: SaveOrder, number: int, snapshot: SnapshotReader[Any] | None) -> None:
         """Start to read ``snapshot`` in a thread. None: read the checkpoint when it is committed. ``number`` counts the
@@ -128,7 +130,7 @@ class PendingExport:
             return
 
         def settle(_: object) -> None:
-            """The task has ended, perhaps before its first step."""
+            """Close the snapshot, and cancel the result of a task that was cancelled before its first step."""
             if snapshot is not None:
                 snapshot.close()
             if not self._result.done():
@@ -147,7 +149,7 @@ class PendingExport:
     # --- the task ---
 
     async def _run(self, order: SaveOrder, number: int, snapshot: SnapshotReader[Any] | None) -> None:
-        """The edge of the background: everything ends in the future."""
+        """Run the export. All errors are set on the future, because this is the top of a background task."""
         try:
             if order.operation is None:
                 result = await self._outcome(order, snapshot)
@@ -163,7 +165,7 @@ class PendingExport:
 
     def _fail(self, error: BaseException) -> None:
         self._result.set_exception(error)
-        self._result.exception()  # it was logged; asyncio would do so once more
+        self._result.exception()  # marks it as retrieved for asyncio, because it was logged here
 
     async def _outcome(self, order: SaveOrder, snapshot: SnapshotReader[Any] | None) -> Any:
         with time_limit(order.deadline):
@@ -185,8 +187,8 @@ class PendingExport:
             return await self._sink.read_checkpoint(order.location, None)
 
     async def _outcome_together(self, order: SaveOrder, number: int) -> Any:
-        """With several ranks: each of them exports a part of the checkpoint. A rank that does not take part tells the
-        others, which do not wait for it then."""
+        """Export a part of the checkpoint, as each rank of the group does, and return the result. A rank that fails or
+        is cancelled before that reports it, so that the others do not wait for it."""
         try:
             saved = await asyncio.shield(self._saved)
         except asyncio.CancelledError as cancel:
@@ -204,13 +206,13 @@ class PendingExport:
 
 
 def _following(order: SaveOrder, number: int) -> Operation:
-    """Begin what the ranks do together after the save."""
+    """Begin the operation in which the ranks export together after the save."""
     assert order.operation is not None
     return order.operation.follow(number, "export", Deadline.after(order.deadline.timeout_s))
 
 
 async def _read_in_thread(sink: Sink, snapshot: SnapshotReader[Any], save: SaveOrder) -> Any:
-    """Of its own, because an export may hang for ever."""
+    """Read the snapshot in a thread that no other work uses, because an export may hang for ever."""
     threads, stop = Threads("sidestream-export", 1), Stop()
     try:
         return await threads.run(_read, sink, snapshot, save, stop, stop=stop)
@@ -228,7 +230,8 @@ def exports_in(export: Export | Sequence[Export] | None) -> tuple[Export, ...]:
 
 
 def sinks_of(exports: Sequence[Export], target: str, *, step: int | None, durability: Durability) -> list[Sink]:
-    """Return the sinks of a save to the URL ``target``. Raises ``InvalidOptionError`` where two write to one place."""
+    """Return the sinks of a save to the URL ``target``. Raises ``InvalidOptionError`` if one of them would write into
+    the directory of the save or of another sink."""
     sinks = [one.sink(step=step, durability=durability) for one in exports]
     places = [target, *(sink.url for sink in sinks)]
     for one, other in itertools.permutations(places, 2):
@@ -240,7 +243,7 @@ def sinks_of(exports: Sequence[Export], target: str, *, step: int | None, durabi
 
 
 async def all_ended(exports: Sequence[PendingExport]) -> None:
-    """Wait until ``exports`` have ended. Never raises what they raised."""
+    """Wait until ``exports`` have ended. Never raises their errors."""
     for export in exports:
         await export.ended()
 
@@ -250,8 +253,8 @@ def _read(sink: Sink, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop
         return sink.read(snapshot, save, stop)
     except Exception as error:
         raise clean(error, "the thread of an export") from None  # its frames refer to staged memory
-    except BaseException as error:  # SystemExit in this thread is not the end of the program
+    except BaseException as error:  # SystemExit in this thread must not end the program
         ended = f"an export was ended by {type(error).__name__}: {error}"
     finally:
         snapshot.close()
-    raise RuntimeError(ended)  # here, because its context would keep the frames too
+    raise RuntimeError(ended)  # outside of the except clause: the context of the error would keep the frames

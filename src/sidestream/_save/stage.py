@@ -1,4 +1,4 @@
-"""``LaidOutStage``: a live state that is staged window by window, as the files of the checkpoint lay it out."""
+"""``LaidOutStage``: a live state that is staged window by window, in the layout of the files of the checkpoint."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _PATIENCE_S = 20.0
 
 
 class FilePlan(Protocol):
-    """What a writer needs of a plan: the content of the file of plain values (empty: no such file), the shards, and
-    what the files are called."""
+    """The parts of a plan that a writer needs: the content of the file of plain values (empty if there is no such
+    file), the shards, and the names of the files."""
 
     @property
     def values(self) -> bytes: ...
@@ -44,7 +44,8 @@ class FilePlan(Protocol):
 
 
 LayOut: TypeAlias = Callable[[PlanCache, int, Captured], Any]
-"""Plan a save, in the stager's thread, given the stager's cache of plans and its budget in bytes."""
+"""A function that plans a save, in the stager's thread. Its arguments are the stager's cache of plans, the stager's
+budget in bytes, and the captured state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class SavedAs:
     dtype: Dtypes | None = None
 
     def check(self, *, own: bool) -> None:
-        """Raise ``InvalidOptionError`` if these are given for a save without a stager of our ``own``."""
+        """Raise ``InvalidOptionError`` if names or dtypes are given and the stager is not our ``own``."""
         given = [name for name, one in (("names=", self.names), ("dtype=", self.dtype)) if one is not None]
         if given and not own:
             raise InvalidOptionError(
@@ -64,8 +65,8 @@ class SavedAs:
             )
 
     def applied(self, lay_out: LayOut, url: str, *, others: bool) -> LayOut:
-        """Return ``lay_out`` of the state under its new names, with its new dtypes. ``others``: a mapping may contain
-        names of other ranks."""
+        """Return a function that plans the state with its new names and dtypes. With ``others``, a mapping of names may
+        contain names of other ranks."""
         if self.names is None and self.dtype is None:
             return lay_out
         names, dtype = self.names, self.dtype
@@ -78,11 +79,12 @@ class SavedAs:
 
 
 class LaidOutStage(Stage):
-    """The stage of a save that plans its files itself. Without a stager of ours, one is borrowed for this save alone.
+    """The stage of a save that plans its files itself. If the caller has passed no ``AsyncStager``, one is borrowed for
+    this save.
 
-    ``readers`` sinks read the staged memory too. ``captured`` is None where a stager of another kind makes the first
-    copy. It may use its memory again for the next stage, so ours is a second copy, and the sources are free when that
-    one has ended.
+    ``readers`` is the number of sinks that read the staged memory too. ``captured`` is None if a stager of another kind
+    makes a first copy. That stager may use its memory again for the next stage. So a second copy is made from the
+    first one, and the sources are free when the second copy has ended.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class LaidOutStage(Stage):
         self._given_way = False
         self._readers = readers
         self.snapshots: tuple[SnapshotReader[Any] | None, ...] = (None,) * readers
-        """For each of ``readers`` sinks, what it reads; None where it has to read the checkpoint."""
+        """The reader of the snapshot for each sink; None if the sink has to read the checkpoint."""
         self._sums: list[BlockSums] = []
         self._written: list[set[int]] = []  # of each shard
 
@@ -152,7 +154,7 @@ class LaidOutStage(Stage):
         staging, deadline = self._staging, self._order.deadline
         if staging is None:
             staging = self._launch_second(stop)
-        # Rank 0 tells ranks that plan together, at the deadline, which ranks have not come.
+        # In a group rank 0 raises at the deadline, and its error names the ranks that have not made the call.
         patience_s = 0.0 if self._order.operation is None else _PATIENCE_S
         try:
             plan: FilePlan = staging.laid.result(deadline.remaining_s() + patience_s)
@@ -175,7 +177,7 @@ class LaidOutStage(Stage):
         return staging
 
     def files(self, plan: FilePlan) -> Iterator[tuple[str, Body]]:
-        """Small values first, then shard after shard in the order in which they are staged."""
+        """Yield the file of plain values, and then the shards in the order in which they are staged."""
         assert self._staging is not None
         if plan.values:
             yield plan.values_file, BytesBody(plan.values)
@@ -191,7 +193,7 @@ class LaidOutStage(Stage):
         return self._sums
 
     def end(self) -> None:
-        """Do nothing: each window is released when it is written."""
+        """Do nothing: each window is released when it has been written."""
 
     def give_way(self) -> None:
         self._given_way = True

@@ -1,7 +1,7 @@
-"""``LiveWriter``: a live state on its way to storage, in threads that need no event loop.
+"""``LiveWriter``: the writing of a live state to storage, in threads that need no event loop.
 
-A thread of the save takes each staged window as it is filled and releases its memory when it is written. Nothing in it
-waits for the event loop, so that code on the loop may block at the fence while a later stage waits for that memory.
+A thread of the save takes each staged window when it is filled, and releases its memory when it is written. The thread
+never waits for the event loop. So code on the loop may block at the fence while a later stage waits for that memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _GRACE_S = 5.0
 
 
 class Stage(ABC):
-    """A live state on its way into host memory, and the files that are made of it."""
+    """The staging of a live state in host memory, and the files that are made from the staged memory."""
 
     def __init__(self) -> None:
         self.own: AsyncStager | None = None
@@ -51,16 +51,18 @@ class Stage(ABC):
     @property
     @abstractmethod
     def free(self) -> Future[None]:
-        """Resolved when the sources may change, or with the error of the staging."""
+        """A future that is resolved when the sources may change, or with the error of the staging."""
 
     @property
     def copied(self) -> Future[Any] | None:
-        """Resolved when no copy of ours reads a source or writes into memory any more; None: there is none."""
+        """A future that is resolved when no copy of ours reads a source or writes into memory any more; None if there
+        is no such copy."""
         return None if self._staging is None else self._staging.copied
 
     @property
     def first(self) -> Future[Any] | None:
-        """Resolved with the copy of a stager of another kind, which nothing can stop; None: it is not waited for."""
+        """The future of the copy of a stager of another kind, which cannot be stopped; None if there is nothing to wait
+        for."""
         return None if self._first is None else self._first.future
 
     @abstractmethod
@@ -69,27 +71,27 @@ class Stage(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Block until the sources in host memory are copied, where the stager's mode promises that."""
+        """Block until the sources in host memory are copied, if the mode of the stager guarantees that."""
 
     @abstractmethod
     def plan(self, stop: Stop) -> Any:
-        """Return what has to be written, once that is known. Called in the writing thread; blocks."""
+        """Wait for the plan of what has to be written, and return it. Called in the writing thread; blocks."""
 
     @abstractmethod
     def files(self, plan: Any) -> Iterator[tuple[str, Body]]:
-        """Yield name and content of each file, in the order in which they can be written. May block."""
+        """Yield the name and the content of each file, in the order in which they can be written. May block."""
 
     @abstractmethod
     def written(self) -> Any:
-        """Return what is known of the items, all of which are on storage."""
+        """Return what is known of the items after all of them were written to storage."""
 
     @abstractmethod
     def end(self) -> None:
-        """Release what the writing thread used, when it is about to end."""
+        """Release what the writing thread has used. Called when that thread is about to end."""
 
     @abstractmethod
     def give_way(self) -> None:
-        """Stop copies, and waits for memory. Called in any thread; does not block."""
+        """Stop copies, and end waits for memory. Called in any thread; does not block."""
 
     @abstractmethod
     def drop(self) -> None:
@@ -104,10 +106,10 @@ class Stage(ABC):
 
 
 class _Launch:
-    """Reports to the writing thread whether the stage was launched, through ``succeeded``.
+    """The report to the writing thread, through ``succeeded``, whether the stage was launched.
 
     An interrupt may end the launching thread between any two instructions. So the queue takes no lock, and an object
-    that is dropped without a report reports a failure.
+    that is freed without a report reports a failure.
     """
 
     def __init__(self) -> None:
@@ -118,8 +120,8 @@ class _Launch:
 
 
 class LiveWriter:
-    """A launched stage and the thread that writes it. ``ready`` is called in that thread, when the plan is made and
-    before anything is written; what it raises ends the save."""
+    """A launched stage and the thread that writes it. ``ready`` is called in that thread, after the plan was made and
+    before anything is written. An error of ``ready`` ends the save."""
 
     def __init__(self, order: SaveOrder, stage: Stage, ready: Callable[[Stop], None] | None = None) -> None:
         self._order = order
@@ -128,7 +130,7 @@ class LiveWriter:
         self._stop = Stop()
         self._launched = self._withdrawn = False  # withdrawn: the caller was interrupted and will not await this save
         self._done: Future[Any] | None = None
-        # First: starting a thread releases the GIL, which the stager's thread would then keep for a while.
+        # Before the launch: starting a thread releases the GIL, and the stager's thread would then keep it for a while.
         launch = _Launch()
         self._threads = Threads("sidestream-write", WRITE_THREADS)
         try:
@@ -139,7 +141,7 @@ class LiveWriter:
             withdraw_if_interrupted(self)
             launch.succeeded.put(True)
             stage.settle()
-        except BaseException:  # also of a signal
+        except BaseException:  # also one that a signal handler raises
             launch.succeeded.put(False)
             self.withdraw()
             raise
@@ -158,10 +160,11 @@ class LiveWriter:
         return result
 
     async def release(self) -> None:
-        """Release all memory; no copy reads a source or writes into memory any more when this returns.
+        """Release all memory. When this returns, no copy reads a source or writes into memory any more.
 
-        The wait for a device that hangs ends at the deadline, or after 5 s if the save was signalled to stop: its
-        copies keep their memory until they end. The wait for the copy of a stager of another kind ends after 5 s.
+        There are two exceptions. The wait for a device that hangs ends at the deadline, or after 5 s if the save was
+        signalled to stop; the copies then keep their memory until they end. The wait for the copy of a stager of
+        another kind ends after 5 s.
         """
         self._stage.give_way()
         copied, first = self._stage.copied, self._stage.first
@@ -177,7 +180,7 @@ class LiveWriter:
                 await self._stage.own.aclose_by(Deadline.after(0.0 if hangs else _GRACE_S))
 
     def _ended_well(self) -> bool:
-        """Whether everything has been staged and written, so that no thread of this save uses the stager any more."""
+        """Return whether everything was staged and written, so that no thread of this save uses the stager any more."""
         used = (self._done, self._stage.copied)
         ended = all(one is not None and one.done() and not one.cancelled() for one in used)
         return ended and not self._stop.is_set() and all(Future.exception(one) is None for one in used if one)
@@ -190,16 +193,17 @@ class LiveWriter:
         self._stage.give_way()
 
     def withdraw(self) -> None:
-        """End a save that nobody will await, and remove what it wrote. For the launching thread; does not wait."""
+        """End a save whose caller was interrupted and will not await it, and remove what it wrote. Called in the
+        launching thread; does not wait."""
         self._withdrawn = True
         self.interrupt()
         self._order.lifecycle.failed(SaveAbortedError("the caller was interrupted"), "absent")
-        if self._done is not None and self._launched:  # the thread may have ended before it could see that
+        if self._done is not None and self._launched:  # the writing thread may have ended before ``_withdrawn`` was set
             self._done.add_done_callback(lambda _: release_in_background(self._discard, "sidestream-abandoned"))
 
     def leave(self) -> None:
         used = [one for one in (self._done, self._stage.copied) if one is not None]
-        wait(used, self._order.deadline.remaining_s() + _GRACE_S)  # a copy of another stager is not waited for
+        wait(used, self._order.deadline.remaining_s() + _GRACE_S)  # not for a copy of a stager of another kind
         self._stage.drop()
         self._close_own()
 
@@ -228,14 +232,14 @@ class LiveWriter:
         order, stage, stop = self._order, self._stage, self._stop
         if order.worker is not None:
             order.worker.start()  # while the plan is made
-        plan = stage.plan(stop)  # what cannot be saved is refused before anything is made
+        plan = stage.plan(stop)  # raises for a state that cannot be saved, before the attempt is made
         order.lifecycle.planned(order.reported_id)
-        nbytes = getattr(plan, "nbytes", None)  # a planner of the caller tells no sizes
+        nbytes = getattr(plan, "nbytes", None)  # the plan of a planner has no sizes
         if nbytes is not None:
             order.space.take(order.transaction, nbytes, alone=True)
         if self._ready is not None:
             self._ready(stop)
-        order.write(stage.files(plan), threads=self._threads, stop=stop)  # ranks know the id of the save now
+        order.write(stage.files(plan), threads=self._threads, stop=stop)  # after planning: it needs the id of the save
         return plan, stage.written()
 
     def _discard(self) -> None:
@@ -246,12 +250,13 @@ class LiveWriter:
 
 async def _ended(copied: Future[Any], patience_s: float) -> None:
     ended = asyncio.wrap_future(copied)
-    ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # the save itself reports it
+    ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # the save itself raises it
     await asyncio.wait([ended], timeout=patience_s)
 
 
 def _resolve(staged: asyncio.Future[None], lifecycle: Lifecycle, free: asyncio.Future[None]) -> None:
-    """Resolve ``staged`` as ``free``, which has ended. No copy reads a source of a stage that gave way."""
+    """Resolve ``staged`` like ``free``, which has ended. A stage that gave way counts as success, because no copy reads
+    its sources."""
     error = None if free.cancelled() else free.exception()
     if error is None and not free.cancelled():
         lifecycle.staged()
@@ -265,8 +270,8 @@ def _resolve(staged: asyncio.Future[None], lifecycle: Lifecycle, free: asyncio.F
 
 
 class FirstCopy:
-    """The copy that a stager of another kind makes, as it does under DCP: in the thread of the caller, from state
-    dicts. Raises ``InvalidOptionError``."""
+    """The copy that a stager of another kind makes. As under DCP, it is called in the thread of the caller, and objects
+    with a ``state_dict`` are replaced by their state dicts first. Raises ``InvalidOptionError``."""
 
     def __init__(self, state: Mapping[str, Any], stager: Stager) -> None:
         if not callable(getattr(stager, "stage", None)) or iscoroutinefunction(stager.stage):
@@ -282,22 +287,22 @@ class FirstCopy:
 
     @property
     def future(self) -> Future[Any] | None:
-        """The future of a copy that has not been returned."""
+        """The future of a copy that ``wait`` has not returned; None if the copy is not a future."""
         return self._copy if isinstance(self._copy, Future) else None
 
     def wait(self, stop: Stop) -> Any:
-        """Return the copy when it is complete, once. Called in a thread. Raises what the stager raised, ``ClosedError``
-        when ``stop`` is set, and ``DeadlineExceededError``."""
+        """Wait until the copy is complete, and return it. May be called once, in a thread. Raises what the stager
+        raised, ``ClosedError`` when ``stop`` is set, and ``DeadlineExceededError``."""
         copy = self._copy
         try:
             if isinstance(copy, Future):
                 copy = result_of(copy, stop, "the stager that was passed in")
             elif getattr(self._stager, "should_synchronize_after_execute", False):
                 self._stager.synchronize_staging()
-            self._copy = None  # the caller drops the copy as soon as it can
+            self._copy = None  # so that only the caller keeps the copy alive
             return copy
         finally:
-            del copy  # an error refers to this frame
+            del copy  # the traceback of an error refers to this frame
 
     def drop(self) -> None:
         """Drop the reference to a copy that has not been returned."""

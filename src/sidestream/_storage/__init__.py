@@ -1,4 +1,4 @@
-"""Where bytes go: the Store contract and its engines. No torch."""
+"""Storage: the ``Store`` contract and its implementations. Imports no torch."""
 
 from __future__ import annotations
 

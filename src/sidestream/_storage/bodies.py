@@ -1,4 +1,4 @@
-"""The files of a save as a store takes them, in the trainer and in its writer process alike. No torch."""
+"""The files of a save in the form that a store takes, in the trainer and in its writer process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Body", "BytesBody", "FilePart", "Image", "PiecesBody", "ShardBody", 
 
 
 class FilePart(Protocol):
-    """Some of a file. Whoever takes it releases it, when it has been written or will not be."""
+    """A part of a file. The code that takes a part releases it, when the part has been written or will not be."""
 
     @property
     def offset(self) -> int: ...
@@ -32,30 +32,32 @@ class FilePart(Protocol):
     def nbytes(self) -> int: ...
 
     def take(self, stop: Stop) -> memoryview:
-        """Block until the content is there. Raises what staging raised, ``ClosedError`` when ``stop`` is set."""
+        """Block until the content is there, and return it. Raises what staging raised, and ``ClosedError`` when
+        ``stop`` is set."""
 
     def release(self) -> None:
-        """The memory may be used for something else. Idempotent; also for a part that was never taken."""
+        """Allow the memory of the part to be used again. Idempotent. A part that was never taken is released too."""
 
 
 @runtime_checkable
 class ShowingPart(FilePart, Protocol):
-    """A part that goes through its content anyway, and can show it while it is still in the processor's cache."""
+    """A part that reads its content when it is taken, to compute checksums. It can pass the content on while that is
+    still in the processor's cache."""
 
     def take_showing(self, stop: Stop, seen: Callable[[memoryview], object] | None) -> memoryview:
-        """``take``; ``seen`` is given the content first, run by run in its order."""
+        """Do ``take``, and call ``seen`` with the content first, piece by piece in its order."""
 
 
 class Body(Protocol):
-    """The content of a file, one part after the other. Several threads may take parts at once, each in this order: a
-    part may wait for what comes of those before it."""
+    """The content of a file as a sequence of parts. Several threads may take parts at once, and each takes them in this
+    order, because a part may wait for the checksums of the parts before it."""
 
     @property
     def nbytes(self) -> int: ...
 
     @property
     def aligned(self) -> bool:
-        """Whether every part begins on a page of memory and is a multiple of 4096 bytes, as direct I/O needs it."""
+        """Whether every part begins on a page of memory and has a multiple of 4096 bytes, as direct I/O needs it."""
 
     @property
     def parts(self) -> Sequence[FilePart]: ...
@@ -63,7 +65,7 @@ class Body(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BytesBody:
-    """A small file that is in memory as a whole."""
+    """A small file whose content is one ``bytes`` object. It is its own only part."""
 
     content: bytes
     aligned: bool = False
@@ -81,11 +83,11 @@ class BytesBody:
         return memoryview(self.content)
 
     def release(self) -> None:
-        """It is the caller's."""
+        """Do nothing: the caller owns the memory."""
 
 
 class PiecesBody:
-    """A file that is in memory in pieces, one after the other: they are not joined first."""
+    """A file whose content is a sequence of ``bytes`` objects, which are written without being joined."""
 
     aligned = False
 
@@ -100,21 +102,22 @@ class PiecesBody:
 
 
 class Image(Protocol):
-    """Memory that is being filled for one reader, which may write where no payload goes."""
+    """Memory that is being filled for one reader. The reader may write to the bytes that hold no payload."""
 
     @property
     def nbytes(self) -> int: ...
 
     def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
-        """Block until ``end`` bytes are there. Raises what made the filling fail; ``ClosedError`` when ``stop`` is
-        set."""
+        """Block until ``end`` bytes are there, and return the memory. Raises the error that ended the filling, and
+        ``ClosedError`` when ``stop`` is set."""
 
     def release(self) -> None:
-        """The reader is done with it."""
+        """Give the memory back: the reader does not use it any more."""
 
 
 class ShardBody:
-    """A shard as it is staged: each window is framed and checksummed on its way to storage, in a writer's thread."""
+    """A shard file that is being staged. A thread of the writer frames each window and computes its checksums when it
+    takes the window."""
 
     aligned = True
 
@@ -124,7 +127,7 @@ class ShardBody:
         self.images = images
         self.digest = digest
         self.written: set[int] = set()
-        """Windows that need their memory no more, by number."""
+        """The numbers of the windows whose memory was released."""
         self._sealer = Sealer(layout, None if digest is None else digest_of(digest), holding_gil)
         pairs = enumerate(zip(layout.windows, images, strict=True))
         self.parts = tuple(
@@ -134,13 +137,13 @@ class ShardBody:
 
     @property
     def sums(self) -> BlockSums:
-        """Complete when the last part has been taken."""
+        """The checksums of the blocks. They are complete when the last part has been taken."""
         return self._sealer.sums
 
 
 @dataclass(frozen=True, slots=True)
 class _WindowPart:
-    """A window, whose memory goes back when it has been written."""
+    """A window of a shard file. Its memory is given back when it has been written."""
 
     window: Window
     image: Image

@@ -10,10 +10,11 @@ __all__ = ["coalesce"]
 
 
 def coalesce(ranges: Iterable[ReadRange], *, gap_bytes: int, most: int, most_bytes: int) -> Iterator[list[ReadRange]]:
-    """Runs of at most ``most`` ranges, each beginning at most ``gap_bytes`` after the end of the one before.
+    """Yield runs of at most ``most`` ranges. Each range of a run begins at most ``gap_bytes`` after the end of the one
+    before it.
 
-    They come by offset, and a run of several ranges spans at most ``most_bytes``. Ranges that overlap are in different
-    runs, empty ones in none.
+    Runs and ranges are ordered by their offsets. A run of several ranges spans at most ``most_bytes``. Ranges that
+    overlap are in different runs. Empty ranges are left out.
     """
     run: list[ReadRange] = []
     end = 0

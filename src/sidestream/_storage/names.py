@@ -8,15 +8,15 @@ import re
 __all__ = ["ABANDONED_AFTER_S", "LEASES", "attempt_name", "parse_step", "step_name", "target_of_attempt"]
 
 ABANDONED_AFTER_S = 3600.0
-"""How long nobody has written to an attempt without a lease when it is taken for one of a dead process."""
+"""An attempt without a lease that was last written to longer ago than this counts as one of a dead process."""
 
 LEASES = ".leases"
-"""The directory of a run in which its leases lie."""
+"""The directory of a run that holds its leases."""
 
-_NUMBER = "0|[1-9][0-9]{0,17}"  # as Python formats it: another spelling would be a second directory for the same step
+_NUMBER = "0|[1-9][0-9]{0,17}"  # without leading zeros: with them a step could have two directories
 _GENERATION = "[2-9]|[1-9][0-9]{1,8}"
 _STEP = re.compile(rf"step-({_NUMBER})(?:\.g({_GENERATION}))?")
-_TARGET = re.compile(rf"\.?(step-(?:{_NUMBER})(?:\.g(?:{_GENERATION}))?)(?:[./].*)?")  # also attempts of old
+_TARGET = re.compile(rf"\.?(step-(?:{_NUMBER})(?:\.g(?:{_GENERATION}))?)(?:[./].*)?")  # also of earlier versions
 _OF_STEP = re.compile(rf"\.({_NUMBER})(?:\.g({_GENERATION}))?(?:\.[0-9a-f]{{32}})?\.[0-9a-f]{{32}}\.partial")
 
 
@@ -33,9 +33,10 @@ def parse_step(name: str) -> tuple[int, int] | None:
 def attempt_name(target: str, save_id: str) -> str:
     """Return the name of the hidden sibling in which ``target`` is written before it is published.
 
-    Two targets never share one. It contains no target's name, because other tools search names for ``step-<digits>``
-    and the like, anywhere in them: what belongs to a step is called by its number, ``.100.g2.<save_id>.partial``, and a
-    target with another name than ``step_name`` gives it a digest of that."""
+    Two targets never share a name of an attempt. The name does not contain the name of the target, because other tools
+    search names for ``step-<digits>`` and the like, at any place. The attempt at a step has the number of the step in
+    its name, as in ``.100.g2.<save_id>.partial``. If ``step_name`` does not make the name of the target, the name of
+    the attempt contains a digest of it."""
     of_step = _TARGET.fullmatch(target)
     parsed = parse_step(of_step[1]) if of_step else None
     words = [] if parsed is None else [str(parsed[0])]
@@ -47,9 +48,11 @@ def attempt_name(target: str, save_id: str) -> str:
 
 
 def target_of_attempt(name: str) -> str | None:
-    """Return the name of the step's directory that an attempt, or an upload, was made for; None if it was no step's.
+    """Return the name of the step's directory that an attempt, or an upload, was made for; None if its target was not
+    a step.
 
-    Attempts of earlier versions have the name of their target in theirs, and those on object stores lie in it."""
+    The names of attempts of earlier versions contain the name of the target. Attempts on object stores are below the
+    target."""
     number = _OF_STEP.fullmatch(name)
     if number is not None:
         return step_name(int(number[1]), int(number[2] or 1))

@@ -1,4 +1,4 @@
-"""Whether what a save is about to write fits on its file system, beside what else the save writes there."""
+"""The check, before a save writes, that its files fit on the file system together with the rest of the save."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .transaction import Transaction
 __all__ = ["FreeSpace", "Space", "free_space"]
 
 _EXACT = frozenset({"ext2", "ext3", "ext4", "xfs", "tmpfs"})
-"""File systems that store bytes as they are: what is larger than their free space does not fit. Others may compress
-it, or ask a server of which nothing is known."""
+"""File systems that store bytes without compressing them: files that are larger than the free space do not fit. Other
+file systems may compress files, or store them on a server whose free space is unknown."""
 _BLOCK_BYTES = 512  # the unit of st_blocks
 
 
@@ -46,9 +46,9 @@ def free_space(store: Store, target: str) -> FreeSpace | None:
 
 
 class Space:
-    """The space that a save takes, with its exports. For any thread.
+    """The space that a save and its exports need. Any thread may use it.
 
-    Nothing is refused that may fit: what others free, or take, meanwhile is not known, and quotas are not either.
+    Files that may fit are never refused. What other processes write or delete meanwhile is unknown, and so are quotas.
     """
 
     def __init__(self) -> None:
@@ -61,21 +61,18 @@ class Space:
             self._taken.setdefault(id(transaction), (transaction, nbytes))
 
     def take(self, transaction: Transaction, nbytes: int, *, alone: bool = False) -> None:
-        """Raise ``NoSpaceError`` if ``nbytes`` surely do not fit; otherwise count them. ``alone``: whatever else is
-        counted gives way to them."""
+        """Raise ``NoSpaceError`` if ``nbytes`` certainly do not fit; otherwise count them. With ``alone``, the bytes of
+        the other transactions are left out of the check."""
         directory = transaction.place
         if directory is None:
             return
         with self._lock:
             try:
                 place = _existing(directory)
-                device, free = (
-                    os.stat(place).st_dev,
-                    _free(place),
-                )  # free first: later writes count twice, and not never
+                device, free = os.stat(place).st_dev, _free(place)  # first, or bytes written meanwhile count twice
                 kind = _kind(device)
             except OSError:
-                return  # nothing certain is known, and what is wrong there is found by the first write
+                return  # nothing is certain, and the first write reports what is wrong
             others = 0 if alone else sum(self._left(device, id(transaction)))
             if nbytes + others > free and kind in _EXACT:
                 beside = f", beside {others} bytes that this save still writes there" if others else ""
@@ -87,7 +84,7 @@ class Space:
             self._taken[id(transaction)] = transaction, nbytes
 
     def _left(self, device: int, own: int) -> Iterator[int]:
-        """What others are still going to write to ``device``."""
+        """Yield how many bytes each other transaction will still write to ``device``."""
         for number, (transaction, nbytes) in self._taken.items():
             place = transaction.place
             if number == own or place is None or transaction.over:
@@ -115,7 +112,7 @@ def _allocated(directory: Path) -> int:
 
 
 def _kind(device: int) -> str | None:
-    """Return the type of the file system on ``device``; None if the system does not tell."""
+    """Return the type of the file system on ``device``; None if the system does not list it."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()

@@ -19,9 +19,11 @@ _MARKER = ".metadata"
 
 @dataclass(frozen=True, slots=True)
 class ReadRange:
-    """Fill ``into`` with the bytes from ``offset`` on. ``seen`` is given these in order, piece by piece, each right
-    after it was read, while it is in the cache of the processor; ``arrived`` is called when all are there. Both are
-    called in the thread that reads. What they raise ends the read."""
+    """A request to fill ``into`` with the bytes from ``offset`` on.
+
+    ``seen`` is called with the bytes in order, piece by piece, each right after it was read, while it is in the cache
+    of the processor. ``arrived`` is called when all bytes are there. Both are called in the thread that reads. What
+    they raise ends the read."""
 
     offset: int
     into: memoryview
@@ -31,9 +33,10 @@ class ReadRange:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Something under the root that is no checkpoint: an ``"attempt"`` that was not published (yet), of whose name
-    ``target_of_attempt`` tells the step, or a ``"retired"`` checkpoint whose deletion was interrupted. ``age_s``: since
-    it was last written to, by the storage's clock."""
+    """The remains of a save or of a deletion under the root.
+
+    An ``"attempt"`` was not published, or not yet; ``target_of_attempt`` returns its step. A ``"retired"`` checkpoint
+    is one whose deletion was interrupted. ``age_s`` is the time since the last write to it, by the storage's clock."""
 
     name: str
     kind: Literal["attempt", "retired"]
@@ -44,15 +47,15 @@ class Files(Protocol):
     """The files of one directory, for threads that read them without an event loop."""
 
     def read(self, name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
-        """``Store.read``, in the calling thread. Raises ``ClosedError`` once ``stop`` is set."""
+        """Do ``Store.read`` in the calling thread. Raises ``ClosedError`` once ``stop`` is set."""
 
 
 class RangeSource(Protocol):
-    """What a reader reads from: the files of one directory, by their names in it.
+    """The files of one directory for a reader, which names them relative to the directory.
 
-    A local directory is opened by the first request, in the thread that makes it, and every file is opened relative to
-    it: all requests see one directory, also if it is renamed meanwhile and another one takes its place. Requests raise
-    what those of a ``Store`` raise, and ``ClosedError`` after ``aclose``.
+    The first request opens a local directory, in the thread that makes the request. Every file is opened relative to
+    the open directory. So all requests see the same directory, also if it is renamed meanwhile and another one takes
+    its place. Requests raise what those of a ``Store`` raise, and ``ClosedError`` after ``aclose``.
     """
 
     @property
@@ -63,129 +66,139 @@ class RangeSource(Protocol):
         """Return the name of a file in the store, for messages."""
 
     async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
-        """``Store.read``."""
+        """Do ``Store.read`` in the directory."""
 
     def files(self, waiting: Callable[[], None]) -> Files | None:
-        """Return what threads read the files with; None where a read is a request to a server.
+        """Return the object with which threads read the files; None where a read is a request to a server.
 
-        ``waiting`` is called once, in one of these threads, when reads turn out to wait for a device or a network
-        rather than for the processor: more of them at a time are faster then."""
+        ``waiting`` is called once, in one of these threads, when reads wait for a device or a network more than for
+        the processor. Then more reads at a time are faster."""
 
     async def read_tail(self, file: str, nbytes: int) -> bytes:
-        """``Store.read_tail``."""
+        """Do ``Store.read_tail`` in the directory."""
 
     async def size(self, file: str) -> int:
-        """``Store.size``."""
+        """Do ``Store.size`` in the directory."""
 
     async def sizes(self) -> dict[str, int]:
-        """``Store.sizes`` of the directory."""
+        """Do ``Store.sizes`` of the directory."""
 
     async def map(self, file: str, nbytes: int) -> mmap:
-        """``Store.map``."""
+        """Do ``Store.map`` in the directory."""
 
     async def moved(self) -> bool:
-        """Return whether another directory has taken the name of this one since it was opened, or none has it. Where
-        names of files tell one save from another: whether the marker is another one than that which was read first."""
+        """Return whether the name of this directory now belongs to another directory, or to none, since it was opened.
+        On stores where the files of several saves share a directory, return whether the marker differs from the one
+        that was read first."""
 
     async def aclose(self) -> None:
-        """Release the directory; a cancel is raised when that is done. A thread that still uses the directory keeps it
-        open until it has ended its system call. Does nothing if nothing is open."""
+        """Release the directory. A cancel is raised afterwards. A thread that still uses the directory keeps it open
+        until its system call has ended. Does nothing if the directory is not open."""
 
 
 class Store(Protocol):
     """Directories of files under one root. Names are relative, with ``/`` between components.
 
-    Every method is cancellable: when it raises ``CancelledError``, no thread touches a file or a buffer any more. All
-    raise ``StorageError`` (or a subclass) for what the storage refuses, ``DeadlineExceededError`` when ``deadline``
-    passes.
+    Every method is cancellable: when it raises ``CancelledError``, no thread touches a file or a buffer any more. Every
+    method raises ``StorageError`` (or a subclass) if the storage refuses a request, and ``DeadlineExceededError`` when
+    the deadline of the calling task passes.
     """
 
     @property
     def url(self) -> str:
-        """The root, in the form used in messages."""
+        """The root, as messages name it."""
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     @property
     def address(self) -> StoreAddress | None:
-        """What another process opens the store with; None for what only this process has: memory, or a file system
-        object that cannot be made again."""
+        """The address with which another process opens the store. None if only this process has the store: it is in
+        memory, or is a file system object that cannot be made again."""
+
+    async def connect(self) -> None:
+        """Import the clients that a save needs, and send a first request. Changes nothing on the storage."""
 
     def begin(self, attempt: Attempt) -> Transaction:
-        """Return a transaction for one attempt. Changes nothing on the storage, and raises nothing."""
+        """Return a transaction for one attempt. Changes nothing on the storage and never raises."""
 
     @property
     def retired_note(self) -> str | None:
-        """The name of the file that ``retire`` puts beside a checkpoint until the last of it is deleted, if it does."""
+        """The name of the file that ``retire`` puts beside the files of a checkpoint until all of them are deleted;
+        None if this store does not write one."""
 
     def check_replaces(self) -> None:
         """Raise ``InvalidOptionError`` if this store is known not to replace a checkpoint in one step."""
 
     async def put(self, name: str, body: Body, *, durability: Durability) -> None:
-        """Write a new file, in a directory that need not exist yet. When this returns it is complete and, with
-        ``"fsync"``, its content is durable. Raises ``CheckpointExistsError`` if it exists. A failure may leave a
+        """Write a new file, in a directory that need not exist yet. When this returns, the file is complete and, with
+        ``"fsync"``, its content is durable. Raises ``CheckpointExistsError`` if the file exists. A failure may leave a
         partial file behind."""
 
     async def discard(self, leftover: str) -> None:
-        """Delete what ``leftovers`` has listed, and everything in it. Does nothing if it is not there, or is being
-        deleted elsewhere. A writer that still has a transaction on it cannot commit what is left of it."""
+        """Delete a ``Leftover`` by its name, with everything in it. Does nothing if it does not exist, or if another
+        process deletes it. A writer that still has a transaction on it cannot commit the rest of it."""
 
     async def retire(self, directory: str, *, durability: Durability) -> None:
-        """End a committed checkpoint: it is invisible, with ``"fsync"`` durably, before its first byte is deleted.
+        """Delete a committed checkpoint. It is made invisible, with ``"fsync"`` durably, before its first byte is
+        deleted.
 
-        Interrupted, what remains is found by ``leftovers``. Does nothing if it is not there."""
+        If the deletion is interrupted, ``leftovers`` lists the rest. Does nothing if the checkpoint does not exist."""
 
     async def collect(self, target: str, *, after_s: float) -> list[str]:
-        """Delete what killed processes have left of attempts at ``target`` that nobody has written to for ``after_s``,
-        and return its names. Those of a run are left to the run, which knows who has a lease."""
+        """Delete attempts at ``target`` that killed processes left behind, and return their names. An attempt counts as
+        left behind if it was last written to more than ``after_s`` ago. Attempts in a run are not deleted here: the
+        run deletes them, because it knows the leases."""
 
     async def leftovers(self) -> list[Leftover]:
-        """Attempts and unfinished deletions under the root, by names that only sidestream makes; for ``discard``."""
+        """Return the attempts and the unfinished deletions under the root, for ``discard``. They are found by names
+        that only sidestream makes."""
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Delete single files. Those that are not there are passed over."""
+        """Delete single files. Files that do not exist are skipped."""
 
     async def ages(self, directory: str) -> dict[str, float]:
-        """Name and age in seconds, by the storage's clock, of every file directly in ``directory``; none if it does
-        not exist. Files that were complete before the call are among them."""
+        """Return the name and the age in seconds, by the storage's clock, of every file directly in ``directory``. The
+        result is empty if the directory does not exist. It has every file that was complete before the call."""
 
     async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
-        """Fill every range. Raises ``CorruptCheckpointError`` if the file ends before, ``FileNotFoundError`` if there
-        is none.
+        """Fill every range. Raises ``CorruptCheckpointError`` if the file ends before the end of a range, and
+        ``FileNotFoundError`` if there is no such file.
 
-        Ranges that lie close together are one request; how close is the store's own affair."""
+        Ranges that lie close together are read with one request. Each store decides how close."""
 
     def source(self, directory: str) -> RangeSource:
-        """Return what the files of ``directory`` are read from. Nothing is opened, and nothing is raised, before the
-        first request. The caller closes it."""
+        """Return the ``RangeSource`` of ``directory``, which the caller closes. The first request opens the directory;
+        nothing is raised before it."""
 
     async def read_tail(self, name: str, nbytes: int) -> bytes:
-        """The last ``nbytes`` of a small file, or all of it. Raises ``FileNotFoundError``."""
+        """Return the last ``nbytes`` of a file, or all of it if it is smaller. Raises ``FileNotFoundError``."""
 
     async def size(self, name: str) -> int:
-        """Of one file. Raises ``FileNotFoundError``."""
+        """Return the size of one file. Raises ``FileNotFoundError``."""
 
     async def sizes(self, directory: str) -> dict[str, int]:
-        """Name and size of every regular file directly in ``directory``. Raises ``FileNotFoundError``."""
+        """Return the name and the size of every regular file directly in ``directory``. Raises
+        ``FileNotFoundError``."""
 
     async def directories(self, directory: str = ".") -> list[str]:
-        """Return the names of the directories directly in ``directory``, by default the root; none if it does not
-        exist."""
+        """Return the names of the directories directly in ``directory``, by default the root. The result is empty if
+        it does not exist."""
 
     async def map(self, name: str, nbytes: int) -> mmap:
-        """With ``capabilities.mapping`` only: the first ``nbytes`` of a file as memory. Writing to it changes private
-        copies of its pages, never the file.
+        """Map the first ``nbytes`` of a file into memory. Only stores with ``capabilities.mapping`` can. Writing to the
+        memory changes private copies of its pages, never the file.
 
-        Raises ``CorruptCheckpointError`` if the file is shorter, ``FileNotFoundError`` if there is none."""
+        Raises ``CorruptCheckpointError`` if the file is shorter, and ``FileNotFoundError`` if there is no such
+        file."""
 
 
 class StoreSource:
-    """The ``RangeSource`` of a store that finds a file by its name at every request."""
+    """The ``RangeSource`` of a store that looks up the name of a file at every request."""
 
     def __init__(self, store: Store, directory: str) -> None:
         self._store = store
-        self._marker: tuple[int, bytes] | None = None  # how much of its end was asked for first, and what came
+        self._marker: tuple[int, bytes] | None = None  # of the first read: bytes requested, result
         self.name = directory
 
     def path_of(self, file: str) -> str:
@@ -213,7 +226,8 @@ class StoreSource:
         return await self._store.map(self.path_of(file), nbytes)
 
     async def moved(self) -> bool:
-        """Here a save replaces the marker."""
+        """Compare the marker with the one that was read first: a save that replaces a checkpoint replaces the
+        marker."""
         if self._marker is None:
             return False
         nbytes, tail = self._marker
@@ -223,4 +237,4 @@ class StoreSource:
             return True
 
     async def aclose(self) -> None:
-        """Nothing is open between two requests."""
+        """Do nothing: nothing is open between two requests."""

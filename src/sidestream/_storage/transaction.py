@@ -1,7 +1,8 @@
 """A transaction: the files of one attempt on a store, which become visible together or not at all.
 
-The transaction knows its attempt: the name, how its files are called, which ones were written, whether it committed. A
-store makes it with ``begin``, which changes nothing on the storage; the first ``write`` makes the attempt.
+The transaction knows the name of its attempt, the names of its files, which files were written, and whether it
+committed. The ``begin`` of a store returns a transaction and changes nothing on the storage. The first ``write`` makes
+the attempt.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ __all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "StoreAddress", "Trans
 Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "joined_files", "file", "part"]
 """What a transaction makes visible.
 
-``"directory"``: a checkpoint in a directory that does not exist or is empty. ``"replacement"``: the same, exchanged in
-one step with the directory that is there. ``"joined"``: files of a directory that another process has begun and will
-commit. ``"files"``: a directory of files that keep the names that they are given on every store. ``"joined_files"``:
-some of these, as ``"joined"``. ``"file"``: one file, which is the target itself. ``"part"``: files in the target
-itself, which other processes write to as well.
+- ``"directory"``: a checkpoint in a directory that does not exist or is empty.
+- ``"replacement"``: the same, or a checkpoint that takes the place of an existing directory in one step.
+- ``"joined"``: files in the attempt of another process, which commits it.
+- ``"files"``: a directory of files that keep their given names on every store.
+- ``"joined_files"``: files in the attempt of another process that has the kind ``"files"``.
+- ``"file"``: one file, which is the target itself.
+- ``"part"``: files in the target itself, to which other processes write as well.
 """
 
 WRITE_THREADS = 4
-"""So many threads write one attempt: as many direct writes in flight keep a fast disk busy."""
+"""The number of threads that write one attempt. This many direct writes in flight keep a fast disk busy."""
 
 _log = logging.getLogger("sidestream")
 
@@ -56,7 +59,8 @@ _CLEAN_UP_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """What another process on this machine opens the same store with: secrets included, which are never shown."""
+    """The address with which another process on this machine opens the same store. It contains secrets, so its parts
+    are never shown."""
 
     url: str = field(repr=False)
     storage: Storage = field(default_factory=Storage)
@@ -64,31 +68,32 @@ class StoreAddress:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What ``begin`` is given. ``target``: the name below the root of the store. The files of an attempt are private to
-    ``save_id``, 32 hexadecimal digits."""
+    """The description of an attempt, for ``begin``. ``target`` is a name below the root of the store. ``save_id``, 32
+    hexadecimal digits, identifies the save to which the files of the attempt belong."""
 
     target: str
     kind: Kind
     save_id: str
     durability: Durability
     in_run: bool = False
-    """Whether a ``Checkpointer`` collects what killed saves have left of its target."""
+    """Whether a ``Checkpointer`` deletes the attempts that killed saves left behind at its target."""
     replaces_export: bool = False
-    """For ``"files"`` in a store without directories: delete an export that is there first."""
+    """Whether an existing export is deleted first: for ``"files"`` in a store without directories."""
 
     @property
     def name(self) -> str:
-        """The name in messages, in listings of what saves have left behind, and of the hidden directory."""
+        """The name of the attempt in messages and in listings of leftovers, and of its hidden directory."""
         return attempt_name(self.target, self.save_id)
 
 
 class Transaction(ABC):
-    """One attempt. One thread or task at a time calls its methods; ``discard`` may be called beside ``write``."""
+    """One attempt. Only one thread or task at a time may call its methods, except that ``discard`` may run at the same
+    time as ``write``."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
         self.outcome: Outcome = "absent"
-        """``"absent"`` until the commit has been sent."""
+        """The state of the commit: ``"absent"`` until it has been sent."""
         self._look: Callable[[bool], Coroutine[Any, Any, None]] | None = None
         self._making = threading.Lock()
         self._discarded = False
@@ -99,78 +104,86 @@ class Transaction(ABC):
     @property
     @abstractmethod
     def address(self) -> StoreAddress | None:
-        """What another process opens the store with, to join this attempt; None where only this process has it."""
+        """The address with which another process opens the store to join this attempt. None if only this process has
+        the store."""
 
     @abstractmethod
     async def read_tail(self, name: str, nbytes: int) -> bytes:
-        """As ``Store.read_tail``."""
+        """Do ``Store.read_tail``."""
 
     @abstractmethod
     def committed_name(self, name: str) -> str:
-        """Return what the file ``name`` given to ``write`` is called once it is visible."""
+        """Return the name that the file has once it is visible. ``write`` is given it as ``name``."""
 
     @abstractmethod
     def path_of(self, name: str = "") -> str:
-        """Return where a file with this committed name lies before the commit, relative to the root of the store;
-        without a name, the directory of the files."""
+        """Return the path before the commit, relative to the root of the store, of the file with this committed name.
+        Without a name, return the path of the directory of the files."""
 
     @abstractmethod
     def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
         """Write ``files``, one after the other, in the calling thread and in ``threads``. Needs no event loop.
 
-        The first call makes the attempt and, durably, every missing parent directory. ``files`` may block until it
-        knows the next one.
+        The first call makes the attempt and, durably, every missing parent directory. The iterator ``files`` may block
+        until the next file is known.
 
         Raises:
             CheckpointExistsError: the target exists and is not what the kind of the transaction allows. Nothing is left
-            behind. StorageNotSharedError: the attempt of another process, or of an earlier call, is not there.
-            ClosedError: ``stop`` is set. StorageError, DeadlineExceededError: an attempt may be left behind, for
-            ``discard``.
+                behind.
+            StorageNotSharedError: the attempt of another process, or of an earlier call, does not exist.
+            ClosedError: ``stop`` is set.
+            StorageError, DeadlineExceededError: an attempt may be left behind, for ``discard``.
         """
 
     @abstractmethod
     async def put(self, name: str, body: Body) -> None:
-        """Write a small file. Its content is durable when this returns, as far as ``durability`` says; its name is so
-        after the commit. Raises ``CheckpointExistsError`` if it exists."""
+        """Write a small file. With ``durability="fsync"``, its content is durable when this returns, and its name after
+        the commit. Raises ``CheckpointExistsError`` if it exists."""
+
+    async def put_all(self, others: Sequence[tuple[str, Body]], last: tuple[str, Body]) -> None:
+        """``put`` each of ``others`` in turn, then ``put_last``."""
+        for name, body in others:
+            await self.put(name, body)
+        await self.put_last(*last)
 
     @abstractmethod
     async def put_last(self, name: str, body: Body) -> None:
-        """Keep the file that readers look for until ``make_visible``. A store that commits by a rename writes it
-        now."""
+        """Keep the file that readers look for, and write it in ``make_visible``. A store that commits by a rename
+        writes it now."""
 
     @abstractmethod
     async def make_visible(self) -> None:
         """Make all files visible in one atomic step, then durable.
 
-        Raises ``CheckpointExistsError``, having changed nothing, if the target is taken; ``NotDurableError`` if the
-        files are visible and a sync failed. What a ``"replacement"`` replaced is in the attempt afterwards. A commit
-        that may still be carried out after this has raised is marked on the error (``mark_stuck``)."""
+        Raises ``CheckpointExistsError`` if the target exists; then nothing was changed. Raises ``NotDurableError`` if
+        the files are visible but a sync failed. If the commit may still take place after this has raised, the error is
+        marked with ``mark_stuck``. The checkpoint that a ``"replacement"`` replaced is in the attempt afterwards."""
 
     @abstractmethod
     def discard_here(self) -> None:
-        """Delete the attempt, in the calling thread, with the files that other processes have written into it. Does
-        nothing if nothing is there, and nothing in a forked child. From now on no attempt is made: the first ``write``
-        raises ``ClosedError``."""
+        """Delete the attempt, with the files that other processes have written into it, in the calling thread. Does
+        nothing if the attempt does not exist, and nothing in a forked child. Afterwards the attempt cannot be made any
+        more: the first ``write`` raises ``ClosedError``."""
 
     @abstractmethod
     async def discard(self) -> None:
-        """``discard_here``, from an event loop."""
+        """Do ``discard_here`` without blocking the event loop."""
 
     @abstractmethod
     def wrote(self, sizes: Mapping[str, int]) -> None:
-        """Note the files that another process has written into this attempt, by the names given to it, so that the
-        commit expects them."""
+        """Record the files that another process has written into this attempt, so that the commit checks them. They
+        have the names that were given to that process."""
 
     @abstractmethod
     def clear(self, names: Sequence[str]) -> None:
-        """Remove what a dead process has left of these files of the attempt, in the calling thread. What is not there
-        is passed over."""
+        """Remove these files of the attempt, which a dead process left behind, in the calling thread. Files that do not
+        exist are skipped."""
 
     # --- what is the same for all ---
 
     @property
     def place(self) -> Path | None:
-        """The directory in which its files are written; None where that is no file system of this machine."""
+        """The directory in which the files are written; None if they are not on a file system of this machine."""
         return None
 
     @property
@@ -179,11 +192,11 @@ class Transaction(ABC):
         return self._discarded or self.outcome != "absent"
 
     def sidecar_name(self, name: str) -> str:
-        """Return what a sidecar file is called, before and after the commit."""
+        """Return the name of a sidecar file, which is the same before and after the commit."""
         return name
 
     def write_here(self, files: Iterable[tuple[str, Body]], *, stop: Stop | None = None) -> None:
-        """``write`` in the calling thread and in threads that end with it."""
+        """Do ``write`` in the calling thread and in threads that end with this call."""
         threads = Threads("sidestream-write", WRITE_THREADS)
         try:
             self.write(files, threads=threads, stop=Stop() if stop is None else stop)
@@ -192,17 +205,17 @@ class Transaction(ABC):
 
     @contextmanager
     def _make_once(self) -> Iterator[None]:
-        """Keep ``discard`` out while the attempt is made, and refuse to make one that was discarded before: a thread
-        may come to its first write when another thread has already ended the save. A file system that hangs holds up
-        the discard too, which ends at its own deadline."""
+        """Make the attempt in this context, which excludes ``discard``. Raises ``ClosedError`` if the attempt was
+        discarded: another thread may have ended the save before this thread reaches its first write. If the file
+        system hangs here, ``discard`` waits until its own deadline."""
         with self._making:
             if self._discarded:
                 raise ClosedError(f"{self.attempt.name} was discarded")
             yield
 
     def _end_making(self) -> bool:
-        """Make no attempt from now on. Returns False, having done nothing, in a forked child: its parent owns the
-        attempt."""
+        """Prevent the attempt from being made from now on, and return True. In a forked child, do nothing and return
+        False: the parent owns the attempt."""
         if os.getpid() != self._pid:
             return False
         with self._making:
@@ -210,26 +223,27 @@ class Transaction(ABC):
         return True
 
     async def commit(self, files: Mapping[str, Sequence[bytes]]) -> None:
-        """Write ``files``, given in pieces, and make the attempt visible. Readers look for the last of them, whose end
-        no other save has. Without ``files`` there is nothing to read back: such a commit runs to its end through
-        cancels, and ``outcome`` is ``"unknown"`` if the deadline passes meanwhile.
+        """Write ``files``, each given as a sequence of pieces, and make the attempt visible.
 
-        When this returns the files are visible and, with ``durability="fsync"``, durable. Once the commit has been
-        sent, an error or a cancel leads to a read-back, shielded, so that ``outcome`` is true whatever is raised.
+        Readers look for the last of the files. Its last bytes are different in every save, so reading them back shows
+        whether this commit took place. Without ``files``, the commit cannot be read back. Such a commit is not
+        interrupted by cancels, and ``outcome`` is ``"unknown"`` if the deadline passes meanwhile.
+
+        When this returns, the files are visible and, with ``durability="fsync"``, durable. If an error or a cancel
+        arrives after the commit has been sent, the commit is read back, shielded from cancels. So ``outcome`` is true
+        whatever is raised.
 
         Raises:
-            asyncio.CancelledError: see ``outcome``.
-            CheckpointExistsError: the target is taken; ``"absent"``.
-            NotDurableError: ``"committed"``, but a sync failed or timed out.
-            OutcomeUnknownError: ``"unknown"``, because the read-back failed too. Nothing was deleted.
+            asyncio.CancelledError: the call was cancelled; ``outcome`` may have any value.
+            CheckpointExistsError: the target exists; ``outcome`` is ``"absent"``.
+            NotDurableError: ``outcome`` is ``"committed"``, but a sync failed or timed out.
+            OutcomeUnknownError: the read-back failed too, so ``outcome`` is ``"unknown"``. Nothing was deleted.
         """
         if not files:
             await run_shielded(self._send_without_id)
             return
         *others, (name, last) = files.items()
-        for other, pieces in others:
-            await self.put(other, _body(pieces))
-        await self.put_last(name, _body(last))
+        await self.put_all([(other, _body(pieces)) for other, pieces in others], (name, _body(last)))
         await self._send(f"{self.attempt.target}/{name}", _tail_of(last))
 
     async def _send_without_id(self) -> None:
@@ -248,7 +262,7 @@ class Transaction(ABC):
         self.outcome = "committed"
 
     async def _send(self, name: str, tail: bytes) -> None:
-        """Send the commit, and find out what happened: whether the file ``name`` is there and ends with ``tail``."""
+        """Send the commit. If that fails, find out whether it took place: then the file ``name`` ends with ``tail``."""
         target = name if self.attempt.kind == "part" else self.attempt.target
         self._look = lambda stuck: self._read_back(name, tail, stuck)
         self.outcome = "unknown"
@@ -277,8 +291,8 @@ class Transaction(ABC):
                 f"was deleted; look for {target}, and remove {self.attempt.name} if it is still there"
             ) from error
         finally:
-            if asyncio._get_running_loop() is not None:  # else the loop has ended, and ``settle`` reads back
-                self._look = None  # which refers to this object
+            if asyncio._get_running_loop() is not None:  # otherwise the loop has ended, and ``settle`` reads back
+                self._look = None  # breaks a reference cycle
 
     async def _after_failure(self, name: str, tail: bytes, error: BaseException) -> Outcome:
         await run_shielded(lambda: self._read_back(name, tail, is_stuck(error)))
@@ -298,20 +312,21 @@ class Transaction(ABC):
             self.outcome = "absent"
 
     def settle(self, *, stuck: bool) -> None:
-        """Find out the outcome, and delete what an absent attempt wrote. Called in a thread, when no other code uses
-        the transaction. ``stuck``: a thread is left behind in a system call. Raises what the storage raises."""
+        """Find out the outcome, and delete the files of an attempt that was not committed. Called in a thread, when no
+        other code uses the transaction. ``stuck``: a thread is left behind in a system call. Raises what the storage
+        raises."""
         from .clients.io_loop import LoopCall  # imports fsspec
 
         look = self._look
         if self.outcome == "unknown" and look is not None:
             with time_limit(Deadline.after(_READ_BACK_S)):
                 LoopCall(lambda: look(stuck)).result("reading back the outcome of the commit")
-            self._look = None  # which refers to this object
+            self._look = None  # breaks a reference cycle
         if self.outcome == "absent":
             self.discard_here()
 
     async def clean_up(self, error: BaseException) -> None:
-        """Delete what an absent attempt wrote. Whatever prevents that is added to ``error`` as a note."""
+        """Delete the files of an attempt that was not committed. A failure to do so is added to ``error`` as a note."""
         if self.outcome != "absent":
             return
 
@@ -333,22 +348,22 @@ class Transaction(ABC):
 
     async def check_not_overtaken(self) -> None:
         """Raise ``CheckpointExistsError`` if this is a ``"replacement"`` that cannot be committed any more, because
-        another save has replaced its target meanwhile. Where an exchange commits, the last one stays, and there is no
-        such case."""
+        another save has replaced its target meanwhile. On stores that commit by an exchange of directories this does
+        nothing: there the last save replaces all earlier ones."""
         return
 
     async def _discard_replaced(self) -> None:
-        """Delete what this transaction has replaced. Where two directories were exchanged, it has the name of the
-        attempt."""
+        """Delete the checkpoint that this transaction has replaced. After an exchange of two directories it has the
+        name of the attempt, so ``discard`` deletes it."""
         await self.discard()
 
     def _note_replaced(self, error: NotDurableError) -> None:
-        """Add to ``error`` where the checkpoint is that was replaced by a commit which may not be durable: it is not
-        deleted."""
+        """Add to ``error`` the place of the replaced checkpoint. It is kept, because the commit may not be durable."""
         return
 
     async def remove_replaced(self) -> None:
-        """Remove what a committed ``"replacement"`` has replaced. A failure is logged, because the new one is there."""
+        """Remove the checkpoint that a committed ``"replacement"`` has replaced. A failure is only logged, because the
+        save itself has succeeded."""
         try:
             await self._discard_replaced()
         except (SidestreamError, OSError) as error:

@@ -1,4 +1,4 @@
-"""From what users write (paths, URLs, file systems) to a store and a name in it."""
+"""Stores, and names in them, for the paths, URLs and file systems that users pass."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ _engines = Kept(16)
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A checkpoint directory ``name`` in ``store``; ``url`` is for messages."""
+    """The checkpoint directory ``name`` in ``store``. ``url`` is its name in messages."""
 
     store: Store
     name: str
     url: str
 
     def source(self) -> RangeSource:
-        """Return what the files of the directory are read from. The caller closes it."""
+        """Return the source from which the files of the directory are read. The caller closes it."""
         return self.store.source(self.name)
 
 
 EVERYDAY = Storage()
-"""Nothing but the URL."""
+"""The default storage options: the URL alone determines the store."""
 
 
 def locate_directory(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> Location:
-    """Where the checkpoint at ``url`` is. Raises ``InvalidOptionError`` for what cannot be a directory of its own,
-    ``MissingExtraError`` where the client of its protocol is not installed."""
+    """Return the location of the checkpoint at ``url``. Raises ``InvalidOptionError`` if ``url`` names the root of a
+    file system or a whole bucket, and ``MissingExtraError`` if the client of its protocol is not installed."""
     text, protocol = _parsed(url, storage)
     if _is_local(protocol, storage):
         path = _local_path(text)
@@ -74,7 +74,7 @@ def locate_directory(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -
 
 
 def locate_run(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> tuple[Store, str]:
-    """The store whose directories are the steps of a run, and the run's URL for messages."""
+    """Return the store whose directories are the steps of a run, and the URL of the run for messages."""
     text, protocol = _parsed(url, storage)
     if _is_local(protocol, storage):
         path = _local_path(text)
@@ -99,8 +99,8 @@ def _parsed(url: str | os.PathLike[str], storage: Storage) -> tuple[str, str]:
 def _check_address(text: str, protocol: str) -> None:
     """Raise ``InvalidOptionError`` for a protocol that no package provides, and for ``~``.
 
-    ``~`` is refused and not expanded: ``torch.save`` and DCP make a directory of that name. So one string would name
-    two places in one program, and a third place when another user runs it."""
+    ``~`` is refused and not expanded, because ``torch.save`` and DCP make a directory of that name. If it were
+    expanded here, one string would name two places in one program, and a third place for another user."""
     if protocol not in known_implementations and protocol not in registry:
         raise InvalidOptionError(
             f"{redacted(text)} has the unknown protocol {protocol}://; use a path, s3://, gs://, az://, or another "
@@ -140,7 +140,7 @@ def _object_store(text: str, base: str, protocol: str, storage: Storage) -> Obje
         again = _made_again(storage.filesystem, root, policy)
         return ObjectStore(handed_in, root, shown, policy, _cache(handed_in, policy), again)
     options = dict(storage.options or {})
-    # Memory is this process's own.
+    # No other process can open memory://.
     address = None if protocol == "memory" else StoreAddress(base, storage)
     client = _client(base, protocol, options, policy)
     if protocol in CLOUDS and policy.cache_dir is None:
@@ -159,7 +159,8 @@ def _own_store(store: BlobStore, base: str, policy: StorePolicy) -> ObjectStore:
 
 
 def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy, client: Client | None) -> LateEngine:
-    """Of a cloud: what is wrong with the options is raised here, what only its client finds at the first request."""
+    """Return the engine of a cloud, whose client is made at the first request. Errors in the options that are visible
+    here are raised here; those that only the client finds are raised by the first request."""
     kind = CLOUDS[protocol]
     if client is None and find_spec(_PACKAGES[kind]) is None:
         raise MissingExtraError(f'{protocol}:// needs a client: pip install "sidestream[cloud]"', extra="cloud")
@@ -179,7 +180,7 @@ def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy
         return _engines.get(key, make)
 
     if client is None:
-        return LateEngine(f"fsspec:{kind}", make)  # fsspec keeps its own
+        return LateEngine(f"fsspec:{kind}", make)  # not kept here: fsspec caches its instances
     return LateEngine(f"obstore:{kind}", kept, versions=True)
 
 
@@ -188,7 +189,7 @@ def _cache(engine: FsspecEngine, policy: StorePolicy) -> FileCache | None:
 
 
 def _client(base: str, protocol: str, options: Mapping[str, Any], policy: StorePolicy) -> Client | None:
-    """For obstore, or None where fsspec is to be taken."""
+    """Return the options of the obstore client; None if fsspec is used."""
     wanted = policy.engine == "obstore"
     if policy.engine == "fsspec" or policy.cache_dir is not None or protocol not in CLOUDS:
         if wanted:
@@ -212,8 +213,9 @@ def _client(base: str, protocol: str, options: Mapping[str, Any], policy: StoreP
 
 
 def _helper(base: str, protocol: str, options: Mapping[str, Any], policy: StorePolicy) -> LateEngine | None:
-    """The fsspec client beside obstore, where it is installed: it lists the uploads that were left open, and asks for
-    the checksum of a whole object. Loads and small files need neither, so it is made by the first upload in parts."""
+    """Return the fsspec client that is used beside obstore; None if it is not installed. It lists the uploads that were
+    left open, and gets the checksum of a whole object. The first upload in parts makes it, because loads and small
+    files do not need it."""
     if CLOUDS[protocol] != "s3" or find_spec("s3fs") is None:
         return None
     return LateEngine("fsspec:s3", lambda: _through_fsspec(base, protocol, dict(options), policy)[0])
@@ -227,7 +229,7 @@ def _through_fsspec(base: str, protocol: str, options: dict[str, Any], policy: S
     try:
         filesystem, root = url_to_fs(base, **options)
         if protocol in ("s3", "s3a"):
-            filesystem.retries = 1  # ours can be seen, know the deadline, and slow down
+            filesystem.retries = 1  # Requests retries: with events, the deadline and a common pause
     except ImportError as error:
         raise MissingExtraError(
             f'{protocol}:// needs a package: {error}. pip install "sidestream[cloud]"', extra="cloud"
@@ -238,7 +240,8 @@ def _through_fsspec(base: str, protocol: str, options: dict[str, Any], policy: S
 
 
 def _made_again(filesystem: Any, root: str, policy: StorePolicy) -> StoreAddress | None:
-    """How another process comes by an equal file system: known by its protocol, and made with plain options."""
+    """Return the address with which another process can make an equal file system; None if there is none. It needs the
+    protocol of a cloud, and only options that were given by name."""
     protocols = filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)
     if protocols[0] not in CLOUDS or getattr(filesystem, "storage_args", None) != ():
         return None

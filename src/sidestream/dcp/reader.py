@@ -244,7 +244,7 @@ class StorageReader(DcpStorageReader):
         streams = current_streams({target.device for _, target in asked_for.targets})
         reader = Reader(load.source, self._verify, None, streams)
         try:
-            with asked_for.telling(load.url):
+            with asked_for.naming(load.url):
                 run_anywhere(lambda: reader.read(asked_for.wanted, own=load.manifest.own), load.deadline)
         finally:
             load.add(reader)

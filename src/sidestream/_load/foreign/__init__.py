@@ -1,1 +1,1 @@
-"""Checkpoints and files of other writers."""
+"""Checkpoints and files of writers other than sidestream."""

@@ -1,4 +1,5 @@
-"""Reading checkpoints whose ranks saved apart: nothing of them counts before all parts of one save are there."""
+"""The reading of checkpoints whose ranks saved their parts separately. They can be read when all parts of one save
+exist."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ __all__ = ["check_sizes", "is_whole", "read_apart", "read_part", "read_part_mark
 
 
 async def read_part_markers(source: RangeSource, names: Mapping[str, int]) -> dict[int, PartMarker | None]:
-    """What there is of each rank, among the files ``names``: None where another writer made it. Raises
-    ``CorruptCheckpointError``."""
+    """Return the marker of the part of each rank that is among the files ``names``; None for a part of another writer.
+    Raises ``CorruptCheckpointError``."""
     ranks = await io_threads().run_sliced(ranks_among, names)
     found: dict[int, PartMarker | None] = dict.fromkeys(ranks)
     queue = iter(ranks)
@@ -46,11 +47,12 @@ async def read_part_markers(source: RangeSource, names: Mapping[str, int]) -> di
 
 
 async def is_whole(source: RangeSource, names: Mapping[str, int]) -> bool:
-    """Whether it is a checkpoint in parts of ours. Raises ``IncompleteCheckpointError``, ``CorruptCheckpointError``."""
+    """Return whether the files are a checkpoint in parts that sidestream wrote. Raises ``IncompleteCheckpointError``
+    and ``CorruptCheckpointError``."""
     ranks = await io_threads().run_sliced(ranks_among, names)
     first = {part_metadata_name(rank): 0 for rank in ranks[:1]}
     for one in (await read_part_markers(source, first)).values():
-        if one is not None and one.world_size != len(ranks):  # the other parts would add no information
+        if one is not None and one.world_size != len(ranks):  # reading the others would not change that
             missing = await io_threads().run_sliced(missing_ranks, frozenset(ranks), one.world_size)
             raise IncompleteCheckpointError(
                 f"the save {one.save_id!r} of {one.world_size} ranks, each by itself, is not whole: there are parts of "
@@ -65,8 +67,8 @@ async def is_whole(source: RangeSource, names: Mapping[str, int]) -> bool:
 async def read_apart(
     source: RangeSource, sizes: Mapping[str, int], markers: Mapping[int, PartMarker | None]
 ) -> Manifest:
-    """The checkpoint that the parts make, not yet validated. Raises ``IncompleteCheckpointError``,
-    ``CorruptCheckpointError``."""
+    """Return the manifest of the checkpoint that the parts form, not validated yet. Raises
+    ``IncompleteCheckpointError`` and ``CorruptCheckpointError``."""
     found = await io_threads().run_sliced(whole, markers)
     read: dict[int, Manifest] = {}
     queue = iter(found)
@@ -121,7 +123,7 @@ def _differ(fqn: str) -> CorruptCheckpointError:
 
 
 async def read_part(source: RangeSource, sizes: Mapping[str, int], marker: PartMarker) -> Manifest:
-    """The manifest of one rank. Raises ``CorruptCheckpointError``."""
+    """Return the manifest of the part of one rank. Raises ``CorruptCheckpointError``."""
     name = part_manifest_name(marker.rank, marker.id)
     if sizes.get(name) != marker.manifest_bytes:
         raise CorruptCheckpointError(

@@ -1,4 +1,4 @@
-"""What a checkpoint of another writer says about itself, in each of the ways in which stock DCP says it."""
+"""Manifests of checkpoints of other writers, from each of the forms in which they describe themselves."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ _MOST_EMPTY_PAGES = 4096
 
 
 def is_foreign(sizes: Mapping[str, int]) -> bool:
-    """Whether a directory without ``.metadata`` is a checkpoint of another writer: of stock DCP with ranks that did not
-    communicate, or of safetensors files. A directory with a manifest is always an attempt of sidestream. Called in a
-    worker thread."""
+    """Return whether a directory without ``.metadata`` is a checkpoint of another writer: of stock DCP with ranks that
+    did not communicate, or of safetensors files. A directory with a manifest is always an attempt of sidestream. Called
+    in a worker thread."""
     ours = any(gathered(name.startswith("manifest-") for name in sizes))
     return not ours and any(name.endswith(SUFFIX) or is_rank_file(name) for name in sizes)
 
 
 async def read_foreign_manifest(source: RangeSource, sizes: Mapping[str, int]) -> Manifest:
-    """Everything about the checkpoint in ``directory``, whose files have these ``sizes``; not yet validated.
+    """Return the manifest of the checkpoint in ``source``, whose files have these ``sizes``. It is not validated yet.
 
     Raises ``CorruptCheckpointError``, ``UnsafeObjectError``, ``UnsupportedCheckpointError``, ``MissingExtraError``.
     """
@@ -189,7 +189,7 @@ def _wanted(stem: str, count: str) -> Iterator[str]:
 
 
 async def read_safetensors_file(source: RangeSource, file: str, sizes: Mapping[str, int]) -> Manifest:
-    """One safetensors file as a checkpoint; not yet validated."""
+    """Return the manifest of one safetensors file. It is not validated yet."""
     header = await _read_header(source, file, 0, sizes[file])
     manifest = await io_threads().run_sliced(manifest_of_headers, {file: header}, None)
     return replace(manifest, files={file: sizes[file]})
@@ -217,8 +217,8 @@ async def _read_header(source: RangeSource, file: str, start: int, file_bytes: i
 
 
 async def find_other_kind(source: RangeSource, file: str, nbytes: int) -> str | None:
-    """Say what kind of file this is, if it could not be read as its name suggests, and what to do with it; None if the
-    kind is unknown. Only its beginning is read."""
+    """Return what kind of file this is, and what to do with it, if it could not be read as its name suggests. Return
+    None if the kind is unknown. Only the beginning of the file is read."""
     head = bytearray(min(nbytes, HEAD_BYTES))
     await source.read(file, [ReadRange(0, memoryview(head))])
     return other_kind(bytes(head), file)
@@ -282,11 +282,12 @@ class _Content:
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 FILE_SUFFIXES = (SUFFIX, *TORCH_SUFFIXES)
-"""What the names of single files end with."""
+"""The endings of the names of single files that can be read."""
 
 
 async def read_file_manifest(source: RangeSource, name: str, nbytes: int) -> Manifest:
-    """Of one file; not yet validated. Everything in it is data, and no payload is read.
+    """Return the manifest of one file. It is not validated yet. Everything in the file is taken as data, and no payload
+    is read.
 
     Raises ``CorruptCheckpointError``, ``UnsafeObjectError``, ``UnsupportedCheckpointError``, ``KeyCollisionError``."""
     if name.endswith(SUFFIX):

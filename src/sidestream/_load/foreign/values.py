@@ -1,4 +1,4 @@
-"""Items that another writer (stock DCP) wrote: what only the items themselves say."""
+"""The items of another writer (stock DCP), for facts that only the items contain."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ __all__ = [
 ]
 
 Located: TypeAlias = tuple[TensorEntry, dict[Chunk, ForeignPayload]]
-"""A tensor whose chunks know where their payload begins, and what else the zips say about it."""
+"""A tensor whose chunks have the places of their payloads, and the other facts that the zips contain."""
 
 _Opened: TypeAlias = dict[Chunk, tuple[Chunk, ForeignPayload]]
-"""Chunks whose zips have been looked into, as they are without and with what those say."""
+"""Chunks whose zips were opened, as they were before, with the chunks and payloads that the zips describe."""
 
 _END_BYTES = 64 << 10
 _BARE = {"stored": "bytes"}  # bytes in a format of the planner
@@ -88,10 +88,11 @@ async def read_values(
     allow: Allowed = NOTHING_ALLOWED,
     trust: Trust = "data",
 ) -> dict[str, Any]:
-    """The plain values behind ``entries``: our manifest has them; other writers pickled them, which is decoded as data,
-    or with ``trust="pickle"`` unpickled. Neither way is ever tried after the other one has failed.
+    """Return the plain values of ``entries``. A manifest of sidestream contains them. Other writers have pickled them:
+    these pickles are decoded as data, or with ``trust="pickle"`` unpickled. If one way fails, the other one is not
+    tried.
 
-    Raises ``UnsafeObjectError``, naming the FQN, for what is more than data and not of the types ``allow``;
+    Raises ``UnsafeObjectError``, with the FQN, for objects that are neither data nor of the types in ``allow``, and
     ``CorruptCheckpointError``.
     """
     values, rest = await io_threads().run(_inline_values, entries, manifest.own)
@@ -103,7 +104,7 @@ async def read_values(
 
 @dataclass(frozen=True, slots=True)
 class ValueBudgets:
-    """The size that all values read by one call may expand to together. A thread holds ``decoding`` while it
+    """The limits of the size to which all values of one call may expand together. A thread holds ``decoding`` while it
     decodes."""
 
     unpacked: UnpackBudget = field(default_factory=UnpackBudget)
@@ -156,7 +157,7 @@ async def _read_value(
 ) -> Any:
     if entry.node == _BARE:
         raise UnsafeObjectError(
-            f"{fqn}: a planner wrote it as bytes that are no value to anybody else; load it with "
+            f"{fqn}: a planner wrote it as bytes in its own format, which only that planner can read; load it with "
             "sidestream.dcp.StorageReader and that planner"
         )
     if entry.item_bytes > MAX_VALUE_BYTES:
@@ -177,7 +178,7 @@ def _open_value(
 
 
 def _unpickle(content: bytearray) -> Any:
-    """The one place where a file's own code may run: the caller has said that it may."""
+    """Unpickle an item. This is the only place where code from a file may run, and the caller has allowed it."""
     if not is_older(content):
         _check_records(content)  # torch does not verify checksums
     try:
@@ -193,9 +194,11 @@ async def locate_tensor(
     *,
     records: Records = "needed",
 ) -> Located:
-    """Open the zip of each chunk that another writer wrote, to see where its payload begins and how it is laid out.
+    """Open the zip of each chunk of another writer, and return the tensor with the places and the layout of its
+    payloads.
 
-    Chunks whose payload stands bare in the file are as they are; compressed ones are left out (``unpack_chunk``).
+    Chunks whose payload is not in a zip are returned unchanged. Compressed ones are left out; ``unpack_chunk`` is for
+    them.
     """
     threads = io_threads()
     few = len(entry.chunks) <= _FEW_CHUNKS  # done faster than a thread starts
@@ -241,9 +244,9 @@ def _located(entry: TensorEntry, opened: _Opened) -> Located:
 
 
 def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> tuple[bytearray, Located]:
-    """The item of a compressed chunk as it was before, and the tensor with this chunk alone, located in that.
+    """Return the decompressed item of a chunk, and the tensor with only this chunk, located in the item.
 
-    No more is made of it than the dtype and the shape of the chunk account for.
+    The item is not decompressed to more bytes than the dtype and the shape of the chunk explain.
     """
     most_bytes = math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES
     with _about(chunk, fqn):
@@ -342,7 +345,7 @@ async def why_opaque(source: RangeSource, fqn: str, entry: OpaqueEntry) -> Sides
 
 @contextmanager
 def _about(item: Chunk | ValueEntry, fqn: str) -> Iterator[None]:
-    """What an item complains about, told with its name and place."""
+    """Add the name and the place of an item to errors that are raised in this context."""
     try:
         yield
     except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
@@ -352,7 +355,7 @@ def _about(item: Chunk | ValueEntry, fqn: str) -> Iterator[None]:
 
 
 async def read_item(source: RangeSource, item: Chunk | ValueEntry) -> bytearray:
-    """All bytes of an item as they stand in the file."""
+    """Return all bytes of an item, as they are in the file."""
     with allocating(f"reading an item of {item.file}"):
         raw = bytearray(item.item_bytes)
     await source.read(item.file, [ReadRange(item.item_offset, memoryview(raw))])
@@ -360,7 +363,7 @@ async def read_item(source: RangeSource, item: Chunk | ValueEntry) -> bytearray:
 
 
 async def agree(source: RangeSource, replica: Replica) -> bool:
-    """Whether two ranks wrote the same. Of tensors the checksums are compared, where the files have some."""
+    """Return whether two ranks wrote the same item. For tensors the checksums are compared, if the files have them."""
     first, other = replica.first, replica.other
     if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
         return await _same_value(source, replica.fqn, first, other)
@@ -395,12 +398,13 @@ async def _digest(source: RangeSource, fqn: str, entry: TensorEntry, chunk: Chun
 
 
 def _is_closed(chunk: Chunk) -> bool:
-    """Whether its zip has to be opened to see where the payload is."""
+    """Return whether the zip of a chunk has to be opened to find the place of the payload."""
     return not chunk.transform and chunk.foreign is None and chunk.payload_offset is None
 
 
 def _ends_of(chunk: Chunk) -> list[tuple[int, int]]:
-    """Where and how long is what has to be read of its zip: records stand before the payload, the directory behind."""
+    """Return the offsets and lengths of what has to be read of the zip of a chunk. Its records are before the payload,
+    and its directory is after the payload."""
     if chunk.item_bytes <= 4 * _END_BYTES:
         return [(chunk.item_offset, chunk.item_bytes)]
     return [(chunk.item_offset, _END_BYTES), (chunk.item_offset + chunk.item_bytes - _END_BYTES, _END_BYTES)]
@@ -415,7 +419,8 @@ async def _read_ends(source: RangeSource, chunk: Chunk) -> list[bytes]:
 def _open_ends(
     fqn: str, entry: TensorEntry, chunk: Chunk, ends: Sequence[bytes], records: Records = "needed"
 ) -> tuple[Chunk, ForeignPayload]:
-    """What its zip says. Raises ``CorruptCheckpointError``, ``UnsafeObjectError``, ``UnsupportedCheckpointError``."""
+    """Return the chunk and its payload as its zip describes them. Raises ``CorruptCheckpointError``,
+    ``UnsafeObjectError``, ``UnsupportedCheckpointError``."""
     item: BinaryIO = io.BytesIO(ends[0])
     if len(ends) > 1:
         item = io.BufferedReader(_Ends(ends[0], ends[1], chunk.item_bytes))
@@ -424,7 +429,7 @@ def _open_ends(
 
 
 class _Seekable(io.RawIOBase):
-    """A file of ``nbytes`` to be read from anywhere; ``readinto`` is up to those who derive from it."""
+    """A readable and seekable file of ``nbytes``. Subclasses implement ``readinto``."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -457,8 +462,8 @@ class SourceFile(_Seekable):
         self._failure: BaseException | None = None
 
     async def run(self, parse: Callable[[BinaryIO], T], buffer_bytes: int) -> T:
-        """Run ``parse`` in a thread, with this file. Raises what reading the file raised, if it failed, and otherwise
-        what ``parse`` raises: parsers such as ``zipfile`` take a failed read for a damaged file."""
+        """Run ``parse`` in a thread, with this file. If a read of the file failed, raises the error of the read, and
+        otherwise what ``parse`` raises. Parsers such as ``zipfile`` report a failed read as a damaged file."""
 
         def work() -> T:
             try:
@@ -505,7 +510,7 @@ _parsing_lock = threading.Lock()
 
 
 def _parsing_threads() -> Threads:
-    """The threads of this process that parse files while the shared pool reads them."""
+    """Return the threads of this process that parse files while the shared pool reads them."""
     global _parsing
     with _parsing_lock:
         if _parsing is None:
@@ -522,7 +527,8 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class _Ends(_Seekable):
-    """A file of which only head and tail are there. Whoever reads what lies between finds zeros, and no zip."""
+    """A file of which only the head and the tail are known. Reads between them return zeros, so that no zip is found
+    there."""
 
     def __init__(self, head: bytes, tail: bytes, nbytes: int) -> None:
         super().__init__(nbytes)

@@ -1,1 +1,1 @@
-"""Manifests of checkpoints, and their files as memory maps."""
+"""Opening checkpoints: their markers, their manifests, and memory maps of their files."""

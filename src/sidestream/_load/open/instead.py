@@ -1,4 +1,4 @@
-"""Advice for a place that has no checkpoint: what is there instead, and which call reads it."""
+"""Advice for a place without a checkpoint: what is there, and which call reads it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MOST_LOOKED_AT = 8
 
 
 async def what_is_there(store: Store, name: str, url: str, files: Mapping[str, int]) -> str:
-    """Describe what is at a place that has no checkpoint: a run, directories with checkpoints, or files. Empty if that
-    is unknown. ``files`` are the files in the directory."""
+    """Return a description of a place without a checkpoint: a run, directories with checkpoints, or files. The result
+    is empty if that is unknown. ``files`` are the files in the directory."""
     with suppress(SidestreamError, FileNotFoundError):  # the caller raises its own error, with or without this advice
         names = await store.directories(name)
         steps = await newest_committed(store, name, names)
@@ -56,7 +56,7 @@ def _steps(steps: Sequence[Step]) -> str:
 
 
 async def _holds_checkpoint(store: Store, directory: str) -> bool:
-    """Whether a directory is a checkpoint, or a run that has checkpoints."""
+    """Return whether a directory is a checkpoint, or a run that has checkpoints."""
     with suppress(FileNotFoundError):
         files = await store.sizes(directory)
         if METADATA_NAME in files or await io_threads().run(is_foreign, files):

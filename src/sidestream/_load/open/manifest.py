@@ -1,4 +1,4 @@
-"""Opening a checkpoint: its marker, its manifest, and the metadata that its user noted."""
+"""Opening a checkpoint: its marker, its manifest, and the metadata of the user."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ __all__ = [
 
 @contextmanager
 def all_there(url: str) -> Iterator[None]:
-    """Raise ``CorruptCheckpointError`` for a file of the source that was there when it was opened, and is not any
-    more."""
+    """Raise ``CorruptCheckpointError`` if a file is missing that was there when the source was opened."""
     try:
         yield
     except FileNotFoundError as error:
@@ -49,7 +48,8 @@ def all_there(url: str) -> Iterator[None]:
 
 
 async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
-    """What the user noted about a checkpoint, without reading the rest of it; empty for one of another writer.
+    """Return the ``metadata=`` of a checkpoint without reading the rest of it. The result is empty for a checkpoint of
+    another writer.
 
     Raises ``FileNotFoundError``, ``CorruptCheckpointError``."""
     async with aclosing(store.source(directory)) as source:
@@ -63,7 +63,7 @@ async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
 
 
 async def metadata_of(source: RangeSource, marker: Marker) -> dict[str, Any]:
-    """``read_metadata`` of a checkpoint whose marker is known."""
+    """Do ``read_metadata`` for a checkpoint whose marker is known."""
     if not marker.metadata_bytes:
         return {}
     name = manifest_name(marker.save_id)
@@ -74,10 +74,10 @@ async def metadata_of(source: RangeSource, marker: Marker) -> dict[str, Any]:
 
 
 async def open_manifest(location: Location) -> tuple[RangeSource, Manifest]:
-    """``read_manifest`` of what is at ``location``, a directory or a single file, and the source of its files, from
-    which the manifest was read. The caller closes the source; where this raises, nothing is left open.
+    """Read the manifest of the checkpoint at ``location``, which is a directory or a single file. Return it with the
+    source of the files. The caller closes the source. When this raises, nothing is left open.
 
-    Where nothing is listed, a name that ends as those of files do is taken for a file."""
+    On storage without listings, a name with the ending of a file is taken for a file."""
     while True:
         source, root = await open_root(location)
         if isinstance(root, Manifest):
@@ -88,7 +88,8 @@ async def open_manifest(location: Location) -> tuple[RangeSource, Manifest]:
 
 
 async def open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
-    """As ``open_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated."""
+    """Do ``open_manifest``, but read only the root of the manifest of a checkpoint that several ranks wrote. The root
+    is not validated yet."""
     while True:
         with suppress(_Moved):
             return await _open_root(location)
@@ -107,13 +108,14 @@ async def _open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
 
 
 class _Moved(Exception):  # caught in this module
-    """Another checkpoint has taken the place of the one that was being opened, and its files may be deleted."""
+    """The error if another checkpoint has taken the place of the one that was being opened, whose files may be
+    deleted."""
 
 
 @asynccontextmanager
 async def _closed_on_error(source: RangeSource) -> AsyncIterator[None]:
-    """Close ``source`` if the body raises. Raises ``_Moved`` instead of what may be due to an exchange of
-    directories."""
+    """Close ``source`` if the body raises. Raises ``_Moved`` instead of an error that an exchange of directories may
+    have caused."""
     try:
         yield
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:
@@ -130,7 +132,8 @@ async def _closed_on_error(source: RangeSource) -> AsyncIterator[None]:
 
 
 async def _listed(store: Store, source: RangeSource) -> Mapping[str, int] | None:
-    """The files of a directory and their sizes; None if there is no such directory, or nothing is listed here."""
+    """Return the files of a directory with their sizes; None if there is no such directory, or the storage has no
+    listings."""
     if not store.capabilities.listing:
         return None
     try:
@@ -140,7 +143,7 @@ async def _listed(store: Store, source: RangeSource) -> Mapping[str, int] | None
 
 
 async def _read_single(source: RangeSource, location: Location) -> Manifest:
-    """The file that ``location`` names, as a checkpoint. ``source`` is the directory that it is in."""
+    """Return the manifest of the file that ``location`` names. ``source`` is the directory that contains it."""
     store, name, url = location.store, location.name, location.url
     try:
         manifest = await read_file_manifest(source, name, await source.size(name))
@@ -157,11 +160,10 @@ async def _read_single(source: RangeSource, location: Location) -> Manifest:
 
 
 async def check_not_replaced(source: RangeSource, location: Location, manifest: Manifest) -> None:
-    """Raise ``CorruptCheckpointError`` if the checkpoint that is now at ``location`` is not the one that ``manifest``
-    belongs to.
+    """Raise ``CorruptCheckpointError`` if the checkpoint that is now at ``location`` is not the one of ``manifest``.
 
-    Only where its files may have the names of those of the other one: object storage has no rename, so names there
-    contain the id of the save, as names of parts do everywhere."""
+    This is only checked if the files of the two checkpoints may have the same names. On object storage, which has no
+    rename, names contain the id of the save, and so do the names of parts everywhere."""
     if not location.store.capabilities.rename or not manifest.own or manifest.parts:
         return
     marker = await read_marker(source)
@@ -174,7 +176,7 @@ def replaced(url: str) -> CorruptCheckpointError:
 
 
 async def was_replaced(location: Location, manifest: Manifest) -> bool:
-    """Return whether another checkpoint of sidestream has taken the place of the one that ``manifest`` belongs to."""
+    """Return whether another checkpoint of sidestream has taken the place of the one of ``manifest``."""
     if not manifest.own:
         return False
     async with aclosing(location.source()) as source:
@@ -186,10 +188,11 @@ async def was_replaced(location: Location, manifest: Manifest) -> bool:
 
 
 async def read_manifest(source: RangeSource, location: Location) -> Manifest:
-    """Everything about the committed checkpoint in the directory ``source``, which is at ``location``, validated
-    against the sizes of its files.
+    """Return the manifest of the committed checkpoint in the directory ``source``, which is at ``location``. It is
+    validated against the sizes of the files.
 
-    Raises ``CheckpointNotFoundError`` if there is none, ``CorruptCheckpointError`` or ``UnsupportedCheckpointError``.
+    Raises ``CheckpointNotFoundError`` if there is no checkpoint, ``CorruptCheckpointError``, and
+    ``UnsupportedCheckpointError``.
     """
     root = await read_root(source, location)
     if isinstance(root, Manifest):
@@ -198,7 +201,7 @@ async def read_manifest(source: RangeSource, location: Location) -> Manifest:
 
 
 async def _whole(source: RangeSource, url: str, root: Root) -> Manifest:
-    with _telling(url):
+    with _naming(url):
         parts = await read_parts(source, root, range(len(root.parts)))
         manifest = await io_threads().run_sliced(join, root, parts)
         await io_threads().run_sliced(validate, manifest)
@@ -208,8 +211,8 @@ async def _whole(source: RangeSource, url: str, root: Root) -> Manifest:
 async def read_root(
     source: RangeSource, location: Location, listed: Mapping[str, int] | None = None
 ) -> Manifest | Root:
-    """As ``read_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated.
-    ``listed`` are the sizes of its files, if they are known."""
+    """Do ``read_manifest``, but read only the root of the manifest of a checkpoint that several ranks wrote. The root
+    is not validated yet. ``listed`` are the sizes of the files, if they are known."""
     store, url = location.store, location.url
     if not store.capabilities.listing:
         return await _read_unlisted(source, url)
@@ -225,7 +228,7 @@ async def read_root(
         ) from error
     except CorruptCheckpointError as error:
         raise about(error, url) from error
-    with _telling(url):
+    with _naming(url):
         if marker is None:
             ours = await io_threads().run(own_manifest_among, sizes)
             if ours is not None:
@@ -249,7 +252,8 @@ _INTERRUPTED = "An interrupted save leaves no such file"
 
 
 async def _read_unmarked(source: RangeSource, sizes: Mapping[str, int]) -> Manifest:
-    """What ranks saved apart, or what another writer made. Raises ``IncompleteCheckpointError``."""
+    """Return the manifest of a checkpoint that ranks saved in separate parts, or of one of another writer. Raises
+    ``IncompleteCheckpointError``."""
     if METADATA_NAME not in sizes:
         markers = await read_part_markers(source, sizes)
         if any(markers.values()):
@@ -258,7 +262,7 @@ async def _read_unmarked(source: RangeSource, sizes: Mapping[str, int]) -> Manif
 
 
 async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> dict[int, RankPart]:
-    """The parts of these ranks. Raises ``CorruptCheckpointError``, ``FileNotFoundError``."""
+    """Return the parts of the manifest of these ranks. Raises ``CorruptCheckpointError``, ``FileNotFoundError``."""
     parts: dict[int, RankPart] = {}
     for rank in ranks:
         nbytes, crc = root.parts[rank]
@@ -278,8 +282,8 @@ def _parse_part(name: str, raw: bytearray, crc: int) -> RankPart:
 
 
 @contextmanager
-def _telling(url: str) -> Iterator[None]:
-    """What is raised says which checkpoint it is about."""
+def _naming(url: str) -> Iterator[None]:
+    """Add the URL of the checkpoint to errors that are raised in this context."""
     try:
         yield
     except FileNotFoundError as error:
@@ -289,7 +293,8 @@ def _telling(url: str) -> Iterator[None]:
 
 
 async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
-    """Where nothing is listed, the marker says how large the manifest is, and the manifest which files there are."""
+    """Read the manifest on storage without listings. The marker has the size of the manifest, and the manifest has the
+    names of the files."""
     try:
         sizes = {METADATA_NAME: await source.size(METADATA_NAME)}
         marker = await read_marker(source)
@@ -302,7 +307,7 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
             f"{url} was written by another writer, and a server without listings does not say which files it has: copy "
             "it to a directory first"
         )
-    with _telling(url):
+    with _naming(url):
         name = manifest_name(marker.save_id)
         sizes[name] = await source.size(name)
         raw = await read_file(source, name, marker.manifest_bytes)
@@ -316,8 +321,8 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
 
 
 async def _own_manifest_listed(source: RangeSource, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
-    """List the files once more if some are missing: they may belong to a save that has written the marker between the
-    listing and the read of the marker, and were complete before it did."""
+    """Read the manifest that ``marker`` names. If files are missing, list the directory again. A save may have written
+    the marker between the listing and the read of the marker; its files were complete before that."""
     try:
         return await _own_manifest(source, marker, sizes)
     except CorruptCheckpointError:

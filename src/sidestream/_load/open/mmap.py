@@ -1,4 +1,4 @@
-"""Tensors whose memory is the checkpoint's own files."""
+"""Tensors over memory maps of the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["map_tensors"]
 
 
 async def map_tensors(source: RangeSource, manifest: Manifest, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Those of the tensors that lie in their file in one piece, as torch needs them; tied ones are one tensor.
+    """Return mapped tensors for those of ``fqns`` whose elements are in one piece of a file, in the layout that torch
+    needs. Tied tensors are one tensor.
 
     Nothing is read or verified. Raises ``CorruptCheckpointError``, ``FileNotFoundError``.
     """
@@ -51,7 +52,7 @@ def _files(entries: Mapping[str, TensorEntry]) -> list[str]:
 
 @sliced
 def _over(entries: Mapping[str, TensorEntry], files: Mapping[str, mmap]) -> Steps[dict[str, torch.Tensor]]:
-    """Each tensor keeps its file mapped."""
+    """Return tensors over the mapped files. Each tensor keeps its file mapped."""
     shared: dict[object, torch.Tensor] = {}
     tensors = {}
     for fqn, entry in entries.items():

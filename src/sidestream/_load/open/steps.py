@@ -1,4 +1,4 @@
-"""What a directory of a run is: a committed step, a damaged one, or none."""
+"""The examination of a directory of a run: whether it is a committed step, a damaged one, or something else."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _MOST_LOOKED_AT = 8
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Generation ``generation`` of ``step``, in the directory ``name``; ``damage`` says why it cannot be read,
-    ``marker`` is None for that reason or because another writer made it."""
+    """Generation ``generation`` of ``step``, in the directory ``name``. ``damage`` is the reason why it cannot be read.
+    ``marker`` is None if it is damaged, or if another writer made it."""
 
     step: int
     generation: int
@@ -48,14 +48,15 @@ class Step:
 
 
 async def read_marker(source: RangeSource) -> Marker | None:
-    """The marker of a checkpoint; None if another writer made it. Raises ``FileNotFoundError``,
+    """Return the marker of a checkpoint; None if another writer made the checkpoint. Raises ``FileNotFoundError``,
     ``CorruptCheckpointError``."""
     return find_marker(await source.read_tail(METADATA_NAME, TAIL_BYTES))
 
 
 async def committed_marker(source: RangeSource, store: Store, names: Iterable[str] | None = None) -> Marker | None:
-    """``read_marker``, also where saves create the marker in place. One that lacks its last bytes is none: its save is
-    committing at this moment, or died while it did. ``names``: of the files that are there, if they are known."""
+    """Do ``read_marker``, also for saves that create the marker in place. If such a marker lacks its last bytes, raise
+    ``FileNotFoundError``: its save is committing at this moment, or has died in the commit. ``names`` are the names of
+    the files in the directory, if they are known."""
     try:
         marker = await read_marker(source)
         if marker is not None or not isinstance(store, LocalStore):
@@ -78,9 +79,11 @@ async def _is_marked_in_place(source: RangeSource, names: Iterable[str] | None) 
 
 
 async def look_at(store: Store, found: Step) -> Step | None:
-    """``found`` if it is a committed checkpoint, ours or one that stock DCP wrote under such a name; with ``damage`` if
-    it was one of ours once. None for what never was: where directories appear whole, none of that name has a manifest
-    before it is published."""
+    """Return ``found`` if it is a committed checkpoint, of sidestream or of stock DCP. Return it with ``damage`` if it
+    is a damaged checkpoint of sidestream. Return None if it never was a checkpoint.
+
+    On storage that publishes directories by a rename, no directory with such a name has a manifest before it is
+    published. So there a directory with a manifest and without a marker is a damaged checkpoint."""
     async with aclosing(store.source(found.name)) as source:
         return await _look_at(source, found, store)
 
@@ -98,7 +101,7 @@ async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | Non
     if marker is None:
         try:
             names = await source.sizes()
-        except FileNotFoundError:  # removed since it was listed
+        except FileNotFoundError:  # the directory was removed since it was listed
             return None
         few = len(names) <= _FEW_NAMES  # checked faster than a thread starts
         ours = own_manifest_among(names) if few else await io_threads().run(own_manifest_among, names)
@@ -123,7 +126,7 @@ async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | Non
 
 
 async def newest_committed(store: Store, run: str, names: Iterable[str]) -> list[Step]:
-    """The directories of a run that are named like steps, oldest first, up to the newest that is committed."""
+    """Return the directories of a run that are named like steps, oldest first, up to the newest committed one."""
     steps = (await io_threads().run(steps_among, names))[::-1]
     for _ in range(_MOST_LOOKED_AT):
         if not steps or await look_at(store, replace(steps[-1], name=f"{run}/{steps[-1].name}")) is not None:
@@ -140,10 +143,10 @@ def steps_among(names: Iterable[str]) -> list[Step]:
 
 
 def own_manifest_among(names: Iterable[str]) -> str | None:
-    """The first name of a file that only sidestream writes."""
+    """Return the first name of a manifest, which only sidestream writes; None if there is none."""
     return next((name for name in yielding_gil(names) if name.startswith("manifest-")), None)
 
 
 def about(error: E, url: str) -> E:
-    """Return ``error``, whose message now begins with the checkpoint's ``url``."""
+    """Return ``error`` after adding ``url`` at the beginning of its message."""
     return error.within(url)

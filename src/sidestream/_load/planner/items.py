@@ -1,8 +1,8 @@
-"""What load planners are given and what they ask for.
+"""The metadata for load planners, and the items that they request.
 
-They are given a validated manifest as the ``Metadata`` of DCP. They ask for tensors into their targets, and for values
-as the bytes that DCP's planners take: these are made again from data and are never those of the checkpoint. Nothing is
-unpickled.
+Planners receive a validated manifest as the ``Metadata`` of DCP. They request tensors, which are read into their
+targets, and values, which they receive as bytes. By default these bytes are made again from data, and are not the bytes
+in the checkpoint. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ __all__ = ["AskedFor", "in_batches", "metadata_of", "read_bytes", "targets_of", 
 
 _VERSION = "1.0.0"
 _MAX_BYTES = 1 << 30
-_BATCH_BYTES = 1 << 30  # a planner may make a tensor for each item that it is asked for
+_BATCH_BYTES = 1 << 30  # limits the memory of planners that make a tensor for each item
 
 
 @dataclass(frozen=True, slots=True)
 class AskedFor:
-    """The tensors of some items. ``names``: what each is called while it is read, and its FQN in the checkpoint."""
+    """The tensors of some items. ``names`` maps the name of each tensor during the read to its FQN in the
+    checkpoint."""
 
     targets: list[tuple[ReadItem, torch.Tensor]]
     wanted: list[Wanted]
     names: dict[str, str]
 
     @contextmanager
-    def telling(self, url: str) -> Iterator[None]:
-        """What is raised while they are read says what it is about."""
+    def naming(self, url: str) -> Iterator[None]:
+        """Add the URL, or the FQN in the checkpoint, to errors that are raised in this context."""
         try:
             yield
         except FileNotFoundError as error:
@@ -78,7 +79,7 @@ class AskedFor:
             raise
 
     def commit(self, planner: LoadPlanner) -> None:
-        """They have been read."""
+        """Pass the tensors, which have been read, to ``commit_tensor`` of the planner."""
         for item, target in self.targets:
             if not target.is_inference():
                 torch.autograd.graph.increment_version(target)
@@ -86,7 +87,7 @@ class AskedFor:
 
 
 def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manifest, url: str) -> AskedFor:
-    """Asks the planner for the target of each item. Raises ``MissingKeysError``, ``ShapeMismatchError``,
+    """Ask the planner for the target of each item. Raises ``MissingKeysError``, ``ShapeMismatchError``,
     ``DtypeMismatchError``, ``UnsupportedTensorError``, ``UnsupportedCheckpointError``."""
     items = list(items)
     chunks = _chunks_by_place(manifest, {item.storage_index.fqn for item in items})
@@ -115,7 +116,7 @@ def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manife
 
 
 def values_of(items: Iterable[ReadItem], manifest: Manifest, url: str) -> dict[str, ValueEntry]:
-    """The values that items ask for. Raises ``MissingKeysError``."""
+    """Return the values that the items request, by FQN. Raises ``MissingKeysError``."""
     entries: dict[str, ValueEntry] = {}
     for item in items:
         entry = manifest.entries.get(item.storage_index.fqn)
@@ -133,8 +134,8 @@ async def read_bytes(
     allow: Allowed,
     trust: Trust,
 ) -> dict[str, bytes]:
-    """For each of ``entries`` what ``torch.load`` makes the value of; with ``trust="pickle"`` the bytes that were
-    saved. Raises ``UnsafeObjectError``, ``CorruptCheckpointError``."""
+    """Return for each of ``entries`` bytes from which ``torch.load`` makes the value. With ``trust="pickle"`` these are
+    the bytes in the checkpoint. Raises ``UnsafeObjectError``, ``CorruptCheckpointError``."""
     if trust == "pickle" and not any(entry.inline for entry in entries.values()):
         return {fqn: await _as_saved(source, entry) for fqn, entry in entries.items()}
     try:
@@ -153,7 +154,7 @@ async def _as_saved(source: RangeSource, entry: ValueEntry) -> bytes:
     def checked() -> bytes:
         content = run_sliced(unpack(raw, _MAX_BYTES)) if entry.transform else raw
         if is_zip(content):
-            TorchZip(io.BytesIO(content), len(content)).check()  # torch compares no checksums
+            TorchZip(io.BytesIO(content), len(content)).check()  # torch does not compare the checksums
         return bytes(content)
 
     return await io_threads().run(checked)
@@ -198,11 +199,12 @@ def in_batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
         yield batch
 
 
-# --- what they are given ---
+# --- the metadata for planners ---
 
 
 def metadata_of(manifest: Manifest, url: str) -> Metadata:
-    """In a worker thread. Empty dicts and composite tensors are not in it: DCP does not know them.
+    """Return the metadata of a manifest. Empty dicts and composite tensors are left out, because DCP does not have
+    them. Called in a worker thread.
 
     Raises ``UnsupportedCheckpointError``."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -238,12 +240,12 @@ def _place(item: Chunk | ValueEntry) -> object:
 
 
 def _step(key: Key) -> str | int:
-    """DCP turns every dict key into a string."""
+    """Return a step of a path as DCP has it, which turns every dict key into a string."""
     return str(key.value) if isinstance(key, DictKey) else key
 
 
 def _chunks_by_place(manifest: Manifest, fqns: set[str]) -> Mapping[tuple[str, tuple[int, ...]], Chunk]:
-    """The chunks of some tensors, by FQN and offsets."""
+    """Return the chunks of some tensors, by FQN and offsets."""
     entries = ((fqn, manifest.entries.get(fqn)) for fqn in fqns)
     return {
         (fqn, chunk.offsets): chunk

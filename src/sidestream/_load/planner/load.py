@@ -1,4 +1,5 @@
-"""A load that a ``LoadPlanner`` of the caller plans: DCP's calls in DCP's order, read and verified as any other."""
+"""Loads that a ``LoadPlanner`` of the caller plans. The planner is called as DCP calls it, in the same order. Reading
+and verification are those of other loads."""
 
 from __future__ import annotations
 
@@ -31,8 +32,7 @@ __all__ = ["PlannerTarget"]
 
 @dataclass(slots=True)
 class PlannerTarget:
-    """``state``, of which the planner in ``request`` decides what is read. ``together`` is set where several ranks
-    load."""
+    """A target whose reads are planned by the planner in ``request``. ``together`` is set if several ranks load."""
 
     location: Location
     state: Mapping[str, Any]
@@ -92,8 +92,9 @@ class PlannerTarget:
             await self._read_batch(source, batch)
 
     async def replaced(self) -> bool:
-        """As other targets until the planner is set up; then False. A planner keeps what it was asked, and may have
-        added what was read to a tensor: to ask it again could change the tensor twice."""
+        """Return whether another checkpoint has taken the place of the one that was opened; always False after the
+        planner was set up. A planner keeps state, and may have added what was read to a tensor. Planning again could
+        change the tensor twice."""
         return not self._set_up and await was_replaced(self.location, self._manifest)
 
     async def apply(self) -> None:
@@ -116,7 +117,7 @@ class PlannerTarget:
         return tuple(self._touched)
 
     def _objects(self) -> list[FoundObject]:
-        """Return the objects in the order in which all ranks call them."""
+        """Return the objects in the order in which every rank calls them."""
         return in_order(
             FoundObject((key_order(key),), str(key), one)
             for key, one in self.state.items()
@@ -144,7 +145,7 @@ class PlannerTarget:
             )
 
     async def _merge(self, local: LoadPlan) -> LoadPlan:
-        """What rank 0 makes of the plans of all."""
+        """Return the plan of this rank from the plans that rank 0 has merged."""
         if self.together is None:
             return (await io_threads().run(self._merged, [local]))[0]
 
@@ -177,7 +178,7 @@ class PlannerTarget:
         reader = Reader(source, self.request.options.verify, self._tell, streams)
         dest = {name: item.dest_index.fqn for name, (item, _) in zip(asked_for.names, asked_for.targets, strict=True)}
         try:
-            with asked_for.telling(url):
+            with asked_for.naming(url):
                 await reader.read(asked_for.wanted, own=manifest.own)
         finally:
             self._touched.update((dest[name], None) for name in reader.touched)
@@ -206,8 +207,8 @@ class PlannerTarget:
             self._planner.load_bytes(item, io.BytesIO(self._values[item.storage_index.fqn]))
 
     def _hand_over(self) -> None:
-        """Hand over the values as DCP does: objects receive their state dict, and every other value is replaced. Keys
-        that the planner has added are added."""
+        """Put the values into the state as DCP does: objects receive their state dict, and every other value is
+        replaced. Keys that the planner has added are added to the state."""
         self._check_added()  # a planner may also add keys while it receives values
         state: Any = self.state
         objects = self._objects()
@@ -234,18 +235,18 @@ def _load_state_dict(one: FoundObject, state_dict: Any) -> None:
 
 
 def _kinds(plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem]]:
-    """Values, and tensors."""
+    """Return the items of values, and those of tensors."""
     values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
     return values, [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
 
 
 def _apportioned(items: Sequence[ReadItem], manifest: Manifest) -> tuple[int, list[list[ReadItem]]]:
-    """About how many bytes they are, and what is read of them at a time."""
+    """Return about how many bytes the items have, and the batches in which they are read."""
     return sum(_nbytes(item, manifest) for item in yielding_gil(items)), list(in_batches(items))
 
 
 def _nbytes(item: ReadItem, manifest: Manifest) -> int:
-    """About: whole rows are read, in whole blocks."""
+    """Return about how many bytes an item has. More may be read, because whole rows and whole blocks are read."""
     entry = manifest.entries.get(item.storage_index.fqn)
     size = itemsize(entry.dtype) if isinstance(entry, TensorEntry) else 0
     return int(torch.Size(item.lengths).numel()) * size

@@ -1,4 +1,4 @@
-"""The part that one of several ranks saves by itself: whether there is room for it, and its commit."""
+"""The coordinator of the part of a checkpoint that one of several ranks saves without the others."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ID_CHARS = 16
 
 
 def part_id_of(save_id: str) -> str:
-    """Return the id that tells the files of one attempt to write a part from those of another."""
+    """Return the id that distinguishes the files of one attempt to write a part from those of another."""
     return save_id[:_ID_CHARS]
 
 
 def tag_of(save_id: str) -> str:
-    """Return the end of the names of its data files, which no other attempt has."""
+    """Return the end of the names of the data files of an attempt. It is different for each attempt."""
     return f"-{part_id_of(save_id)}"
 
 
@@ -32,7 +32,7 @@ class Independent(Solo):
     """The coordinator of a rank that saves its part in the target itself, without a message to the other ranks."""
 
     _known: frozenset[str] = frozenset()
-    """Names in the target that have been looked into."""
+    """The names in the target that have been examined."""
 
     def look(self, stop: Stop) -> None:
         """Check the target before anything is written. Blocks; called in a thread. Raises ``CheckpointExistsError`` as
@@ -40,10 +40,10 @@ class Independent(Solo):
         self._known = LoopCall(self._look_for_room).result("looking for other saves", stop)
 
     async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
-        """Commit a part whose data files are complete: its manifest, and then the file that readers look for.
+        """Commit a part whose data files are complete: write its manifest, and then the file that readers look for.
 
-        Raises ``CheckpointExistsError`` too if another save has come to the same place meanwhile, also when this part
-        is committed by then: what readers take there may be the other one."""
+        Also raises ``CheckpointExistsError`` if another save has written to the same place meanwhile, even if this part
+        is committed by then: readers may find the other save there."""
         order = self._order
         transaction, threads = order.transaction, io_threads()
         files = await threads.run(layout.files, [receipt])
@@ -64,10 +64,10 @@ class Independent(Solo):
         return Committed(receipt.nbytes)
 
     async def _look_for_room(self) -> frozenset[str]:
-        """Raise ``CheckpointExistsError`` where this part is there already, or a whole checkpoint, or a part of another
-        save. Of two saves that begin at once neither may see the other: then the reader does.
+        """Raise ``CheckpointExistsError`` if the target has this part, a whole checkpoint, or a part of another save.
+        Two saves that begin at once may not see each other; readers raise an error then.
 
-        Return the names that there is nothing to say against, which are not looked into again."""
+        Return the names that were examined, which are not examined again."""
         location, part, known = self._order.location, self._order.part, self._known
         assert part is not None
         async with aclosing(location.source()) as source:

@@ -1,4 +1,4 @@
-"""The items of one rank on their way to storage: resolved as they are needed, staged, framed, written."""
+"""The items that one rank writes for a planner. They are resolved when they are needed, staged, framed and written."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 __all__ = ["Outgoing", "warn_of_refused"]
 
 _BUDGET_BYTES = 256 << 20
-_GROUP_BYTES = 512 << 20  # a planner may make its tensors as it resolves them: twice as much of that at a time
+_GROUP_BYTES = 512 << 20  # a planner may make tensors when it resolves them: two groups of them exist at a time
 _VALUES_BYTES = 64 << 20
-_NODE_BYTES = 1 << 20  # a larger value is left to its item
+_NODE_BYTES = 1 << 20  # a larger value is only in its item, and not in the manifest too
 _NO_LIMIT = 1 << 62
-_TOLD = 8
+_LISTED = 8
 _GRACE_S = 5.0
 
 
@@ -66,11 +66,12 @@ class _Group:
 
 
 class Outgoing:
-    """What ``plan`` asks one rank to write. ``files`` for the store, then ``results``; ``close`` in any case.
+    """The items that one rank has to write by ``plan``. Call ``files`` for the store, then ``results``, and ``close``
+    in any case.
 
-    Tensors are resolved in groups of some 512 MiB, the next one while the last is written; host memory is bounded by
-    that, if the planner makes them, and by 256 MiB that everything is staged through. Values, and all items with
-    ``extensions``, of which nobody knows the size before they are there, go one after the other.
+    Tensors are resolved in groups of some 512 MiB, each while the group before it is written. If the planner makes the
+    tensors, that limits the host memory for them. All of them are staged through 256 MiB of memory. Values, and all
+    items with ``extensions``, are written one after the other, because their sizes are not known before.
     """
 
     def __init__(
@@ -85,9 +86,10 @@ class Outgoing:
         tag: str = "",
         allow: Set[str] = frozenset(),
     ) -> None:
-        """``tag`` is added to the names of the files. ``allow`` names the types that readers will be given."""
+        """Make the files of the items. ``tag`` is added to their names. ``allow`` has the names of the types that
+        readers will be allowed to make."""
         self.refused: dict[str, str] = {}
-        """Why a reader without options refuses a value, by FQN. Complete once ``files`` is exhausted."""
+        """The reason why a reader without options refuses a value, by FQN. Complete when ``files`` is exhausted."""
         self.opaque: dict[str, str] = {}
         """The same for values that the planner wrote in its own format."""
         self._allow = allow
@@ -105,7 +107,7 @@ class Outgoing:
         self._files = 0
 
     def files(self) -> Iterator[tuple[str, Body]]:
-        """Name and content of each file; the planner is called in the thread that iterates."""
+        """Yield the name and the content of each file. The planner is called in the thread that iterates."""
         yield from self._sequential()
         group: _Group | None = None
         for items in _groups(self._tensors):
@@ -117,7 +119,8 @@ class Outgoing:
             yield self._shard(group)
 
     def results(self, published: Callable[[str], str]) -> list[WriteResult]:
-        """When everything has been written: a receipt for each item. ``published`` is what a file will be called."""
+        """Return a receipt for each item, when everything has been written. ``published`` returns the name that a file
+        will have in the checkpoint."""
         return [
             WriteResult(item.index, receipt.item_bytes, replace(receipt, file=published(receipt.file)))
             for receipts in self._receipts
@@ -125,7 +128,8 @@ class Outgoing:
         ]
 
     def close(self) -> None:
-        """No thread reads a tensor any more when this returns, unless a device hangs beyond the deadline."""
+        """Release the memory. When this returns, no thread reads a tensor any more, unless a device hangs beyond the
+        deadline."""
         for staging in self._stagings:
             staging.release()
         for staging in self._stagings:
@@ -138,7 +142,7 @@ class Outgoing:
         self._files += 1
         return f"__{self._rank}_{self._files - 1}{self._tag}.distcp"
 
-    # --- one after the other ---
+    # --- values, and items with extensions ---
 
     def _sequential(self) -> Iterator[tuple[str, Body]]:
         content = io.BytesIO()
@@ -198,7 +202,7 @@ class Outgoing:
             stream.write(data.getbuffer())
         else:
             _check(data, item, held=False)
-            torch.save(data.detach().cpu().clone(), stream)  # a view would bring all of its storage along
+            torch.save(data.detach().cpu().clone(), stream)  # of a view torch.save would write the whole storage
         stream.close()
         return descriptors
 
@@ -247,7 +251,7 @@ def _receipts(
 
 @sliced
 def _plan_group(items: Sequence[WriteItem], captured: Captured) -> Steps[_GroupPlan]:
-    """In the stager's thread."""
+    """Return the file of a group. Called in the stager's thread."""
     tensors = list(captured.root.values())
     for item, tensor in zip(items, tensors, strict=True):
         yield
@@ -302,13 +306,13 @@ def _planned_bytes(item: WriteItem) -> int:
 
 
 def warn_of_refused(refused: Mapping[str, str], url: str, remedy: str) -> None:
-    """Issue one warning at the save that names all values that a reader without options would refuse."""
+    """Warn once, at the save, of all values that a reader without options would refuse."""
     if not refused:
         return
-    told = [f"{fqn} ({why})" for fqn, why in list(refused.items())[:_TOLD]]
-    more = f", and {len(refused) - _TOLD} more" if len(refused) > _TOLD else ""
+    listed = [f"{fqn} ({why})" for fqn, why in list(refused.items())[:_LISTED]]
+    more = f", and {len(refused) - _LISTED} more" if len(refused) > _LISTED else ""
     warnings.warn(
         f"{url}: sidestream refuses to load {len(refused)} of the values by default, because they are not plain data: "
-        f"{', '.join(told)}{more}. They are saved, and stock DCP loads them. {remedy}",
+        f"{', '.join(listed)}{more}. They are saved, and stock DCP loads them. {remedy}",
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""``PlannerLayout``: what the manifest and ``.metadata`` say of items that a ``SavePlanner`` has planned."""
+"""``PlannerLayout``: the manifest and ``.metadata`` of items that a ``SavePlanner`` has planned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PlannerLayout:
     def __init__(self, order: SaveOrder, metadata: Metadata | None = None) -> None:
         self._order = order
         self.metadata = metadata
-        """What the planner has made, on the rank that commits; ``files`` adds the places of all items."""
+        """The metadata of the planner, on the rank that commits. ``files`` adds the places of all items."""
 
     async def receipt(self, plan: Decided, written: Sequence[WriteResult]) -> RankReceipt:
         self.metadata = plan.metadata

@@ -1,4 +1,4 @@
-"""What rank 0 makes of DCP's metadata and everybody's receipts: a manifest, and ``.metadata`` as stock DCP reads it."""
+"""The manifest, and ``.metadata`` as stock DCP reads it, from DCP's metadata and the receipts of all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _Receipts = Mapping[tuple[str, tuple[int, ...] | None], Receipt]
 
 
 def complete(metadata: Metadata, results: Iterable[Iterable[WriteResult]], url: str, save_id: str) -> Metadata:
-    """``metadata`` with the place of every item, and the dtypes that were written: a planner may have converted."""
+    """Return ``metadata`` with the place of every item, and with the dtypes that were written. A planner may have
+    converted tensors."""
     places = {result.index: result.storage_data for each in results for result in each}
     written = ((index.fqn, getattr(receipt, "dtype", None)) for index, receipt in places.items())
     by_fqn = {fqn: dtype for fqn, dtype in written if dtype is not None}
@@ -50,16 +51,17 @@ def complete(metadata: Metadata, results: Iterable[Iterable[WriteResult]], url: 
 
 
 def as_stock(metadata: Metadata) -> Metadata:
-    """With places as stock DCP knows them, and not a class of ours in it."""
+    """Return ``metadata`` with the places as objects of stock DCP, and without objects of classes of sidestream."""
     return replace(metadata, storage_data={index: _info(one) for index, one in metadata.storage_data.items()})
 
 
 def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int = 0) -> dict[str, bytes]:
-    """In a worker thread: manifest and ``.metadata``. ``about`` has everything but the entries. Items that went through
-    an extension leave no payload that a manifest could describe, so such a checkpoint has none, and is read like one of
-    stock DCP.
+    """Return the manifest and ``.metadata``. ``about`` is the manifest without entries. Called in a worker thread.
 
-    Raises ``InvalidOptionError``, ``UnsafeObjectError`` and what ``validate`` does.
+    A manifest cannot describe the payloads of items that went through an extension. So a checkpoint with such items has
+    no manifest, and is read like one of stock DCP.
+
+    Raises ``InvalidOptionError``, ``UnsafeObjectError``, and what ``validate`` raises.
     """
     if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
         return {METADATA_NAME: pickle.dumps(as_stock(metadata))}
@@ -72,8 +74,8 @@ def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int = 0) -> d
 def files_of_part(
     metadata: Metadata, about: Manifest, part: IndependentPart, part_id: str, saved_at: int
 ) -> dict[str, bytes]:
-    """In a worker thread: as ``files_of_commit``, of what one of several ranks has saved by itself. Raises the same,
-    and ``InvalidOptionError`` where there is no manifest."""
+    """Return the manifest and the metadata of the part that one of several ranks has saved. Called in a worker thread.
+    Raises what ``files_of_commit`` raises, and ``InvalidOptionError`` if there would be no manifest."""
     if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
         raise InvalidOptionError("extensions are not there for ranks that save apart")
     raw, _ = _manifest_of(metadata, about, partly=True)
@@ -83,7 +85,7 @@ def files_of_part(
 
 
 def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[bytes, bytes]:
-    """The manifest, and its last line."""
+    """Return the manifest, and its last line."""
     receipts: _Receipts = {_place(index): receipt for index, receipt in metadata.storage_data.items()}
     manifest = _manifest(metadata, receipts, about)
     run_sliced(validate(manifest, partly=partly))
@@ -91,7 +93,7 @@ def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[
 
 
 def _marked(metadata: Metadata, attribute: bytes) -> bytes:
-    # Protocol 3 has no frames, whose lengths would have to be mended: the marker is one more attribute at the end.
+    # Protocol 3 has no frames, whose lengths would have to be changed. So the marker can be appended as an attribute.
     pickled = pickle.dumps(as_stock(metadata), protocol=3)
     assert pickled.endswith(_END)
     return pickled[: -len(_END)] + attribute
@@ -138,7 +140,7 @@ def _chunk(
 
 
 def _only_paths(metadata: Metadata) -> bool:
-    """Whether the planner has noted what DCP's own does, the path of each FQN, and nothing else."""
+    """Return whether the planner data has the path of each FQN, as DCP's own planner adds it, and nothing else."""
     noted = metadata.planner_data
     if type(noted) is not dict or not noted.keys() <= metadata.state_dict_metadata.keys():
         return False

@@ -1,4 +1,4 @@
-"""What a ``SavePlanner`` has decided, in one process and among ranks: rank 0 merges the plans of all."""
+"""The planning of a save by a ``SavePlanner``, in one process and in a group, where rank 0 merges the plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Decided", "DecidingAlone", "DecidingTogether"]
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What this rank has to write. ``metadata``: of all, on rank 0. ``first``: the process that is rank 0."""
+    """The plan of this rank. On rank 0, ``metadata`` is that of all ranks. ``first`` is the process of rank 0."""
 
     plan: SavePlan
     rank: int
@@ -30,7 +30,7 @@ class Decided:
 
 @dataclass(slots=True)
 class DecidingAlone:
-    """``rank`` is the one that files are named after."""
+    """The planning in one process. The names of files contain ``rank``."""
 
     planner: Asked
     url: str
@@ -39,7 +39,7 @@ class DecidingAlone:
     planned: Decided | None = None
 
     def decide(self, state: Mapping[str, Any]) -> Decided:
-        """In a worker thread. Raises ``PlannerError``."""
+        """Return the plan of this process. Called in a worker thread. Raises ``PlannerError``."""
         local = local_save_plan(self.planner, state, self.url, first=self.first)
         plans, metadata = _merged(self.planner, [local])
         final = self.planner.finish_plan(plans[0])
@@ -49,7 +49,7 @@ class DecidingAlone:
 
 @dataclass(slots=True)
 class DecidingTogether:
-    """``prepare`` makes the attempt, on rank 0, before others write into it."""
+    """The planning in a group. ``prepare`` makes the attempt on rank 0 before other ranks write into it."""
 
     planner: Asked
     url: str
@@ -60,7 +60,8 @@ class DecidingTogether:
     _metadata: list[Metadata] = field(default_factory=list)
 
     def decide(self, state: Mapping[str, Any]) -> Decided:
-        """In a worker thread. Raises ``PlannerError``, and ``Stopped`` when another rank cannot go on."""
+        """Return the plan of this rank. Called in a worker thread. Raises ``PlannerError``, and ``Stopped`` if another
+        rank has failed."""
         operation = self.operation
         local = local_save_plan(self.planner, state, self.url, first=operation.rank == 0)
         first = operation.exchange("plan", json.dumps(self.terms.pack()).encode(), self._agree)
@@ -72,7 +73,8 @@ class DecidingTogether:
         return self.planned
 
     def _agree(self, parts: Sequence[bytes]) -> bytes:
-        """On rank 0: nobody's plan is unpickled before all have said that they have one."""
+        """Compare the terms of all ranks. Called on rank 0. A plan is only unpickled after all ranks have agreed to use
+        a planner."""
         check_terms([json.loads(part) for part in parts])
         self.prepare()
         return json.dumps({"first": this_process()}).encode()

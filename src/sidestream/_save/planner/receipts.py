@@ -1,4 +1,4 @@
-"""What a rank has written of what a planner asked for, item by item."""
+"""Receipts: the places of the items that a rank has written for a planner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["PackedReceipt", "Receipt", "TensorReceipt", "ValueReceipt"]
 
 @dataclass(frozen=True, slots=True)
 class TensorReceipt:
-    """A tensor that lies bare in ``file``, which has ``file_bytes`` and the CRC-32 ``file_crc``."""
+    """The place of a tensor in ``file``, which has ``file_bytes`` and the CRC-32 ``file_crc``. Its payload is not
+    transformed."""
 
     file: str
     file_bytes: int
@@ -27,7 +28,7 @@ class TensorReceipt:
 
 @dataclass(frozen=True, slots=True)
 class ValueReceipt:
-    """The bytes that a planner made of a value; ``node`` is what they are as data."""
+    """The place of the bytes that a planner made of a value. ``node`` is the value as plain data."""
 
     file: str
     file_bytes: int
@@ -40,7 +41,7 @@ class ValueReceipt:
 
 @dataclass(frozen=True, slots=True)
 class PackedReceipt:
-    """Something that went through ``transforms``."""
+    """The place of an item that went through ``transforms``."""
 
     file: str
     file_bytes: int

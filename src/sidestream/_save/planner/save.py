@@ -1,6 +1,6 @@
-"""Saves that a ``SavePlanner`` plans: staged first, then planned, written and committed as any other.
+"""Saves that a ``SavePlanner`` plans. They are staged first, then planned, and written and committed like other saves.
 
-The planner is the caller's, or DCP's own where a rank saves its part by itself.
+The planner is that of the caller. If a rank saves its part without the others, it may be DCP's own.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def async_save_part(
 def start_planned(
     order: SaveOrder, state: Mapping[str, Any], planner: Any, stager: AsyncStager | Stager | None
 ) -> SaveOperation:
-    """Launch the copies.
+    """Launch the copies of a save that ``planner`` plans.
 
-    Raises ``InvalidOptionError`` for what is no planner, and for what one cannot be combined with."""
+    Raises ``InvalidOptionError`` if ``planner`` is not a planner, and for options that cannot be used with one."""
     asked = asked_save_planner(planner)
     _check(order)
     url, operation, part, layout = order.location.url, order.operation, order.part, PlannerLayout(order)
@@ -119,7 +119,7 @@ def _check(order: SaveOrder) -> None:
 
 
 class Deciding(Protocol):
-    """Asks the planner. ``decide`` is called once, in a worker thread, with the staged state."""
+    """The planning of a save. ``decide`` is called once, in a worker thread, with the staged state."""
 
     planner: Asked
 
@@ -127,7 +127,7 @@ class Deciding(Protocol):
 
 
 class PlannedStage(Stage):
-    """The stage of a save that a planner plans. The planner may keep the staged copy for as long as it likes."""
+    """The stage of a save that a planner plans. The planner may keep references to the staged copy."""
 
     def __init__(
         self, order: SaveOrder, state: Mapping[str, Any], deciding: Deciding, stager: AsyncStager | Stager | None
@@ -176,7 +176,7 @@ class PlannedStage(Stage):
         return decided
 
     def _when_copied(self, stop: Stop) -> Any:
-        """Return the staged state, when it is complete."""
+        """Wait until the staged state is complete, and return it."""
         if self._first is None:
             assert self._staged is not None
             return result_of(self._staged, stop, "staging")
@@ -210,7 +210,7 @@ class PlannedStage(Stage):
             copy.release()
 
     def give_way(self) -> None:
-        """Stop a stage that copies or waits for memory. A copy that has been delivered stays as it is."""
+        """Stop a stage that copies or waits for memory. A copy that is complete is kept."""
         staging = self._staging
         if staging is not None:
             staging.release()
@@ -222,13 +222,13 @@ class PlannedStage(Stage):
         self._staging = self._staged = self._outgoing = None
 
     def progress(self) -> SaveProgress:
-        """Return the size of what was written, once all is: before, nothing is known of a planner's save."""
+        """Return the size of what was written, when everything is written. Before that the sizes are not known."""
         nbytes = sum({result.storage_data.file: result.storage_data.file_bytes for result in self._results}.values())
         return SaveProgress(nbytes, nbytes, nbytes)
 
 
 def _release(staged: Future[Any]) -> None:
-    """Release the memory of a staged copy that no code will use any more."""
+    """Release the memory of a staged copy that is not used any more."""
     if staged.cancelled() or staged.exception() is not None:
         return
     if isinstance(staged.result(), StagedState):

@@ -1,10 +1,10 @@
 """An asynchronous fsspec file system whose blocking calls can be ended.
 
-Its file objects wait for their requests in ``fsspec.asyn.sync``, without a deadline: a peer that stalls holds such a
-thread for minutes, and s3fs for ever. No option bounds that: ``read_timeout`` of botocore (``config_kwargs`` of s3fs)
-ends a whole put, but not a part of a file object. File objects are needed because whole puts would hold a file of any
-size in memory. They make their requests as tasks of the file system's loop, so a loop that remembers the tasks can end
-them.
+The file objects of fsspec wait for their requests in ``fsspec.asyn.sync``, without a deadline. A peer that stalls
+blocks their thread for minutes, and with s3fs for ever. No option limits that: ``read_timeout`` of botocore
+(``config_kwargs`` of s3fs) ends a whole put, but not a part of a file object. File objects are needed, because a whole
+put would hold a file of any size in memory. They make their requests as tasks of the file system's loop. So a loop that
+keeps the tasks in a set can end them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ Retrying = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 
 class Bounded:
-    """A twin of ``filesystem`` with the same session, whose requests end at ``stop()``, and each after ``timeout_s``.
+    """A copy of ``filesystem`` with the same session. ``stop()`` ends its requests, and each request ends after
+    ``timeout_s``.
 
-    A request that was ended returns None to the file object, which mostly fails on it: ``ended`` tells, and has to be
-    looked at after every call. ``retrying`` runs those requests that may be sent again.
+    A request that was ended returns None to the file object, which usually fails with an unrelated error. So callers
+    check ``ended`` after every call. ``retrying`` runs the requests that may be sent again.
     """
 
     def __init__(self, filesystem: Any, timeout_s: float, retrying: Retrying) -> None:
@@ -41,7 +42,7 @@ class Bounded:
             self._retry_s3(innermost, retrying)
 
     def stop(self) -> None:
-        """End what is in flight and what will be. From any thread; does not block."""
+        """End the requests in flight, and every later request at its start. From any thread; does not block."""
         self._stopped = True
         self._loop.call_soon_threadsafe(self._end, "it was stopped")
 
@@ -54,10 +55,10 @@ class Bounded:
         def send(method: str, arguments: Any, keywords: Any) -> Callable[[], Awaitable[Any]]:
             return lambda: call(method, *arguments, **keywords)
 
-        self._timeout_s = 0.0  # each attempt has its own
+        self._timeout_s = 0.0  # each attempt has a time limit in ``retrying``
         filesystem.call_s3 = sync_wrapper(call_s3, obj=filesystem)
 
-    # --- what asyncio and fsspec ask of a loop that they hand a coroutine to ---
+    # --- the methods of a loop that asyncio.run_coroutine_threadsafe and fsspec.asyn.sync call ---
 
     def is_closed(self) -> bool:
         return self._loop.is_closed()
@@ -82,18 +83,20 @@ class Bounded:
     def _end(self, why: str) -> None:
         for task in list(self._tasks):
             self.ended = self.ended or why
-            # Not at once: fsspec waits for ever for a task that is cancelled before its first step.
+            # With call_soon, because fsspec waits for ever for a task that is cancelled before its first step.
             self._loop.call_soon(task.cancel)
 
 
 def is_asynchronous(filesystem: Any) -> bool:
-    """Whether its coroutines work: some file systems have them only if the one that they stand on has."""
+    """Return whether the coroutines of ``filesystem`` work. Those of a file system around another one work only if
+    those of the other one do."""
     below = getattr(filesystem, "fs", None)
     return bool(filesystem.async_impl) and (below is None or is_asynchronous(below))
 
 
 def _twin(filesystem: Any, loop: Bounded) -> Any:
-    """Not ``copy``: that goes through ``__reduce__``, and fsspec would return the instance itself."""
+    """Return a copy of ``filesystem`` that runs its coroutines on ``loop``. ``copy.copy`` would call ``__reduce__``,
+    for which fsspec returns the same instance."""
     twin = object.__new__(type(filesystem))
     own = {name: value for name, value in vars(filesystem).items() if not hasattr(value, "__wrapped__")}
     twin.__dict__.update(own, _loop=loop)

@@ -1,6 +1,6 @@
-"""``storage_options`` as fsspec users write them, in obstore's words.
+"""Options of an obstore client from ``storage_options`` as fsspec users write them.
 
-What comes out holds secrets: it goes to the client and nowhere else.
+The options contain secrets, so they are passed to the client only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLOUDS: Mapping[str, Kind] = {
 }  # fmt: skip
 
 _TTL = timedelta(minutes=5)
-# What only concerns fsspec's own caches, buffers and instances.
+# Options for caches, buffers and instances of fsspec, which obstore does not have.
 _OF_FSSPEC = frozenset({
     "asynchronous", "loop", "skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths",
     "default_block_size", "default_cache_type", "default_fill_cache", "cache_regions", "max_concurrency",
@@ -39,7 +39,7 @@ _OF_POLICY = ("read_timeout", "connect_timeout", "retries", "max_pool_connection
 
 
 class Unmapped(Exception):
-    """Options that obstore has no words for. ``names`` says which; never their values."""
+    """An error for options without a counterpart in obstore. ``names`` has their names; values are never shown."""
 
     def __init__(self, *names: str) -> None:
         super().__init__(", ".join(sorted(names)))
@@ -48,7 +48,7 @@ class Unmapped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """What an obstore client is made with: nothing of it is ever shown."""
+    """The options of an obstore client. The secret ones are never shown."""
 
     kind: Kind
     bucket: str
@@ -57,10 +57,11 @@ class Client:
     provider: Callable[[], Any] | None = field(default=None, repr=False)
     profile: str | None = None
     looks_up: bool = False
-    """Whether credentials are to be had from the files and services that botocore knows."""
+    """Whether ``complete`` asks botocore for credentials, which reads files and asks services."""
 
     def complete(self) -> Client:
-        """With what is looked up, in a thread: it reads files, and may ask a service. Raises ``InvalidOptionError``."""
+        """Return these options with the credentials that botocore finds. Called in a thread, because it reads files and
+        may ask a service. Raises ``InvalidOptionError``."""
         if not self.looks_up:
             return self
         config = dict(self.config)
@@ -72,7 +73,8 @@ class Client:
 
 
 def client_for(protocol: str, bucket: str, options: Mapping[str, Any]) -> Client:
-    """Raises ``Unmapped`` for options with a meaning that only the fsspec implementation knows."""
+    """Return the obstore options for a bucket. Raises ``Unmapped`` for options that only the fsspec implementation
+    has."""
     given = {key: value for key, value in options.items() if value is not None and key not in _OF_FSSPEC}
     kind = CLOUDS[protocol]
     if kind == "s3":
@@ -114,7 +116,7 @@ def _s3(bucket: str, given: dict[str, Any]) -> Client:
     if endpoint:
         config["endpoint"] = endpoint
     config["virtual_hosted_style_request"] = style != "path" and "." not in bucket
-    # The checksum covers what TLS covers too; in the open, the signature has to cover the payload as well.
+    # With TLS the payload is protected. Without it the signature has to cover the payload.
     config["checksum_algorithm"] = "crc64nvme"
     config["unsigned_payload"] = not endpoint or endpoint.startswith("https://") or _is_loopback(endpoint)
     looks_up = not config.get("skip_signature") and "access_key_id" not in config
@@ -129,7 +131,8 @@ def _environment_endpoint() -> str | None:
 
 
 def _botocore_provider(profile: str | None, config: dict[str, Any]) -> Callable[[], Any] | None:
-    """What boto3 users have in their files (profiles, SSO, roles) reaches obstore through botocore."""
+    """Return a function that gets credentials from botocore, which knows profiles, SSO and roles; None if obstore finds
+    credentials by itself or botocore has none. Adds the region to ``config``."""
     if profile is None and os.environ.get("AWS_ACCESS_KEY_ID"):
         return None
     try:
@@ -172,7 +175,7 @@ def _gcs(bucket: str, given: dict[str, Any]) -> Client:
         config["application_credentials"] = token
     elif token is not None and not isinstance(token, str):
         raise Unmapped("token")
-    if given:  # an endpoint among them: emulators do not speak the API that obstore uploads with
+    if given:  # also an endpoint: emulators lack the API with which obstore uploads
         raise Unmapped(*given)
     return Client("gcs", bucket, config, {})
 

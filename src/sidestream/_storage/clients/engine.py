@@ -1,4 +1,5 @@
-"""Clients of object storage, as ``ObjectStore`` drives them: fsspec, obstore, and a store of the user's own."""
+"""The interface through which ``ObjectStore`` uses clients of object storage, and the engine of a user's
+``BlobStore``."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from ..._runtime.gil import wrap_thread_future
+from ..._runtime.imports import importing
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...options import BlobStore, BlobUpload, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body
@@ -29,26 +31,26 @@ _ABORT_S = 3.0
 
 
 class Engine(ABC):
-    """The operations of a ``BlobStore``, and what a client may be able to do besides.
+    """The operations of a ``BlobStore``, and others that a client may have.
 
-    Names are whole keys (or paths), without the protocol. The coroutines run on the loop of the storage clients; they
-    raise what the client raises, may be called again after a failure, and may be cancelled: nothing of theirs is at
-    work afterwards.
+    Keys are whole keys (or paths), without the protocol. The coroutines run on the loop of the storage clients and
+    raise what the client raises. They may be called again after a failure. They may be cancelled, and then no work
+    of theirs continues.
     """
 
     name: str
     capabilities: Capabilities
     compares_versions: bool | None = None
-    """Whether ``replace`` was seen to refuse what it has to; None: nobody has looked yet."""
+    """Whether ``replace`` refuses to replace an object with another version; None until that was tried."""
 
     @abstractmethod
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None: ...
 
     @abstractmethod
     def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
-        """In the calling thread: send a large object in parts, while its content is still being staged. Parts are
-        released as they are accepted. When this raises, nothing of the object is visible; an upload is left open only
-        where the storage did not answer, and then ``open_uploads`` has it."""
+        """Send a large object in parts, in the calling thread, while its content is still being staged. Each part is
+        released when the client has accepted it. When this raises, no part of the object is visible. An upload is left
+        open only if the storage did not answer; then ``open_uploads`` returns it."""
 
     @abstractmethod
     async def read(self, key: str, start: int, end: int) -> memoryview: ...
@@ -58,34 +60,43 @@ class Engine(ABC):
 
     @abstractmethod
     async def listing(self, prefix: str) -> Listing:
-        """Below ``prefix/``, as it is now: never from a cache."""
+        """Return the objects and directories directly below ``prefix/``, never from a cache."""
 
     @abstractmethod
     async def delete(self, key: str) -> None: ...
 
     async def version(self, key: str) -> str:
-        """With ``capabilities.versions`` only: what identifies the content of the object."""
+        """Return a string that identifies the content of the object. Needs ``capabilities.versions``."""
         raise NotImplementedError
 
     async def replace(self, key: str, content: memoryview, version: str) -> None:
-        """With ``capabilities.versions`` only: put, if the object still has this version."""
+        """Put the object if it still has this version. Needs ``capabilities.versions``."""
         raise NotImplementedError
 
     async def map(self, key: str, nbytes: int) -> mmap.mmap:
-        """With ``capabilities.mapping`` only."""
+        """Map the object into memory. Needs ``capabilities.mapping``."""
         raise NotImplementedError
 
     async def tail(self, key: str, nbytes: int) -> bytes:
         size = await self.size(key)
         return bytes(await self.read(key, max(0, size - nbytes), size)) if size else b""
 
+    async def connect(self, prefix: str) -> None:
+        """Import, make and use now, for a listing of ``prefix``, each client that an upload in parts needs."""
+        if self.capabilities.listing:
+            await self.listing(prefix)
+
+    async def open_session(self) -> None:
+        """Make what the first request would make, without a request."""
+        return
+
     async def forget(self, prefix: str) -> None:
         """Remove the empty directory of a storage that has directories."""
         return
 
     async def open_uploads(self, prefix: str) -> Mapping[str, datetime | None]:
-        """Uploads below ``prefix`` that were begun and neither completed nor aborted, as ``key?upload=id``, with the
-        time at which they began. Empty where the storage has none, or does not tell."""
+        """Return the uploads below ``prefix`` that were begun and neither completed nor aborted, as ``key?upload=id``,
+        with the time at which they began. The result is empty if there are none or the storage cannot list them."""
         return {}
 
     async def abort_uploads(self, uploads: Collection[str]) -> None:
@@ -93,11 +104,12 @@ class Engine(ABC):
         return
 
     async def checksum(self, key: str) -> str | None:
-        """CRC-64/NVME of the whole object as the storage has it, in base64; None where it has none."""
+        """Return the CRC-64/NVME that the storage has of the whole object, in base64; None if it has none."""
         return None
 
     def is_complete(self, key: str, nbytes: int, patience_s: float) -> bool:
-        """In a thread: whether only the acknowledgement of an upload was lost."""
+        """Return whether the object is there with ``nbytes``: then only the acknowledgement of the upload was lost.
+        Called in a thread."""
         try:
             with time_limit(Deadline.after(patience_s)):
                 return LoopCall(lambda: self.size(key)).result("looking") == nbytes
@@ -112,8 +124,8 @@ class Engine(ABC):
 
 
 class LateEngine:
-    """The engine that ``make`` returns, made in a thread at the first request: that reads files of credentials, imports
-    packages, and may ask the network. Where it fails, the next request tries again."""
+    """The engine that ``make`` returns. The first request calls ``make`` in a thread, because it reads files of
+    credentials, imports packages, and may use the network. If it fails, the next request calls it again."""
 
     def __init__(self, name: str, make: Callable[[], Engine], *, versions: bool = False) -> None:
         self.name = name
@@ -130,7 +142,7 @@ class LateEngine:
         raise TypeError("a client holds credentials: it is not pickled")
 
     async def get(self) -> Engine:
-        """Whoever waits may give up: the others wait on."""
+        """Return the engine. Cancelling one request does not interrupt ``make``, for which others may wait."""
         return await asyncio.shield(wrap_thread_future(self._making()))
 
     def _making(self) -> Future[Engine]:
@@ -138,14 +150,18 @@ class LateEngine:
             made = self._made
             failed = made is not None and made.done() and (made.cancelled() or made.exception() is not None)
             if made is None or failed or self._pid != os.getpid():
-                made = self._made = io_threads().submit(self._make)
+                made = self._made = io_threads().submit(self._made_here)
                 self._pid = os.getpid()
             return made
 
+    def _made_here(self) -> Engine:
+        with importing():
+            return self._make()
+
 
 class StoreEngine(Engine):
-    """A ``BlobStore``. Content is copied once, so that the store may keep what it is given; ``in_flight`` parts of
-    each upload are sent at once."""
+    """The engine of a ``BlobStore``. Content is copied once, so that the store may keep the buffers that it is given.
+    The ``concurrency`` of the policy limits how many parts of an upload are sent at once."""
 
     def __init__(self, store: BlobStore, root: str, policy: StorePolicy) -> None:
         self.name = type(store).__name__
@@ -223,7 +239,7 @@ class StoreEngine(Engine):
                 raise
 
     def _abort(self, upload: BlobUpload, parts: Collection[LoopCall[None]]) -> None:
-        """Wait for the parts first: none may be stored after the abort."""
+        """Cancel the parts, wait for them, and abort the upload. No part may be stored after the abort."""
         for part in parts:
             part.cancel()
         with time_limit(Deadline.after(_ABORT_S)):
@@ -235,7 +251,7 @@ class StoreEngine(Engine):
 
 
 def _pieces(body: Body, part_bytes: int, stop: Stop) -> Generator[bytes]:
-    """Copies of ``part_bytes`` each; a part of ``body`` is released when the last of it has been copied."""
+    """Yield copies of ``part_bytes`` bytes each. A part of ``body`` is released when all of it has been copied."""
     gathered: list[bytes] = []
     missing = part_bytes
     for part in body.parts:

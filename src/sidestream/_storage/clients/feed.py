@@ -1,4 +1,4 @@
-"""Buffers from a thread that makes them to an asynchronous client that takes them."""
+"""A queue of buffers from a thread to an asynchronous client."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ __all__ = ["Feed"]
 
 
 class _Aborted(Exception):
-    """Makes the client abort its upload."""
+    """The error that makes the client abort its upload."""
 
 
 class Feed:
-    """One thread puts, and waits while the client has not taken the last one yet; the client iterates on its loop."""
+    """A queue of one buffer. A thread puts buffers, and waits until the client has taken the one before. The client
+    iterates over the queue on its loop."""
 
     def __init__(self) -> None:
         self.taken_bytes = 0
@@ -33,7 +34,8 @@ class Feed:
     # --- the thread's side ---
 
     def put(self, view: memoryview, stop: Stop) -> None:
-        """Raises ``ClosedError`` when ``stop`` is set or the client has ended, ``DeadlineExceededError``."""
+        """Put one buffer. Raises ``ClosedError`` when ``stop`` is set or the client has ended, and
+        ``DeadlineExceededError``."""
         deadline = current_deadline()
         with stop.waking(self._wake), self._changed:
             while self._items and not self._closed:
@@ -47,26 +49,26 @@ class Feed:
         self._notify()
 
     def end(self) -> None:
-        """There is no more."""
+        """End the iteration of the client after the last buffer."""
         self.ended = True
         self._notify()
 
     def fail(self) -> None:
-        """The client gets an error instead of the next buffer. From any thread."""
+        """Raise an error in the client instead of passing the next buffer. From any thread."""
         self.failed = True
         with self._changed:
             self._items.clear()
         self._notify()
 
     def close(self) -> None:
-        """The client has ended: nobody takes anything any more."""
+        """Refuse further buffers, because the client has ended."""
         with self._changed:
             self._closed = True
             self._items.clear()
             self._changed.notify_all()
 
     def closed_early(self, error: BaseException) -> bool:
-        """Whether ``error`` only says that the client had ended before."""
+        """Return whether ``error`` was only raised because the client had ended before."""
         return isinstance(error, ClosedError) and self._closed
 
     def _wake(self) -> None:
@@ -82,7 +84,7 @@ class Feed:
 
     @property
     def failing(self) -> asyncio.Future[None]:
-        """Done when ``fail`` was called."""
+        """A future that is done when ``fail`` was called."""
         if self._failing is None:
             self._bind()
         assert self._failing is not None
@@ -90,7 +92,7 @@ class Feed:
 
     @property
     def starving(self) -> bool:
-        """Whether it is the thread that the client waits for."""
+        """Whether the client waits for the thread."""
         return not self._items and not self.ended
 
     def _bind(self) -> asyncio.Event:
@@ -98,7 +100,7 @@ class Feed:
             self._arrived = asyncio.Event()
             self._loop = asyncio.get_running_loop()
             self._failing = self._loop.create_future()
-            self._on_loop()  # what came before
+            self._on_loop()  # for calls of ``put``, ``end`` and ``fail`` before the loop was known
         return self._arrived
 
     def _on_loop(self) -> None:

@@ -1,4 +1,4 @@
-"""Any fsspec file system: the portable client of object storage."""
+"""The engine of any fsspec file system: the portable client of object storage."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _READ_ONLY = frozenset({"http", "https"})
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 _ABORT_S = 3.0
-_one_creation = threading.Lock()  # of memory://, which only this process can see
+_one_creation = threading.Lock()  # makes creations in memory:// atomic: only this process can see it
 
 
 class FsspecEngine(Engine):
-    """``filesystem`` is used as it is: with its credentials, and through its own event loop if it is asynchronous."""
+    """An engine that uses ``filesystem`` with its credentials and, if it is asynchronous, through its event loop."""
 
     def __init__(self, filesystem: Any, policy: StorePolicy) -> None:
         self.filesystem = _synchronous(filesystem)
@@ -46,8 +46,13 @@ class FsspecEngine(Engine):
             create_only=bool(self._protocols & _CREATE_ONLY), listing=not self._protocols & _READ_ONLY
         )
 
+    async def open_session(self) -> None:
+        if self._asynchronous and (opening := getattr(_innermost(self.filesystem), "set_session", None)) is not None:
+            with suppress(Exception):  # raised by the request that needs the session
+                await opening()
+
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
-        data = bytes(content)  # botocore and azure take nothing else
+        data = bytes(content)  # botocore and the client of Azure accept bytes only
         if self._is_async("_pipe_file"):
             await self.filesystem._pipe_file(key, data, mode=mode)
         else:
@@ -58,14 +63,15 @@ class FsspecEngine(Engine):
         if mode == "overwrite":
             self.filesystem.pipe_file(key, data)
             return
-        # Elsewhere it would keep no other writer out, and a peer that stalls would hold up every file system.
+        # On other storage the lock would not exclude other processes, and one stalled peer would block all writers.
         with _one_creation if "memory" in self._protocols else nullcontext():
             if self.filesystem.exists(key):
                 raise FileExistsError(key)
             self.filesystem.pipe_file(key, data)
 
     def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
-        """In this thread, one part after the other: what fsspec's files can do. The content is copied once."""
+        """Send the object in the calling thread, one part after the other: file objects of fsspec do not send several
+        parts at once. The content is copied once."""
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
 
         def take(part: FilePart) -> memoryview:
@@ -79,7 +85,7 @@ class FsspecEngine(Engine):
             return await requests.run("uploading", name, send)
 
         bounded = Bounded(self.filesystem, self._policy.request_timeout_s, retrying)
-        with stop.waking(bounded.stop):  # also when the deadline passes: whoever waits for this thread sets it then
+        with stop.waking(bounded.stop):  # ``stop`` is also set when the deadline of the waiting caller passes
             self._upload(bounded.filesystem, key, body, part_bytes, take, lambda: _check(bounded, key, stop))
 
     def _upload(
@@ -91,7 +97,8 @@ class FsspecEngine(Engine):
         take: Callable[[FilePart], memoryview],
         check: Callable[[], None],
     ) -> None:
-        """Raises what ``check`` raises before anything that follows from it."""
+        """Send the object through a file of ``filesystem``. An error of ``check`` takes precedence over the errors of
+        the file that result from the same cause."""
         self._make_parents(key)
         file = None
         written = 0
@@ -103,7 +110,7 @@ class FsspecEngine(Engine):
                     view = take(part)
                     while view:
                         check()
-                        # To the end of a part and no further: the file keeps what goes beyond, and its copy grows.
+                        # A piece ends where a part ends. The file would keep the rest and copy it again and again.
                         piece = view[: part_bytes - written % part_bytes]
                         file.write(piece)
                         written += len(piece)
@@ -121,18 +128,19 @@ class FsspecEngine(Engine):
             if isinstance(error, Exception):
                 check()
                 if handed_over and self.is_complete(key, body.nbytes, self._policy.request_timeout_s):
-                    return  # only the acknowledgement was lost: the name is ours alone
+                    return  # only the acknowledgement was lost: no other save uses this name
             raise
 
     def _discard(self, file: Any, key: str) -> None:
-        """Nothing may be left of it: neither an object nor an open upload. To close it again would publish it."""
+        """Discard the file, so that neither an object nor an open upload is left. The file is not closed, because that
+        would publish it."""
         if file is None:
             return
-        file.fs = self.filesystem  # whose requests have not been ended
+        file.fs = self.filesystem  # the file system of the upload may have been stopped
         abort = threading.Thread(target=_quietly, args=(file.discard,), name="sidestream-abort", daemon=True)
         abort.start()
         abort.join(_ABORT_S)
-        with suppress(AttributeError):  # one that only lies in memory publishes nothing when it is collected
+        with suppress(AttributeError):  # ``closed`` of a file in memory is read-only; it needs none
             file.closed = True
 
     def _make_parents(self, key: str) -> None:
@@ -162,7 +170,7 @@ class FsspecEngine(Engine):
         for entry in entries:
             name = entry["name"].rstrip("/").rpartition("/")[2]
             if entry["name"].strip("/") == prefix.strip("/"):
-                continue  # a marker of the directory itself, or a file where the directory should be
+                continue  # an object that stands for the directory, or a file with the name of the directory
             if entry["type"] == "directory":
                 directories.append(name)
             else:
@@ -241,20 +249,20 @@ def _check(bounded: Bounded | None, key: str, stop: Stop) -> None:
 
 
 def _quietly(work: Callable[[], object]) -> None:
-    """What could not be aborted is found by ``open_uploads``."""
+    """Call ``work`` and ignore its errors: ``open_uploads`` finds uploads that could not be aborted."""
     with suppress(Exception):
         work()
 
 
 def _innermost(filesystem: Any) -> Any:
-    """What keeps the promises, or does not: below those that only change names."""
+    """Return the file system below those that only change names. Its protocol decides about the capabilities."""
     while isinstance(filesystem, DirFileSystem):
         filesystem = filesystem.fs
     return filesystem
 
 
 def _synchronous(filesystem: Any) -> Any:
-    """An asynchronous instance belongs to the loop it was made for; ours runs on fsspec's own."""
+    """Return ``filesystem``, or an equal one that runs on the loop of fsspec if it was made for another loop."""
     if not getattr(filesystem, "asynchronous", False):
         return filesystem
     options = {**filesystem.storage_options, "asynchronous": False, "loop": None, "skip_instance_cache": True}

@@ -1,7 +1,7 @@
-"""Coroutines of storage clients, on the one loop that fsspec keeps in a thread of its own.
+"""Coroutines of storage clients, run on the event loop that fsspec keeps in a thread of its own.
 
-Asynchronous fsspec file systems live on that loop. Everything else that waits for the network does so there too, so
-that a thread without a loop can use it, and so that it goes on while the caller's loop is blocked.
+Asynchronous fsspec file systems run on that loop. All other requests to the network run there too. So threads without a
+loop can make them, and they continue while the caller's loop is blocked.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["LoopCall", "in_io_thread", "on_io_loop"]
 T = TypeVar("T")
 
 _GRACE_S = 5.0
-_waiter = Threads("sidestream-storage", 1)  # has no thread: it only waits
+_waiter = Threads("sidestream-storage", 1)  # only its ``wait`` is used, so it never starts a thread
 
 
 class LoopCall(Generic[T]):
-    """A coroutine on the loop; ``future`` is done when it has ended, and not before, cancelled or not."""
+    """A coroutine that runs on the loop. ``future`` is done when the coroutine has ended, also if it was cancelled."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self.loop: asyncio.AbstractEventLoop = get_loop()
@@ -38,13 +38,13 @@ class LoopCall(Generic[T]):
         self.loop.call_soon_threadsafe(self._start, work)
 
     def cancel(self) -> None:
-        """Ask it to end; ``future`` then raises ``ClosedError``. From any thread."""
+        """Cancel the coroutine. ``future`` raises ``ClosedError`` when it has ended. From any thread."""
         self._cancelled = True
         self.loop.call_soon_threadsafe(self._cancel)
 
     def result(self, name: str, stop: Stop | None = None) -> T:
-        """Wait in a thread. Raises ``ClosedError`` when ``stop`` is set, ``DeadlineExceededError``, or what it
-        raised."""
+        """Wait for the coroutine in a thread, and return its result. Raises what the coroutine raised, ``ClosedError``
+        when ``stop`` is set, and ``DeadlineExceededError``."""
         stop, deadline = stop or Stop(), current_deadline()
         with stop.waking(self.cancel):
             if stop.is_set():
@@ -84,7 +84,7 @@ class LoopCall(Generic[T]):
 
 
 def in_io_thread() -> bool:
-    """Whether the calling thread is the loop's: it must not wait for a ``LoopCall``."""
+    """Return whether the calling thread runs the loop. Such a thread must not wait for a ``LoopCall``."""
     return threading.current_thread() is iothread[0]
 
 
@@ -93,10 +93,10 @@ def _stopped() -> ClosedError:
 
 
 async def on_io_loop(work: Callable[[], Coroutine[Any, Any, T]], name: str, *, unstoppable: bool = False) -> T:
-    """Run ``work()`` there and wait for it; when this returns or raises, it has ended.
+    """Run ``work()`` on the loop and wait for it. When this returns or raises, the work has ended.
 
-    A cancel is passed on, and raised when the work has ended. If that is ``unstoppable``, the cancel waits until it has
-    ended by itself, which it has to do by the deadline.
+    A cancel of the caller cancels the work, and is raised when the work has ended. ``unstoppable`` work is not
+    cancelled: it has to end by the deadline, and the cancel is raised then.
     """
     call = LoopCall(work)
     if unstoppable:

@@ -1,4 +1,4 @@
-"""Clients are kept, because a new one has to open its connections again."""
+"""A cache of clients. A client that is used again keeps its connections open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .engine import Engine
 
 __all__ = ["Kept", "frozen"]
 
-_FILES = {  # where credentials are, by the variable that says so
+_FILES = {  # default paths of files with credentials, by the environment variable that overrides each
     "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
     "AWS_CONFIG_FILE": "~/.aws/config",
     "GOOGLE_APPLICATION_CREDENTIALS": "~/.config/gcloud/application_default_credentials.json",
@@ -21,7 +21,8 @@ _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "BOTO", "HTTP_PROXY", "HTTPS_PROXY", 
 
 
 class Kept:
-    """The engines that were used last, by what they were made from: options, environment, files of credentials."""
+    """The engines that were used last. Their keys contain what they were made from: options, environment variables, and
+    files with credentials."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -36,7 +37,8 @@ class Kept:
         return len(self._engines)
 
     def get(self, key: Hashable, make: Callable[[], Engine]) -> Engine:
-        """In a thread. Nobody waits for another one's ``make``; of two that were made at once the first is kept."""
+        """Return the engine with this key, or the one that ``make`` returns. Called in a thread. Calls of ``make`` do
+        not wait for each other. If two threads make the same engine at once, the first one is kept."""
         key = (key, os.getpid(), *_thread_state())
         with self._lock:
             if key in self._engines:
@@ -50,24 +52,25 @@ class Kept:
         return made
 
     def _forget_lock(self) -> None:
-        """Somebody may have held it. What was made before the fork stays where it is: its threads are gone."""
+        """Replace the lock in the child of a fork, because a thread of the parent may have held it. Engines that were
+        made before the fork are not used in the child: keys contain the process id."""
         self._lock = threading.Lock()
 
 
 def frozen(value: Any) -> Hashable:
-    """``value`` as a key. Raises ``TypeError`` for what cannot be compared by its content."""
+    """Return ``value`` in a hashable form. Raises ``TypeError`` for types that cannot be compared by their content."""
     if isinstance(value, Mapping):
         return tuple(sorted((str(name), frozen(one)) for name, one in value.items()))
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, *map(frozen, value))
     if value is None or type(value) in (str, int, float, bool, bytes):
         return (type(value).__name__, repr(value))
-    raise TypeError(f"a {type(value).__name__} is no plain option")
+    raise TypeError(f"a {type(value).__name__} cannot be compared by its content")
 
 
 def _thread_state() -> tuple[Hashable, ...]:
     names = sorted(name for name in list(os.environ) if name.upper().startswith(_VARIABLES))
-    variables = tuple((name, os.environ.get(name)) for name in names)  # another thread may remove some meanwhile
+    variables = tuple((name, os.environ.get(name)) for name in names)  # get: another thread may remove one
     files = (os.environ.get(variable) or os.path.expanduser(default) for variable, default in _FILES.items())
     return variables, *map(_stamp, files)
 

@@ -1,4 +1,5 @@
-"""S3, Google Cloud Storage and Azure through obstore: parts go from staging memory to the socket without a copy."""
+"""The engine of S3, Google Cloud Storage and Azure through obstore. Parts are sent from staging memory without a
+copy."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import obstore
 import obstore.store
 
+from ..._runtime.imports import importing
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
 from ...errors import AccessDeniedError, ClosedError, ForkedProcessError, StorageError
 from ...events import SlowPart, emit
@@ -33,16 +35,19 @@ __all__ = ["ObstoreEngine"]
 
 T = TypeVar("T")
 
-_ABORT_S = 1.5  # three times that is less than what a thread is waited for after its deadline
-_ABORT_ALONE_S = 10.0  # where nobody can look for what it left
+_ABORT_S = 1.5  # three times this is less than the time that callers wait for a thread after its deadline
+_ABORT_ALONE_S = 10.0  # without a helper, which could find an upload that is left open
 _WATCH_S = 10.0
 _used_in: int | None = None
 _used_lock = threading.Lock()
 
 
 def _mark_used() -> None:
-    """obstore's threads do not survive a fork, and abort the process if they still work when the interpreter ends
-    (pyo3-async-runtimes #40): the child refuses, and the end waits a moment for the last of them."""
+    """Record that this process uses obstore. Raises ``ForkedProcessError`` in a forked child, which does not have the
+    threads of obstore.
+
+    Threads of obstore that still work when the interpreter ends abort the process (pyo3-async-runtimes #40). So the
+    end of the interpreter waits a moment for them."""
     global _used_in
     with _used_lock:
         if _used_in is None:
@@ -56,8 +61,8 @@ def _mark_used() -> None:
 
 
 class ObstoreEngine(Engine):
-    """One bucket. ``helper`` is the fsspec client of the same bucket, if there is one: obstore lists no uploads, and
-    returns no checksum of an object."""
+    """The engine of one bucket. ``helper`` is the fsspec client of the same bucket, or None. It is needed because
+    obstore cannot list uploads or return the checksum of an object."""
 
     capabilities = Capabilities(create_only=True, listing=True, versions=True)
 
@@ -68,18 +73,24 @@ class ObstoreEngine(Engine):
         self._kind = client.kind
         self._policy = policy
         self._helper = helper
-        self._store = _open(client, policy, retries=0)  # those that can be seen are ours
-        self._uploads = _open(client, policy, retries=policy.retries)  # a part is only repeated by obstore itself
+        self._store = _open(client, policy, retries=0)  # Requests retries, with events
+        self._uploads = _open(client, policy, retries=policy.retries)  # only obstore can send one part again
 
     def __repr__(self) -> str:
         return f"<ObstoreEngine {self._kind} {self._bucket}>"
+
+    async def connect(self, prefix: str) -> None:
+        await super().connect(prefix)
+        if self._helper is not None:
+            await self._open_helper()
+            await (await self._helper.get()).connect(prefix)
 
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
         self._check_process()
         await obstore.put_async(self._store, self._name(key), content, mode=mode, use_multipart=False)
 
     async def version(self, key: str) -> str:
-        """Both of what obstore calls a version: S3 and Azure compare the ETag, Google the generation."""
+        """Return the ETag, which S3 and Azure compare, and the version, which is Google's generation, as JSON."""
         self._check_process()
         found = await obstore.head_async(self._store, self._name(key))
         told = {"e_tag": found["e_tag"], "version": found["version"]}
@@ -92,8 +103,8 @@ class ObstoreEngine(Engine):
 
     def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
         self._check_process()
-        if self._helper is not None:  # now: an abort has no time for the imports
-            LoopCall(self._helper.get).result("connecting", stop)
+        if self._helper is not None:  # made before the upload: an abort has no time for the imports
+            LoopCall(self._open_helper).result("connecting", stop)
         feed = Feed()
         checksum = Checksum() if Checksum.known and self._helper is not None and self._kind == "s3" else None
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
@@ -106,7 +117,7 @@ class ObstoreEngine(Engine):
                     feed.put(view, stop)
                     del view
                 finally:
-                    part.release()  # the memory goes back when obstore has let go of it too
+                    part.release()  # the memory is freed when obstore has released its reference too
             feed.end()
         except BaseException as error:
             feed.fail()
@@ -119,18 +130,25 @@ class ObstoreEngine(Engine):
         if checksum is not None:
             self._compare(key, checksum.value, requests, stop)
 
+    async def _open_helper(self) -> None:
+        if self._helper is not None:
+            with importing():
+                await (await self._helper.get()).open_session()
+
     def _compare(self, key: str, expected: str, requests: Requests, stop: Stop) -> None:
-        """What arrived with what was staged: a checksum that went all the way, without reading anything back."""
+        """Compare the checksum of the staged content with the one that the storage has. Raises ``StorageError`` if they
+        differ. No content is read back."""
         asked = LoopCall(lambda: requests.run("looking at", key, lambda: self.checksum(key)))
         try:
             found = asked.result(f"looking at {key}", stop)
-        except AccessDeniedError:  # to write does not need the right to look
+        except AccessDeniedError:  # credentials for writing need not allow this request
             return
         if found is not None and len(found) == len(expected) and found != expected:
             raise StorageError(errno.EIO, f"the storage has CRC-64/NVME {found}, {expected} was sent: save again", key)
 
     def _wait(self, call: LoopCall[None], feed: Feed, key: str, stop: Stop) -> None:
-        """All has been handed over. To stop now is to make the iterator fail, which is what aborts the upload."""
+        """Wait for the end of the upload, after all buffers were passed on. If ``stop`` is set, the feed fails, which
+        aborts the upload."""
         with stop.waking(feed.fail):
             if stop.is_set():
                 feed.fail()
@@ -138,8 +156,8 @@ class ObstoreEngine(Engine):
         stop.check()
 
     async def _send(self, key: str, feed: Feed, nbytes: int, part_bytes: int) -> None:
-        """The put in a task of its own, which is never cancelled before it was asked to abort: that would leave its
-        upload open."""
+        """Upload the object. The put runs in a task of its own. That task is cancelled only if an abort does not end
+        it, because a cancel leaves the upload open."""
         put = asyncio.ensure_future(
             obstore.put_async(
                 self._uploads,
@@ -155,7 +173,7 @@ class ObstoreEngine(Engine):
         except BaseException as error:
             await self._abort(put, feed, key)
             if isinstance(error, Exception) and feed.ended and await self._is_complete(key, nbytes):
-                return  # only the acknowledgement was lost: the name is ours alone
+                return  # only the acknowledgement was lost: no other save uses this name
             raise
 
     async def _watched(self, put: asyncio.Future[Any], feed: Feed, key: str) -> None:
@@ -178,8 +196,8 @@ class ObstoreEngine(Engine):
                 emit(SlowPart(key, time.monotonic() - since, sent))
 
     async def _abort(self, put: asyncio.Future[Any], feed: Feed, key: str) -> None:
-        """Let obstore do it, which takes as long as the parts in flight. Where it does not, end it, and look what is
-        left."""
+        """Abort the upload. obstore does that when the parts in flight have ended. If it takes too long, cancel the
+        put. Then abort the uploads that ``open_uploads`` lists."""
         feed.fail()
         patience = (
             _ABORT_S
@@ -212,7 +230,7 @@ class ObstoreEngine(Engine):
 
     async def tail(self, key: str, nbytes: int) -> bytes:
         self._check_process()
-        if self._kind == "azure":  # has no ranges that count from the end
+        if self._kind == "azure":  # Azure has no suffix ranges
             size = await self.size(key)
             return bytes(await self.read(key, max(0, size - nbytes), size)) if size else b""
         try:
@@ -229,7 +247,7 @@ class ObstoreEngine(Engine):
         files = {
             one["path"].rpartition("/")[2]: BlobInfo(one["size"], one["last_modified"])
             for one in found["objects"]
-            if one["path"].strip("/") != self._name(prefix).strip("/")  # a marker of the directory itself
+            if one["path"].strip("/") != self._name(prefix).strip("/")  # an object that stands for the directory
         }
         return Listing(files, [one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"]])
 
@@ -256,7 +274,7 @@ class ObstoreEngine(Engine):
             await (await self._helper.get()).abort_uploads(uploads)
 
     def _name(self, key: str) -> str:
-        """Within the bucket."""
+        """Return the key within the bucket."""
         return key.partition("/")[2]
 
     def _check_process(self) -> None:
@@ -267,7 +285,7 @@ class ObstoreEngine(Engine):
 def _taken(part: FilePart, checksum: Checksum | None, stop: Stop) -> memoryview:
     if checksum is None:
         return part.take(stop)
-    if isinstance(part, ShowingPart):  # two checksums while the bytes are there once
+    if isinstance(part, ShowingPart):  # both checksums are computed while the bytes are in the processor's cache
         return part.take_showing(stop, checksum.update)
     view = part.take(stop)
     checksum.update(view)
@@ -275,7 +293,7 @@ def _taken(part: FilePart, checksum: Checksum | None, stop: Stop) -> memoryview:
 
 
 def _result(call: LoopCall[T], name: str) -> T:
-    """Wait for a call that looks at the deadline itself, and then aborts."""
+    """Wait for a call that aborts by itself when the deadline has passed, and give it time to do so."""
     with time_limit(Deadline.after(current_deadline().remaining_s() + 3 * _ABORT_S)):
         return call.result(name)
 

@@ -1,4 +1,4 @@
-"""Requests to storage: each with a deadline, repeated where that may help, slower where the storage asks for it."""
+"""Requests to storage, with time limits, retries after passing failures, and pauses when the storage throttles."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _DENIED = frozenset(
 
 
 class Taken(Exception):
-    """A create-only put found the name taken."""
+    """The error of a create-only put whose name exists, and of a put on a condition that does not hold."""
 
 
 @dataclass(slots=True)
 class Requests:
-    """The requests of one store, which slow down together."""
+    """The requests of one store. When the storage throttles one of them, all of them wait."""
 
     url: str
     policy: StorePolicy
@@ -69,11 +69,11 @@ class Requests:
         *,
         request_timeout_s: float | None = None,
     ) -> T:
-        """``call()`` until it succeeds, may not be repeated, or the deadline passes. Each has ``request_timeout_s``, or
-        what the policy says.
+        """Repeat ``call()`` until it succeeds, fails for good, or the deadline passes. Each call has the time limit
+        ``request_timeout_s``, by default that of the policy.
 
-        Raises ``FileNotFoundError``, ``Taken``, ``AccessDeniedError``, ``StorageError``, ``DeadlineExceededError``. An
-        error after which nobody knows whether the request was carried out ``is_uncertain``.
+        Raises ``FileNotFoundError``, ``Taken``, ``AccessDeniedError``, ``StorageError``, ``DeadlineExceededError``. If
+        it is unknown whether the request was carried out, ``is_uncertain`` is true of the error.
         """
         timeout_s = request_timeout_s or self.policy.request_timeout_s
         attempt, uncertain, deadline = 0, False, current_deadline()
@@ -88,7 +88,7 @@ class Requests:
                     raise
                 fate = fate_of(error)
                 if fate == "taken" and not isinstance(error, Taken):
-                    fate = "transient"  # 409 or 412 where there was no condition
+                    fate = "transient"  # 409 or 412 in answer to a request without a condition
                 uncertain = uncertain or fate == "transient"
                 wait_s = self._pause(fate, attempt)
                 if wait_s is None:
@@ -101,7 +101,8 @@ class Requests:
                 await asyncio.sleep(wait_s)
 
     def _pause(self, fate: Fate, attempt: int) -> float | None:
-        """How long to wait before the next attempt; None if there shall be none. Throttling costs time only."""
+        """Return how long to wait before the next attempt; None if there is none. A throttled request is
+        repeated until its deadline, whatever the policy says."""
         if fate == "throttled":
             wait_s = _jittered(_THROTTLED_BASE_S, attempt)
             self._quiet_until = max(self._quiet_until, time.monotonic() + wait_s)
@@ -125,7 +126,8 @@ class Requests:
 
 
 def _jittered(base_s: float, attempt: int) -> float:
-    """Between half and all of a time that doubles, so that writers that failed together do not return together."""
+    """Return a random time between half and all of a limit that doubles with each attempt. Writers that failed at the
+    same time do not try again at the same time."""
     return min(_MOST_S, base_s * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
 
 
@@ -134,7 +136,7 @@ def _marked(error: Exception, uncertain: bool) -> Exception:
 
 
 def translated(error: BaseException, doing: str, url: str) -> Exception:
-    """The typed error for what a client raised while ``doing`` something at ``url``; without secrets."""
+    """Return the typed error, without secrets, for what a client raised while ``doing`` something at ``url``."""
     if isinstance(error, SidestreamError):
         return error
     fate = fate_of(error)
@@ -153,10 +155,10 @@ def translated(error: BaseException, doing: str, url: str) -> Exception:
 
 
 def fate_of(error: BaseException) -> Fate:
-    """What a client's exception means for the request, whoever raised it."""
+    """Return what the exception of a client means for the request."""
     by_status = _fate_of_status(_status(error))
     names = {type(one).__name__ for one in _chain(error)}
-    text = (str(error).splitlines() or [""])[0].lower()  # obstore appends a dump of everything it knows
+    text = (str(error).splitlines() or [""])[0].lower()  # obstore appends a dump of the error
     if names & _CUT_OFF:
         return "transient"
     if isinstance(error, FileNotFoundError) or names & _ABSENT:
@@ -175,7 +177,7 @@ def fate_of(error: BaseException) -> Fate:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether the storage does not know the request, or does not let this client make it."""
+    """Return whether the storage does not support the request, or does not allow it to this client."""
     if isinstance(error, NotImplementedError) or fate_of(error) in ("denied", "absent") or _status(error) in (405, 501):
         return True
     text = str(error).lower().replace(" ", "")
@@ -193,7 +195,8 @@ def _fate_of_status(status: int | None) -> Fate | None:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status behind an exception: botocore, aiohttp, gcsfs and azure keep it, obstore writes it."""
+    """Return the HTTP status of the failed request; None if it is unknown. botocore, aiohttp, gcsfs and azure keep it
+    in an attribute, and obstore in the text of the message."""
     for one in _chain(error):
         response = getattr(one, "response", None)
         if isinstance(response, dict):

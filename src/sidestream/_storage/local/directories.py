@@ -1,4 +1,4 @@
-"""What is done to directories and names, each in one step: make, open, look at, sync, link, take away, remove."""
+"""Operations on directories and names: make, open, inspect, sync, link, rename, remove."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ __all__ = [
 ]
 
 RETIRED = ".retired-"
-"""How the names of directories begin that are being deleted."""
+"""The prefix of the names of directories that are being deleted."""
 
 RACES = 100
-"""So often in a row another process may make, or remove, the directory that this one needs or removes."""
+"""The number of attempts at an operation that fails because another process makes or removes the same directory."""
 
 _ID = 32 * "0"
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
@@ -49,9 +49,10 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSY
 class OpenDirectory:
     """The directory that ``path`` named when it was first used, for threads that open files in it.
 
-    The descriptor is closed when ``close`` was called and no thread uses it: a thread may still be in a system call
-    when its caller has given up on it, and the number of a closed descriptor is soon that of another file. Without
-    ``close`` it is closed with the object, which each thread that uses it refers to.
+    The descriptor is closed when ``close`` was called and no thread uses it any more. A thread may still be in a system
+    call when its caller has stopped waiting for it, and the number of a closed descriptor is soon used for another
+    file. Without ``close``, the descriptor is closed when the object is freed. Each thread that uses the descriptor
+    keeps a reference to the object.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +64,8 @@ class OpenDirectory:
 
     @contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Keep the directory open meanwhile; the first thread opens it. Raises ``OSError``, ``ClosedError``."""
+        """Keep the directory open in this context. The first thread opens it. Raises ``OSError`` and
+        ``ClosedError``."""
         descriptor = self._acquire()
         if descriptor is None:
             descriptor = self._acquire_new(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -81,7 +83,8 @@ class OpenDirectory:
             return self._descriptor
 
     def _acquire_new(self, opened: int) -> int:
-        """Use ``opened``, unless another thread was faster: all threads use one directory."""
+        """Acquire ``opened``, or the descriptor of another thread that was faster: all threads have to use the same
+        directory."""
         with self._lock:
             first = self._descriptor is None and not self._closed
             if first:
@@ -100,14 +103,14 @@ class OpenDirectory:
         self._close_if_unused()
 
     def refuse(self) -> bool:
-        """Refuse threads that have not acquired the directory yet, also one that hangs while it opens it. Makes no
+        """Refuse threads that have not acquired the directory yet, also a thread that hangs while it opens it. Makes no
         system call. Returns whether ``close`` has a descriptor to close."""
         with self._lock:
             self._closed = True
             return self._descriptor is not None
 
     def close(self) -> None:
-        """Close the directory, or have the last thread that uses it close it."""
+        """Close the directory. If threads still use it, the last of them closes it."""
         self.refuse()
         self._close_if_unused()
 
@@ -125,20 +128,20 @@ class OpenDirectory:
 
 
 def _close(directory: int) -> None:
-    """Close a descriptor that was read only: an error says nothing about what was read, and it is closed all the
-    same."""
+    """Close a descriptor that was only read, and ignore errors. An error does not concern the bytes that were read, and
+    the descriptor is closed also then."""
     with suppress(OSError):
         os.close(directory)
 
 
 def make_root(root: Path, durability: Durability, made: list[Path], sync: Callable[[Path], None] | None = None) -> None:
-    """Every missing directory down to ``root``, each noted in ``made``. ``sync`` takes the place of
-    ``sync_directory``."""
+    """Make every missing directory down to ``root``, and append each to ``made``. ``sync`` is used instead of
+    ``sync_directory`` if it is given."""
     sync = sync_directory if sync is None else sync
     ancestors = (root, *root.parents)
     missing = [path for path in ancestors if not path.exists()]
     if durability == "fsync" and len(missing) < len(ancestors) - 1:
-        # The last one that is there may have been made by a save that was killed before it could sync it.
+        # The deepest existing directory may have been made by a save that was killed before it could sync it.
         with suppress(PermissionError):
             sync(ancestors[len(missing)].parent)
     for path in reversed(missing):
@@ -197,8 +200,9 @@ def remove_tree(path: Path) -> None:
 
 
 def take_away(root: Path, name: str) -> Path | None:
-    """Rename it to where nobody looks for it and nobody can publish it; None if it is not there."""
-    hidden = root / f"{RETIRED}{uuid.uuid4().hex}"  # other tools would take the name for a step
+    """Rename the directory, so that readers do not find it and its writer cannot publish it, and return its new path.
+    Return None if it does not exist."""
+    hidden = root / f"{RETIRED}{uuid.uuid4().hex}"  # not ``name``, because other tools search names for steps
     try:
         os.rename(root / name, hidden)
     except FileNotFoundError:
@@ -209,12 +213,12 @@ def take_away(root: Path, name: str) -> Path | None:
 
 
 def link_new(hidden: Path, path: Path) -> None:
-    """``hidden`` is called ``path`` too: unlike a rename it replaces nothing. Raises ``FileExistsError`` if that is
-    another file."""
+    """Link ``path`` to the file ``hidden``. Unlike a rename, this never replaces a file. Raises ``FileExistsError`` if
+    ``path`` is another file."""
     try:
         os.link(hidden, path)
     except FileExistsError:
-        # NFS sends a request again whose answer was lost, and is told of what the first one did.
+        # When an answer is lost, NFS sends the request again, which fails because of the first one.
         with suppress(OSError):
             if os.path.samestat(os.stat(hidden, follow_symlinks=False), os.stat(path, follow_symlinks=False)):
                 return
@@ -222,7 +226,7 @@ def link_new(hidden: Path, path: Path) -> None:
     except OSError as error:
         if error.errno in _NO_LINKS:
             raise OSError(
-                errno.EOPNOTSUPP,  # not EPERM, which link(2) says here: nobody lacks a permission
+                errno.EOPNOTSUPP,  # link(2) says EPERM, but the cause is not a lack of permissions
                 f"this file system makes no hard links ({error.strerror}), and nothing else lets a file appear whole "
                 "without replacing another",
             ) from error
@@ -230,7 +234,8 @@ def link_new(hidden: Path, path: Path) -> None:
 
 
 def move_new(hidden: Path, path: Path) -> None:
-    """``link_new``; a file system without links renames the file, having looked for another one before."""
+    """Do ``link_new``. On a file system without hard links, rename the file after a check that ``path`` does not
+    exist."""
     try:
         link_new(hidden, path)
     except FileExistsError:
@@ -244,9 +249,9 @@ def move_new(hidden: Path, path: Path) -> None:
 
 
 def last_write(directory: Path) -> float:
-    """Return when the directory, or a file in it, was last written to."""
+    """Return the time of the last write to the directory or to a file in it."""
     times = [0.0]
-    with suppress(FileNotFoundError):  # it has just been published or deleted
+    with suppress(FileNotFoundError):  # the directory has just been published or deleted
         times.append(directory.stat().st_mtime)
         with os.scandir(directory) as entries:
             for one in entries:
@@ -256,7 +261,8 @@ def last_write(directory: Path) -> float:
 
 
 def storage_time(directory: Path) -> float:
-    """The time that the file system gives a file which is written now; this machine's where none can be written."""
+    """Return the time that the file system gives to a file that is written now. If no file can be written, return the
+    time of this machine."""
     flags = os.O_WRONLY | os.O_CLOEXEC
     with suppress(OSError):
         if hasattr(os, "O_TMPFILE"):
@@ -274,17 +280,18 @@ def storage_time(directory: Path) -> float:
 
 
 def has_leases(root: Path, target: str) -> bool:
-    """Return whether ``target`` is a step of a run, where leases tell who lives."""
+    """Return whether ``target`` is a step of a run. There leases show which processes are alive."""
     return parse_step(target) is not None and (root / LEASES).exists()
 
 
 def collect_orphans(
     root: Path, target: str, after_s: float, take: Callable[[Path, str], Path | None] = take_away
 ) -> list[str]:
-    """Delete attempts at ``target`` that nobody has written to for ``after_s``, and what is left of deletions that were
-    interrupted as long ago, and return their names. A process that still has such an attempt cannot publish it any
-    more, if ``take`` takes it out of its reach. In a run nothing is collected: there leases tell who lives. What cannot
-    be deleted is passed over."""
+    """Delete attempts at ``target`` that were last written to more than ``after_s`` ago, and the rest of deletions that
+    were interrupted more than ``after_s`` ago. Return the names of what was deleted.
+
+    If ``take`` renames an attempt, a process that still writes it cannot publish it any more. In a run nothing is
+    deleted, because there leases show which processes are alive. Directories that cannot be deleted are skipped."""
     before, _, after = attempt_name(target, _ID).partition(_ID)
     attempt = re.compile(f"{re.escape(before)}[0-9a-f]{{32}}{re.escape(after)}")
     collected: list[str] = []

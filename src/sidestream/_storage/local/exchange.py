@@ -1,4 +1,4 @@
-"""Two directories change places in one atomic step, where the file system can do that."""
+"""The exchange of two directories in one atomic step, on file systems that support it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _RENAME_EXCHANGE = 2
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Raises ``OSError``: ``ENOSYS`` or ``EINVAL`` where this kernel, C library or file system does not do it."""
+    """Exchange two directories. Raises ``OSError``, with ``ENOSYS`` or ``EINVAL`` if the kernel, the C library or the
+    file system does not support it."""
     try:
         renameat2 = _renameat2()
     except (AttributeError, OSError):
@@ -30,13 +31,14 @@ def exchange(one: Path, other: Path) -> None:
 
 @cache
 def _renameat2() -> Any:
-    """Return the function. It is looked up once, because each look-up makes a class that only a garbage collection
+    """Return the C function. It is looked up once, because each look-up makes a class that only a garbage collection
     frees."""
     return ctypes.CDLL(None, use_errno=True).renameat2
 
 
 def exchanges(directory: Path) -> bool:
-    """Whether two directories within ``directory`` can be exchanged: tried, as nothing else tells."""
+    """Return whether two directories within ``directory`` can be exchanged. This makes two and tries it, because there
+    is no other way to find out."""
     pair = directory / ".one", directory / ".other"
     try:
         for path in pair:

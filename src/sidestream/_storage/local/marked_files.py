@@ -1,4 +1,5 @@
-"""Whose files are in a directory whose checkpoint is committed by its marker, and which of them may be deleted."""
+"""The files of a directory whose checkpoint is committed by its marker: the saves to which they belong, and which of
+them are deleted."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ _NO_ID = "0" * 32
 
 
 def marked_id(target: Path, *, removed: bool = False) -> str | None:
-    """Return the id of the save whose checkpoint is in ``target``; None if no complete marker is there. Raises
-    ``CheckpointExistsError`` if it cannot be replaced. ``removed``: also where it is being removed."""
+    """Return the id of the save whose checkpoint is in ``target``; None if there is no complete marker. Raises
+    ``CheckpointExistsError`` if the checkpoint cannot be replaced. With ``removed``, a checkpoint that is being removed
+    raises no error."""
     names = files_in(target)
     if METADATA_NAME not in names or (is_torn(target) and is_unfinished(names)):
         return None
@@ -85,13 +87,13 @@ def taken(target: Path) -> CheckpointExistsError:
     if not is_torn(target):
         return occupied(target)
     return CheckpointExistsError(
-        f"{target} has an incomplete {METADATA_NAME}: another save is committing there, or died while it did. Save to "
-        f"another directory, or try again when nobody has written there for {ABANDONED_AFTER_S / 60:.0f} minutes"
+        f"{target} has an incomplete {METADATA_NAME}: another save is committing there, or its process has ended. Save "
+        f"to another directory, or try again {ABANDONED_AFTER_S / 60:.0f} minutes after the last write there"
     )
 
 
 def files_in(directory: Path) -> list[str]:
-    """The names in a directory; none if it does not exist."""
+    """Return the names in a directory. The result is empty if it does not exist."""
     try:
         return os.listdir(directory)
     except FileNotFoundError:
@@ -103,7 +105,7 @@ def files_in(directory: Path) -> list[str]:
 
 
 def is_torn(directory: Path) -> bool:
-    """Whether its marker lacks the last bytes."""
+    """Return whether the marker of the directory lacks its last bytes."""
     try:
         return not is_complete(read_tail(directory / METADATA_NAME, None, TAIL_BYTES))
     except FileNotFoundError:
@@ -116,8 +118,10 @@ def remove_torn(directory: Path) -> None:
 
 
 def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
-    """By the id of each save that has files there, how long ago the last of them was written. A marker without its last
-    bytes may be anybody's. A directory without files is nobody's; its id is ``_NO_ID``."""
+    """Return the age of the newest file of each save that has files in the directory, by the id of the save.
+
+    An incomplete marker may belong to any of the saves, so it counts as a file of each. If no file has an id, the
+    result has the age of the incomplete marker, or of the empty directory, with the id ``_NO_ID``."""
     newest: dict[str, float] = {}
     torn = 0.0
     for name in names:
@@ -132,13 +136,13 @@ def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
             newest[_NO_ID] = torn or directory.stat().st_mtime
     if not newest:
         return {}
-    now = storage_time(directory.parent)  # where no nameless file can be made, this writes to the directory
+    now = storage_time(directory.parent)  # not ``directory``, to which this may write
     return {save_id: now - max(written, torn) for save_id, written in newest.items()}
 
 
 def make_vacant(target: Path) -> None:
-    """Raise ``CheckpointExistsError`` if more is in ``target`` than files of saves without a marker; remove those of
-    dead processes."""
+    """Remove the files of saves of dead processes from ``target``. Raises ``CheckpointExistsError`` if it contains
+    other files than those of saves without a complete marker, or an incomplete marker that may still be written."""
     names = files_in(target)
     if not names:
         return
@@ -150,7 +154,8 @@ def make_vacant(target: Path) -> None:
 
 
 def _is_unmarked(directory: Path, names: list[str]) -> bool:
-    """Whether nothing but files of saves without a marker is in a directory that has these ``names``."""
+    """Return whether the directory, which contains ``names``, has no other files than those of saves without a complete
+    marker."""
     return NOTE not in names and is_unfinished(names) and (METADATA_NAME not in names or is_torn(directory))
 
 
@@ -162,7 +167,7 @@ def _discard_dead(directory: Path, names: list[str], after_s: float) -> list[str
 
 
 def collect(root: Path, target: str, after_s: float) -> list[str]:
-    """``collect_orphans``, and the files of such attempts in ``target`` itself. Nothing is renamed."""
+    """Do ``collect_orphans``, and delete the files of such attempts in ``target`` itself. Nothing is renamed."""
     collected = collect_orphans(root, target, after_s, Path)
     names = files_in(root / target)
     if not names or has_leases(root, target) or not _is_unmarked(root / target, names):
@@ -183,8 +188,8 @@ def remove_files(directory: Path, save_id: str) -> None:
 
 
 def discard(directory: Path, save_id: str) -> None:
-    """Of a dead process. The marker goes first: what it stands for may be incomplete from now on. Does nothing if there
-    is a complete one: whose it is would have to be read."""
+    """Delete the files of a save of a dead process. An incomplete marker is deleted first, because the files may be
+    incomplete from then on. Does nothing if there is a complete marker, which may be the marker of this save."""
     remove_torn(directory)
     if METADATA_NAME in files_in(directory):
         return

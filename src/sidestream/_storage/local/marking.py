@@ -1,8 +1,8 @@
-"""An attempt with ``commit="marker"``: files with names of their own in the target, and a marker created last.
+"""An attempt with ``commit="marker"``: files with unique names in the target, and a marker that is created last.
 
-A process may die while it writes the marker. So the last bytes of the marker are written when all others are durable,
-and without them it is no marker. A save that replaces a checkpoint writes its marker under another name first, and
-renames that file.
+A process may die while it writes the marker. So the last bytes of the marker are written when all others are durable.
+Without them the marker is incomplete, and there is no checkpoint. A save that replaces a checkpoint writes its marker
+under another name first, and renames that file.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from .transaction import NO_RENAME, LocalTransaction, Naming, check_whole, occup
 __all__ = ["MarkedTransaction", "sync_names"]
 
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
-_MOST_COMMIT_S = 600.0  # a writer that hung for an hour may have been taken for dead
+_MOST_COMMIT_S = 600.0  # less than ABANDONED_AFTER_S, after which other processes delete the files of this one
 
 
 def sync_names(directory: Path) -> None:
-    """``sync_directory``, where the file system does that to directories."""
+    """Do ``sync_directory``, and nothing on file systems that cannot sync directories."""
     try:
         sync_directory(directory)
     except OSError as error:
@@ -64,8 +64,9 @@ def sync_names(directory: Path) -> None:
 
 
 class MarkedTransaction(LocalTransaction):
-    """A ``Transaction`` whose directory is the target itself. Files that keep their names (``"file"``, ``"files"``,
-    ``"part"``) are written where a ``LocalTransaction`` writes them, and are then moved one after the other."""
+    """A ``Transaction`` whose directory is the target itself. Files of the kinds that keep their names (``"file"``,
+    ``"files"``, ``"part"``) are written where a ``LocalTransaction`` writes them. They are then moved one after the
+    other."""
 
     _naming = Naming(move_new, sync_names, Path)
     _preallocates = False
@@ -76,7 +77,7 @@ class MarkedTransaction(LocalTransaction):
         if self._in_place:
             self._directory = self._target
         self._new: list[Path] = []  # directories that were made
-        self._claimed = False  # the marker was created by this attempt, and may be incomplete
+        self._claimed = False  # whether this attempt has created the marker, which may be incomplete
         self._replaced: str | None = None  # the id of the save whose marker this attempt has replaced
 
     def committed_name(self, name: str) -> str:
@@ -114,13 +115,18 @@ class MarkedTransaction(LocalTransaction):
             try:
                 super()._write_file(name, body, stop, threads)
             except StorageError as error:
-                # Another attempt that failed has removed the directory. Later than this the attempt itself was removed.
+                # Another attempt that failed has removed the empty directory. If this attempt has written files
+                # already, another process has removed those, and making the directory again would not help.
                 if error.errno != errno.ENOENT or len(self._names) > 1 or not self._in_place:
                     raise
                 self._make_target()
             else:
                 return
         raise CheckpointExistsError(f"{self._directory} is removed as often as it is made")
+
+    @property
+    def _writes_last(self) -> bool:
+        return not self._in_place and super()._writes_last
 
     async def put_last(self, name: str, body: Body) -> None:
         if self._in_place:
@@ -145,7 +151,7 @@ class MarkedTransaction(LocalTransaction):
         path, durable = self._target / name, self.attempt.durability == "fsync"
         try:
             if durable:
-                sync_names(self._target)  # the names of what the marker stands for
+                sync_names(self._target)  # makes the names of the files durable before there is a marker
             if self.attempt.kind == "replacement":
                 self._rename_marker(path, body, durable)
             else:
@@ -163,8 +169,8 @@ class MarkedTransaction(LocalTransaction):
                 ) from error
 
     def _create_marker(self, path: Path, body: Body, durable: bool) -> None:
-        """Everything but the last bytes first. What fails before these are written removes the marker; afterwards the
-        outcome has to be read back."""
+        """Write the marker: first all but its last bytes, then these. If anything fails before the last bytes are
+        written, remove the marker. After that the outcome has to be read back."""
         content = b"".join(part.take(Stop()) for part in body.parts)
         began = time.monotonic()
         try:
@@ -188,7 +194,7 @@ class MarkedTransaction(LocalTransaction):
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            sent = False  # who took this attempt for dead meanwhile has removed files: then the marker goes too
+            sent = False  # if another process has removed files of this attempt meanwhile, the marker is removed too
             check_whole(self._target, frozenset((*self._names, path.name)), self._target)
         except BaseException:
             if not sent and time.monotonic() - began <= _MOST_COMMIT_S:
@@ -198,8 +204,9 @@ class MarkedTransaction(LocalTransaction):
         self._claimed = False
 
     def _rename_marker(self, path: Path, body: Body, durable: bool) -> None:
-        """The whole marker under another name first. The rename replaces the marker that is there, which is looked at
-        once more: of several saves at the same time the last one stays, and each deletes what it has replaced."""
+        """Write the whole marker under another name, and rename that file over the present marker. The present marker
+        is read again first, because each of several saves at the same time deletes what it has replaced. The checkpoint
+        of the last one is kept."""
         hidden = path.with_name(self.sidecar_name(METADATA_NAME))
         began = time.monotonic()
         descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -248,8 +255,8 @@ class MarkedTransaction(LocalTransaction):
             error.add_note(f"the files of what it has replaced stay in {self._target} until the next save replaces it")
 
     async def _discard_replaced(self) -> None:
-        """Delete what the marker stood for that this attempt has replaced: files with the id of that save, and those
-        without an id."""
+        """Delete the checkpoint whose marker this attempt has replaced: the files with the id of that save, and the
+        files without an id."""
         if self._replaced is not None:
             await io_threads().run(delete_replaced, self._target, self._replaced)
 
@@ -264,7 +271,7 @@ class MarkedTransaction(LocalTransaction):
             remove_torn(self._target)
         remove_files(self._target, self.attempt.save_id)
         if self._target in self._new:
-            with suppress(OSError):  # others have files in it
+            with suppress(OSError):  # not empty: other attempts have files in it
                 self._target.rmdir()
 
 
@@ -279,8 +286,8 @@ def _write(descriptor: int, content: bytes, position: int) -> None:
 
 
 def _publish_files(hidden: Path, target: Path, names: Sequence[str], attempt: Attempt) -> None:
-    """Move what other ranks have written into ``hidden``, and then ``names`` in their order: the last one makes the
-    others what they are."""
+    """Move the files that other ranks have written into ``hidden``, and then ``names`` in their order. Readers look for
+    the last one."""
     durable, moved, last = attempt.durability == "fsync", [], names[-1]
     try:
         check_whole(hidden, frozenset(names), target)

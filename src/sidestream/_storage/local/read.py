@@ -1,5 +1,8 @@
-"""Reading local files: only regular files, without following links, several ranges with one system call; and
-``LocalSource``, one local directory, which stays the same one for as long as it is read."""
+"""Functions that read local files, and ``LocalSource``, which reads the files of one directory.
+
+Only regular files are read. Symbolic links are not followed. One system call reads several ranges. A ``LocalSource``
+reads the same directory until it is closed, also if the directory is renamed.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,18 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _MARKER = ".metadata"
-_GAP_BYTES = 16 << 10  # to read past as many bytes costs about as much as another system call
-_GAP = memoryview(bytearray(_GAP_BYTES))  # every thread reads into it, and none looks
-_MOST_CALL_BYTES = 16 << 20  # of one system call
+_GAP_BYTES = 16 << 10  # reading this many unneeded bytes costs about as much as another system call
+_GAP = memoryview(bytearray(_GAP_BYTES))  # unneeded bytes are read into it, by all threads at once
+_MOST_CALL_BYTES = 16 << 20  # the most that one system call reads
 _CALL_BYTES = 1 << 20
-"""Of one system call, as long as reads do not wait: what is computed over them right afterwards, such as a checksum,
-finds most of them in the cache of the processor. Half as many are in the cache entirely, but the interpreter is needed
-twice as often, which costs more."""
+"""How much one system call reads as long as reads do not wait. Most of these bytes are still in the cache of the
+processor when a checksum is computed over them right afterwards. Half as many would be in the cache entirely, but the
+interpreter would be needed twice as often, which costs more."""
 _WAIT_S = 1e-3
-_WAITS = 0.5  # of the time of a call; otherwise it copies from the page cache
-_RUN_RANGES = 512  # with the gaps between them, what one readv takes (IOV_MAX)
+_WAITS = 0.5  # a call that computes for less than this part of its time waits, and does not copy from the page cache
+_RUN_RANGES = 512  # with the gaps between them at most IOV_MAX buffers of one preadv
 _CLOSE_S = 5.0
-"""How long the system call that closes a directory is waited for, also when a load has used up its own time."""
+"""How long ``aclose`` waits for the system call that closes a directory, also after the deadline of a load."""
 
 
 class LocalSource:
@@ -47,7 +50,7 @@ class LocalSource:
         self.name = name
         self._path = path
         self._directory = OpenDirectory(path)
-        self._marker: tuple[int, bytes] | None = None  # how much of its end was asked for first, and what came
+        self._marker: tuple[int, bytes] | None = None  # of the first read: bytes requested, result
 
     def path_of(self, file: str) -> str:
         return file if self.name == "." else f"{self.name}/{file}"
@@ -95,16 +98,16 @@ class LocalSource:
 
 
 async def run_io(fn: Callable[[*Ts], T], *args: *Ts, stop: Stop | None = None) -> T:
-    """Run ``fn`` in a thread, under the deadline of the caller, which has to have one: without it a caller would wait
-    for ever where a disk hangs."""
+    """Run ``fn`` in a thread, with the deadline of the caller. The caller must have one: without it, it would wait for
+    ever for a disk that hangs."""
     current_deadline()
     return await io_threads().run(fn, *args, stop=stop)
 
 
 @contextmanager
 def _place(path: Path, within: OpenDirectory | None) -> Iterator[tuple[str, int | None]]:
-    """What to give to a system call: the path, or the name in a directory that is kept open, which never leads to a
-    file of another directory."""
+    """Return what names the file in a system call: the path, or the name and the descriptor of an open directory. The
+    latter never finds a file of another directory."""
     if within is None:
         yield str(path), None
     else:
@@ -113,7 +116,8 @@ def _place(path: Path, within: OpenDirectory | None) -> Iterator[tuple[str, int 
 
 
 def _open_regular(path: Path, within: OpenDirectory | None) -> int:
-    """Follows no link, and does not wait for the other end of a pipe."""
+    """Open a regular file for reading, and return its descriptor. This does not follow symbolic links, and does not
+    wait for the other end of a pipe."""
     with _place(path, within) as (name, directory):
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     try:
@@ -126,8 +130,8 @@ def _open_regular(path: Path, within: OpenDirectory | None) -> int:
 
 
 class LocalFiles:
-    """The files of a directory, read by several threads. A system call reads 1 MiB, and more where reads wait for a
-    device or a server: ``waiting`` is called then."""
+    """The files of a directory, read by several threads. A system call reads 1 MiB, and more when reads wait for a
+    device or a server. ``waiting`` is called once, when that is first noticed."""
 
     def __init__(
         self,
@@ -183,7 +187,7 @@ class LocalFiles:
                 one.seen(one.into)
 
     def _wait_less(self) -> None:
-        self._call_bytes = min(2 * self._call_bytes, _MOST_CALL_BYTES)  # threads that meet here double it once
+        self._call_bytes = min(2 * self._call_bytes, _MOST_CALL_BYTES)  # a lost update between threads does no harm
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting()
@@ -197,7 +201,7 @@ def map_file(path: Path, within: OpenDirectory | None, nbytes: int) -> mmap.mmap
     try:
         descriptor = _open_regular(path, within)
         try:
-            if os.fstat(descriptor).st_size < nbytes:  # to touch a page behind the end would kill the process
+            if os.fstat(descriptor).st_size < nbytes:  # an access beyond the end would kill the process (SIGBUS)
                 raise CorruptCheckpointError(
                     f"{path} is shorter than the {nbytes} bytes that were saved", file=path.name
                 )
@@ -219,7 +223,8 @@ def read_tail(path: Path, within: OpenDirectory | None, nbytes: int) -> bytes:
 
 
 def _fill(descriptor: int, run: Sequence[ReadRange], path: Path) -> None:
-    """One system call for all ranges of the run, unless the system moves fewer bytes than were asked for."""
+    """Fill all ranges of the run with one system call, or with several if the system returns fewer bytes than were
+    requested."""
     start = position = run[0].offset
     buffers: list[memoryview] = []
     for one in run:
@@ -239,7 +244,7 @@ def _fill(descriptor: int, run: Sequence[ReadRange], path: Path) -> None:
 
 
 def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left to fill when ``count`` bytes have arrived."""
+    """Return the buffers that are still to be filled when ``count`` bytes have arrived."""
     for number, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[number + 1 :]]
@@ -260,7 +265,7 @@ def _moved(path: Path, within: OpenDirectory) -> bool:
         with within.descriptor() as descriptor:
             opened = os.fstat(descriptor)
     except OSError:
-        return False  # it was not even opened
+        return False  # the directory was never opened
     try:
         return not os.path.samestat(opened, os.stat(path, follow_symlinks=True))
     except FileNotFoundError:
@@ -274,7 +279,7 @@ def sizes_in(directory: Path, within: OpenDirectory | None) -> dict[str, int]:
         if within is None:
             return _sizes(directory)
         with within.descriptor() as descriptor:
-            # Opened once more: all who list a directory through one descriptor share its position.
+            # Opened once more, because all listings through one descriptor share its position.
             listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=descriptor)
             try:
                 return _sizes(listed)
@@ -288,7 +293,7 @@ def _sizes(directory: Path | int) -> dict[str, int]:
     sizes = {}
     with os.scandir(directory) as entries:
         for entry in entries:
-            with suppress(FileNotFoundError):  # deleted since it was listed: the directory itself is still there
+            with suppress(FileNotFoundError):  # the file was deleted since it was listed
                 if entry.is_file(follow_symlinks=False):
                     sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
     return sizes
@@ -297,7 +302,7 @@ def _sizes(directory: Path | int) -> dict[str, int]:
 def _translated(error: OSError, doing: str, path: str) -> Exception:
     if isinstance(error, SidestreamError):
         return error
-    if isinstance(error, FileNotFoundError):  # what is missing means something else to each caller
+    if isinstance(error, FileNotFoundError):  # each caller handles a missing file in its own way
         error.filename = path
         return error
     if error.errno == errno.ENOTDIR:

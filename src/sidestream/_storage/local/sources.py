@@ -1,4 +1,4 @@
-"""Sources of ``files=``: small files of this machine, and bytes, that are written beside the data of a state."""
+"""Sources of ``files=``: bytes and small local files that are saved as sidecar files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ...options import FileSource
 __all__ = ["FileSource", "check_sources", "is_plain_name", "read_sources"]
 
 _MOST_BYTES = 64 << 20
-_MOST_NAME_BYTES = 200  # on object storage 38 characters come before it
+_MOST_NAME_BYTES = 200  # object storage adds a prefix of 38 characters
 _GRACE_S = 5.0
-_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, and no wait for a pipe
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # do not wait for a pipe
 _OWN_STARTS = ("__", "manifest-", "file-")
 _OWN_ENDS = (".distcp", ".metadata", ".partial")
 
 
 def check_sources(files: Mapping[str, FileSource] | None) -> dict[str, FileSource]:
-    """Return ``files``, the sidecar files of a checkpoint. Raises ``InvalidOptionError`` for a name that is no plain
-    file name or that files of checkpoints have, and for a source of another type."""
+    """Return ``files``, the sidecar files of a checkpoint. Raises ``InvalidOptionError`` for a name that is not a plain
+    file name, for a name that other files of checkpoints have, and for a source of another type."""
     if files is None:
         return {}
     if not isinstance(files, Mapping):
@@ -52,10 +52,10 @@ def is_plain_name(name: object) -> bool:
 
 
 async def read_sources(files: Mapping[str, FileSource], *, timeout_s: float) -> dict[str, bytes]:
-    """Return the content of ``files``, which are read through to their end if this task is cancelled meanwhile.
+    """Return the content of ``files``. If this task is cancelled meanwhile, the files are still read to their end.
 
-    Raises ``InvalidOptionError`` for what is not a regular file or is larger than 64 MiB, ``DeadlineExceededError`` 5 s
-    after ``timeout_s``, and what the file system raises, translated.
+    Raises ``InvalidOptionError`` for a path that is not a regular file and for a file of more than 64 MiB,
+    ``DeadlineExceededError`` 5 s after ``timeout_s``, and a typed error for each error of the file system.
     """
     found = {name: one for name, one in files.items() if isinstance(one, bytes)}
     paths = {name: one for name, one in files.items() if not isinstance(one, bytes)}
@@ -83,7 +83,7 @@ async def _read(name: str, path: str | os.PathLike[str]) -> bytes:
             content = await file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise from_os_error(error, f"reading files[{name!r}]", os.fspath(path)) from error
-    if len(content) > _MOST_BYTES:  # it has grown
+    if len(content) > _MOST_BYTES:  # the file has grown since ``fstat``
         raise _too_large(name, os.fspath(path))
     return content
 

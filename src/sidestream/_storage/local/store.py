@@ -1,4 +1,4 @@
-"""Local directories: direct I/O where the file system takes it, everything synced, one rename to publish."""
+"""Stores in local directories."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ATTEMPT = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
 
 class LocalStore:
-    """A ``Store`` over the directory ``root``, which need not exist yet."""
+    """A ``Store`` in the directory ``root``, which need not exist yet."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -59,12 +59,14 @@ class LocalStore:
     def address(self) -> StoreAddress:
         return StoreAddress(str(self.root))
 
+    async def connect(self) -> None:
+        """Do nothing: there is no client."""
+
     def begin(self, attempt: Attempt) -> Transaction:
         return LocalTransaction(self.root, attempt, self.address)
 
     def check_replaces(self) -> None:
-        """Do nothing: whether the file system exchanges directories, or renames files, is known when it is asked
-        to."""
+        """Do nothing: only the save can find out whether the file system exchanges directories or renames files."""
 
     async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         stop = Stop()
@@ -112,7 +114,8 @@ class LocalStore:
 
 
 class MarkedStore(LocalStore):
-    """A ``Store`` over the directory ``root``, in which no directory is ever renamed."""
+    """A ``Store`` in the directory ``root``, for file systems that cannot rename directories. Directories are never
+    renamed."""
 
     capabilities = Capabilities(create_only=True, listing=True, mapping=True)
 
@@ -148,7 +151,7 @@ class MarkedStore(LocalStore):
 
 
 def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop) -> None:
-    for _ in range(RACES):  # whoever removes the last file of a directory removes the directory too
+    for _ in range(RACES):  # another process that removes the last file of the directory removes the directory too
         try:
             write_file(path, body, durability, stop)
             return
@@ -156,7 +159,7 @@ def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop)
             if error.errno != errno.ENOENT:
                 raise
         try:
-            if not root.exists():  # also for a file that need not last: a save that comes next relies on its parents
+            if not root.exists():  # "fsync" in any case: later saves rely on durable parents
                 make_root(root, "fsync", [])
             path.parent.mkdir(exist_ok=True)
         except FileNotFoundError:
@@ -207,7 +210,7 @@ def _remove(root: Path, names: tuple[str, ...]) -> None:
         except OSError as error:
             raise from_os_error(error, "removing", str(path)) from error
     for parent in {(root / name).parent for name in names} - {root}:
-        with suppress(OSError):  # others still have files in it
+        with suppress(OSError):  # not empty
             parent.rmdir()
 
 
@@ -239,7 +242,7 @@ def _directories(root: Path) -> list[str]:
         raise from_os_error(error, "listing", str(root)) from error
 
 
-# --- the same, of attempts that lie in their target ---
+# --- the same for ``MarkedStore``, where the files of an attempt are in its target ---
 
 
 def _unmark(directory: Path, durability: Durability) -> None:
@@ -260,7 +263,8 @@ def _unmark(directory: Path, durability: Durability) -> None:
 
 
 def _finish_retiring(directory: Path) -> None:
-    """The note goes last: it says that the rest is no attempt."""
+    """Delete the files of a retired checkpoint. The note is deleted last, because it distinguishes these files from an
+    attempt. Does nothing if the marker is still there."""
     names = files_in(directory)
     if _MARKER in names:
         return

@@ -1,4 +1,4 @@
-"""An attempt in local directories: a hidden sibling of its target that one rename, exchange or link publishes."""
+"""An attempt in local directories. It is a hidden sibling of its target, published by one rename, exchange or link."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ from .write import write_file
 __all__ = ["NO_RENAME", "LocalTransaction", "Naming", "check_whole", "occupied", "unlink"]
 
 _Step: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], None]
-"""The step that makes an attempt visible: of the attempt, the target, the files that must be there, and the attempt's
-directory as it was made."""
+"""The function that makes an attempt visible. Its arguments are the attempt, the target, the files that must be there,
+and the status of the attempt's directory when it was made."""
 
 _REPLACEABLE = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
-"""Files of which a directory has one if it is a checkpoint or an export."""
+"""The files that mark a directory as a checkpoint or an export. Each of these has at least one of them."""
 NO_RENAME = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EINVAL, errno.EXDEV, errno.EMFILE})
-"""What file systems answer that rename no directory; gcsfuse counts the files in it, and says EMFILE."""
+"""The errors of file systems that cannot rename a directory. EMFILE is that of gcsfuse for directories of many
+files."""
 _REMEDY = (
     "If this file system cannot rename a directory, as mounts of buckets cannot, pass "
     'storage=sidestream.Storage(commit="marker")'
@@ -60,9 +61,11 @@ _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
 
 class Naming(NamedTuple):
-    """What is done to names. ``appear`` gives a complete file the name that readers look for, and raises
-    ``FileExistsError`` if that is another file; ``sync`` makes the names in a directory durable; ``take`` takes an
-    attempt of a dead process away, and returns where it is then."""
+    """The operations on names, which differ between file systems.
+
+    ``appear`` gives a complete file the name that readers look for, and raises ``FileExistsError`` if another file has
+    the name. ``sync`` makes the names in a directory durable. ``take`` puts an attempt of a dead process where its
+    process cannot publish it, if that is possible, and returns its path."""
 
     appear: Callable[[Path, Path], None]
     sync: Callable[[Path], None]
@@ -82,8 +85,8 @@ class LocalTransaction(Transaction):
         self._target = root / attempt.target
         self._hidden = root / attempt.name
         self._directory = self._target if attempt.kind == "part" else self._hidden
-        self._made: os.stat_result | None = None  # of the attempt that this transaction has made, as it was made
-        self._replaceable = False  # the target was looked at, and is a checkpoint or an export
+        self._made: os.stat_result | None = None  # the directory that this transaction has made, as it was then
+        self._replaceable = False  # whether the target was checked, and is a checkpoint or an export
         self._names: dict[str, None] = {}  # of the files written, in their order
         self._last: tuple[str, Body] | None = None
 
@@ -119,7 +122,7 @@ class LocalTransaction(Transaction):
             name = self.committed_name(given)
             self._names[name] = None
             self._write_file(name, body, stop, threads)
-            del body  # and with it the memory, while the next one is waited for
+            del body  # frees its memory while the loop waits for the next file
 
     def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
         attempt = self.attempt
@@ -153,8 +156,27 @@ class LocalTransaction(Transaction):
     async def put(self, name: str, body: Body) -> None:
         stop = Stop()
         self._names[name] = None
-        # An attempt that is gone was taken away. Nothing of it may come back, so its directory is not made again.
+        # The directory is not made again if it is gone: another process has removed the attempt.
         await io_threads().run(self._write_file, name, body, stop, stop=stop)
+
+    async def put_all(self, others: Sequence[tuple[str, Body]], last: tuple[str, Body]) -> None:
+        """In one call of a thread: each way there and back takes the GIL from a trainer in a thread several times."""
+        stop = Stop()
+        files = [*others, last] if self._writes_last else list(others)
+        await io_threads().run(self._write_files, files, stop, stop=stop)
+        if not self._writes_last:
+            await self.put_last(*last)
+
+    @property
+    def _writes_last(self) -> bool:
+        """Whether the last file is written like the others."""
+        return self.attempt.kind != "part"
+
+    def _write_files(self, files: Sequence[tuple[str, Body]], stop: Stop) -> None:
+        for name, body in files:
+            stop.check()
+            self._names[name] = None
+            self._write_file(name, body, stop)
 
     async def put_last(self, name: str, body: Body) -> None:
         if self.attempt.kind == "part":
@@ -180,7 +202,7 @@ class LocalTransaction(Transaction):
         if attempt.kind == "replacement":
             move = partial(_replace, checked=self._replaceable)
         await io_threads().run(_publish, self._hidden, self._target, names, self._made, attempt.durability, move)
-        self._made = None  # what is there under the name of the attempt, if anything, is what this one replaced
+        self._made = None  # from now on the name of the attempt is that of the replaced checkpoint, if any
 
     def _note_replaced(self, error: NotDurableError) -> None:
         if self.attempt.kind == "replacement":
@@ -193,7 +215,7 @@ class LocalTransaction(Transaction):
         if not self._end_making():
             return
         path: Path | None = self._hidden
-        with suppress(NoSpaceError):  # a quota may refuse the rename, and not the removal, which makes room
+        with suppress(NoSpaceError):  # a quota may refuse the rename but allow the removal, which frees space
             path = take_away(self._root, self.attempt.name)
         if path is not None:
             remove_tree(path)
@@ -204,12 +226,13 @@ class LocalTransaction(Transaction):
     def discard_here(self) -> None:
         if not self._end_making():
             return
-        if self.attempt.kind == "part":  # others may be writing into that directory
+        if self.attempt.kind == "part":  # other processes may write into the same directory
             self._last = None
-            for name in tuple(self._names):  # a thread that was left behind may add one
+            for name in tuple(self._names):  # a thread that was left behind may add a name meanwhile
                 unlink(self._directory / name)
             return
-        # Nobody else publishes an attempt of our own; any other is taken out of its writer's reach first.
+        # Only this process can publish an attempt that it has made. Any other attempt is renamed first, so that its
+        # writer cannot publish what is left of it.
         own, self._made = self._made is not None, None
         path = self._hidden if own else take_away(self._root, self.attempt.name)
         if path is not None:
@@ -227,8 +250,8 @@ def unlink(path: Path) -> None:
 
 
 def _create(root: Path, hidden: Path, attempt: Attempt, naming: Naming) -> os.stat_result:
-    """Returns the new directory, with the mode that the umask gives; until it is published nobody else looks into the
-    attempt."""
+    """Make the directory of the attempt, and return its status with the mode that the umask gives. Until it is
+    published, other users have no access to it."""
     made: list[Path] = []
     try:
         make_root(root, attempt.durability, made, naming.sync)
@@ -237,7 +260,7 @@ def _create(root: Path, hidden: Path, attempt: Attempt, naming: Naming) -> os.st
         found = hidden.stat()
         hidden.chmod(stat.S_IMODE(found.st_mode) & ~0o077)
     except OSError as error:
-        with suppress(OSError):  # not empty: another save has moved in meanwhile
+        with suppress(OSError):  # not empty: another save uses the new directory already
             for path in reversed(made):
                 path.rmdir()
         raise from_os_error(error, f"creating a directory for {attempt.target}", str(hidden)) from error
@@ -252,8 +275,10 @@ def _publish(
     durability: Durability,
     move: _Step,
 ) -> None:
-    """``names`` are files that must be in the directory. A concurrent ``rm -r`` of the run removes files from it,
-    before the rename or just after: then the directory is, or becomes, invisible."""
+    """Make the attempt visible. ``names`` are the files that must be in it.
+
+    A concurrent ``rm -r`` of the run may remove files of the attempt, before the rename or just after it. Then the
+    directory is not published, or is hidden again."""
     try:
         attempt.chmod(0o700 if made is None else stat.S_IMODE(made.st_mode))
         if durability == "fsync":
@@ -277,7 +302,7 @@ def _publish(
 
 
 def _move(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None) -> None:
-    """Rename the attempt to the target, which is not there or empty."""
+    """Rename the attempt to the target, which does not exist or is empty."""
     check_whole(attempt, names, target)
     os.rename(attempt, target)
     try:
@@ -285,18 +310,20 @@ def _move(attempt: Path, target: Path, names: frozenset[str], made: os.stat_resu
     except FileNotFoundError:
         pass  # retention or another process has removed the whole directory
     except StorageError:
-        if made is None or _is(made, target):  # or else another save has replaced it already
+        if made is None or _is(made, target):  # otherwise another save has replaced it already
             os.rename(target, attempt)
             raise
 
 
 def _replace(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None, *, checked: bool) -> None:
-    """Exchange the attempt with the target, or rename it if there is none. Another save, or a removal, may come
-    between the look and the step: then there is another look. ``checked``: what is there may be replaced. Raises
-    ``CheckpointExistsError`` if it must not be."""
+    """Exchange the attempt with the target, or rename the attempt if there is no target. Raises
+    ``CheckpointExistsError`` if the target may not be replaced.
+
+    Another save, or a removal, may change the target between the check and the exchange. Then both are repeated.
+    ``checked`` says that the present target may be replaced."""
     for left in reversed(range(RACES)):
         vacant = is_vacant(target)
-        checked = checked and not vacant  # what comes now was not looked at
+        checked = checked and not vacant  # a target that appears from now on was not checked
         try:
             if vacant:
                 _move(attempt, target, names, made)
@@ -314,8 +341,8 @@ def _replace(attempt: Path, target: Path, names: frozenset[str], made: os.stat_r
 
 
 def _exchange(attempt: Path, target: Path, names: frozenset[str]) -> None:
-    """Exchange the attempt with the target. The attempt is looked at through a descriptor, because another save may
-    replace this one at once, and delete it."""
+    """Exchange the attempt with the target. The files of the attempt are listed through a descriptor, because another
+    save may replace and delete the directory at once."""
     directory = os.open(attempt, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         check_whole(directory, names, target)
@@ -369,7 +396,7 @@ def _publish_file(attempt: Path, target: Path, durability: Durability, naming: N
 
 
 def _make_shared(directory: Path, durability: Durability, naming: Naming) -> None:
-    """It is there when this returns, whoever has made it."""
+    """Make the directory if it does not exist. Another process may make it at the same time."""
     try:
         make_root(directory, durability, [], naming.sync)
     except OSError as error:
@@ -381,7 +408,7 @@ def _publish_part(path: Path, body: Body, durability: Durability, naming: Naming
     try:
         write_file(hidden, body, durability, stop)
         if durability == "fsync":
-            naming.sync(path.parent)  # the names of what it speaks of
+            naming.sync(path.parent)  # makes the names of the files durable before the last one appears
         naming.appear(hidden, path)
     except FileExistsError as error:
         if isinstance(error, SidestreamError):
@@ -412,7 +439,8 @@ def occupied(target: Path) -> CheckpointExistsError:
 
 
 def _may_be_replaced(target: Path) -> bool:
-    """Return whether it is a directory, or was removed meanwhile. Raises ``CheckpointExistsError``."""
+    """Return whether the target is a directory or was removed meanwhile. Raises ``CheckpointExistsError`` if the
+    directory may not be replaced."""
     with suppress(FileNotFoundError):
         if not is_directory(target):
             return False
@@ -421,8 +449,8 @@ def _may_be_replaced(target: Path) -> bool:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raise ``CheckpointExistsError`` if a directory that is not empty is neither a checkpoint nor an export: what is
-    replaced is deleted whole."""
+    """Raise ``CheckpointExistsError`` if the directory is not empty and neither a checkpoint nor an export. Replacing a
+    directory deletes everything in it."""
     try:
         found = os.listdir(target)
     except FileNotFoundError:

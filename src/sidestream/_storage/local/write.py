@@ -1,4 +1,5 @@
-"""One new file, written at the offsets of its parts by several threads, with direct I/O where that works."""
+"""The function that writes one new file. Several threads write its parts, with direct I/O if the file system allows
+it."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from ..bodies import Body, FilePart
 
 __all__ = ["write_file"]
 
-_MAX_TRANSFER_BYTES = 0x7FFFF000  # what one Linux write moves at most
-_WRITERS = 4  # so many direct writes in flight keep a fast disk busy
+_MAX_TRANSFER_BYTES = 0x7FFFF000  # the most that one write on Linux transfers
+_WRITERS = 4  # this many direct writes in flight keep a fast disk busy
 _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -32,8 +33,8 @@ def write_file(
     target: str = "",
     preallocate: bool = True,
 ) -> None:
-    """Write a new file. ``target`` is named in errors, where ``path`` does not contain the name of what is saved.
-    ``preallocate=False`` is for file systems that only pretend to reserve space: libc then writes into every block."""
+    """Write a new file. Errors name ``target``, because ``path`` need not contain the name of what is saved.
+    ``preallocate=False`` is for file systems that cannot reserve space: there libc would write into every block."""
     try:
         descriptor, direct = _open_new(path, direct=body.aligned)
         try:
@@ -43,11 +44,11 @@ def write_file(
             if durability == "fsync":
                 os.fsync(descriptor)
         finally:
-            os.close(descriptor)  # an error that NFS kept for close() is one of this write
+            os.close(descriptor)  # its errors count: NFS may report a failed write only here
     except FileExistsError as error:
         raise CheckpointExistsError(f"{path} exists already: two saves share one attempt's name") from error
     except OSError as error:
-        if isinstance(error, SidestreamError):  # of the staging: some are also an OSError
+        if isinstance(error, SidestreamError):  # from staging: some of them are also an OSError
             raise
         raise from_os_error(error, f"writing {target}".rstrip(), str(path)) from error
 
@@ -64,7 +65,8 @@ class _Parts:
         self._error: BaseException | None = None
 
     def write(self, stop: Stop, threads: Threads | None) -> None:
-        """Return or raise when no thread writes any more; of several errors the first is raised."""
+        """Write all parts. When this returns or raises, no thread writes any more. Of several errors the first is
+        raised."""
         failed = Stop()
         others: list[Future[None]] = []
         with stop.waking(failed.set):
@@ -77,7 +79,7 @@ class _Parts:
             except BaseException:
                 failed.set()
                 raise
-            finally:  # also when there is no thread for the next one: the descriptor is closed after this
+            finally:  # also if ``submit`` fails: the caller closes the descriptor after this
                 wait([other for other in others if not other.cancel()])
         if self._error is not None:
             raise self._error
@@ -87,7 +89,7 @@ class _Parts:
             try:
                 self._write_part(part, failed)
             except BaseException as error:
-                with self._lock:  # whoever keeps the error in order to retry shall not keep the memory with it
+                with self._lock:  # without frames: an error that is kept for a retry must not keep the memory alive
                     self._error = self._error or without_frames(error)
                 failed.set()
             finally:
@@ -120,7 +122,8 @@ def _open_new(path: Path, *, direct: bool) -> tuple[int, bool]:
 
 
 def _preallocate(descriptor: int, nbytes: int) -> None:
-    """A full disk is noticed before anything is written; file systems without preallocation notice it later."""
+    """Reserve the space of the file, so that a full disk raises before anything is written. File systems without
+    preallocation raise later."""
     if not hasattr(os, "posix_fallocate"):
         return
     try:
@@ -131,7 +134,7 @@ def _preallocate(descriptor: int, nbytes: int) -> None:
 
 
 def _write_buffer(descriptor: int, buffer: memoryview, position: int, direct: bool) -> bool:
-    """Write all of ``buffer``; returns whether direct I/O still works on this file."""
+    """Write all of ``buffer``. Returns whether direct I/O still works on this file."""
     done = 0
     while done < len(buffer):
         if direct and (len(buffer) % 4096 or done % 4096):

@@ -1,4 +1,4 @@
-"""The objects below one root: each request with its retries, on the loop of the storage clients."""
+"""The objects below one root, and requests to them. Requests are repeated as the policy says."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ __all__ = ["Bucket"]
 
 T = TypeVar("T")
 
-_LOOK_S = 15.0  # for uploads that may have been left open, at most: nobody shall wait much longer for what is rare
+_LOOK_S = 15.0  # the time limit of listing open uploads: few saves leave any, so callers do not wait longer
 
 
 class Bucket:
-    """``root`` is bucket and prefix; ``url`` is what messages call it. Names are relative to the root."""
+    """The objects below ``root``, which is a bucket with a prefix. ``url`` is its name in messages. Names are relative
+    to the root."""
 
     def __init__(self, engine: Engine | LateEngine, root: str, url: str, policy: StorePolicy) -> None:
         self.engine = engine
@@ -37,15 +38,19 @@ class Bucket:
         return f"{self.url}/{key.removeprefix(f'{self.root}/')}"
 
     def key(self, name: str) -> str:
-        """``.`` is the root itself."""
+        """Return the key of a name. ``.`` is the root itself."""
         name = name.removeprefix("./") if name != "." else ""
         return f"{self.root}/{name}".rstrip("/") if self.root else name
 
     async def made(self) -> Engine:
         return await self.engine.get() if isinstance(self.engine, LateEngine) else self.engine
 
+    async def connect(self) -> None:
+        """Import and make the clients, and send a first request with each, which opens a connection."""
+        await self.run("connecting", "", lambda engine: engine.connect(self.root))
+
     async def run(self, doing: str, name: str, request: Callable[[Engine], Awaitable[T]]) -> T:
-        """Send ``request``, again where that may help: see ``Requests.run``."""
+        """Send ``request``, and repeat it after passing failures: see ``Requests.run``."""
 
         async def send() -> T:
             return await request(await self.made())
@@ -69,7 +74,7 @@ class Bucket:
         await self.run("writing", name, lambda engine: engine.put(key, content, mode="overwrite"))
 
     def upload(self, key: str, body: Body, stop: Stop) -> None:
-        """In a thread: see ``Engine.upload``."""
+        """Do ``Engine.upload``. Called in a thread."""
         engine = LoopCall(self.made).result("connecting", stop)
         engine.upload(key, body, self.requests, stop)
 
@@ -78,10 +83,13 @@ class Bucket:
         return await self.run("listing", directory, lambda engine: engine.listing(key))
 
     async def create(self, name: str, content: bytes | memoryview, *, whole: bool = False) -> bool:
-        """Whether this created it. False: its content is there already, perhaps from a request that was carried out
-        though its answer was lost. What names its writer at its end is compared by that, all else as a ``whole``.
+        """Create an object, and return whether this call created it.
 
-        Raises ``CheckpointExistsError`` if the name is taken by another content."""
+        False means that an object with this content exists already. It may come from a request of this call that was
+        carried out although its answer was lost. Only the last bytes are compared, which identify the writer of a
+        marker. With ``whole``, all of the content is compared.
+
+        Raises ``CheckpointExistsError`` if an object with other content has the name."""
         key = self.key(name)
         end = bytes(content[0 if whole else -4096 :])
 
@@ -106,9 +114,9 @@ class Bucket:
         return await self.run("looking at", name, lambda engine: engine.version(key))
 
     async def replace(self, name: str, content: bytes, version: str) -> None:
-        """Put ``content``, which names its writer at its end, if the object has this version.
+        """Put ``content``, whose last bytes identify its writer, if the object has this version.
 
-        Raises ``CheckpointExistsError`` if it has another one, or is gone."""
+        Raises ``CheckpointExistsError`` if the object has another version or does not exist."""
         key = self.key(name)
 
         async def replace(engine: Engine) -> None:
@@ -128,8 +136,8 @@ class Bucket:
             ) from taken
 
     async def compares_versions(self, name: str, version: str) -> bool:
-        """Return whether the storage refuses to replace ``name``, which is not there. One that knows no conditions
-        creates it, and is asked once."""
+        """Return whether the storage refuses to replace the object ``name``, which does not exist. Storage that ignores
+        conditions creates the object, which is then deleted. This is tried once for each engine."""
         engine = await self.made()
         if engine.compares_versions is None:
             key = self.key(name)
@@ -166,7 +174,7 @@ class Bucket:
         await self.abort([upload for upload in uploads if f"-{save_id}" in upload], target)
 
     async def abort(self, uploads: Sequence[str], name: str) -> None:
-        """End these uploads; ``name`` is what messages call them."""
+        """Abort these uploads. ``name`` is their name in messages."""
         if uploads:
             await self.run("aborting", name, lambda engine: engine.abort_uploads(uploads))
 
@@ -187,7 +195,7 @@ class Bucket:
             try:
                 return dict(await engine.open_uploads(key))
             except Exception as error:
-                if is_refused(error):  # a right that a writer need not have, or a request that not all servers know
+                if is_refused(error):  # not every server knows the request, and not every writer has the right to it
                     return {}
                 raise
 
@@ -201,13 +209,14 @@ async def _holds(engine: Engine, key: str, end: bytes, *, whole: bool) -> bool:
             return False
         return (whole and not end) or (bool(end) and await engine.tail(key, len(end)) == end)
     except Exception as error:
-        if fate_of(error) == "absent":  # 409: somebody else was creating it at that moment, and did not (yet)
+        if fate_of(error) == "absent":  # 409: another request was creating the object, and has failed or not ended
             raise ConnectionError("another request for the same name was in the way") from error
         raise
 
 
 async def _has_replaced(engine: Engine, key: str, end: bytes, version: str) -> bool:
-    """After a refusal: whether the object is ours, put by a request that was carried out though its answer was lost."""
+    """Return whether the object ends with ``end`` although a request to put it was refused: an earlier request was
+    carried out and its answer lost. Raises ``ConnectionError`` if the request should be sent again."""
     try:
         if await engine.tail(key, len(end)) == end:
             return True
@@ -216,6 +225,6 @@ async def _has_replaced(engine: Engine, key: str, end: bytes, version: str) -> b
         if fate_of(error) == "absent":
             return False
         raise
-    if unchanged:  # 409: somebody else was replacing it at that moment, and did not (yet)
+    if unchanged:  # 409: another request was replacing the object, and has failed or not ended
         raise ConnectionError("another request for the same name was in the way")
     return False

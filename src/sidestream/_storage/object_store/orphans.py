@@ -1,4 +1,4 @@
-"""What killed saves have left at a target, and how old it is by the clock of the storage."""
+"""The removal of files that killed saves left behind, with their ages by the clock of the storage."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["READ_FIRST", "age_s", "clear_export", "clock_of", "collect_orphans"]
 
 _MARKER = ".metadata"
 READ_FIRST = frozenset({"model.safetensors", "model.safetensors.index.json"})
-"""Files of which every complete export has one. They are written last, and deleted first."""
+"""The files that mark an export as complete. They are written last and deleted first."""
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 async def clock_of(bucket: Bucket) -> datetime | None:
-    """What time it is there, as a freshly written object says."""
-    name = f".leases/clock-{uuid.uuid4().hex}"  # each call has its own: it is deleted at the end
+    """Return the time of the storage, which is that of an object that this writes."""
+    name = f".leases/clock-{uuid.uuid4().hex}"  # unique, because each call deletes its object
     await bucket.put(bucket.key(name), memoryview(b"now"))
     listing = await bucket.listing(".leases")
     await bucket.delete(".leases", [name.rpartition("/")[2]])
@@ -37,9 +37,11 @@ def age_s(now: datetime | None, then: datetime | None) -> float:
 
 
 async def collect_orphans(bucket: Bucket, target: str, after_s: float) -> list[str]:
-    """Delete the files of saves to ``target``, and of a copy, of which none was written within ``after_s``, and return
-    their names, if there is no checkpoint: beside one, the marker tells which saves can still be committed, and a
-    replacement deletes the files of all others."""
+    """Delete the files of each save to ``target``, and those of a copy, if none of them was written within ``after_s``.
+    Return the names of the deleted files.
+
+    Does nothing if there is a checkpoint. Then the version of its marker decides which saves can still be committed,
+    and a replacement deletes the files of the others."""
     listing = await bucket.listing(target)
     if _MARKER in listing.files or NOTE in listing.files:
         return []
@@ -63,9 +65,11 @@ async def collect_orphans(bucket: Bucket, target: str, after_s: float) -> list[s
 
 
 async def clear_export(bucket: Bucket, target: str, listing: Listing) -> bool:
-    """Delete the export at ``target``, complete or left behind by a killed process, so that another one can be written.
-    Returns False, having done nothing, where there is none. Of two exports at once one succeeds at most, because each
-    creates its files. Raises ``CheckpointExistsError`` where nothing is created conditionally."""
+    """Delete the export at ``target``, whether it is complete or was left behind by a killed process, so that another
+    one can be written. Returns False and does nothing if there is none.
+
+    Of two exports at the same time at most one succeeds, because each creates its files. Raises
+    ``CheckpointExistsError`` if the storage cannot create objects conditionally."""
     files = listing.files
     complete = not READ_FIRST.isdisjoint(files)
     shards = [info for name, info in files.items() if _SHARD.fullmatch(name)]

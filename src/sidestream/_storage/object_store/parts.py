@@ -1,4 +1,4 @@
-"""How a large object is cut into parts, and the checksum that S3 keeps of the whole."""
+"""The size of the parts of a large object, and the checksum that S3 keeps of the whole object."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MIB = 1 << 20
 
 
 def part_bytes_for(nbytes: int, part_bytes: int) -> int:
-    """``part_bytes``, or what an object of ``nbytes`` needs in order to have no more than 9,000 parts, in whole MiB."""
+    """Return ``part_bytes``, or as many whole MiB as an object of ``nbytes`` needs to have at most 9,000 parts."""
     needed = -(-nbytes // _MOST_PARTS)
     return max(part_bytes, -(-needed // _MIB) * _MIB)
 
 
 class Checksum:
-    """CRC-64/NVME as the bytes pass: the one that S3 has of a whole object however it was uploaded. Some 30 GB/s with
-    awscrt, which has to be there (``known``)."""
+    """The CRC-64/NVME of a sequence of bytes. S3 has this checksum of a whole object also after an upload in parts. It
+    is computed by awscrt, at some 30 GB/s; ``known`` says whether awscrt is installed."""
 
     known = find_spec("awscrt") is not None
 
@@ -33,5 +33,5 @@ class Checksum:
 
     @property
     def value(self) -> str:
-        """In base64, as S3 writes it."""
+        """The checksum in base64, as S3 writes it."""
         return b64encode(self._crc.to_bytes(8, "big")).decode()

@@ -1,4 +1,5 @@
-"""Checkpoints on object storage: reading them, and what there is to do between saves. ``transaction`` writes them."""
+"""The store of checkpoints on object storage. It reads and deletes checkpoints; the module ``transaction`` writes
+them."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ __all__ = ["ObjectStore"]
 T = TypeVar("T")
 
 _MARKER = ".metadata"
-_GAP_BYTES = 256 << 10  # to read past as many costs less than another request
+_GAP_BYTES = 256 << 10  # reading this many unneeded bytes costs less than another request
 _RUN_BYTES = 16 << 20
 _RUN_RANGES = 4096
 
 
 class ObjectStore:
-    """A ``Store`` below ``root`` (bucket and prefix); ``url`` is what messages call it."""
+    """A ``Store`` below ``root``, which is a bucket with a prefix. ``url`` is its name in messages."""
 
     retired_note = NOTE
 
@@ -63,6 +64,9 @@ class ObjectStore:
         return self._bucket.capabilities
 
     # --- saving ---
+
+    async def connect(self) -> None:
+        await self._io(self._bucket.connect, "connecting")
 
     def begin(self, attempt: Attempt) -> Transaction:
         return ObjectTransaction(self._bucket, self.address, attempt)
@@ -176,13 +180,14 @@ class ObjectStore:
         shown = "listing" if directory == "." else f"listing {directory}"
         return list((await self._io(lambda: self._bucket.listing(directory), shown)).directories)
 
-    # --- hygiene ---
+    # --- removal ---
 
     async def remove(self, names: Sequence[str]) -> None:
         await self._io(lambda: self._bucket.delete("", names), "removing")
 
     async def retire(self, directory: str, *, durability: Durability) -> None:
-        """The marker goes first, so that nobody takes what is left for a checkpoint."""
+        """Write the note, and delete the marker before the other files, so that readers never find an incomplete
+        checkpoint."""
 
         async def retire() -> None:
             if not (await self._bucket.listing(directory)).files:
@@ -194,7 +199,8 @@ class ObjectStore:
         await self._io(retire, f"removing {directory}")
 
     async def _finish_retiring(self, directory: str) -> None:
-        """The note goes last: it says that the rest is no attempt."""
+        """Delete the files of a retired checkpoint. The note is deleted last, because it distinguishes these files from
+        an attempt. Does nothing if the marker is still there."""
         listing = await self._bucket.listing(directory)
         if _MARKER in listing.files:
             return
@@ -248,7 +254,7 @@ def _runs(ranges: Sequence[ReadRange]) -> list[list[ReadRange]]:
 
 
 def _hand_out(content: memoryview, run: Sequence[ReadRange], start: int) -> None:
-    """In a thread: every byte to its place."""
+    """Copy the content of a run to its ranges. Called in a thread."""
     for one in run:
         at = one.offset - start
         one.into[:] = content[at : at + len(one.into)]

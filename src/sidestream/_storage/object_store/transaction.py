@@ -1,7 +1,7 @@
-"""An attempt on object storage: objects with names of their own below the target, and a create-only put that commits.
+"""An attempt on object storage: objects with unique names below the target, and a create-only put that commits.
 
-Nothing can be renamed there, so the files of a checkpoint carry the id of the save, and what readers look for is
-written last. A prefix without it is not a checkpoint.
+Objects cannot be renamed. So the names of the files of a checkpoint contain the id of the save, and the marker, which
+readers look for, is written last. A prefix without a marker is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ _warned: set[str] = set()
 
 
 class _NotSent(StorageError):
-    """A commit that was not even sent."""
+    """The error of a commit that was not sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """What a replacement has found: the ``version`` of the marker, the id in it, and what is to be deleted once it has
-    another version: files of the saves ``ids``, and ``shards`` whose names have no id.
+    """The state of the target before a replacement: the ``version`` of the marker, and the id in it.
 
-    The files were listed before the version was read, and a save reads the version before it writes its first file. So
-    whoever wrote them has seen this version or an older one, and cannot commit any more once it has changed."""
+    When the replacement has committed, it deletes the files of the saves ``ids``, and ``shards``, whose names contain
+    no id. The files were listed before the version was read, and a save reads the version before it writes its first
+    file. So the save that wrote a listed file has read this version or an older one, and cannot commit after the
+    version has changed."""
 
     version: str
     marked_id: str | None
@@ -71,8 +72,8 @@ class ObjectTransaction(Transaction):
         self._address = address
         self._carries_id = attempt.kind in ("directory", "replacement", "joined")
         self._made = False
-        self._in_parts = False  # an upload may have been left open
-        self._sizes: dict[str, int] = {}  # of what was acknowledged, by file
+        self._in_parts = False  # whether an upload may have been left open
+        self._sizes: dict[str, int] = {}  # of the files that the storage has acknowledged
         self._begun: set[str] = set()  # names of what this attempt wrote, or may have written
         self._last: tuple[str, bytes] | None = None
         self._replaced: _Replaced | None = None
@@ -100,12 +101,12 @@ class ObjectTransaction(Transaction):
         try:
             self._write(files, stop)
         except BaseException as error:
-            # Whoever keeps the error shall not keep staging memory with it.
+            # Without frames, because an error that the caller keeps must not keep staging memory alive.
             raise without_frames(self._explained(error))  # noqa: B904
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Return the ``CheckpointExistsError`` behind ``error`` where another save has replaced the marker, which
-        deletes files of saves that have lost."""
+        """Return the ``CheckpointExistsError`` that explains ``error``, or ``error``. A save that replaces the marker
+        deletes the files of saves that cannot commit any more."""
         if isinstance(error, StorageError) and error.errno == errno.ENOENT:
             try:
                 LoopCall(self._check_not_overtaken).result(f"looking at {self.attempt.target}")
@@ -136,7 +137,8 @@ class ObjectTransaction(Transaction):
             del body
 
     async def _check_vacant(self) -> None:
-        """What attempts have left behind is no obstacle to another one: their names are their own."""
+        """Raise ``CheckpointExistsError`` if the target exists and may not be replaced. Files of other attempts may
+        remain, because their names contain other ids."""
         bucket, target = self._bucket, self.attempt.target
         listing = await bucket.listing(target)
         if self.attempt.replaces_export and await clear_export(bucket, target, listing):
@@ -191,8 +193,8 @@ class ObjectTransaction(Transaction):
             return None
         if marker is None:
             raise CheckpointExistsError(
-                f"{self._bucket.url}/{self.attempt.target} was written by another writer, whose files cannot be told "
-                "from others on object storage: remove() it first, or save to a new prefix"
+                f"{self._bucket.url}/{self.attempt.target} was not written by sidestream, so its files cannot be "
+                "distinguished from others on object storage: remove() it first, or save to a new prefix"
             )
         return marker.save_id
 
@@ -221,10 +223,10 @@ class ObjectTransaction(Transaction):
                 LoopCall(lambda: bucket.put(key, content)).result(f"writing {key}", stop)
                 return
             creation = LoopCall(lambda: bucket.create(name, content, whole=True))
-            self._begun.add(name)  # also what a cancel leaves in doubt is ours: it was created, or is not there
+            self._begun.add(name)  # before the result: after a cancel the object may have been created
             try:
                 if not creation.result(f"writing {key}", stop):
-                    self._begun.discard(name)  # another writer's, perhaps, and good: it stays, whatever becomes of us
+                    self._begun.discard(name)  # another writer may have created it, so a failed save keeps it
             except CheckpointExistsError:
                 self._begun.discard(name)
                 raise
@@ -263,7 +265,7 @@ class ObjectTransaction(Transaction):
         return f"{self.attempt.name}/{name}"
 
     def wrote(self, sizes: Mapping[str, int]) -> None:
-        self._in_parts = True  # for all that is known: one that is open is looked for
+        self._in_parts = True  # the other process may have left an upload open
         for name, nbytes in sizes.items():
             file = self.committed_name(name)
             self._begun.add(self.path_of(file))
@@ -278,9 +280,9 @@ class ObjectTransaction(Transaction):
         async def clear() -> None:
             await bucket.delete(target, files)
             uploads: Mapping[str, datetime | None] = {}
-            with suppress(StorageError):  # the commit looks for them again, and says so where it may not
+            with suppress(StorageError):  # the commit lists them again, and reports a failure
                 uploads = await bucket.uploads(target)
-            for file in files:  # not those of other ranks, which have the same id
+            for file in files:  # not by the id of the save, which the uploads of other ranks have too
                 await bucket.abort([upload for upload in uploads if f"/{file}?upload=" in upload], file)
 
         LoopCall(clear).result(f"removing files of {self.attempt.name}")
@@ -288,17 +290,17 @@ class ObjectTransaction(Transaction):
     # --- the end ---
 
     async def make_visible(self) -> None:
-        """One put, create-only or on the condition that the marker is still that which is to be replaced. It is never
-        cut short: a cancel is raised when its outcome is known."""
+        """Put the marker, create-only or on the condition that the marker that it replaces still has the same version.
+        A cancel does not interrupt the put, and is raised when its outcome is known."""
         target = self.attempt.target
         await on_io_loop(self._check_complete, f"looking at {target}")
-        if self._last is not None:  # or else the last of the files has made the attempt visible
+        if self._last is not None:  # otherwise the last of the files has made the attempt visible
             name, content = self._last
             await self._create(f"{target}/{name}", content)
         self._forget()
 
     def _forget(self) -> None:
-        """Keep nothing in memory for as long as somebody keeps the result of the save."""
+        """Free what the transaction keeps in memory, because the result of the save may refer to the transaction."""
         self._made, self._last = False, None
         self._sizes.clear()
         self._begun.clear()
@@ -314,7 +316,7 @@ class ObjectTransaction(Transaction):
                     await self._bucket.replace(name, content, self._replaced.version)
             except Exception as error:
                 if is_uncertain(error) and not isinstance(error, CheckpointExistsError):
-                    mark_stuck(error)  # it may still arrive
+                    mark_stuck(error)  # the request may still arrive
                     uncertain.append(error)
                 raise
 
@@ -326,15 +328,17 @@ class ObjectTransaction(Transaction):
             raise
 
     async def _check_complete(self) -> None:
-        """Whoever took this attempt for dead has deleted it; a client that cut a file short has lost some. And where an
-        upload was begun and the answer lost, one is open that nobody knows."""
+        """Abort uploads that were left open, and raise ``StorageError`` if a file is missing or has another size.
+
+        An upload is left open if the answer to its creation was lost. A file is missing if another process has deleted
+        the attempt because it seemed abandoned. It has another size if the client has lost a part of it."""
         bucket, target = self._bucket, self.attempt.target
         if self._in_parts and self._carries_id:
             try:
                 await bucket.abort_uploads(target, self.attempt.save_id)
-            except (StorageError, DeadlineExceededError) as error:  # all the same, what was acknowledged is there
+            except (StorageError, DeadlineExceededError) as error:  # the commit continues: the files may be complete
                 current_deadline().check("listing uploads")
-                unknown = f"what fails leaves nothing: an upload of which nobody heard may stay open ({error})"
+                unknown = f"a save leaves no open uploads: they could not be listed, so one may stay open ({error})"
                 emit(GuaranteeLost(f"{bucket.url}/{target}", unknown))
         listing = await bucket.listing(self._directory)
         for name, nbytes in self._sizes.items():
@@ -397,7 +401,8 @@ class ObjectTransaction(Transaction):
         self._forget()
 
     async def _delete_begun(self) -> None:
-        """What this attempt wrote under names that others may use too; nothing, where another writer has committed."""
+        """Delete the files that this attempt wrote under names without its id. If another writer has committed files
+        with these names, delete none."""
         bucket, attempt = self._bucket, self.attempt
         shared = attempt.kind in ("files", "joined_files", "part")
         committed = False
@@ -417,7 +422,7 @@ class ObjectTransaction(Transaction):
 
 
 def check_replaces(bucket: Bucket) -> None:
-    """Raise ``InvalidOptionError`` where nothing can be replaced in one step."""
+    """Raise ``InvalidOptionError`` if the storage cannot replace an object on the condition of its version."""
     if not bucket.capabilities.versions:
         raise InvalidOptionError(_no_conditions(bucket))
 
@@ -451,7 +456,8 @@ def _owner(file: str) -> str | None:
 
 
 async def content_of(body: Body) -> bytes:
-    """Return the content of a small file. A manifest of many tensors has tens of megabytes: the loop copies none."""
+    """Return the content of a small file. The pieces are joined in a thread, because the manifest of many tensors has
+    tens of megabytes."""
     taken = [part.take(Stop()) for part in body.parts]
     whole = taken[0].obj if len(taken) == 1 else None
     if isinstance(whole, bytes) and len(whole) == taken[0].nbytes:
@@ -460,7 +466,8 @@ async def content_of(body: Body) -> bytes:
 
 
 def _in_one_piece(body: Body, stop: Stop) -> memoryview:
-    """Each part is released when it is copied: together they may be more than a stager's budget has room for."""
+    """Return the content of ``body`` as one buffer. Each part is released when it has been copied, because all parts
+    together may exceed the budget of a stager."""
     if len(body.parts) == 1:
         return body.parts[0].take(stop)
     content, filled = bytearray(body.nbytes), 0

@@ -1,4 +1,5 @@
-"""A read-through cache on local disk, for all processes of a host: whole files, under the names of ``simplecache``."""
+"""A cache of whole files on local disk, shared by all processes of a host. The files have the names that fsspec's
+``simplecache`` gives them."""
 
 from __future__ import annotations
 
@@ -22,15 +23,17 @@ _PARTIAL = ".partial"
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.1
 _ABANDONED_S = 3600.0
-"""How long a partial file that no lock protects has not been written to before it counts as left by a dead process."""
+"""On file systems without locks, a partial file that was last written to longer ago than this counts as left behind by
+a dead process."""
 
 
 class FileCache:
-    """Keeps files whose names are never used again; readers verify their content, as that of every file.
+    """A cache of files whose names are never used again. Readers verify the content of cached files like that of all
+    files.
 
-    Each file is fetched once per host: by the process that holds its ``HostLock``, under a name of its own that becomes
-    the final name when all bytes are there. fsspec itself writes a file under its final name, where another process may
-    find half of it.
+    Each file is fetched once per host, by the process that holds its ``HostLock``. That process writes the file under a
+    unique name, and renames it when all bytes are there. fsspec itself writes a file under its final name, where
+    another process may read an incomplete file.
     """
 
     def __init__(self, filesystem: Any, directory: str) -> None:
@@ -41,9 +44,9 @@ class FileCache:
     async def read(self, key: str, start: int, end: int) -> memoryview:
         """Return bytes ``start`` to ``end``, or fewer at the end of the file.
 
-        The first read of a file fetches all of it, and others wait for that, in all processes of this host, until their
-        own deadline or that of the fetch; then another one fetches. Raises ``DeadlineExceededError``, and what the file
-        system raises.
+        The first read of a file fetches all of it. Other reads, in all processes of this host, wait for the fetch until
+        their own deadline. If the fetch fails, one of them fetches the file. Raises ``DeadlineExceededError``, and
+        what the file system raises.
         """
         path = self._directory / str(self._name(key))
         while (content := await io_threads().run(_read, path, start, end)) is None:
@@ -51,7 +54,7 @@ class FileCache:
         return content
 
     async def _provide(self, key: str, path: Path) -> None:
-        """Return when ``path`` is there: fetch it, or wait for another read that does."""
+        """Fetch ``path``, or wait until another read has fetched it."""
         lock = HostLock(path.with_name(path.name + _LOCK))
         pause_s, deadline = _FIRST_PAUSE_S, current_deadline()
         try:
@@ -61,7 +64,7 @@ class FileCache:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             await io_threads().run(self._fetch, key, path, lock)
         finally:
-            lock.release()  # also if the thread hangs in its fetch: what it still writes has a name of its own
+            lock.release()  # also if the thread hangs in its fetch: the name of its partial file is unique
 
     def _fetch(self, key: str, path: Path, lock: HostLock) -> None:
         if path.exists():
@@ -72,14 +75,14 @@ class FileCache:
             self._filesystem.get_file(key, str(partial))
             try:
                 partial.replace(path)
-            except FileNotFoundError as error:  # which would mean that the storage has no such object
+            except FileNotFoundError as error:  # callers would take it for a missing object
                 raise ConnectionError(f"{partial} was deleted before all bytes were there") from error
         finally:
             partial.unlink(missing_ok=True)
 
 
 def _read(path: Path, start: int, end: int) -> memoryview | None:
-    """Return None if there is no such file."""
+    """Return the bytes of the file; None if there is no such file."""
     try:
         with path.open("rb") as file:
             file.seek(start)
@@ -96,8 +99,9 @@ def _is_there_or_locked(path: Path, lock: HostLock) -> bool:
 
 
 def _sweep(path: Path, own: HostLock) -> None:
-    """Delete what processes left that ended during a fetch, of all files beside ``path``. ``own`` is the lock of
-    ``path``. The lock of a file is held for as long as it is fetched, so what can be locked has been left."""
+    """Delete the partial files of processes that ended during a fetch, for all files in the directory of ``path``.
+    ``own`` is the lock of ``path``. The lock of a file is held during its fetch. So if the lock can be acquired, no
+    process is fetching the file."""
     names = {name.partition(".")[0] for name in os.listdir(path.parent) if name.endswith((_PARTIAL, _LOCK))}
     _sweep_partials(path, own)
     for name in names - {path.name}:

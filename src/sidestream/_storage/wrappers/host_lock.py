@@ -19,7 +19,7 @@ class HostLock:
     kernel releases it.
 
     On a file system without locks it excludes only the threads of this process (``among_processes`` is False). Its
-    methods take as long as system calls on a local file.
+    methods only make system calls on a local file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Imports that a running event loop notices as little as possible."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["importing"]
+
+_lock = threading.Lock()
+_under_way = 0
+_thresholds: tuple[int, int, int] | None = None
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Put off automatic garbage collection while modules are imported in the block.
+
+    Imports make many objects that stay. They bring about a full collection, which goes through the objects of torch as
+    well and holds the GIL for 100 ms. Thresholds that the program sets meanwhile are kept, and ``gc.enable()`` and
+    ``gc.disable()`` mean what they always do.
+    """
+    _begin()
+    try:
+        yield
+    finally:
+        _end()
+
+
+def _begin() -> None:
+    global _under_way, _thresholds
+    with _lock:
+        _under_way += 1
+        if _under_way == 1 and gc.get_threshold()[0] > 0:
+            _thresholds = gc.get_threshold()
+            gc.set_threshold(0, *_thresholds[1:])
+
+
+def _end() -> None:
+    global _under_way
+    with _lock:
+        _under_way -= 1
+        if _under_way == 0:
+            _restore()
+
+
+def _restore() -> None:
+    global _thresholds
+    if _thresholds is not None and gc.get_threshold()[0] == 0:
+        gc.set_threshold(*_thresholds)
+    _thresholds = None
+
+
+def _after_fork() -> None:
+    """The threads that were importing are not in the child."""
+    global _lock, _under_way
+    _lock, _under_way = threading.Lock(), 0
+    _restore()
+
+
+os.register_at_fork(after_in_child=_after_fork)
