@@ -139,7 +139,7 @@ def _merge(tables: Sequence[Sequence[Row]]) -> Steps[dict[str, tuple[Row, list[t
             first, where = merged.setdefault(row.fqn, (row, []))
             if first[:5] != row[:5] or repr(first.composite) != repr(row.composite):  # 1 and True are equal
                 raise InvalidOptionError(
-                    f"{row.fqn}: {_told(first)} to some ranks, {_told(row)} to others; rename one of them"
+                    f"{row.fqn}: {_described(first)} to some ranks, {_described(row)} to others; rename one of them"
                 )
             where.append((table, number))
     yield from _check_composites(merged)
@@ -155,7 +155,7 @@ def _check_composites(merged: Mapping[str, tuple[Row, list[tuple[int, int]]]]) -
             whole, there = composites.get(row.path[:depth], (None, []))
             if whole is not None and not {table for table, _ in where} <= {table for table, _ in there}:
                 raise InvalidOptionError(
-                    f"{whole.fqn}: {_told(whole)} to some ranks, others have {row.fqn} in it; rename one of them"
+                    f"{whole.fqn}: {_described(whole)} to some ranks, others have {row.fqn} in it; rename one of them"
                 )
 
 
@@ -185,14 +185,14 @@ def _without_shells(
             shells.append(fqn)
         else:
             raise InvalidOptionError(
-                f"{fqn}: {_told(row)} to some ranks, others have {containers[row.path][1]} in it; rename one of them"
+                f"{fqn}: {_described(row)} to some ranks, others have {containers[row.path][1]} in it; rename one of them"
             )
     for fqn in shells:
         del merged[fqn]
     return merged
 
 
-def _told(row: Row) -> str:
+def _described(row: Row) -> str:
     if row.composite is not None:
         one = row.composite
         details = json.dumps([one.strides, one.parts, one.context])[:_SHOWN_CHARACTERS]

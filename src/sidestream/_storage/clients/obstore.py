@@ -185,7 +185,7 @@ class ObstoreEngine(Engine):
                 try:
                     await put
                 except Exception as error:
-                    raise _told(error, f"uploading {key}", key) from error
+                    raise _explained(error, f"uploading {key}", key) from error
                 return
             deadline.check(f"uploading {key}")
             if feed.failed:
@@ -298,7 +298,7 @@ def _result(call: LoopCall[T], name: str) -> T:
         return call.result(name)
 
 
-def _told(error: Exception, doing: str, key: str) -> Exception:
+def _explained(error: Exception, doing: str, key: str) -> Exception:
     failure = translated(error, doing, key)
     if isinstance(failure, (StorageError, FileNotFoundError)):
         return failure
