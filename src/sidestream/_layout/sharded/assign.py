@@ -185,7 +185,8 @@ def _without_shells(
             shells.append(fqn)
         else:
             raise InvalidOptionError(
-                f"{fqn}: {_described(row)} to some ranks, others have {containers[row.path][1]} in it; rename one of them"
+                f"{fqn}: {_described(row)} to some ranks, others have {containers[row.path][1]} in it; "
+                "rename one of them"
             )
     for fqn in shells:
         del merged[fqn]
