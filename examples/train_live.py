@@ -193,7 +193,7 @@ def measure(stage: Stage, saver: str, number: int) -> Run:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.role != "play":
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the script that started this process says that it was interrupted
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback: the script says that it was interrupted
     if arguments.role == "trainer":
         be_trainer(arguments)
     elif arguments.role == "loader":

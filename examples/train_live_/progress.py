@@ -1,4 +1,4 @@
-"""Progress of a run: the trainer process reports it on its stdout, the script shows it on one line of a terminal."""
+"""Progress of a run: the trainer process reports it on its stdout, the script shows it in one line of a terminal."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import IO, Self, TextIO
 
 MARK = "progress "
-"""The lines of a process that begin with it are progress. All others are for the user, such as the lines of an error."""
+"""The lines of a process that begin with it are progress. All others are for the user, as those of an error."""
 
 REPORT_EVERY_S = 0.1
 CLEAR_LINE = "\r\x1b[K"

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict
 
-from train_live_.records import Run, Save
+from train_live_.records import Run
 
 NOTES = """\
 The rows were taken in turns, in two rounds: "no saves", "sidestream", "dcp.async_save", then the same in the reverse
@@ -151,7 +151,8 @@ def table(rows: list[Figures]) -> str:
 
 def sentence(name: str, run: Run) -> str:
     """Describe a run in one line, for the user who waits for the table."""
-    text = f"{name:<14}  {duration(run):4.1f} s, loss {run.losses[min(run.losses)]:.2f} -> {run.losses[max(run.losses)]:.2f}"
+    first, last = run.losses[min(run.losses)], run.losses[max(run.losses)]
+    text = f"{name:<14}  {duration(run):4.1f} s, loss {first:.2f} -> {last:.2f}"
     if not run.saves:
         return text
     durable = median(save.durable_s for save in run.saves)

@@ -38,11 +38,11 @@ class DcpSaver(Worker):
 
     async def save_alone(self, state: State) -> list[Save]:
         """Time plain `dcp.save`, in a thread, as nobody would call it on a loop."""
-        return [await asyncio.to_thread(self._save_blocking, state, number) for number in range(SAVES_ALONE)]
+        return [await asyncio.to_thread(self._save_blocking, state, number) for number in range(1, SAVES_ALONE + 1)]
 
     def _save_blocking(self, state: State, number: int) -> Save:
         path = self._directory / ALONE / f"step-{number}"
-        self.activity = f"dcp.save alone, {number + 1} of {SAVES_ALONE}"
+        self.activity = f"dcp.save alone {number} is being made"
         started = time.monotonic()
         dcp.save(state, checkpoint_id=path)
         durable = time.monotonic()

@@ -31,6 +31,7 @@ class SidestreamSaver(Worker):
         self._checkpoints = checkpoints
         self._alone = alone
         self._pending: PendingSave | None = None
+        self._what = "step"
         self._phases: defaultdict[str, dict[str, float]] = defaultdict(dict)
 
     @classmethod
@@ -46,7 +47,7 @@ class SidestreamSaver(Worker):
         if isinstance(event, events.SaveEvent) and type(event) in PHASES:
             name, doing = PHASES[type(event)]
             self._phases[event.save.url][name] = event.monotonic_ns / 1e9
-            self.activity = f"step {event.save.step} {doing}"
+            self.activity = f"{self._what} {event.save.step} {doing}"
 
     async def visible_steps(self) -> list[int]:
         return list(await self._checkpoints.steps())
@@ -65,7 +66,8 @@ class SidestreamSaver(Worker):
 
     async def save_alone(self, state: State) -> list[Save]:
         saves = []
-        for number in range(SAVES_ALONE):
+        self._what = "save alone"
+        for number in range(1, SAVES_ALONE + 1):
             started = time.monotonic()
             pending = await self._alone.async_save(state, step=number)
             saves.append(await self._watch(pending, number, started))
