@@ -65,7 +65,7 @@ def _install(session: nox.Session, *what: str, groups: tuple[str, ...] = (), sil
 
 @nox.session(python=ONE)
 def demo(session: nox.Session) -> None:
-    """Train, kill, resume and compare with stock DCP (about two minutes)."""
+    """Train, kill, resume and compare with stock DCP (about two and a half minutes)."""
     made = session.virtualenv
     if made.is_sandboxed and not any(Path(made.location).glob("lib/python*/site-packages/torch")):
         session.log(

@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -163,6 +164,7 @@ def sentence(name: str, run: Run) -> str:
 def write_json(path: Path, rows: list[Figures], story: dict[str, Any], runs: dict[str, Rounds]) -> None:
     """Write everything that was measured, single ticks and answers apart."""
     report = {
+        "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
         **story,
         "figures": [asdict(row) for row in rows],
