@@ -183,7 +183,7 @@ def play(stage: Stage, out: Path) -> None:
 
 def measure(stage: Stage, saver: str, number: int) -> Run:
     """Run a trainer that is measured, in the round of this number."""
-    name = f"{saver}-{number}"
+    name = f"{SAVERS[saver].replace(' ', '_')}-{number}"
     run = stage.train(name, saver, alone=saver != "none")
     stage.clear(name)
     stage.display.say(f"   {sentence(SAVERS[saver], run)}")
