@@ -119,10 +119,10 @@ class Turn:
 
     @property
     def why(self) -> str:
-        """Why it never comes."""
+        """Why the save is not made."""
         if self.place.when_full == "latest":
             return "a newer save came before it had begun"
-        return f"{self._queue.size} saves are in flight"
+        return "1 save is in progress" if self._queue.size == 1 else f"{self._queue.size} saves are in progress"
 
     def ask(self, when_full: WhenFull | None = None) -> bool:
         """Ask for a slot, as ``when_full`` says if it is given. Return whether there is one."""
