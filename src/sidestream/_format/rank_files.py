@@ -1,4 +1,4 @@
-"""Checkpoints that stock DCP wrote rank by rank: one ``__<rank>.metadata`` each, and nothing about the whole."""
+"""Checkpoints that stock DCP wrote rank by rank: one ``__<rank>.metadata`` each, and no file about all ranks."""
 
 from __future__ import annotations
 

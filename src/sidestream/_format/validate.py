@@ -1,4 +1,4 @@
-"""What has to hold of a ``Manifest`` before memory is touched on its behalf, whoever wrote it."""
+"""Checks of a ``Manifest`` of any writer, before memory is allocated for what it describes."""
 
 from __future__ import annotations
 

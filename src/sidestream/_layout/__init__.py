@@ -1,1 +1,1 @@
-"""What to do, decided before anything is done: flattening, layout, matching, ranges. Pure: no I/O."""
+"""The plans of saves and loads: flattening, layout, matching, ranges. This package does no I/O."""

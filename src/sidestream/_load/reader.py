@@ -57,7 +57,7 @@ class Wanted:
 
     @property
     def takes_bytes(self) -> bool:
-        """Whether the bytes of the file may be read to where the elements belong."""
+        """Whether the bytes of the file can be read straight into the memory of the target."""
         target = self.target
         return target is None or (
             target.is_cpu

@@ -76,7 +76,7 @@ class Opened:
             await run_shielded(self._stager.aclose)
 
     def check(self) -> None:
-        """Raise ``ForkedProcessError``, ``ClosedError`` or ``WrongLoopError`` where it cannot be used."""
+        """Raise ``ForkedProcessError``, ``ClosedError`` or ``WrongLoopError`` if it cannot be used here."""
         if os.getpid() != self._pid:
             raise ForkedProcessError("this Checkpointer was made before os.fork(); make a new one in the child")
         if self.closed:

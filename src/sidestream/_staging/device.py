@@ -454,7 +454,7 @@ class DeviceEngine:
         done(error)
 
     def land(self, part: DevicePart, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
-        """What ``watch`` does, in the calling thread."""
+        """Do what ``watch`` does, in the calling thread."""
         error: BaseException | None = None
         try:
             self.driver.enter(part.side.device)

@@ -130,7 +130,7 @@ class StagedImage:
             self._writers += 1
 
     def finish(self) -> None:
-        """A writer writes no more: after the last one, memory that the reader has given up meanwhile goes back."""
+        """Note that a writer has ended. When the last one ends, the memory that the reader has released goes back."""
         with self._changed:
             self._writers -= 1
             if self._writers:

@@ -180,8 +180,8 @@ class Staging(Generic[P]):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Call ``then`` after ``copied`` is resolved, and drop it: it refers to this stage and its result, and a cycle
-        would keep them alive."""
+        """Call ``then`` after ``copied`` is resolved, and remove the reference to ``then``. It refers to this stage and
+        its result, and the cycle would keep them alive."""
         with self._lock:
             then, self.then = self.then, _nothing
         then()

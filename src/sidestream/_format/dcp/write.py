@@ -119,7 +119,8 @@ def _size(sizes: tuple[int, ...]) -> bytes:
 
 
 def _object(kind: bytes, *state: bytes) -> bytes:
-    """An instance with ``state``, names and values in turn, as its attributes."""
+    """The opcodes that make an object of the class ``kind``. ``state`` has the names and values of its attributes,
+    alternately."""
     return kind + _NEW + b"}(" + b"".join(state) + b"u" + _BUILD
 
 

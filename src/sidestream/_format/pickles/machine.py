@@ -1,4 +1,4 @@
-"""What reading a pickle as data works with: records that stand for objects, and a stack machine. See ``unpickle``."""
+"""The stack machine that reads a pickle as data, and the records that stand for objects in it. See ``unpickle``."""
 
 from __future__ import annotations
 

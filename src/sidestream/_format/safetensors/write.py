@@ -62,8 +62,11 @@ def shards_of_sizes(tensors: Iterable[Named], shard_bytes: int | None) -> list[l
 
 
 def alignment(nbytes: int) -> int:
-    """The largest element, of 8 bytes at most, that is aligned behind a payload of ``nbytes`` which is aligned for it.
-    As sizes are multiples of those of the elements, payloads in falling order of it are all aligned."""
+    """Return the largest power of two, 8 at most, that divides ``nbytes``.
+
+    The size of a payload is a multiple of its element size. So if the payloads of a file are ordered by falling
+    ``alignment``, each begins at a multiple of its element size.
+    """
     return math.gcd(nbytes, ALIGN_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""The zip that ``torch.save`` writes, with everything refused that it never writes: a zip is a rich source of traps."""
+"""A reader of the zips that ``torch.save`` writes. It refuses every feature of zips that ``torch.save`` never uses."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ async def read_bytes(
     allow: Allowed,
     trust: Trust,
 ) -> dict[str, bytes]:
-    """For each of ``entries`` what ``torch.load`` makes the value of; with ``trust="pickle"`` the bytes that were
-    saved. Raises ``UnsafeObjectError``, ``CorruptCheckpointError``."""
+    """Return for each of ``entries`` the bytes from which ``torch.load`` makes the value; with ``trust="pickle"`` the
+    bytes that were saved. Raises ``UnsafeObjectError``, ``CorruptCheckpointError``."""
     if trust == "pickle" and not any(entry.told for entry in entries.values()):
         return {fqn: await _as_saved(source, entry) for fqn, entry in entries.items()}
     try:

@@ -106,7 +106,7 @@ class Bucket:
         return await self.run("looking at", name, lambda engine: engine.version(key))
 
     async def replace(self, name: str, content: bytes, version: str) -> None:
-        """Put ``content``, which names its writer at its end, if the object has this version.
+        """Replace the object by ``content`` if the object has this version. The end of ``content`` names its writer.
 
         Raises ``CheckpointExistsError`` if it has another one, or is gone."""
         key = self.key(name)
