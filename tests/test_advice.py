@@ -146,6 +146,21 @@ async def test_prefixes_of_other_tools(tmp_path: Path) -> None:
         await sidestream.load(model().state_dict(), tmp_path / "l.pt")
 
 
+async def test_a_prefix_that_no_wrapper_adds(tmp_path: Path) -> None:
+    torch.save(model().state_dict(), tmp_path / "flat.pt")
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    with pytest.raises(errors.MissingKeysError) as refused:
+        await sidestream.load({"model": plain}, tmp_path / "flat.pt")
+    *_, advice = str(refused.value).splitlines()  # a line of its own
+    assert advice == (
+        "  the checkpoint has all of these names without the prefix 'model.' ('0.weight'): "
+        'pass names=sidestream.strip_prefix("model.") to the load'
+    )
+    options = sidestream.LoadOptions(names=sidestream.strip_prefix("model."))
+    await sidestream.load({"model": plain}, tmp_path / "flat.pt", options=options)
+    assert_same(plain.state_dict(), model().state_dict())
+
+
 async def test_other_names_get_no_advice_on_prefixes(tmp_path: Path) -> None:
     await sidestream.save({"model": model()}, tmp_path / "c")
     for target in ({"model": {"x": torch.ones(2)}}, {"model": {"0.bias": torch.zeros(3), "0.biases": torch.zeros(3)}}):
@@ -288,3 +303,17 @@ async def test_a_plain_with(tmp_path: Path) -> None:
         stager: Any = entered
         with pytest.raises(TypeError, match=r"async with sidestream\.AsyncStager"), stager:
             pass
+
+
+async def test_arguments_in_the_order_of_another_library(tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidOptionError, match="a dict is not a path or URL: the state comes first"):
+        await sidestream.save(str(tmp_path / "c"), {"w": torch.ones(2)})  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidOptionError, match=r"a dict was passed in place of a sidestream\.LoadOptions\("):
+        await sidestream.load({"w": torch.ones(2)}, tmp_path / "c", options={"names": None})  # type: ignore[arg-type]
+
+
+async def test_an_object_in_a_file_of_torch_save(tmp_path: Path) -> None:
+    torch.save({"model": model()}, tmp_path / "whole.pt")
+    options = sidestream.LoadOptions(trust="pickle")
+    with pytest.raises(errors.UnsafeObjectError, match=r"load it with torch\.load, and save its tensors"):
+        await sidestream.load({"model": model()}, tmp_path / "whole.pt", options=options)

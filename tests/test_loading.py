@@ -443,7 +443,7 @@ async def test_the_second_name_of_unverified_loads_names_the_first(tmp_path: Pat
         lambda: sidestream.dcp.StorageReader(tmp_path / "c", verify=never),
     ]
     for call in calls:
-        with pytest.raises(errors.InvalidOptionError, match="pass that") as refused:
+        with pytest.raises(errors.InvalidOptionError, match="pass verify='manifest'") as refused:
             await call()
         assert "verify='manifest'" in str(refused.value)
     assert target["w"].sum() == 0

@@ -246,8 +246,10 @@ class Checkpointer:
         make the call. With ``when_full="latest"`` it waits for neither: the copies are launched when all ranks have
         made the call and a slot is free, unless all have called a newer save by then.
 
-        A step that is committed already is saved as its next generation. The old one stays until the new one has been
-        verified. A cancel before this returns starts nothing.
+        A step that is committed already is saved as its next generation. ``KeepAll``, the default, keeps the old
+        one. Any other policy deletes it when the new one has been verified.
+
+        A cancel before this returns starts nothing.
 
         Args:
             state: As for ``sidestream.save``.
@@ -258,11 +260,10 @@ class Checkpointer:
                 saves at the same time need two.
 
         Returns:
-            The save in progress.
+            The save in progress. Awaiting it raises ``SkippedError`` if it was skipped, as ``when_full`` says.
 
         Raises:
             TooManySavesError: No slot is free, and ``when_full="fail"``.
-            SkippedError: No slot is free, and ``when_full="skip"``.
             ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
             SidestreamError: An earlier save, or the pruning after it, failed, and its error was not retrieved; nothing
                 was started. Each error is raised once.

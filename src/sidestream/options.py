@@ -649,9 +649,9 @@ class LoadOptions:
             ``names=sidestream.add_prefix("module.")`` reads ``"weight"`` from ``"module.weight"``. It is called once
             for each name, in a thread.
         safe_globals: Types whose objects are made again, by their own code, from what another writer saved of them. No
-            other code runs.
+            other code runs. Objects in files of ``torch.save`` are refused in any case.
         trust: ``"data"``: values of other writers are read as data. ``"pickle"``: they are unpickled, which runs the
-            code that the file contains. Checkpoints of sidestream are data in either case.
+            code that the file contains. Checkpoints of sidestream and files of ``torch.save`` are data in either case.
         planner: A ``LoadPlanner`` of torch, which decides what is read into what. It is called in threads, one call at
             a time. It cannot be combined with ``atomic``, ``names`` and tolerances.
         timeout_s: The limit of the whole load, in seconds.
@@ -728,7 +728,7 @@ def options_of(given: Opt | None, kind: type[Opt]) -> Opt:
     if given is None:
         return kind()
     if not isinstance(given, kind):
-        raise InvalidOptionError(f"{given!r:.100} has to be a sidestream.{kind.__name__}(...)")
+        raise InvalidOptionError(f"a {type(given).__name__} was passed in place of a sidestream.{kind.__name__}(...)")
     return given
 
 
@@ -751,8 +751,8 @@ def check_verify(verify: object) -> None:
     """Raise ``InvalidOptionError`` unless it is what ``verify=`` takes."""
     if verify == "never":
         raise InvalidOptionError(
-            "verify='never' was a second name for verify='manifest': pass that, which checks the manifest, the layout "
-            "and the sizes of files, and not the payload"
+            "verify='never' does not exist: pass verify='manifest', which checks the manifest, the layout and the "
+            "sizes of files, and not the payload"
         )
     check_choice("verify", verify, Verify)
 

@@ -37,7 +37,7 @@ async def test_skip(tmp_path: Path) -> None:
         first = await checkpoints.async_save(state_of(1), step=1)
         second = await checkpoints.async_save(state_of(2), step=2)
         await second.staged
-        with pytest.raises(SkippedError, match="1 saves are in flight"):
+        with pytest.raises(SkippedError, match="1 save is in progress"):
             await second
         assert second.outcome == "absent"
         third = await checkpoints.async_save(state_of(3), step=3)

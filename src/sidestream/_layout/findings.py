@@ -78,7 +78,7 @@ class Findings:
         hint = (yield from prefix_hint(self.absent, targets(), saved)) if self.absent else ""
         raise kind(
             f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {text}"
-            + (f"\n{hint}" if hint else ""),
+            + (f"\n  {hint}" if hint else ""),
             lines,
         )
 

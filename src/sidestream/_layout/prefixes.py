@@ -14,6 +14,9 @@ _MOST_PARTS = 3  # the most parts that a prefix may have
 _MOST_TRIED = 8
 _MOST_HEADS = 5  # the most beginnings of names that advice lists
 
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""The parts of names that wrapper modules add."""
+
 _Inserted = tuple[int, tuple[str, ...]]
 """The position of a prefix in a name, and the prefix."""
 
@@ -34,9 +37,10 @@ def prefix_hint(absent: Sequence[str], targets: Collection[str], saved: Collecti
         heads = sorted({"".join(f"{part}." for part in name.split(".")[:at]) for name in absent})
         call = yield from _call("add_prefix", dotted, heads, add_prefix(dotted, after=heads), (absent, targets, saved))
         remedy = call or f"load into {{{dotted!r} + name: tensor for name, tensor in module.state_dict().items()}}"
+        wrapped = ", which wrappers such as DataParallel and torch.compile add: save the unwrapped module, or"
         return (
-            f"the checkpoint has all of these names with the prefix {dotted!r} ({_with(absent[0], at, prefix)!r}), "
-            f"which wrappers such as DataParallel and torch.compile add: save the unwrapped module, or {remedy}"
+            f"the checkpoint has all of these names with the prefix {dotted!r} ({_with(absent[0], at, prefix)!r})"
+            f"{':' if _WRAPPERS.isdisjoint(prefix) else wrapped} {remedy}"
         )
     found = yield from _prefix_to_leave_out(absent, saved)
     if found is not None:
@@ -45,11 +49,14 @@ def prefix_hint(absent: Sequence[str], targets: Collection[str], saved: Collecti
         heads = sorted({"".join(f"{part}." for part in name.split(".")[:at]) for name in absent})
         names = strip_prefix(dotted, after=heads)
         call = yield from _call("strip_prefix", dotted, heads, names, (absent, targets, saved))
+        found_names = (
+            f"the checkpoint has all of these names without the prefix {dotted!r} ({_without(absent[0], at, prefix)!r})"
+        )
+        if _WRAPPERS.isdisjoint(prefix):
+            return f"{found_names}: {call or 'leave it out of the names in the target'}"
         return (
-            f"the checkpoint has all of these names without the prefix {dotted!r} "
-            f"({_without(absent[0], at, prefix)!r}), which wrappers such as DataParallel and "
-            "torch.compile add: unwrap the module before state_dict(), "
-            "as model.module or model._orig_mod" + (f", or {call}" if call else "")
+            f"{found_names}, which wrappers such as DataParallel and torch.compile add: unwrap the module before "
+            "state_dict(), as model.module or model._orig_mod" + (f", or {call}" if call else "")
         )
     return ""
 

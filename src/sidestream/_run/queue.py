@@ -122,7 +122,7 @@ class Turn:
         """The reason why the save never begins, for messages."""
         if self.place.when_full == "latest":
             return "a newer save came before it had begun"
-        return f"{self._queue.size} saves are in flight"
+        return "1 save is in progress" if self._queue.size == 1 else f"{self._queue.size} saves are in progress"
 
     def ask(self, when_full: WhenFull | None = None) -> bool:
         """Ask for a slot, and return whether the save has one. ``when_full`` replaces that of the turn if it is

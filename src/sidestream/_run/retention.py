@@ -52,9 +52,12 @@ class SavedStep:
 @public
 @runtime_checkable
 class Retention(Protocol):
-    """A policy for ``keep=``: any object with this method. ``|`` of two policies of sidestream keeps what either keeps.
+    """A policy for ``keep=``: any object with this method.
 
-    A policy changes nothing, and it is stable: it does not keep later what it did not keep before.
+    ``KeepLast(3) | policy`` keeps what either of them keeps. The first policy of such an expression has to be one of
+    sidestream.
+
+    ``kept`` has no side effects, and does not keep a step that it did not keep before.
     """
 
     def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:

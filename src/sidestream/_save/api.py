@@ -93,8 +93,9 @@ async def save(
             returns them. With several ranks those of rank 0 count.
         export: A ``sidestream.HF``, or several, to write beside the checkpoint (``docs/exports.md``). This call waits
             for them. An export that fails does not fail the save.
-        overwrite: Replace the checkpoint that is at ``url``. Readers find the old one or the new one, never neither. On
-            object storage this needs conditional puts. Of several saves at the same time one succeeds.
+        overwrite: Replace the checkpoint that is at ``url``. At any time a reader finds the old one or the new one. Of
+            several such saves at the same time each succeeds in a local directory, and the last one stays. On object
+            storage one succeeds, and conditional puts are needed.
         process_group: The ranks that save together (``options.GroupChoice``); ``"alone"`` saves from this process only.
         storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
         storage: How the storage at ``url`` is reached.

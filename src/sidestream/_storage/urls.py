@@ -87,6 +87,9 @@ def _parsed(url: str | os.PathLike[str], storage: Storage) -> tuple[str, str]:
     try:
         text = os.fspath(url)
     except TypeError:
+        if isinstance(url, Mapping):
+            message = f"a {type(url).__name__} is not a path or URL: the state comes first, and then the URL"
+            raise InvalidOptionError(message) from None
         text = ""
     if type(text) is not str or not text or "\0" in text:
         raise InvalidOptionError(f"{redacted(repr(url))} is not a path or URL")

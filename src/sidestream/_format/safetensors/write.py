@@ -63,8 +63,11 @@ def shards_of_sizes(tensors: Iterable[Named], shard_bytes: int | None) -> list[l
 
 
 def alignment(nbytes: int) -> int:
-    """Return the largest element size, at most 8 bytes, that stays aligned after a payload of ``nbytes``. The size of a
-    payload is a multiple of its element size, so payloads in descending order of this value are all aligned."""
+    """Return the largest power of two, 8 at most, that divides ``nbytes``.
+
+    The size of a payload is a multiple of its element size. So if the payloads of a file are ordered by falling
+    ``alignment``, each begins at a multiple of its element size.
+    """
     return math.gcd(nbytes, ALIGN_BYTES)
 
 

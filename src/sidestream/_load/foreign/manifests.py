@@ -58,6 +58,9 @@ _PIECE_BYTES = 16 << 20
 _PAGE_BYTES = 4096
 _EMPTY_PAGE = bytes(_PAGE_BYTES)
 _MOST_EMPTY_PAGES = 4096
+_ONLY_DATA = (
+    ". Of a file of torch.save only data is read: load it with torch.load, and save its tensors and plain values"
+)
 
 
 def is_foreign(sizes: Mapping[str, int]) -> bool:
@@ -299,6 +302,8 @@ async def read_file_manifest(source: RangeSource, name: str, nbytes: int) -> Man
             found, checked = run_sliced(read_torch_file(file, nbytes))
         except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
             what = other_zip(file, nbytes)
+            if what is None and isinstance(error, UnsafeObjectError):
+                raise error.reworded(lambda text: text + _ONLY_DATA) from error
             if what is None:
                 raise
             raise UnsupportedCheckpointError(f"{name} cannot be read as a torch.save file: {what}") from error

@@ -157,7 +157,7 @@ def is_directory(path: Path) -> bool:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise from_os_error(error, "looking at", str(path)) from error
+        raise from_os_error(error, "looking at this path", str(path)) from error
 
 
 def is_vacant(target: Path) -> bool:
@@ -169,7 +169,7 @@ def is_vacant(target: Path) -> bool:
     except FileNotFoundError:
         return True
     except OSError as error:
-        raise from_os_error(error, "looking at", str(target)) from error
+        raise from_os_error(error, "looking at this path", str(target)) from error
 
 
 def sync_directory(path: Path) -> None:

@@ -257,7 +257,7 @@ def size_of(path: Path, within: OpenDirectory | None) -> int:
         with _place(path, within) as (name, directory):
             return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
     except OSError as error:
-        raise _translated(error, "looking at", str(path)) from error
+        raise _translated(error, "looking at this path", str(path)) from error
 
 
 def _moved(path: Path, within: OpenDirectory) -> bool:
@@ -271,7 +271,7 @@ def _moved(path: Path, within: OpenDirectory) -> bool:
     except FileNotFoundError:
         return True
     except OSError as error:
-        raise _translated(error, "looking at", str(path)) from error
+        raise _translated(error, "looking at this path", str(path)) from error
 
 
 def sizes_in(directory: Path, within: OpenDirectory | None) -> dict[str, int]:

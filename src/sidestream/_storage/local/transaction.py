@@ -434,7 +434,7 @@ def occupied(target: Path) -> CheckpointExistsError:
     if not os.path.isdir(target):
         return CheckpointExistsError(f"{target} already exists and is a file: choose another name, or delete it first")
     return CheckpointExistsError(
-        f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step"
+        f"{target} is not empty: save to a new directory, or pass overwrite=True to a save that replaces a checkpoint"
     )
 
 

@@ -152,8 +152,8 @@ class ObjectTransaction(Transaction):
         taken = [name for name in listing.files if not self._carries_id or id_of(name) is None]
         if listing.directories or taken:
             raise CheckpointExistsError(
-                f"{bucket.url}/{target} is not empty: save to a new prefix, or let a Checkpointer make generations of "
-                "a step"
+                f"{bucket.url}/{target} is not empty: save to a new prefix, or pass overwrite=True to a save that "
+                "replaces a checkpoint"
             )
         if self.attempt.kind == "file":
             try:
