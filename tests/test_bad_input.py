@@ -373,3 +373,31 @@ def test_every_error_is_ours_and_a_builtin() -> None:
             continue
         assert issubclass(kind, errors.SidestreamError)
         assert issubclass(kind, Exception)
+
+
+def test_types_are_checked_where_the_options_are_made() -> None:
+    for wrong in (int, ["int"], [type]):
+        with pytest.raises(errors.InvalidOptionError, match="safe_globals="):
+            sidestream.LoadOptions(safe_globals=wrong)  # type: ignore[arg-type]
+    assert sidestream.LoadOptions(safe_globals=(kind for kind in (range,))).safe_globals == (range,)  # type: ignore[arg-type]
+
+
+async def test_a_step_is_a_number_or_the_latest(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
+        assert repr(checkpoints) == f"<Checkpointer of {tmp_path / 'run'}>"
+        for wrong in (None, "newest"):
+            with pytest.raises(errors.InvalidOptionError, match=r'has to be "latest" or the number of a step'):
+                await checkpoints.restore({}, wrong)  # type: ignore[arg-type]
+
+
+async def test_a_save_below_a_file_left_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(errors.StorageError, match="Not a directory") as raised:
+        await sidestream.save({"w": torch.ones(2)}, tmp_path / "file" / "c")
+    assert not hasattr(raised.value, "__notes__")
+
+
+async def test_an_object_that_the_checkpoint_does_not_have_names_those_it_has(tmp_path: Path) -> None:
+    await sidestream.save({"model": torch.nn.Linear(2, 2), "n": 1}, tmp_path / "c")
+    with pytest.raises(errors.StateMismatchError, match=r"nothing of it in the checkpoint, whose keys are model, n"):
+        await sidestream.load({"net": torch.nn.Linear(2, 2)}, tmp_path / "c")

@@ -599,6 +599,9 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         """Do nothing: ``__enter__`` raises. Without this method Python would raise its own error first."""
 
+    def __repr__(self) -> str:
+        return f"<Checkpointer of {self.url}>"
+
     async def __aenter__(self) -> Checkpointer:
         loop = running_loop("Checkpointer")
         await self._reading.check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
@@ -675,6 +675,7 @@ class LoadOptions:
         check_verify(self.verify)
         check_bool("atomic", self.atomic)
         check_names(self.names)
+        object.__setattr__(self, "safe_globals", check_types("safe_globals", self.safe_globals))
         check_choice("trust", self.trust, Trust)
         check_timeout(self.timeout_s)
         check_seconds("rank_wait_s", self.rank_wait_s)
@@ -744,7 +745,21 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
     """Raise ``InvalidOptionError`` unless ``value`` is one of the literals in ``choices``."""
     allowed = get_args(choices)
     if value not in allowed:
-        raise InvalidOptionError(f"{name}={value!r} has to be one of {', '.join(map(repr, allowed))}")
+        choices = f"one of {', '.join(map(repr, allowed))}" if len(allowed) > 1 else repr(allowed[0])
+        raise InvalidOptionError(f"{name}={value!r} has to be {choices}")
+
+
+def check_types(name: str, types: Iterable[type]) -> tuple[type, ...]:
+    """Return the types. Raises ``InvalidOptionError`` for anything but classes, and for metaclasses, which could make
+    any class."""
+    try:
+        kinds: list[Any] = list(types)
+    except TypeError:
+        raise InvalidOptionError(f"{name}={types!r} has to be a list of types") from None
+    for kind in kinds:
+        if not isinstance(kind, type) or issubclass(kind, type):
+            raise InvalidOptionError(f"{name}= takes types, not {kind!r}")
+    return tuple(kinds)
 
 
 def check_verify(verify: object) -> None:
@@ -894,8 +909,11 @@ def check_count(name: str, value: object) -> None:
 
 def check_steps(step: object) -> None:
     """Raise ``InvalidOptionError`` unless it is the number of a step, or ``"latest"``."""
-    if step != "latest":
-        check_step(step)
+    if step == "latest":
+        return
+    if step is None or isinstance(step, str):
+        raise InvalidOptionError(f'step={step!r} has to be "latest" or the number of a step')
+    check_step(step)
 
 
 def check_step(step: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -51,6 +52,34 @@ def test_a_policy_of_the_users_own() -> None:
     assert not needs_metadata(KeepLast(1) | KeepEvery(steps=3))
     with pytest.raises(TypeError):
         KeepLast(1) | 3  # type: ignore[operator]
+
+
+class Odd:
+    """A policy that is not derived from anything."""
+
+    def __init__(self, kept: object = None) -> None:
+        self.returned = kept
+
+    def kept(self, steps: object) -> Any:
+        return {1} if self.returned is None else self.returned
+
+    def __repr__(self) -> str:
+        return "Odd()"
+
+
+def test_a_policy_of_the_users_own_on_either_side() -> None:
+    for keep in (Odd() | KeepLast(1), KeepLast(1) | Odd()):
+        assert gone(saved(1, 2, 3), keep) == [2]
+    assert repr(Odd() | KeepLast(3)) == "Odd() | KeepLast(n=3)"
+    with pytest.raises(TypeError, match="unsupported operand"):
+        _ = 3 | KeepLast(1)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kept", [(), [1], {"1"}, "none"])
+def test_what_a_policy_returns_is_checked(kept: object) -> None:
+    for keep in (Odd(kept), KeepLast(1) | Odd(kept)):
+        with pytest.raises(InvalidOptionError, match=r"keep=Odd\(\) returned .* set of step numbers"):
+            gone(saved(1, 2, 3), keep)
 
 
 def test_metrics_that_are_none() -> None:

@@ -24,6 +24,7 @@ from .._format.records import (
     path_of,
     stored,
 )
+from .._runtime.display import shortened
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import Stateful, check_tensor, dtype_name
 from ..errors import (
@@ -386,7 +387,8 @@ def _match_stateful(
         below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)
     instance = root.value.instance
     if not below:
-        findings.add_missing(root.fqn, "nothing of it in the checkpoint")
+        keys = sorted({str(entry.path[0]) for entry in manifest.entries.values() if entry.path})
+        findings.add_missing(root.fqn, f"nothing of it in the checkpoint, whose keys are {shortened(keys)}")
         return None
     known = {leaf.fqn for leaf in leaves}
     compared = (torch.Tensor, CompositeLeaf)

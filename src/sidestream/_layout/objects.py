@@ -12,7 +12,8 @@ from itertools import chain
 from typing import Any
 
 from .._runtime.steps import Steps
-from ..errors import InvalidOptionError, UnsafeObjectError, UnsupportedCheckpointError
+from ..errors import UnsafeObjectError, UnsupportedCheckpointError
+from ..options import check_types
 from .hashed import check_hashes
 
 __all__ = ["NOTHING_ALLOWED", "Allowed", "allowed_types", "lookup", "rebuild", "rebuild_member"]
@@ -24,15 +25,8 @@ NOTHING_ALLOWED: Allowed = {}
 
 
 def allowed_types(safe_globals: Iterable[type]) -> Allowed:
-    """Return types by their qualified names. Raises ``InvalidOptionError`` for anything but classes, and for
-    metaclasses, which could make any class."""
-    try:
-        kinds: list[Any] = list(safe_globals)
-    except TypeError:
-        raise InvalidOptionError(f"safe_globals={safe_globals!r} has to be a list of types") from None
-    for kind in kinds:
-        if not isinstance(kind, type) or issubclass(kind, type):
-            raise InvalidOptionError(f"safe_globals= takes types, not {kind!r}")
+    """Return types by their qualified names. Raises ``InvalidOptionError`` as ``check_types`` does."""
+    kinds = check_types("safe_globals", safe_globals)
     return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
 
 

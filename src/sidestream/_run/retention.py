@@ -54,8 +54,8 @@ class SavedStep:
 class Retention(Protocol):
     """A policy for ``keep=``: any object with this method.
 
-    ``KeepLast(3) | policy`` keeps what either of them keeps. The first policy of such an expression has to be one of
-    sidestream.
+    ``KeepLast(3) | policy`` and ``policy | KeepLast(3)`` keep what either of them keeps. One of the policies of such an
+    expression has to be one of sidestream.
 
     ``kept`` has no side effects, and does not keep a step that it did not keep before.
     """
@@ -76,6 +76,11 @@ class _Policy:
             return NotImplemented
         return _Either((self, other))
 
+    def __ror__(self: Retention, other: Retention) -> _Either:
+        if not isinstance(other, Retention):
+            return NotImplemented
+        return _Either((other, self))
+
 
 @dataclass(frozen=True, slots=True)
 class _Either(_Policy):
@@ -83,8 +88,11 @@ class _Either(_Policy):
 
     policies: tuple[Retention, ...]
 
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.policies))
+
     def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
-        return frozenset[int]().union(*(policy.kept(steps) for policy in self.policies))
+        return frozenset[int]().union(*(_kept_by(policy, steps) for policy in self.policies))
 
 
 @public
@@ -226,8 +234,18 @@ def doomed(saved: Sequence[SavedStep], keep: Retention, protected: AbstractSet[i
     if not ordered or keeps_all(keep):
         return []
     highest = {each.step: each for each in ordered}
-    stay = set(keep.kept(list(highest.values()))) | protected | {ordered[-1].step}
+    stay = set(_kept_by(keep, list(highest.values()))) | protected | {ordered[-1].step}
     return [each for each in ordered if each.step not in stay or each is not highest[each.step]]
+
+
+def _kept_by(policy: Retention, steps: Sequence[SavedStep]) -> AbstractSet[int]:
+    """Return the steps that a policy keeps. Raises ``InvalidOptionError`` unless it returns a set of numbers."""
+    kept: object = policy.kept(steps)
+    if not isinstance(kept, AbstractSet) or not all(type(step) is int for step in kept):
+        raise InvalidOptionError(
+            f"keep={policy!r:.200} returned {kept!r:.100} from kept(), which has to return a set of step numbers"
+        )
+    return kept
 
 
 def keeps_all(keep: Retention) -> bool:

@@ -135,6 +135,8 @@ class PendingSave(Displayed):
 
     def _summary(self) -> str:
         now = self.progress
+        if self.outcome == "absent" and not now.total_bytes:
+            return f"{self.url}: absent, nothing was written"
         state = self.outcome or ("staging" if not self._staged.done() else "writing")
         total = readable_bytes(now.total_bytes)
         return f"{self.url}: {state}, {readable_bytes(now.written_bytes)} of {total} written"

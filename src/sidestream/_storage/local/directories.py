@@ -205,7 +205,7 @@ def take_away(root: Path, name: str) -> Path | None:
     hidden = root / f"{RETIRED}{uuid.uuid4().hex}"  # not ``name``, because other tools search names for steps
     try:
         os.rename(root / name, hidden)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise from_os_error(error, "removing", str(root / name)) from error
