@@ -168,7 +168,8 @@ def test_a_full_device(mode: StageMode) -> None:
             synchronize()
             with no_device_memory():
                 if mode == "eager":
-                    with pytest.raises(ArenaExhaustedError, match=r'cuda:0 has no 16777216 bytes left.* mode="lazy"'):
+                    message = r'cuda:0 does not have 16777216 bytes left.* mode="lazy"'
+                    with pytest.raises(ArenaExhaustedError, match=message):
                         stager.stage(large)
                 else:
                     copies = await stager.stage(large)
