@@ -8,10 +8,10 @@ from .captured import Captured, capture
 from .composite import Composite, Form, Sharding, consists_of_others, dismantle, settled
 from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, Driver, TorchDriver
-from .fill import Filler, FillPiece
+from .fill import Filler, FillPart, FillPiece, FillTable, table_of
 from .future import StagingFuture
 from .host import HostEngine, memory_behind, move, raw_start
-from .image import Columns, Copies, Copy, ImageLayout, StagedImage
+from .image import Columns, Copies, Copy, CopyTable, ImageLayout, StagedImage
 from .plans import PlanCache, fingerprint
 from .small import columns_of
 from .snapshot import SnapshotReader
@@ -31,10 +31,13 @@ __all__ = [
     "Composite",
     "Copies",
     "Copy",
+    "CopyTable",
     "CudaDriver",
     "DeviceEngine",
     "Driver",
+    "FillPart",
     "FillPiece",
+    "FillTable",
     "Filler",
     "Form",
     "HostEngine",
@@ -61,4 +64,5 @@ __all__ = [
     "raw_start",
     "set_cache_bytes",
     "settled",
+    "table_of",
 ]

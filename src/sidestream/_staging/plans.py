@@ -73,6 +73,10 @@ class _Look:
             yield
         return look
 
+    @property
+    def addresses(self) -> list[int]:
+        return [address for addresses, *_ in self.columns for address in addresses]
+
     def matches(self, tensors: Sequence[torch.Tensor]) -> Steps[bool]:
         """Return whether ``tensors`` have the same look as those of ``at``."""
         if len(tensors) != self.count:
@@ -133,6 +137,14 @@ class PlanCache:
             return (yield from self.get((key, (yield from fingerprint(tensors))), make))
         made = yield from make()
         return self._added(_Kept(key, look, made))
+
+    def addresses(self, plan: object) -> list[int] | None:
+        """Return the addresses of the tensors for which ``get_for`` returns ``plan``. None if ``plan`` is not cached,
+        or its tensors were compared in another way."""
+        for kept in list(self._kept):
+            if kept.plan is plan and kept.look is not None:
+                return kept.look.addresses
+        return None
 
     def _used(self, kept: _Kept[T]) -> T:
         with self._lock:

@@ -20,9 +20,24 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-__all__ = ["PIECE", "Channel", "Outbox", "Unsendable", "WorkerMessage", "WorkerMessageKind", "pack", "unpack"]
+__all__ = [
+    "Channel",
+    "Outbox",
+    "Piece",
+    "Table",
+    "Unsendable",
+    "WorkerMessage",
+    "WorkerMessageKind",
+    "pack",
+    "pack_fill",
+    "unpack",
+    "unpack_fill",
+]
 
-PIECE = struct.Struct("<QQQQ")  # of FILL: number of the memory, address in the trainer, offset in the memory, bytes
+_PIECES = struct.Struct("<I")
+_PIECE = struct.Struct("<QQQQ")
+_TABLE = struct.Struct("<QQI")
+_ROW_BYTES = 16
 _HEAD = struct.Struct("<BQQ")  # kind, number, bytes of the body
 _READ_BYTES = 256 << 10
 _DESCRIPTORS = 16  # at most, in one read
@@ -61,6 +76,48 @@ class WorkerMessage(NamedTuple):
     number: int
     body: bytes
     descriptor: int | None = None
+
+
+class Piece(NamedTuple):
+    """A copy: number of the memory, address in the trainer, offset in the memory, and bytes."""
+
+    memory: int
+    address: int
+    offset: int
+    nbytes: int
+
+
+class Table(NamedTuple):
+    """Copies into an image: number of the memory, offset of the image in it, and rows and columns of a
+    ``FillTable``."""
+
+    memory: int
+    offset: int
+    rows: int
+    columns: bytes
+
+
+def pack_fill(pieces: Iterable[Piece], tables: Iterable[Table]) -> bytes:
+    """Return the body of a ``FILL``."""
+    packed = [_PIECE.pack(*piece) for piece in pieces]
+    parts = [_PIECES.pack(len(packed)), *packed]
+    for table in tables:
+        parts += [_TABLE.pack(*table[:3]), table.columns]
+    return b"".join(parts)
+
+
+def unpack_fill(body: bytes) -> tuple[list[Piece], list[Table]]:
+    """Return the pieces and tables in the body of a ``FILL``."""
+    (count,) = _PIECES.unpack_from(body)
+    at = _PIECES.size + count * _PIECE.size
+    pieces = [Piece(*piece) for piece in _PIECE.iter_unpack(body[_PIECES.size : at])]
+    tables: list[Table] = []
+    while at < len(body):
+        memory, offset, rows = _TABLE.unpack_from(body, at)
+        start = at + _TABLE.size
+        at = start + rows * _ROW_BYTES
+        tables.append(Table(memory, offset, rows, body[start:at]))
+    return pieces, tables
 
 
 class Channel:
