@@ -32,7 +32,7 @@ from sidestream._staging import AsyncStager, FillPart, FillPiece, FillTable, Sta
 from sidestream._worker.client import worker_for
 from sidestream._worker.copying import Copier, read_pieces
 from sidestream._worker.filling import LinkFiller
-from sidestream._worker.wire import Piece, Table, WorkerMessageKind, pack_fill, unpack_fill
+from sidestream._worker.wire import PackedPiece, PackedTable, WorkerMessageKind, pack_fill, unpack_fill
 from sidestream.errors import ClosedError, UnsupportedTensorError
 from sidestream.options import WriterProcess
 
@@ -226,12 +226,12 @@ def test_a_cancel_is_answered_while_others_are_copied(until: Until) -> None:
 
     copier = Copier(os.getpid(), answer)
     memory, source = mmap.mmap(-1, MIB), ctypes.create_string_buffer(b"x" * 4096, 4096)
-    body = pack_fill([Piece(1, ctypes.addressof(source), 0, 4096)], [])
+    body = pack_fill([(1, ctypes.addressof(source), 0, 4096)], [])
     others = range(1, len(copier._threads) + 1)
     for number in others:
         copier.fill(number, body, {1: memory})
     until(lambda: set(answers) == set(others))
-    copier.fill(0, pack_fill([Piece(1, ctypes.addressof(source), 8192, 4096)], []), {1: memory})
+    copier.fill(0, pack_fill([(1, ctypes.addressof(source), 8192, 4096)], []), {1: memory})
     assert copier.cancel(0)
     assert answers.pop(0) == WorkerMessageKind.UNFILLED
     assert not copier.cancel(0)
@@ -446,8 +446,8 @@ def test_pieces_of_a_process_are_read_in_few_calls() -> None:
 
 
 def test_a_request_has_pieces_and_tables() -> None:
-    pieces = [Piece(1, 2, 3, 4), Piece(5, 6, 7, 1 << 40)]
-    tables = [Table(1, 9, 2, bytes(range(32))), Table(3, 4, 0, b""), Table(5, 6, 1, bytes(16))]
+    pieces: list[PackedPiece] = [(1, 2, 3, 4), (5, 6, 7, 1 << 40)]
+    tables: list[PackedTable] = [(1, 9, 2, bytes(range(32))), (3, 4, 0, b""), (5, 6, 1, bytes(16))]
     for some in ((pieces, tables), (pieces, []), ([], tables), ([], [])):
         assert unpack_fill(pack_fill(*some)) == some
 

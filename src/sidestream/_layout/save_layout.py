@@ -37,6 +37,7 @@ from .._staging import (
     Copy,
     CopyTable,
     ImageLayout,
+    Places,
     PlanCache,
     columns_of,
     raw_start,
@@ -91,8 +92,9 @@ class _Window(NamedTuple):
         sources = yield from collected(map(tensors.__getitem__, self.sources), _EVERY)
         return ImageLayout(self.nbytes, Copies(self.columns, sources, table))
 
-    def table(self, addresses: Sequence[int]) -> CopyTable | None:
-        return table_of(self.columns, [addresses[source] for source in self.sources], self.nbytes)
+    def table(self, places: Places) -> CopyTable | None:
+        mine = (tuple([column[source] for source in self.sources]) for column in places)
+        return table_of(self.columns, Places(*mine), self.nbytes)
 
 
 @dataclass(slots=True)
@@ -112,9 +114,9 @@ class _Layout:
     def images(self, plans: PlanCache, tensors: Sequence[torch.Tensor]) -> Steps[list[ImageLayout]]:
         """Return the images of ``tensors``, which have the look for which ``plans`` has this layout."""
         if self.tables is None:
-            addresses = plans.addresses(self)
+            places = plans.places(self)
             none = (None,) * len(self.windows)
-            self.tables = none if addresses is None else tuple(window.table(addresses) for window in self.windows)
+            self.tables = none if places is None else tuple(window.table(places) for window in self.windows)
         images = (window.over(tensors, table) for window, table in zip(self.windows, self.tables, strict=True))
         return (yield from in_turn(images))
 

@@ -12,7 +12,7 @@ from .fill import Filler, FillPart, FillPiece, FillTable, table_of
 from .future import StagingFuture
 from .host import HostEngine, memory_behind, move, raw_start
 from .image import Columns, Copies, Copy, CopyTable, ImageLayout, StagedImage
-from .plans import PlanCache, fingerprint
+from .plans import Places, PlanCache, fingerprint
 from .small import columns_of
 from .snapshot import SnapshotReader
 from .stage import Staging, clean
@@ -42,6 +42,7 @@ __all__ = [
     "Form",
     "HostEngine",
     "ImageLayout",
+    "Places",
     "PlanCache",
     "Sharding",
     "SnapshotReader",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Sequence
-from operator import add, ge
+from operator import add
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -15,6 +14,7 @@ from ..errors import UnsupportedTensorError
 from .arena import Allocation, SharedMemory
 from .host import check_extent, raw_start
 from .image import Columns, Copies, Copy, CopyTable, ImageLayout
+from .plans import Places
 
 __all__ = [
     "BATCH_BYTES",
@@ -35,7 +35,7 @@ _WORTH_COPIES = 2000  # in a table, which takes no time for each piece: to copy 
 _MOST_BYTES = 1 << 32  # of an image with a table
 _EVERY = 256  # sources that are looked at in one step
 _STORAGE, _BYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
-_ADDRESS = torch.UntypedStorage.data_ptr
+_ADDRESS = torch.Tensor.data_ptr
 
 
 class FillPiece(NamedTuple):
@@ -69,16 +69,16 @@ class Filler(Protocol):
         ``DeadlineExceededError``."""
 
 
-def table_of(columns: Columns, addresses: Sequence[int], nbytes: int) -> CopyTable | None:
-    """Return the table for the copies of an image of ``nbytes`` whose sources lie at ``addresses``. None if this
+def table_of(columns: Columns, places: Places, nbytes: int) -> CopyTable | None:
+    """Return the table for the copies of an image of ``nbytes`` whose sources have these ``places``. None if this
     process copies them faster, or has to."""
     raw = None not in columns.starts and not any(columns.dtypes)
     worth = len(columns.sizes) >= _WORTH_COPIES and nbytes < _WORTH_BYTES * len(columns.sizes)
     if not (raw and worth and nbytes < _MOST_BYTES):
         return None
-    known = tuple(map(add, addresses, columns.skips))
-    packed = array("Q", known).tobytes() + array("I", columns.offsets).tobytes() + array("I", columns.sizes).tobytes()
-    return CopyTable(known, packed)
+    begins = array("Q", map(add, places.addresses, columns.skips))
+    packed = begins.tobytes() + array("I", columns.offsets).tobytes() + array("I", columns.sizes).tobytes()
+    return CopyTable(*places, packed)
 
 
 @sliced
@@ -117,14 +117,13 @@ def check_sources(layout: ImageLayout, pieces: Sequence[FillPart]) -> Steps[None
 
 
 def _check_table(copies: Copies, table: CopyTable) -> Steps[None]:
-    starts: Sequence[int] = copies.columns.starts  # type: ignore[assignment]  # no None where there is a table
     for first in range(0, len(copies), _EVERY):
         some = slice(first, first + _EVERY)
-        storages = list(map(_STORAGE, copies.sources[some]))
-        ends = list(map(add, starts[some], copies.columns.sizes[some]))
-        if not all(map(ge, map(_BYTES, storages), ends)):
-            deque(map(check_extent, storages, ends), maxlen=0)
-        if tuple(map(add, map(_ADDRESS, storages), starts[some])) != table.addresses[some]:
+        sources = copies.sources[some]
+        extents, addresses = map(_BYTES, map(_STORAGE, sources)), map(_ADDRESS, sources)
+        if tuple(extents) != table.extents[some] or tuple(addresses) != table.addresses[some]:
+            for copy in copies[some]:
+                _address(copy)  # raises if there is less memory than before
             raise _resized()
         yield
 

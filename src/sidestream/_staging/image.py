@@ -53,10 +53,11 @@ class Columns:
 
 
 class CopyTable(NamedTuple):
-    """Raw copies as another process needs them: the address of each source when the plan was chosen, and the same
-    addresses packed with the offsets in the image and the numbers of bytes (``table_of``)."""
+    """Raw copies as another process needs them: the address of each source and the bytes of its storage when the plan
+    was chosen, and the columns of the copies (``table_of``)."""
 
     addresses: tuple[int, ...]
+    extents: tuple[int, ...]
     packed: bytes
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from mmap import mmap
 
-from .wire import Table, WorkerMessageKind, unpack_fill
+from .wire import WorkerMessageKind, unpack_fill
 
 __all__ = ["Copier", "read_memory", "read_pieces"]
 
@@ -133,8 +133,8 @@ class Copier:
             for done in range(0, nbytes, _CHUNK_BYTES):
                 size = min(_CHUNK_BYTES, nbytes - done)
                 chunks.append(partial(read_memory, self._trainer, address + done, target + done, size))
-        for table in tables:
-            chunks += self._chunks_of(table, starts[table.memory] + table.offset)
+        for memory, offset, rows, columns in tables:
+            chunks += self._chunks_of(columns, rows, starts[memory] + offset)
         if not chunks:
             self._answer(WorkerMessageKind.FILLED, number, b"")
             return
@@ -142,12 +142,10 @@ class Copier:
         for chunk in chunks:
             self._chunks.put((job, chunk))
 
-    def _chunks_of(self, table: Table, image: int) -> Iterator[Callable[[], None]]:
-        """Yield the copies of ``table`` into the image at address ``image``, some MiB at a time."""
-        count = table.rows
-        addresses = array("Q", table.columns[: 8 * count])
-        offsets = array("I", table.columns[8 * count : 12 * count])
-        sizes = array("Q", array("I", table.columns[12 * count :]))
+    def _chunks_of(self, columns: bytes, count: int, image: int) -> Iterator[Callable[[], None]]:
+        """Yield the copies of a table with ``count`` rows into the image at address ``image``, some MiB at a time."""
+        addresses, offsets = array("Q", columns[: 8 * count]), array("I", columns[8 * count : 12 * count])
+        sizes = array("Q", array("I", columns[12 * count :]))
         targets = array("Q", [image + offset for offset in offsets])
         first = held = 0
         for index, size in enumerate(sizes, 1):

@@ -11,7 +11,7 @@ from .._runtime.threads import Deadline, Stop
 from .._staging import FillPart, FillPiece
 from ..errors import WriterProcessError
 from .link import ACKNOWLEDGE_S, WorkerLink
-from .wire import Piece, Table, WorkerMessage, WorkerMessageKind, pack_fill
+from .wire import WorkerMessage, WorkerMessageKind, pack_fill
 
 __all__ = ["LinkFiller"]
 
@@ -45,8 +45,8 @@ class _Fill:
 
     def run(self, pieces: Sequence[FillPart]) -> bool:
         packed = pack_fill(
-            (Piece(one.memory.number, *one[1:]) for one in pieces if isinstance(one, FillPiece)),
-            (Table(one.memory.number, *one[1:]) for one in pieces if not isinstance(one, FillPiece)),
+            ((one.memory.number, *one[1:]) for one in pieces if isinstance(one, FillPiece)),
+            ((one.memory.number, *one[1:]) for one in pieces if not isinstance(one, FillPiece)),
         )
         memories = {piece.memory.number: piece.memory for piece in pieces}
         number = self._link.request(self)  # first, because the thread of the link monitors registered requests

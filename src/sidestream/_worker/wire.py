@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
     "Channel",
     "Outbox",
-    "Piece",
-    "Table",
+    "PackedPiece",
+    "PackedTable",
     "Unsendable",
     "WorkerMessage",
     "WorkerMessageKind",
@@ -33,6 +33,12 @@ __all__ = [
     "unpack",
     "unpack_fill",
 ]
+
+PackedPiece: TypeAlias = tuple[int, int, int, int]
+"""A copy: number of the memory, address in the trainer, offset in the memory, and bytes."""
+PackedTable: TypeAlias = tuple[int, int, int, bytes]
+"""Copies into an image: number of the memory, offset of the image in it, and the rows and columns of a
+``FillTable``."""
 
 _PIECES = struct.Struct("<I")
 _PIECE = struct.Struct("<QQQQ")
@@ -78,45 +84,26 @@ class WorkerMessage(NamedTuple):
     descriptor: int | None = None
 
 
-class Piece(NamedTuple):
-    """A copy: number of the memory, address in the trainer, offset in the memory, and bytes."""
-
-    memory: int
-    address: int
-    offset: int
-    nbytes: int
-
-
-class Table(NamedTuple):
-    """Copies into an image: number of the memory, offset of the image in it, and rows and columns of a
-    ``FillTable``."""
-
-    memory: int
-    offset: int
-    rows: int
-    columns: bytes
-
-
-def pack_fill(pieces: Iterable[Piece], tables: Iterable[Table]) -> bytes:
+def pack_fill(pieces: Iterable[PackedPiece], tables: Iterable[PackedTable]) -> bytes:
     """Return the body of a ``FILL``."""
     packed = [_PIECE.pack(*piece) for piece in pieces]
     parts = [_PIECES.pack(len(packed)), *packed]
     for table in tables:
-        parts += [_TABLE.pack(*table[:3]), table.columns]
+        parts += [_TABLE.pack(*table[:3]), table[3]]
     return b"".join(parts)
 
 
-def unpack_fill(body: bytes) -> tuple[list[Piece], list[Table]]:
+def unpack_fill(body: bytes) -> tuple[list[PackedPiece], list[PackedTable]]:
     """Return the pieces and tables in the body of a ``FILL``."""
     (count,) = _PIECES.unpack_from(body)
     at = _PIECES.size + count * _PIECE.size
-    pieces = [Piece(*piece) for piece in _PIECE.iter_unpack(body[_PIECES.size : at])]
-    tables: list[Table] = []
+    pieces: list[PackedPiece] = list(_PIECE.iter_unpack(body[_PIECES.size : at]))
+    tables: list[PackedTable] = []
     while at < len(body):
         memory, offset, rows = _TABLE.unpack_from(body, at)
         start = at + _TABLE.size
         at = start + rows * _ROW_BYTES
-        tables.append(Table(memory, offset, rows, body[start:at]))
+        tables.append((memory, offset, rows, body[start:at]))
     return pieces, tables
 
 
