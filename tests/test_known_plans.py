@@ -159,7 +159,7 @@ def test_other_names_of_files_have_a_template_of_their_own() -> None:
     texts = []
     for save_id in ("one", "two", "one"):
         described = run_sliced(plan.describe(sums, {name: f"{name}-{save_id}" for name in plan.files}))
-        texts.append((described.lines, described.places))
+        texts.append((b"".join(described.lines), b"".join(described.places)))
     assert texts[0] == texts[2] != texts[1]
     assert [part.replace(b"-one", b"-two") for part in texts[0]] == list(texts[1])
 

@@ -105,6 +105,24 @@ def test_a_storage_that_has_grown_or_moved_is_found() -> None:
     assert planned(cache, [tensor], "third") == "third"
 
 
+@pytest.mark.parametrize(
+    ("tensors", "numbered"),
+    [
+        ([WHOLE, over(64, 64)], False),
+        ([WHOLE, WHOLE.view(64)], True),
+        ([WHOLE, over(0, 64)], True),
+        ([WHOLE[:8], over(8, 8), over(64, 9)], False),
+        ([WHOLE, torch.zeros(0), over(64, 9)], True),
+    ],
+    ids=["apart", "tied", "two at one address", "next to each other", "empty"],
+)
+def test_storages_are_numbered_where_two_may_be_one(tensors: list[torch.Tensor], numbered: bool) -> None:
+    look = run_sliced(plans._Look.at(tensors))
+    assert look is not None
+    assert look.numbered == numbered
+    assert run_sliced(look.matches(tensors))
+
+
 @pytest.mark.usefixtures("compared")
 def test_the_last_few_plans_are_known_and_no_tensor_is_kept() -> None:
     tensors, cache = [torch.zeros(number + 1) for number in range(5)], PlanCache()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,11 +28,11 @@ from sidestream._runtime.threads import (
     run_sliced,
     time_limit,
 )
-from sidestream._staging import AsyncStager, FillPiece, Staging, capture
+from sidestream._staging import AsyncStager, FillPart, FillPiece, FillTable, Staging, capture
 from sidestream._worker.client import worker_for
-from sidestream._worker.copying import Copier
+from sidestream._worker.copying import Copier, read_pieces
 from sidestream._worker.filling import LinkFiller
-from sidestream._worker.wire import PIECE, WorkerMessageKind
+from sidestream._worker.wire import PackedPiece, PackedTable, WorkerMessageKind, pack_fill, unpack_fill
 from sidestream.errors import ClosedError, UnsupportedTensorError
 from sidestream.options import WriterProcess
 
@@ -66,7 +67,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
     answers: list[bool | None] = []
     fill = LinkFiller.fill
 
-    def noted(self: LinkFiller, pieces: Sequence[FillPiece], *, deadline: Deadline, stop: Stop) -> bool:
+    def noted(self: LinkFiller, pieces: Sequence[FillPart], *, deadline: Deadline, stop: Stop) -> bool:
         number = len(answers)
         answers.append(None)
         answers[number] = fill(self, pieces, deadline=deadline, stop=stop)
@@ -225,12 +226,12 @@ def test_a_cancel_is_answered_while_others_are_copied(until: Until) -> None:
 
     copier = Copier(os.getpid(), answer)
     memory, source = mmap.mmap(-1, MIB), ctypes.create_string_buffer(b"x" * 4096, 4096)
-    body = PIECE.pack(1, ctypes.addressof(source), 0, 4096)
+    body = pack_fill([(1, ctypes.addressof(source), 0, 4096)], [])
     others = range(1, len(copier._threads) + 1)
     for number in others:
         copier.fill(number, body, {1: memory})
     until(lambda: set(answers) == set(others))
-    copier.fill(0, PIECE.pack(1, ctypes.addressof(source), 8192, 4096), {1: memory})
+    copier.fill(0, pack_fill([(1, ctypes.addressof(source), 8192, 4096)], []), {1: memory})
     assert copier.cancel(0)
     assert answers.pop(0) == WorkerMessageKind.UNFILLED
     assert not copier.cancel(0)
@@ -267,6 +268,15 @@ def test_a_system_without_the_call() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def of_table(table: FillTable) -> list[FillPiece]:
+    """The pieces of a table, one by one."""
+    columns = [table.packed[: 8 * table.rows], table.packed[8 * table.rows : 12 * table.rows]]
+    addresses, offsets = array("Q", columns[0]), array("I", columns[1])
+    sizes = array("I", table.packed[12 * table.rows :])
+    rows = zip(addresses, offsets, sizes, strict=True)
+    return [FillPiece(table.memory, address, table.offset + offset, size) for address, offset, size in rows]
+
+
 class Moving:
     """A filler of this process: copies, and does what it is told before it answers."""
 
@@ -275,10 +285,11 @@ class Moving:
         self.pieces: list[FillPiece] = []
         self.threads: set[str] = set()
 
-    def fill(self, pieces: Sequence[FillPiece], *, deadline: Deadline, stop: Stop) -> bool:
+    def fill(self, pieces: Sequence[FillPart], *, deadline: Deadline, stop: Stop) -> bool:
         self.threads.add(threading.current_thread().name)
-        self.pieces += pieces
-        for piece in pieces:
+        for one in pieces:
+            self.pieces += [one] if isinstance(one, FillPiece) else of_table(one)
+        for piece in self.pieces:
             target = ctypes.addressof(ctypes.c_char.from_buffer(piece.memory, piece.offset))  # type: ignore[call-overload]
             ctypes.memmove(target, piece.address, piece.nbytes)
         return self.answer()
@@ -338,6 +349,107 @@ async def test_small_tensors_are_not_worth_the_asking() -> None:
         await staging.copied
         assert filler.pieces == []
         staging.release()
+
+
+def many(value: float) -> dict[str, torch.Tensor]:
+    base = torch.arange(9000.0) + value
+    state = {f"part{number}": base[number : number + 3] for number in range(0, 9000, 6)}
+    state |= {f"t{number}": torch.full((number % 300 + 1,), value + number) for number in range(3000)}
+    return state | {"larger": torch.arange(100_000.0) + value, "whole": base, "tied": base}
+
+
+async def test_many_small_tensors_are_handed_over_in_one_table(tmp_path: Path, asked: list[bool | None]) -> None:
+    await up()
+    state = many(0.5)
+    async with AsyncStager(backing="shared") as stager:
+        for number in range(3):  # by a new plan, by the same plan, and with other numbers in the same tensors
+            if number == 2:
+                for tensor in state.values():
+                    tensor.add_(1.0)
+            wanted = {name: tensor.clone() for name, tensor in state.items()}
+            await sidestream.save(
+                state, tmp_path / f"{number}", stager=stager, options=sidestream.SaveOptions(writer="process")
+            )
+            assert_same(wanted, await back(tmp_path / f"{number}"))
+        assert asked == [True] * 3
+        await sidestream.save(
+            many(7.0), tmp_path / "other", stager=stager, options=sidestream.SaveOptions(writer="process")
+        )
+        assert asked == [True] * 4
+        assert stager.plans.made == 2
+    assert_same(many(7.0), await back(tmp_path / "other"))
+    assert (await sidestream.verify(tmp_path / "other")).ok
+
+
+async def test_tables_beside_pieces_and_what_the_trainer_copies(tmp_path: Path, asked: list[bool | None]) -> None:
+    """Each window is of one kind, and one request has several of them."""
+    await up()
+    small = {f"t{number}": torch.full((200,), float(number)) for number in range(2500)}
+    state = {"large": torch.arange(9.0 * MIB), **small, "strided": torch.arange(12.0 * MIB).view(2, -1).t()}
+    async with AsyncStager(budget_bytes=96 * MIB, backing="shared") as stager:
+        for name in ("first", "second"):
+            await sidestream.save(
+                state, tmp_path / name, stager=stager, options=sidestream.SaveOptions(writer="process")
+            )
+            assert_same(state, await back(tmp_path / name))
+    assert set(asked) == {True}
+
+
+@pytest.mark.parametrize(("nbytes", "problem"), [(0, "freed or shrunk"), (64, "freed or shrunk"), (1 << 20, "resized")])
+async def test_a_small_source_that_moves_meanwhile_is_an_error(nbytes: int, problem: str) -> None:
+    moved = torch.ones(100)
+    state: dict[str, object] = {**many(1.0), "moved": moved}
+
+    def move() -> bool:
+        moved.untyped_storage().resize_(nbytes)
+        return True
+
+    async with AsyncStager(backing="shared") as stager:
+        for answer in (lambda: True, move):  # the second time by a plan that is known
+            filler = Moving(answer)
+            staging = launched(stager, state, filler)
+            if answer is move:
+                with pytest.raises(UnsupportedTensorError, match=problem):
+                    await staging.copied
+            else:
+                await staging.copied
+            assert len(filler.pieces) > 2000
+            staging.release()
+        assert stager.plans.made == 1
+        assert stager.statistics().leased_bytes == 0
+
+
+async def test_a_table_that_cannot_be_read_is_copied_here() -> None:
+    state: dict[str, object] = dict(many(3.0))
+    async with AsyncStager(backing="shared") as stager:
+        staging = launched(stager, state, Moving(lambda: False))
+        await staging.copied
+        content = b"".join(bytes(image.lease().view) for image in staging.images)
+        assert many(3.0)["t299"].numpy().tobytes() in content
+        staging.release()
+
+
+def test_pieces_of_a_process_are_read_in_few_calls() -> None:
+    sources = [os.urandom(size) for size in [1, 4000, 7, 300_000, 200_000, *range(1, 1500)]]
+    sizes = array("Q", map(len, sources))
+    kept = [ctypes.create_string_buffer(source, len(source)) for source in sources]
+    target = ctypes.create_string_buffer(sum(sizes))
+    starts = array("Q", [ctypes.addressof(target) + sum(sizes[:number]) for number in range(len(sizes))])
+    addresses = array("Q", map(ctypes.addressof, kept))
+    read_pieces(os.getpid(), addresses, starts, sizes)
+    assert target.raw == b"".join(sources)
+    for wrong in (0, 900, len(sizes) - 1):
+        bad = addresses[:wrong] + array("Q", [16]) + addresses[wrong + 1 :]
+        with pytest.raises(OSError, match="Bad address"):
+            read_pieces(os.getpid(), bad, starts, sizes)
+    read_pieces(os.getpid(), array("Q"), array("Q"), array("Q"))
+
+
+def test_a_request_has_pieces_and_tables() -> None:
+    pieces: list[PackedPiece] = [(1, 2, 3, 4), (5, 6, 7, 1 << 40)]
+    tables: list[PackedTable] = [(1, 9, 2, bytes(range(32))), (3, 4, 0, b""), (5, 6, 1, bytes(16))]
+    for some in ((pieces, tables), (pieces, []), ([], tables), ([], [])):
+        assert unpack_fill(pack_fill(*some)) == some
 
 
 async def test_a_stage_that_skips_does_not_skip_once_it_has_begun(tmp_path: Path, asked: list[bool | None]) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 
-from .._runtime.steps import Steps, collected
+from .._runtime.steps import Steps, chunked, collected
 from .checksum import block_count, pack_crcs, unpack_crcs
 from .digest import DIGEST_BYTES
 from .frame import Frame
@@ -87,11 +87,22 @@ def unpack_sums(layout: ShardLayout, crcs: bytes, digests: bytes, into: BlockSum
 
 
 def _distribute(layout: ShardLayout, packed: bytes, each_bytes: int, into: list[bytes]) -> Steps[None]:
-    ends: list[int] | None = layout.derived.get("block_ends")
-    if ends is None:
+    """Cut ``packed``, which has ``each_bytes`` for each block, into the bytes of each item."""
+    cuts: list[struct.Struct] | None = layout.derived.get(f"cuts of {each_bytes}")
+    if cuts is None:
         counts = (block_count(item.frame.payload_bytes) for item in layout.items)
-        ends = layout.derived["block_ends"] = yield from collected(accumulate(counts, initial=0), _MANY)
-    if ends[-1] * each_bytes != len(packed):
-        raise ValueError(f"{len(packed)} bytes of checksums were received, this shard has {ends[-1] * each_bytes}")
-    slices = (packed[start * each_bytes : end * each_bytes] for start, end in pairwise(ends))
-    into[:] = yield from collected(slices, _MANY)
+        cuts = []
+        for some in chunked(counts, _MANY):
+            cuts.append(struct.Struct("<" + "".join([f"{each_bytes * count}s" for count in some])))
+            yield
+        layout.derived[f"cuts of {each_bytes}"] = cuts
+    total = sum(cut.size for cut in cuts)
+    if total != len(packed):
+        raise ValueError(f"{len(packed)} bytes of checksums were received, this shard has {total}")
+    found: list[bytes] = []
+    at = 0
+    for cut in cuts:
+        found += cut.unpack_from(packed, at)
+        at += cut.size
+        yield
+    into[:] = found

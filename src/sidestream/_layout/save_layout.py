@@ -29,7 +29,20 @@ from .._format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
 from .._format.values import pickle_node
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_key, view_key
-from .._staging import Captured, Columns, Composite, Copies, Copy, ImageLayout, PlanCache, columns_of, raw_start
+from .._staging import (
+    Captured,
+    Columns,
+    Composite,
+    Copies,
+    Copy,
+    CopyTable,
+    ImageLayout,
+    Places,
+    PlanCache,
+    columns_of,
+    raw_start,
+    table_of,
+)
 from ..errors import UnsupportedTensorError
 from .composites.entry import composite_entry
 from .flatten import CompositeLeaf, Leaf, LeafKind, leaves_of
@@ -75,9 +88,13 @@ class _Window(NamedTuple):
     sources: tuple[int, ...]
     columns: Columns
 
-    def over(self, tensors: Sequence[torch.Tensor]) -> Steps[ImageLayout]:
+    def over(self, tensors: Sequence[torch.Tensor], table: CopyTable | None) -> Steps[ImageLayout]:
         sources = yield from collected(map(tensors.__getitem__, self.sources), _EVERY)
-        return ImageLayout(self.nbytes, Copies(self.columns, sources))
+        return ImageLayout(self.nbytes, Copies(self.columns, sources, table))
+
+    def table(self, places: Places) -> CopyTable | None:
+        mine = (tuple([column[source] for source in self.sources]) for column in places)
+        return table_of(self.columns, Places(*mine), self.nbytes)
 
 
 @dataclass(slots=True)
@@ -91,6 +108,17 @@ class _Layout:
     windows: tuple[_Window, ...]
     tensors: _Tensors
     newest: tuple[tuple[Any, ...], _Description] | None = None
+    tables: tuple[CopyTable | None, ...] | None = None
+    """For each window the table of its copies, once the layout is cached."""
+
+    def images(self, plans: PlanCache, tensors: Sequence[torch.Tensor]) -> Steps[list[ImageLayout]]:
+        """Return the images of ``tensors``, which have the look for which ``plans`` has this layout."""
+        if self.tables is None:
+            places = plans.places(self)
+            none = (None,) * len(self.windows)
+            self.tables = none if places is None else tuple(window.table(places) for window in self.windows)
+        images = (window.over(tensors, table) for window, table in zip(self.windows, self.tables, strict=True))
+        return (yield from in_turn(images))
 
     def describe(self, outline: tuple[Any, ...], leaves: Callable[[], Steps[Sequence[Leaf]]]) -> Steps[_Description]:
         """Describe a state dict with these tensors. Raises ``UnsafeObjectError`` and ``KeyCollisionError``."""
@@ -256,7 +284,7 @@ def plan_save(
             else:
                 entries[fqn] = _place_value(fqn, path, value, content)
             yield
-    images = yield from in_turn(window.over(tensors) for window in layout.windows)
+    images = yield from layout.images(plans, tensors)
     return SavePlan(description, tuple(images), bytes(content), entries)
 
 

@@ -11,11 +11,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from .._runtime.tasks import run_shielded
-from .._runtime.threads import io_threads, time_limit
+from .._runtime.threads import time_limit
 from .._storage import Outcome
 from ..errors import SaveAbortedError, StorageNotSharedError
 from .order import SaveOrder
@@ -164,9 +165,7 @@ class Solo:
         return staged
 
     async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
-        order = self._order
-        files = await io_threads().run(layout.files, [receipt])
-        await order.transaction.commit(files)
+        await self._order.transaction.commit(partial(layout.files, [receipt]))
         return Committed(receipt.nbytes)
 
     async def fail(self, error: BaseException) -> Committed:

@@ -8,11 +8,11 @@ from .captured import Captured, capture
 from .composite import Composite, Form, Sharding, consists_of_others, dismantle, settled
 from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, Driver, TorchDriver
-from .fill import Filler, FillPiece
+from .fill import Filler, FillPart, FillPiece, FillTable, table_of
 from .future import StagingFuture
 from .host import HostEngine, memory_behind, move, raw_start
-from .image import Columns, Copies, Copy, ImageLayout, StagedImage
-from .plans import PlanCache, fingerprint
+from .image import Columns, Copies, Copy, CopyTable, ImageLayout, StagedImage
+from .plans import Places, PlanCache, fingerprint
 from .small import columns_of
 from .snapshot import SnapshotReader
 from .stage import Staging, clean
@@ -31,14 +31,18 @@ __all__ = [
     "Composite",
     "Copies",
     "Copy",
+    "CopyTable",
     "CudaDriver",
     "DeviceEngine",
     "Driver",
+    "FillPart",
     "FillPiece",
+    "FillTable",
     "Filler",
     "Form",
     "HostEngine",
     "ImageLayout",
+    "Places",
     "PlanCache",
     "Sharding",
     "SnapshotReader",
@@ -61,4 +65,5 @@ __all__ = [
     "raw_start",
     "set_cache_bytes",
     "settled",
+    "table_of",
 ]

@@ -14,7 +14,7 @@ from .._runtime.threads import Deadline, Stop
 from ..errors import ArenaExhaustedError, ClosedError, SidestreamError, SnapshotLostError
 from .arena import Allocation
 
-__all__ = ["Columns", "Copies", "Copy", "ImageLayout", "StagedImage"]
+__all__ = ["Columns", "Copies", "Copy", "CopyTable", "ImageLayout", "StagedImage"]
 
 
 class Copy(NamedTuple):
@@ -52,14 +52,24 @@ class Columns:
         return self.offsets, self.sizes, self.starts, self.skips, self.dtypes
 
 
+class CopyTable(NamedTuple):
+    """Raw copies as another process needs them: the address of each source and the bytes of its storage when the plan
+    was chosen, and the columns of the copies (``table_of``)."""
+
+    addresses: tuple[int, ...]
+    extents: tuple[int, ...]
+    packed: bytes
+
+
 class Copies(Sequence[Copy]):
-    """A sequence of copies that is stored as columns and sources."""
+    """A sequence of copies that is stored as columns and sources. With a ``table``, another process can make them."""
 
-    __slots__ = ("columns", "sources")
+    __slots__ = ("columns", "sources", "table")
 
-    def __init__(self, columns: Columns, sources: Sequence[torch.Tensor]) -> None:
+    def __init__(self, columns: Columns, sources: Sequence[torch.Tensor], table: CopyTable | None = None) -> None:
         self.columns = columns
         self.sources = sources
+        self.table = table
 
     def __len__(self) -> int:
         return len(self.sources)

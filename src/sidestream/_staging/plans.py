@@ -5,22 +5,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from .._runtime.steps import Steps
 from .._runtime.torch_probes import guard_of, lazy_bits
 
-__all__ = ["PlanCache", "fingerprint"]
+__all__ = ["Places", "PlanCache", "fingerprint"]
 
 T = TypeVar("T")
 _KEPT = 4
 _SOME = 256  # tensors: so few that they stay in the processor's cache from one column to the next
 _STORAGE, _ADDRESS = torch.Tensor.untyped_storage, torch.Tensor.data_ptr
 _OFFSET: Callable[[torch.Tensor], Any] = torch.Tensor.storage_offset
-_BYTES, _KEY = torch.UntypedStorage.nbytes, attrgetter("_cdata")
+_BYTES, _BEGIN, _KEY = torch.UntypedStorage.nbytes, torch.UntypedStorage.data_ptr, attrgetter("_cdata")
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> Steps[tuple[Hashable, ...]]:
@@ -45,6 +46,13 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> Steps[tuple[Hashable, ...]]:
     return tuple(seen)
 
 
+class Places(NamedTuple):
+    """For each tensor its address, and the bytes of its storage."""
+
+    addresses: tuple[int, ...]
+    extents: tuple[int, ...]
+
+
 @dataclass(slots=True, eq=False)
 class _Look:
     """The contents of a ``fingerprint`` in a form that takes 0.5 us per tensor to compare. Refers to no tensor.
@@ -56,11 +64,14 @@ class _Look:
     guards: list[Callable[[Sequence[torch.Tensor]], bool]] = field(default_factory=list)
     columns: list[tuple[list[int], ...]] = field(default_factory=list)
     count: int = 0
+    numbered: bool = True
+    """Whether storages are numbered. They need not be if each tensor has elements and a storage that begins where no
+    other one does: no two tensors at the same addresses can then share a storage."""
 
     @classmethod
     def at(cls, tensors: Sequence[torch.Tensor]) -> Steps[_Look | None]:
         """Return the look of ``tensors``. None if they cannot be compared in this way."""
-        look, storages = cls(count=len(tensors)), dict[int, int]()
+        look, storages, begins = cls(count=len(tensors)), dict[int, int](), set[int]()
         for start in range(0, len(tensors), _SOME):
             some = tensors[start : start + _SOME]
             if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in some):
@@ -70,14 +81,22 @@ class _Look:
                 return None
             look.guards.append(guard)
             look.columns.append(_columns(some, start, storages))
+            begins.update(map(_BEGIN, map(_STORAGE, some)))
             yield
+        if len(begins) == len(tensors) and all(0 not in addresses for addresses, *_ in look.columns):
+            look.numbered, look.columns = False, [(*columns, []) for *columns, _ in look.columns]
         return look
+
+    @property
+    def places(self) -> Places:
+        addresses, _, extents, _ = zip(*self.columns, strict=True) if self.columns else ((),) * 4
+        return Places(tuple(chain.from_iterable(addresses)), tuple(chain.from_iterable(extents)))
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> Steps[bool]:
         """Return whether ``tensors`` have the same look as those of ``at``."""
         if len(tensors) != self.count:
             return False
-        storages: dict[int, int] = {}
+        storages: dict[int, int] | None = {} if self.numbered else None
         for number, (guard, columns) in enumerate(zip(self.guards, self.columns, strict=True)):
             start = number * _SOME
             some = tensors[start : start + _SOME]
@@ -87,12 +106,15 @@ class _Look:
         return True
 
 
-def _columns(tensors: Sequence[torch.Tensor], start: int, storages: dict[int, int]) -> tuple[list[int], ...]:
+def _columns(tensors: Sequence[torch.Tensor], start: int, storages: dict[int, int] | None) -> tuple[list[int], ...]:
     """Return four columns for ``tensors``: address, offset in the storage, bytes of the storage, and the number of the
-    first tensor with this storage. ``start`` is the number of the first one of ``tensors``."""
+    first tensor with this storage. ``start`` is the number of the first one of ``tensors``. Without ``storages``, the
+    last column is empty."""
     held = list(map(_STORAGE, tensors))
-    firsts = map(storages.setdefault, map(_KEY, held), range(start, start + len(held)))
-    return list(map(_ADDRESS, tensors)), list(map(_OFFSET, tensors)), list(map(_BYTES, held)), list(firsts)
+    firsts: list[int] = []
+    if storages is not None:
+        firsts += map(storages.setdefault, map(_KEY, held), range(start, start + len(held)))
+    return list(map(_ADDRESS, tensors)), list(map(_OFFSET, tensors)), list(map(_BYTES, held)), firsts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +155,14 @@ class PlanCache:
             return (yield from self.get((key, (yield from fingerprint(tensors))), make))
         made = yield from make()
         return self._added(_Kept(key, look, made))
+
+    def places(self, plan: object) -> Places | None:
+        """Return the places of the tensors for which ``get_for`` returns ``plan``. None if ``plan`` is not cached, or
+        its tensors were compared in another way."""
+        for kept in list(self._kept):
+            if kept.plan is plan and kept.look is not None:
+                return kept.look.places
+        return None
 
     def _used(self, kept: _Kept[T]) -> T:
         with self._lock:

@@ -42,7 +42,7 @@ from .device import DeviceEngine, StageMode, failing
 from .drain import Drain
 from .driver import Driver, driver_for
 from .fence import Forecast, guard, hold_back
-from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, FillPiece, check_sources, pieces_of
+from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, FillPart, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
 from .idle import Idle
@@ -687,13 +687,13 @@ class AsyncStager:
 
         self._device.lease_scratch(staging.device, lease)
 
-    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image]) -> list[list[FillPiece]]:
+    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image]) -> list[list[FillPart]]:
         """Lease memory for the next images and move them from ``left`` to ``batch``. Returns the pieces for the filler,
         one list for each image that it fills.
 
         Without a filler this is one image. With a filler it is as many as fill a request, as far as there is memory
         without waiting."""
-        pieces: list[list[FillPiece]] = []
+        pieces: list[list[FillPart]] = []
         room = BATCH_BYTES if staging.images[0].whole else FIRST_BATCH_BYTES
         while left and (not batch or (pieces and room >= left[0][0].nbytes)):
             layout, image = left[0]
@@ -712,7 +712,7 @@ class AsyncStager:
             pieces.append(found)
         return pieces
 
-    def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: list[list[FillPiece]]) -> None:
+    def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: list[list[FillPart]]) -> None:
         """Let the filler fill the images of ``pieces``, and remove them from ``batch``. If it fails, do without it for
         the rest of the stage: this process then fills what is left in ``batch``."""
         assert staging.filler is not None

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.marks import is_stuck
 from .._runtime.tasks import run_shielded
-from .._runtime.threads import Deadline, Stop, Threads, time_limit
+from .._runtime.threads import Deadline, Stop, Threads, io_threads, time_limit
 from ..errors import (
     CheckpointExistsError,
     ClosedError,
@@ -34,7 +34,22 @@ from ..options import Durability, Outcome, Storage
 from .bodies import Body, BytesBody, PiecesBody
 from .names import attempt_name
 
-__all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "StoreAddress", "Transaction", "marker_in"]
+__all__ = [
+    "WRITE_THREADS",
+    "Attempt",
+    "CommitFiles",
+    "Kind",
+    "MakeFiles",
+    "Outcome",
+    "StoreAddress",
+    "Transaction",
+    "bodies_of",
+    "marker_in",
+]
+
+CommitFiles: TypeAlias = Mapping[str, Sequence[bytes]]
+"""The files that a commit adds, each as a sequence of pieces. Readers look for the last one."""
+MakeFiles: TypeAlias = Callable[[], CommitFiles]
 
 Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "joined_files", "file", "part"]
 """What a transaction makes visible.
@@ -140,11 +155,15 @@ class Transaction(ABC):
         """Write a small file. With ``durability="fsync"``, its content is durable when this returns, and its name after
         the commit. Raises ``CheckpointExistsError`` if it exists."""
 
-    async def put_all(self, others: Sequence[tuple[str, Body]], last: tuple[str, Body]) -> None:
-        """``put`` each of ``others`` in turn, then ``put_last``."""
-        for name, body in others:
+    async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
+        """``put`` all files but the last in turn, then ``put_last``, and return the files."""
+        made = await io_threads().run(_files, files) if callable(files) else files
+        bodies = bodies_of(made)
+        for name, body in bodies[:-1]:
             await self.put(name, body)
-        await self.put_last(*last)
+        if bodies:
+            await self.put_last(*bodies[-1])
+        return made
 
     @abstractmethod
     async def put_last(self, name: str, body: Body) -> None:
@@ -222,8 +241,9 @@ class Transaction(ABC):
             self._discarded = True
         return True
 
-    async def commit(self, files: Mapping[str, Sequence[bytes]]) -> None:
-        """Write ``files``, each given as a sequence of pieces, and make the attempt visible.
+    async def commit(self, files: CommitFiles | MakeFiles) -> None:
+        """Write ``files``, each given as a sequence of pieces, and make the attempt visible. A function that returns
+        the files is called in a worker thread.
 
         Readers look for the last of the files. Its last bytes are different in every save, so reading them back shows
         whether this commit took place. Without ``files``, the commit cannot be read back. Such a commit is not
@@ -239,11 +259,11 @@ class Transaction(ABC):
             NotDurableError: ``outcome`` is ``"committed"``, but a sync failed or timed out.
             OutcomeUnknownError: the read-back failed too, so ``outcome`` is ``"unknown"``. Nothing was deleted.
         """
-        if not files:
+        made = await self.put_all(files) if files else {}
+        if not made:
             await run_shielded(self._send_without_id)
             return
-        *others, (name, last) = files.items()
-        await self.put_all([(other, _body(pieces)) for other, pieces in others], (name, _body(last)))
+        *_, (name, last) = made.items()
         await self._send(f"{self.attempt.target}/{name}", _tail_of(last))
 
     async def _send_without_id(self) -> None:
@@ -377,6 +397,15 @@ class _Ends(Protocol):
 async def marker_in(files: _Ends, name: str) -> Marker | None:
     """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``."""
     return find_marker(await files.tail(name, TAIL_BYTES))
+
+
+def _files(make: MakeFiles) -> CommitFiles:
+    return make()
+
+
+def bodies_of(files: CommitFiles) -> list[tuple[str, Body]]:
+    """Return the name and the content of each file."""
+    return [(name, _body(pieces)) for name, pieces in files.items()]
 
 
 def _body(pieces: Sequence[bytes]) -> Body:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 
 from .._runtime.threads import Deadline, Stop
-from .._staging import FillPiece
+from .._staging import FillPart, FillPiece
 from ..errors import WriterProcessError
 from .link import ACKNOWLEDGE_S, WorkerLink
-from .wire import PIECE, WorkerMessage, WorkerMessageKind
+from .wire import WorkerMessage, WorkerMessageKind, pack_fill
 
 __all__ = ["LinkFiller"]
 
@@ -22,7 +22,7 @@ class LinkFiller:
     def __init__(self, link: WorkerLink) -> None:
         self._link = link
 
-    def fill(self, pieces: Sequence[FillPiece], *, deadline: Deadline, stop: Stop) -> bool:
+    def fill(self, pieces: Sequence[FillPart], *, deadline: Deadline, stop: Stop) -> bool:
         """Copy ``pieces`` as ``Filler.fill`` requires. A process that does not stop using the memory is killed."""
         try:
             return _Fill(self._link, deadline, stop).run(pieces)
@@ -43,8 +43,11 @@ class _Fill:
         self._sending = False
         self._late_since: float | None = None
 
-    def run(self, pieces: Sequence[FillPiece]) -> bool:
-        packed = b"".join(PIECE.pack(piece.memory.number, *piece[1:]) for piece in pieces)
+    def run(self, pieces: Sequence[FillPart]) -> bool:
+        packed = pack_fill(
+            ((one.memory.number, *one[1:]) for one in pieces if isinstance(one, FillPiece)),
+            ((one.memory.number, *one[1:]) for one in pieces if not isinstance(one, FillPiece)),
+        )
         memories = {piece.memory.number: piece.memory for piece in pieces}
         number = self._link.request(self)  # first, because the thread of the link monitors registered requests
         sent = False

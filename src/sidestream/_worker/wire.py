@@ -18,11 +18,32 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["PIECE", "Channel", "Outbox", "Unsendable", "WorkerMessage", "WorkerMessageKind", "pack", "unpack"]
+__all__ = [
+    "Channel",
+    "Outbox",
+    "PackedPiece",
+    "PackedTable",
+    "Unsendable",
+    "WorkerMessage",
+    "WorkerMessageKind",
+    "pack",
+    "pack_fill",
+    "unpack",
+    "unpack_fill",
+]
 
-PIECE = struct.Struct("<QQQQ")  # of FILL: number of the memory, address in the trainer, offset in the memory, bytes
+PackedPiece: TypeAlias = tuple[int, int, int, int]
+"""A copy: number of the memory, address in the trainer, offset in the memory, and bytes."""
+PackedTable: TypeAlias = tuple[int, int, int, bytes]
+"""Copies into an image: number of the memory, offset of the image in it, and the rows and columns of a
+``FillTable``."""
+
+_PIECES = struct.Struct("<I")
+_PIECE = struct.Struct("<QQQQ")
+_TABLE = struct.Struct("<QQI")
+_ROW_BYTES = 16
 _HEAD = struct.Struct("<BQQ")  # kind, number, bytes of the body
 _READ_BYTES = 256 << 10
 _DESCRIPTORS = 16  # at most, in one read
@@ -61,6 +82,29 @@ class WorkerMessage(NamedTuple):
     number: int
     body: bytes
     descriptor: int | None = None
+
+
+def pack_fill(pieces: Iterable[PackedPiece], tables: Iterable[PackedTable]) -> bytes:
+    """Return the body of a ``FILL``."""
+    packed = [_PIECE.pack(*piece) for piece in pieces]
+    parts = [_PIECES.pack(len(packed)), *packed]
+    for table in tables:
+        parts += [_TABLE.pack(*table[:3]), table[3]]
+    return b"".join(parts)
+
+
+def unpack_fill(body: bytes) -> tuple[list[PackedPiece], list[PackedTable]]:
+    """Return the pieces and tables in the body of a ``FILL``."""
+    (count,) = _PIECES.unpack_from(body)
+    at = _PIECES.size + count * _PIECE.size
+    pieces: list[PackedPiece] = list(_PIECE.iter_unpack(body[_PIECES.size : at]))
+    tables: list[PackedTable] = []
+    while at < len(body):
+        memory, offset, rows = _TABLE.unpack_from(body, at)
+        start = at + _TABLE.size
+        at = start + rows * _ROW_BYTES
+        tables.append((memory, offset, rows, body[start:at]))
+    return pieces, tables
 
 
 class Channel:

@@ -134,6 +134,7 @@ class Request:
         self._stop = Stop()
         self._files: queue.SimpleQueue[tuple[str, Body] | None] = queue.SimpleQueue()
         self._images: list[list[_TrainerWindow]] = []
+        self._all_there = False  # no further file will arrive
         self._windows = _WindowCounts()
 
     def start(self) -> None:
@@ -152,6 +153,7 @@ class Request:
             self._stop.set()
             self._files.put(None)
         elif message.kind == WorkerMessageKind.END:
+            self._all_there = True
             self._files.put(None)
         elif message.kind == WorkerMessageKind.BYTES_FILE:
             name, rest = name_and_rest(message.body)
@@ -207,7 +209,7 @@ class Request:
 
     def _bodies(self) -> Iterator[tuple[str, Body]]:
         """Yield the files. When the store requests the next file, the last one is written and synced, and its receipt
-        is sent."""
+        is sent. That of the last file of all is sent together with the end of the request, which follows at once."""
         for file in range(1 << 32):
             item = self._next()
             if item is None:
@@ -215,9 +217,11 @@ class Request:
             yield item
             crcs, digests = pack_sums(item[1].sums) if isinstance(item[1], ShardBody) else (b"", b"")
             del item
-            self._outbox.send_now(
-                WorkerMessageKind.FILE_DONE, self._number, SUMS.pack(file, len(crcs)) + crcs + digests
-            )
+            receipt = SUMS.pack(file, len(crcs)) + crcs + digests
+            if self._all_there and file + 1 == len(self._images):
+                self._outbox.send_later(WorkerMessageKind.FILE_DONE, self._number, receipt)
+            else:
+                self._outbox.send_now(WorkerMessageKind.FILE_DONE, self._number, receipt)
 
     def _next(self) -> tuple[str, Body] | None:
         try:

@@ -26,7 +26,7 @@ from ...errors import (
 from ...options import Durability
 from ..bodies import Body
 from ..names import ABANDONED_AFTER_S
-from ..transaction import Attempt, StoreAddress, Transaction
+from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of
 from .directories import (
     RACES,
     collect_orphans,
@@ -159,24 +159,28 @@ class LocalTransaction(Transaction):
         # The directory is not made again if it is gone: another process has removed the attempt.
         await io_threads().run(self._write_file, name, body, stop, stop=stop)
 
-    async def put_all(self, others: Sequence[tuple[str, Body]], last: tuple[str, Body]) -> None:
+    async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
         """In one call of a thread: each way there and back takes the GIL from a trainer in a thread several times."""
         stop = Stop()
-        files = [*others, last] if self._writes_last else list(others)
-        await io_threads().run(self._write_files, files, stop, stop=stop)
-        if not self._writes_last:
-            await self.put_last(*last)
+        made, bodies = await io_threads().run(self._write_files, files, stop, stop=stop)
+        if bodies and not self._writes_last:
+            await self.put_last(*bodies[-1])
+        return made
 
     @property
     def _writes_last(self) -> bool:
         """Whether the last file is written like the others."""
         return self.attempt.kind != "part"
 
-    def _write_files(self, files: Sequence[tuple[str, Body]], stop: Stop) -> None:
-        for name, body in files:
+    def _write_files(self, files: CommitFiles | MakeFiles, stop: Stop) -> tuple[CommitFiles, list[tuple[str, Body]]]:
+        """Write the files, and return them. The last one may be left to ``put_last``."""
+        made = files() if callable(files) else files
+        bodies = bodies_of(made)
+        for name, body in bodies if self._writes_last else bodies[:-1]:
             stop.check()
             self._names[name] = None
             self._write_file(name, body, stop)
+        return made, bodies
 
     async def put_last(self, name: str, body: Body) -> None:
         if self.attempt.kind == "part":
