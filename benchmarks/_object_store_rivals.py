@@ -24,8 +24,9 @@ class Rival:
     name: ClassVar[str]
     downloads: ClassVar[bool] = True
 
-    def __init__(self, state: State, options: Options) -> None:
+    def __init__(self, state: State, protocol: str, options: Options) -> None:
         self.state = state
+        self.protocol = protocol
         self.options = options
 
     async def open(self) -> None: ...
@@ -42,30 +43,42 @@ class Rival:
 class Sidestream(Rival):
     """A save as a training loop makes it: staged, framed, checksummed, written, committed."""
 
-    engine: ClassVar[str]
+    engine: ClassVar[str] = "obstore"
+    saved: ClassVar[sidestream.SaveOptions] = sidestream.SaveOptions()
 
     async def open(self) -> None:
-        self._stager = sidestream.AsyncStager()
+        backing = "shared" if self.saved.writer == "process" else "private"
+        self._stager = None if self.saved.streaming else sidestream.AsyncStager(backing=backing)
         self._policy = sidestream.StorePolicy(engine=self.engine, part_bytes=PART_BYTES, concurrency=IN_FLIGHT)
         self._how: Options = {"storage": sidestream.Storage(self.options, policy=self._policy)}
 
     async def upload(self, url: str) -> None:
-        await sidestream.save(self.state, url, stager=self._stager, **self._how)
+        await sidestream.save(self.state, url, stager=self._stager, options=self.saved, **self._how)
 
     async def download(self, url: str) -> None:
         await sidestream.load(self.state, url, **self._how)
 
     async def aclose(self) -> None:
-        self._stager.close()
+        if self._stager is not None:
+            self._stager.close()
 
 
-class SidestreamObstore(Sidestream):
-    name = "sidestream, obstore"
-    engine = "obstore"
+class SidestreamThreads(Sidestream):
+    name = "sidestream, threads"
+
+
+class SidestreamProcess(Sidestream):
+    name = "sidestream, process"
+    saved = sidestream.SaveOptions(writer="process")
+
+
+class SidestreamStreaming(Sidestream):
+    name = "sidestream, streaming"
+    saved = sidestream.SaveOptions(streaming=True)
 
 
 class SidestreamFsspec(Sidestream):
-    name = "sidestream, s3fs"
+    name = "sidestream, fsspec"
     engine = "fsspec"
 
 
@@ -73,7 +86,7 @@ class Stock(Rival):
     """``dcp.save`` and ``dcp.load`` over fsspec, in a thread: they have no asynchronous form that returns when all is
     written, and would hold the loop."""
 
-    name = "stock DCP, s3fs"
+    name = "stock DCP, fsspec"
 
     async def upload(self, url: str) -> None:
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
@@ -91,8 +104,8 @@ class Stock(Rival):
 class _Plain(Rival):
     """One object with the bytes of all tensors, and nothing else: no staging, no framing, no checksums of ours."""
 
-    def __init__(self, state: State, options: Options) -> None:
-        super().__init__(state, options)
+    def __init__(self, state: State, protocol: str, options: Options) -> None:
+        super().__init__(state, protocol, options)
         nbytes = sum(tensor.nbytes for tensor in state.values())
         self._bytes = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
         self._view = memoryview(self._bytes.numpy())
@@ -121,6 +134,13 @@ class PlainObstore(_Plain):
     async def open(self) -> None:
         import obstore.store
 
+        if self.protocol == "az":
+            account = {"account_name": self.options["account_name"], "account_key": self.options["account_key"]}
+            endpoint = dict(one.split("=", 1) for one in self.options["connection_string"].split(";") if one)
+            self._store: Any = obstore.store.AzureStore(
+                "bucket", config={**account, "endpoint": endpoint["BlobEndpoint"]}, client_options={"allow_http": True}
+            )
+            return
         config: Options = {
             "access_key_id": self.options["key"],
             "secret_access_key": self.options["secret"],
@@ -157,15 +177,15 @@ class PlainObstoreNoChecksum(PlainObstore):
     downloads = False
 
 
-class PlainS3fs(_Plain):
-    """As s3fs's documentation has it: ``open("wb")``, in a thread."""
+class PlainFsspec(_Plain):
+    """As the documentation of s3fs and gcsfs has it: ``open("wb")``, in a thread."""
 
-    name = "plain s3fs"
+    name = "plain fsspec"
 
     async def open(self) -> None:
-        import s3fs
+        import fsspec
 
-        self._fs = s3fs.S3FileSystem(**self.options, skip_instance_cache=True, use_listings_cache=False)
+        self._fs = fsspec.filesystem(self.protocol, **self.options, skip_instance_cache=True, use_listings_cache=False)
 
     async def upload(self, url: str) -> None:
         def write() -> None:
@@ -185,5 +205,8 @@ class PlainS3fs(_Plain):
 
 RIVALS: dict[str, type[Rival]] = {
     rival.name: rival
-    for rival in (SidestreamObstore, PlainObstore, PlainObstoreNoChecksum, SidestreamFsspec, PlainS3fs, Stock)
-}
+    for rival in (
+        SidestreamThreads, SidestreamProcess, SidestreamStreaming, PlainObstore, PlainObstoreNoChecksum,
+        SidestreamFsspec, PlainFsspec, Stock,
+    )
+}  # fmt: skip
