@@ -99,8 +99,8 @@ async def test_ranks_that_disagree_are_no_whole(written: Path, what: str) -> Non
     says = {
         "values": "rank: the ranks saved different values",
         "tensors": r"deep\.plain: the ranks saved different values",
-        "shapes": r"'deep\.plain' is a int64 of shape \(5,\).* a int64 of shape \(6,\).* to rank 1",
-        "kinds": r"'deep\.plain' is a int64 .*, a value at .* to rank 1",
+        "shapes": r"'deep\.plain' is a int64 of shape \(5,\).* a int64 of shape \(6,\).* for rank 1",
+        "kinds": r"'deep\.plain' is a int64 .*, a value at .* for rank 1",
     }
     with pytest.raises(errors.CorruptCheckpointError, match=says[what]) as raised:
         await sidestream.open_checkpoint(written / f"local-{what}-differ")

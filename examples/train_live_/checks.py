@@ -95,7 +95,7 @@ def check_resumed(resumed: Run, kill: Kill, reference: Run) -> None:
 
 def check_same_digest(what: str, digest: str, reference: Run) -> None:
     if digest != reference.digest:
-        raise CheckFailed(f"{what} ends with other bits ({digest}) than the run never killed ({reference.digest})")
+        raise CheckFailed(f"{what} ends with other bits ({digest}) than the first run of all ({reference.digest})")
 
 
 def check_stock_load(loaded: StockLoad, steps: int, reference: Run) -> None:

@@ -16,6 +16,8 @@ class Save:
     started: float
     staged: float
     durable: float
+    phases: dict[str, float] = field(default_factory=dict)
+    """When sidestream's events say that the save was started, planned, staged, written and committed."""
 
     @property
     def staged_s(self) -> float:

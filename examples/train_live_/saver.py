@@ -19,6 +19,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._watchers: list[asyncio.Task[Save]] = []
+        self.activity = ""
+        """What the saver is doing, for the progress line."""
 
     async def visible_steps(self) -> list[int]:
         """Return the steps that can be restored."""

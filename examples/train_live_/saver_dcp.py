@@ -26,22 +26,24 @@ class DcpSaver(Worker):
         future = dcp.async_save(state, checkpoint_id=path)
         assert isinstance(future, Future)  # a response of two futures belongs to stagers of another kind
         staged = time.monotonic()
-        self._watchers.append(asyncio.create_task(watch(future, path, step, started, staged)))
+        self.activity = f"step {step} staged, is being written"
+        self._watchers.append(asyncio.create_task(self._watch(future, path, step, started, staged)))
+
+    async def _watch(self, future: Future[None], path: Path, step: int, started: float, staged: float) -> Save:
+        """Note when `future` is resolved."""
+        await asyncio.wrap_future(future)
+        durable = time.monotonic()
+        self.activity = f"step {step} resolved after {durable - started:.2f} s"
+        return Save(step, str(path), directory_size(path), started, staged, durable)
 
     async def save_alone(self, state: State) -> list[Save]:
         """Time plain `dcp.save`, in a thread, as nobody would call it on a loop."""
-        return [await asyncio.to_thread(self._save_blocking, state, number) for number in range(SAVES_ALONE)]
+        return [await asyncio.to_thread(self._save_blocking, state, number) for number in range(1, SAVES_ALONE + 1)]
 
     def _save_blocking(self, state: State, number: int) -> Save:
         path = self._directory / ALONE / f"step-{number}"
+        self.activity = f"dcp.save alone {number} is being made"
         started = time.monotonic()
         dcp.save(state, checkpoint_id=path)
         durable = time.monotonic()
         return Save(number, str(path), directory_size(path), started, durable, durable)
-
-
-async def watch(future: Future[None], path: Path, step: int, started: float, staged: float) -> Save:
-    """Note when `future` is resolved."""
-    await asyncio.wrap_future(future)
-    durable = time.monotonic()
-    return Save(step, str(path), directory_size(path), started, staged, durable)

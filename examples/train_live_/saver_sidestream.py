@@ -1,15 +1,28 @@
-"""Checkpoints with `sidestream.Checkpointer`: they are staged and written while the training goes on."""
+"""Checkpoints with `sidestream.Checkpointer`: they are staged and written while the training goes on.
+
+An observer notes the time of each event of a save: the picture draws the phases from it.
+"""
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
-from sidestream import Checkpointer, PendingSave
+from sidestream import Checkpointer, PendingSave, events
 from train_live_.records import Save, directory_size
 from train_live_.saver import ALONE, SAVES_ALONE, STEPS, State, Worker
+
+PHASES: dict[type[events.Event], tuple[str, str]] = {
+    events.SaveStarted: ("started", "is being copied"),
+    events.SavePlanned: ("planned", "is being copied and written"),
+    events.SaveStaged: ("staged", "staged, is being written"),
+    events.SaveWritten: ("written", "written, is being committed"),
+    events.SaveCommitted: ("committed", "committed"),
+}
+"""What the record of a save and the progress line call each event."""
 
 
 class SidestreamSaver(Worker):
@@ -18,12 +31,23 @@ class SidestreamSaver(Worker):
         self._checkpoints = checkpoints
         self._alone = alone
         self._pending: PendingSave | None = None
+        self._what = "step"
+        self._phases: defaultdict[str, dict[str, float]] = defaultdict(dict)
 
     @classmethod
     @asynccontextmanager
     async def open(cls, directory: Path) -> AsyncIterator[Self]:
         async with Checkpointer(directory / STEPS) as checkpoints, Checkpointer(directory / ALONE) as alone:
-            yield cls(checkpoints, alone)
+            saver = cls(checkpoints, alone)
+            with events.observe(saver.observe):
+                yield saver
+
+    def observe(self, event: events.Event) -> None:
+        """Note when a phase of a save ended. This is called in the thread in which it happens."""
+        if isinstance(event, events.SaveEvent) and type(event) in PHASES:
+            name, doing = PHASES[type(event)]
+            self._phases[event.save.url][name] = event.monotonic_ns / 1e9
+            self.activity = f"{self._what} {event.save.step} {doing}"
 
     async def visible_steps(self) -> list[int]:
         return list(await self._checkpoints.steps())
@@ -34,7 +58,7 @@ class SidestreamSaver(Worker):
     async def save(self, state: State, step: int) -> None:
         started = time.monotonic()
         self._pending = await self._checkpoints.async_save(state, step=step)
-        self._watchers.append(asyncio.create_task(watch(self._pending, step, started)))
+        self._watchers.append(asyncio.create_task(self._watch(self._pending, step, started)))
 
     async def before_update(self) -> None:
         if self._pending is not None:
@@ -42,17 +66,18 @@ class SidestreamSaver(Worker):
 
     async def save_alone(self, state: State) -> list[Save]:
         saves = []
-        for number in range(SAVES_ALONE):
+        self._what = "save alone"
+        for number in range(1, SAVES_ALONE + 1):
             started = time.monotonic()
             pending = await self._alone.async_save(state, step=number)
-            saves.append(await watch(pending, number, started))
+            saves.append(await self._watch(pending, number, started))
         return saves
 
-
-async def watch(pending: PendingSave, step: int, started: float) -> Save:
-    """Note when `pending` is staged and when it is durable."""
-    await pending.staged
-    staged = time.monotonic()
-    info = await pending
-    durable = time.monotonic()
-    return Save(step, info.url, directory_size(Path(info.url)), started, staged, durable)
+    async def _watch(self, pending: PendingSave, step: int, started: float) -> Save:
+        """Note when `pending` is staged and when it is durable."""
+        await pending.staged
+        staged = time.monotonic()
+        info = await pending
+        durable = time.monotonic()
+        phases = self._phases.pop(info.url)
+        return Save(step, info.url, directory_size(Path(info.url)), started, staged, durable, phases)

@@ -13,6 +13,7 @@ import torch
 
 from train_live_.loop import serving, ticking
 from train_live_.model import Size, Training
+from train_live_.progress import Progress, reporting
 from train_live_.records import Run
 from train_live_.saver import State, Worker
 
@@ -28,17 +29,19 @@ async def train(
         state: State = {"model": training.model, "optimizer": training.optimizer, "step": 0}
         run.steps_seen = await saver.visible_steps()
         run.resumed_from = await saver.restore(state)
-        async with serving(lambda: status(run), run.answers), ticking(run.ticks):
-            load = load_average()
-            run.began = time.monotonic()
-            await take_steps(training, saver, state, run, steps=steps, save_every=save_every)
-            run.saves = await saver.saves()
-            run.ended = time.monotonic()
-            run.load_training = load, load_average()
-        if measure_alone:
-            load = load_average()
-            run.saves_alone = await saver.save_alone(state)
-            run.load_alone = load, load_average()
+        meter = Meter(run, saver, steps=steps, tokens_per_step=size.batch * size.context)
+        async with reporting(meter.progress):
+            async with serving(lambda: status(run), run.answers), ticking(run.ticks):
+                load = load_average()
+                run.began = time.monotonic()
+                await take_steps(training, saver, state, run, steps=steps, save_every=save_every)
+                run.saves = await saver.saves()
+                run.ended = time.monotonic()
+                run.load_training = load, load_average()
+            if measure_alone:
+                load = load_average()
+                run.saves_alone = await saver.save_alone(state)
+                run.load_alone = load, load_average()
     run.digest = training.digest()
     return run
 
@@ -66,6 +69,26 @@ def status(run: Run) -> dict[str, Any]:
     """Return what the server answers: the last step and its loss."""
     step = max(run.losses, default=0)
     return {"step": step, "loss": run.losses.get(step)}
+
+
+class Meter:
+    """Tells the progress of a run from its record."""
+
+    def __init__(self, run: Run, saver: Worker, *, steps: int, tokens_per_step: int) -> None:
+        self._run = run
+        self._saver = saver
+        self._steps = steps
+        self._tokens_per_step = tokens_per_step
+        self._taken = 0
+        self._tokens_per_s: float | None = None
+
+    def progress(self) -> Progress:
+        losses = self._run.losses
+        if len(losses) > self._taken:
+            self._taken = len(losses)
+            self._tokens_per_s = self._taken * self._tokens_per_step / (time.monotonic() - self._run.began)
+        step = max(losses, default=self._run.resumed_from or 0)
+        return Progress(step, self._steps, losses.get(step), self._tokens_per_s, self._saver.activity)
 
 
 @asynccontextmanager

@@ -228,7 +228,7 @@ async def test_cast_select_and_rename(tmp_path: Path) -> None:
         ({"select": []}, errors.MissingKeysError, "an empty selection"),
         ({"names": lambda _: "same"}, errors.KeyCollisionError, "same"),
         ({"names": lambda _: ""}, errors.InvalidOptionError, "empty"),
-        ({"names": lambda _: 3}, errors.InvalidOptionError, "no name"),
+        ({"names": lambda _: 3}, errors.InvalidOptionError, "not a string"),
         ({"names": {"nobody": ""}}, errors.InvalidOptionError, "nobody"),
         ({"dtype": torch.int8}, errors.InvalidOptionError, "dtype="),
         ({"dtype": "float16"}, errors.InvalidOptionError, "dtype="),
