@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
 import textwrap
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 import torch
 import warm
 from _places import s3_place
-from _s3_server import Request, S3Server
+from _s3_server import S3Server
 from keywords import for_run, for_save
 
 import sidestream
@@ -80,23 +78,6 @@ async def test_what_the_dead_leave_behind(s3: S3Server, engine: str) -> None:
     assert s3.uploads == {}
     assert s3.objects == {}
     assert await store.leftovers() == []
-
-
-async def test_what_a_commit_asks_for_is_asked_at_the_same_time(s3: S3Server) -> None:
-    together = threading.Barrier(2)
-
-    def meet() -> None:
-        with contextlib.suppress(threading.BrokenBarrierError):  # the test sees that
-            together.wait(10)
-
-    def fault(request: Request) -> Callable[[], object] | None:
-        return meet if request.kind == "uploads" or (request.kind == "list" and s3.count("complete")) else None
-
-    place = s3_place(s3, "obstore")
-    s3.fault = fault
-    await sidestream.save(STATE, place.url(), **for_save(**place.keywords))
-    assert s3.count("uploads") == 1
-    assert not together.broken
 
 
 async def test_the_marker_goes_first(s3: S3Server) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from ..._runtime.marks import is_uncertain, mark_stuck
-from ..._runtime.tasks import first_error
 from ..._runtime.threads import Deadline, Stop, Threads, current_deadline, io_threads, time_limit
 from ...errors import (
     AccessDeniedError,
@@ -333,14 +332,15 @@ class ObjectTransaction(Transaction):
 
         An upload is left open if the answer to its creation was lost. A file is missing if another process has deleted
         the attempt because it seemed abandoned. It has another size if the client has lost a part of it."""
-        try:
-            async with asyncio.TaskGroup() as group:  # at the same time: a request may take a tenth of a second
-                asked = group.create_task(self._bucket.listing(self._directory))
-                if self._in_parts and self._carries_id:
-                    group.create_task(self._abort_left_open())
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-        listing = asked.result()
+        bucket, target = self._bucket, self.attempt.target
+        if self._in_parts and self._carries_id:
+            try:
+                await bucket.abort_uploads(target, self.attempt.save_id)
+            except (StorageError, DeadlineExceededError) as error:  # the commit continues: the files may be complete
+                current_deadline().check("listing uploads")
+                unknown = f"a save leaves no open uploads: they could not be listed, so one may stay open ({error})"
+                emit(GuaranteeLost(f"{bucket.url}/{target}", unknown))
+        listing = await bucket.listing(self._directory)
         for name, nbytes in self._sizes.items():
             info = listing.files.get(name)
             if info is None or info.nbytes != nbytes:
@@ -350,17 +350,8 @@ class ObjectTransaction(Transaction):
                 raise _NotSent(
                     5,
                     f"{name} {found}, {nbytes} were written: the attempt was removed, or the storage lost a part",
-                    self._bucket.url,
+                    bucket.url,
                 )
-
-    async def _abort_left_open(self) -> None:
-        bucket, target = self._bucket, self.attempt.target
-        try:
-            await bucket.abort_uploads(target, self.attempt.save_id)
-        except (StorageError, DeadlineExceededError) as error:  # the commit continues: the files may be complete
-            current_deadline().check("listing uploads")
-            unknown = f"a save leaves no open uploads: they could not be listed, so one may stay open ({error})"
-            emit(GuaranteeLost(f"{bucket.url}/{target}", unknown))
 
     def _check_export_not_overtaken(self, listing: Listing) -> None:
         """Raise ``CheckpointExistsError`` if another export has replaced this one, which is visible once the file that
