@@ -31,8 +31,9 @@ def test_a_full_dev_shm(saver: str, tmp_path: Path, judge: Oracle, row: Callable
     for number in range(total):
         run = tmp_path / str(number)
         program = [sys.executable, str(HERE / "_full_shm.py"), str(run), saver]
+        # A slave namespace, because a private one would keep the disks mounted that another worker unmounts meanwhile.
         ended = subprocess.run(
-            ["unshare", "--mount", "--propagation", "private", "sh", "-c", FULL, "sh", *program],
+            ["unshare", "--mount", "--propagation", "slave", "sh", "-c", FULL, "sh", *program],
             capture_output=True,
             text=True,
             timeout=120,
