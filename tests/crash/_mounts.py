@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import lzma
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,22 +19,34 @@ _EXT4_BYTES = 64 << 20
 
 
 @contextmanager
+def mounts_locked(how: int) -> Iterator[None]:
+    """Hold a lock among all processes of the tests: ``LOCK_SH`` to mount, ``LOCK_EX`` to have a mount namespace.
+
+    A new namespace keeps what is mounted. Where another process unmounts it meanwhile and mounts it again, it gets the
+    file system as it was left, also one that was shut down."""
+    with Path(tempfile.gettempdir(), "sidestream-campaign-mounts.lock").open("w") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+@contextmanager
 def mounted(place: Path, *arguments: str) -> Iterator[Path]:
     """``mount *arguments place``, undone at the end. Skips where that is not permitted."""
     if os.geteuid() != 0:
         cannot("only root may mount")
     place.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", *arguments, str(place)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        cannot(f"mount {' '.join(arguments)} is not possible here: {done.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        gone = subprocess.run(["umount", str(place)], capture_output=True, text=True, check=False)
-        if gone.returncode:
-            # So that the directory of the tests can be deleted.
-            subprocess.run(["umount", "--lazy", str(place)], check=False, capture_output=True)
-            pytest.fail(f"a file in {place} is still open: {gone.stderr.strip()}")
+    with mounts_locked(fcntl.LOCK_SH):
+        done = subprocess.run(["mount", *arguments, str(place)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            cannot(f"mount {' '.join(arguments)} is not possible here: {done.stderr.strip()}")
+        try:
+            yield place
+        finally:
+            gone = subprocess.run(["umount", str(place)], capture_output=True, text=True, check=False)
+            if gone.returncode:
+                # So that the directory of the tests can be deleted.
+                subprocess.run(["umount", "--lazy", str(place)], check=False, capture_output=True)
+                pytest.fail(f"a file in {place} is still open: {gone.stderr.strip()}")
 
 
 class Disk:

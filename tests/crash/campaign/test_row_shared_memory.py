@@ -3,6 +3,7 @@ memory; a writer process that has reached its limit of descriptors or memory."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import warm
 from _judge import Oracle
+from _mounts import mounts_locked
 from _no_shared_memory import LACKS
 from _rows import HERE, SOURCE, Row, Size, cannot
 
@@ -31,15 +33,15 @@ def test_a_full_dev_shm(saver: str, tmp_path: Path, judge: Oracle, row: Callable
     for number in range(total):
         run = tmp_path / str(number)
         program = [sys.executable, str(HERE / "_full_shm.py"), str(run), saver]
-        # A slave namespace, because a private one would keep the disks mounted that another worker unmounts meanwhile.
-        ended = subprocess.run(
-            ["unshare", "--mount", "--propagation", "slave", "sh", "-c", FULL, "sh", *program],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"},
-        )
+        with mounts_locked(fcntl.LOCK_EX):
+            ended = subprocess.run(
+                ["unshare", "--mount", "--propagation", "private", "sh", "-c", FULL, "sh", *program],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+                env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"},
+            )
         if "unshare failed" in ended.stderr or "mount:" in ended.stderr:
             cannot(f"this machine allows no mounts: {ended.stderr}")
         told = json.loads(ended.stdout) if ended.stdout else {"wrong": [f"exit {ended.returncode}: {ended.stderr}"]}
