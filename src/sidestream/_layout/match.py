@@ -387,8 +387,9 @@ def _match_stateful(
         below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)
     instance = root.value.instance
     if not below:
-        keys = sorted({str(entry.path[0]) for entry in manifest.entries.values() if entry.path})
-        findings.add_missing(root.fqn, f"nothing of it in the checkpoint, whose keys are {shortened(keys)}")
+        keys = yield from collected((fqn.partition(".")[0] for fqn in manifest.entries), _MANY)  # makes no entries
+        found = shortened(sorted(set(keys)))
+        findings.add_missing(root.fqn, f"nothing of it in the checkpoint, whose keys are {found}")
         return None
     known = {leaf.fqn for leaf in leaves}
     compared = (torch.Tensor, CompositeLeaf)

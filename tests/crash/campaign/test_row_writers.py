@@ -50,7 +50,9 @@ async def test_two_writers_to_one_step(
         for number in range(ROUNDS):
             counts.trial(number, raced(number, told, seeds))
         counts.trial("the race", [f"a writer ended with {each.error}" for each in told if each.error], count=0)
-        counts.note("refused with Conflict", sum("lost" in report for each in told for report in each.reports))
+        counts.note(
+            "refused with CheckpointExistsError", sum("lost" in report for each in told for report in each.reports)
+        )
     counts.end(at_least=total)
 
 
