@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from contextlib import nullcontext
 from typing import TypeAlias
 
 import torch
@@ -59,33 +58,36 @@ class Check:
     """The comparison of a range with its checksums, if it has any, while it is read. Raises
     ``CorruptCheckpointError``."""
 
-    __slots__ = ("_crc", "_done", "_range")
+    __slots__ = ("_crc", "_done", "_expected", "_range", "_step")
 
     def __init__(self, one: Range) -> None:
         self._range = one
         self._done = self._crc = 0
+        self._step = BLOCK_BYTES  # each checksum is that of so many bytes
+        self._expected = unpack_crcs(one.crcs or b"")
+        if one.crc is not None:
+            self._step, self._expected = one.nbytes, (one.crc,)
 
     def __call__(self, piece: memoryview) -> None:
         """Take the next bytes of the range."""
-        if self._range.crc is not None:
-            self._take(piece, self._range.crc, self._range.nbytes, 0)
-        elif self._range.crcs is not None:
-            # Computing a CRC takes less time than getting the GIL back from a busy loop.
-            with holding_gil() if len(piece) > _BURST_BYTES else nullcontext():
-                self._blocks(piece, self._range.crcs)
+        if not self._expected:
+            return
+        if len(piece) <= _BURST_BYTES or self._step > BLOCK_BYTES:
+            self._take(piece)
+        else:  # computing a CRC takes less time than getting the GIL back from a busy loop
+            with holding_gil():
+                self._take(piece)
 
-    def _blocks(self, piece: memoryview, crcs: bytes) -> None:
+    def _take(self, piece: memoryview) -> None:
+        done = self._done
         while piece:
-            block = self._done // BLOCK_BYTES
-            end = min((block + 1) * BLOCK_BYTES, self._range.nbytes)
-            (expected,) = unpack_crcs(crcs[4 * block : 4 * block + 4])
-            some, piece = piece[: end - self._done], piece[end - self._done :]
-            self._take(some, expected, end, block * BLOCK_BYTES)
-
-    def _take(self, piece: memoryview, expected: int, end: int, start: int) -> None:
-        self._crc = crc32(piece, self._crc)
-        self._done += len(piece)
-        if self._done == end:
-            if self._crc != expected:
-                raise altered(self._range.fqn, self._range.file, self._range.offset + start)
-            self._crc = 0
+            number = done // self._step
+            end = min((number + 1) * self._step, self._range.nbytes)
+            some, piece = piece[: end - done], piece[end - done :]
+            self._crc = crc32(some, self._crc)
+            done += len(some)
+            if done == end:
+                if self._crc != self._expected[number]:
+                    raise altered(self._range.fqn, self._range.file, self._range.offset + number * self._step)
+                self._crc = 0
+        self._done = done

@@ -32,12 +32,15 @@ _MARKER = ".metadata"
 _GAP_BYTES = 16 << 10  # reading this many unneeded bytes costs about as much as another system call
 _GAP = memoryview(bytearray(_GAP_BYTES))  # unneeded bytes are read into it, by all threads at once
 _MOST_CALL_BYTES = 16 << 20  # the most that one system call reads
-_CALL_BYTES = 1 << 20
+_CALL_BYTES = 1 << 19
 """How much one system call reads as long as reads do not wait. Most of these bytes are still in the cache of the
 processor when a checksum is computed over them right afterwards. Half as many would be in the cache entirely, but the
 interpreter would be needed twice as often, which costs more."""
+_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)  # reads what is in the page cache, and fails if the first byte is not there
 _WAIT_S = 1e-3
-_WAITS = 0.5  # a call that computes for less than this part of its time waits, and does not copy from the page cache
+_WAITS = 0.5
+"""On file systems without ``RWF_NOWAIT``: a call waits if it takes longer than ``_WAIT_S`` and computes for less than this
+part of its time. Readers that wait for a core or for the GIL look the same, so this is the second choice."""
 _RUN_RANGES = 512  # with the gaps between them at most IOV_MAX buffers of one preadv
 _CLOSE_S = 5.0
 """How long ``aclose`` waits for the system call that closes a directory, also after the deadline of a load."""
@@ -144,6 +147,7 @@ class LocalFiles:
         self._within = within
         self._waiting = waiting
         self._call_bytes = call_bytes
+        self._nowait = _NOWAIT
 
     def read(self, name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
         path = self._directory / name
@@ -161,30 +165,60 @@ class LocalFiles:
             raise _translated(error, "reading", str(path)) from error
 
     def _read_run(self, descriptor: int, run: Sequence[ReadRange], path: Path, stop: Stop) -> None:
-        if len(run) > 1:
-            self._call(descriptor, run, path)
+        if len(run) == 1:
+            self._read_alone(descriptor, run[0], path, stop)
         else:
-            (one,) = run
-            done = 0
-            while done < len(one.into):
-                stop.check()
-                piece = one.into[done : done + self._call_bytes]
-                self._call(descriptor, [ReadRange(one.offset + done, piece, seen=one.seen)], path)
-                done += len(piece)
+            self._fill(descriptor, run[0].offset, _buffers_of(run), path)
+            for one in run:
+                if one.seen is not None:
+                    one.seen(one.into)
         for one in run:
             if one.arrived is not None:
                 one.arrived()
 
-    def _call(self, descriptor: int, run: Sequence[ReadRange], path: Path) -> None:
-        began, computing = time.perf_counter(), time.thread_time()
-        _fill(descriptor, run, path)
-        if self._call_bytes < _MOST_CALL_BYTES:
-            took = time.perf_counter() - began
-            if took > _WAIT_S and time.thread_time() - computing < _WAITS * took:
+    def _read_alone(self, descriptor: int, one: ReadRange, path: Path, stop: Stop) -> None:
+        """Read one range, piece by piece. The loop is short: while it holds the GIL, the other readers wait for it, and
+        waking up takes each of them as long as reading half a piece."""
+        offset, into, seen = one.offset, one.into, one.seen
+        done, nbytes = 0, len(into)
+        while done < nbytes:
+            stop.check()
+            piece = into[done : done + self._call_bytes]
+            count = self._read_some(descriptor, offset + done, [piece])
+            if count == 0:
+                raise _too_short(path, offset + done, nbytes - done)
+            if seen is not None:
+                seen(piece[:count])
+            done += count
+
+    def _fill(self, descriptor: int, offset: int, buffers: list[memoryview], path: Path) -> None:
+        """Fill all buffers with one system call, or with several if the system returns fewer bytes than were
+        requested."""
+        while buffers:
+            count = self._read_some(descriptor, offset, buffers)
+            if count == 0:
+                raise _too_short(path, offset, sum(map(len, buffers)))
+            offset += count
+            buffers = _rest(buffers, count)
+
+    def _read_some(self, descriptor: int, offset: int, buffers: list[memoryview]) -> int:
+        """Do one ``preadv``, and find out whether it waits for a device or a server."""
+        if self._call_bytes == _MOST_CALL_BYTES:
+            return os.preadv(descriptor, buffers, offset)
+        if self._nowait:
+            try:
+                return os.preadv(descriptor, buffers, offset, self._nowait)
+            except BlockingIOError:  # the next byte is not in the page cache
                 self._wait_less()
-        for one in run:
-            if one.seen is not None:
-                one.seen(one.into)
+                return os.preadv(descriptor, buffers, offset)
+            except OSError:  # most likely EOPNOTSUPP; if not, the next call fails as well
+                self._nowait = 0
+        began, computing = time.perf_counter(), time.thread_time()
+        count = os.preadv(descriptor, buffers, offset)
+        took = time.perf_counter() - began
+        if took > _WAIT_S and time.thread_time() - computing < _WAITS * took:
+            self._wait_less()
+        return count
 
     def _wait_less(self) -> None:
         self._call_bytes = min(2 * self._call_bytes, _MOST_CALL_BYTES)  # a lost update between threads does no harm
@@ -222,25 +256,22 @@ def read_tail(path: Path, within: OpenDirectory | None, nbytes: int) -> bytes:
         raise _translated(error, "reading", str(path)) from error
 
 
-def _fill(descriptor: int, run: Sequence[ReadRange], path: Path) -> None:
-    """Fill all ranges of the run with one system call, or with several if the system returns fewer bytes than were
-    requested."""
-    start = position = run[0].offset
+def _buffers_of(run: Sequence[ReadRange]) -> list[memoryview]:
+    """Return the memory for the bytes from the first range to the last one, the gaps between them included."""
+    position = run[0].offset
     buffers: list[memoryview] = []
     for one in run:
         if one.offset > position:
             buffers.append(_GAP[: one.offset - position])
         buffers.append(one.into)
         position = one.offset + len(one.into)
-    done = start
-    while buffers:
-        count = os.preadv(descriptor, buffers, done)
-        if count == 0:
-            raise CorruptCheckpointError(
-                f"{path} ends at byte {done}, but {position - done} more belong there", file=path.name, offset=done
-            )
-        done += count
-        buffers = _rest(buffers, count)
+    return buffers
+
+
+def _too_short(path: Path, offset: int, missing: int) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path} ends at byte {offset}, but {missing} more belong there", file=path.name, offset=offset
+    )
 
 
 def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
