@@ -43,11 +43,11 @@ class Reads:
         self.nbytes: list[int] = []
         self.addresses: set[int] = set()
 
-    def __call__(self, descriptor: int, buffers: Any, offset: int) -> int:
+    def __call__(self, descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
         if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".distcp"):
             self.nbytes.append(sum(len(buffer) for buffer in buffers))
             self.addresses |= {ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in buffers}
-        return self.real(descriptor, buffers, offset)
+        return self.real(descriptor, buffers, offset, flags)
 
     real = staticmethod(os.preadv)
 

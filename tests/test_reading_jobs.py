@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import threading
@@ -33,11 +34,15 @@ def blank() -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
 
 
-def slow_reads(monkeypatch: pytest.MonkeyPatch, before: Callable[[Sequence[Any]], None]) -> None:
-    """A disk that does something before it answers."""
+def slow_reads(
+    monkeypatch: pytest.MonkeyPatch, before: Callable[[Sequence[Any]], None], nowait: int = errno.EAGAIN
+) -> None:
+    """A disk that does something before it answers, and fails with ``nowait`` if it is asked not to wait."""
     preadv = os.preadv
 
-    def read(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+    def read(descriptor: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(nowait, os.strerror(nowait))
         before(buffers)
         return preadv(descriptor, buffers, offset)
 
@@ -82,7 +87,10 @@ async def test_a_read_that_does_not_return_is_left_behind(tmp_path: Path, monkey
         hangs.set()
 
 
-async def test_where_reads_wait_more_threads_read_more_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nowait", [errno.EAGAIN, errno.EOPNOTSUPP])
+async def test_where_reads_wait_more_threads_read_more_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nowait: int
+) -> None:
     await sidestream.save(STATE, tmp_path / "c")
     sizes: list[int] = []
     inside, most, lock = 0, 0, threading.Lock()
@@ -97,12 +105,33 @@ async def test_where_reads_wait_more_threads_read_more_at_once(tmp_path: Path, m
         with lock:
             inside -= 1
 
-    slow_reads(monkeypatch, wait)
+    slow_reads(monkeypatch, wait, nowait)
     state = blank()
     await sidestream.load(state, tmp_path / "c")
     assert all(torch.equal(state[name], STATE[name]) for name in STATE)
     assert most > jobs._JOBS or jobs._JOBS == jobs._MOST_JOBS
     assert max(sizes) >= 4 << 20
+
+
+async def test_reads_of_cached_files_stay_small_on_a_busy_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that waited for a core or for the GIL was taken for one that waited for the disk."""
+    await sidestream.save(STATE, tmp_path / "c")
+    sizes: list[int] = []
+    preadv = os.preadv
+
+    def read(descriptor: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        sizes.append(sum(map(len, buffers)))
+        count = preadv(descriptor, buffers, offset, flags)
+        time.sleep(2e-3)  # another thread computes
+        return count
+
+    monkeypatch.setattr(os, "preadv", read)
+    state = blank()
+    await sidestream.load(state, tmp_path / "c")
+    assert all(torch.equal(state[name], STATE[name]) for name in STATE)
+    assert max(sizes) <= 1 << 20
 
 
 @pytest.mark.parametrize("ending", ["failure", "cancel"])

@@ -92,11 +92,11 @@ def short(at: int, number: int) -> Callable[[Operation], Any]:
             descriptor, buffer, position = operation.args
             return operation.real(descriptor, buffer[: max(1, len(buffer) // 2)], position)
         if operation.name == "preadv":
-            descriptor, buffers, offset = operation.args
+            descriptor, buffers, *where = operation.args
             if len(buffers) > 1:  # the first ones in full, and part of one
                 part = buffers[len(buffers) // 2][:1]
-                return operation.real(descriptor, [*buffers[: len(buffers) // 2], part], offset)
-            return operation.real(descriptor, [buffers[0][: max(1, len(buffers[0]) // 2)]], offset)
+                return operation.real(descriptor, [*buffers[: len(buffers) // 2], part], *where)
+            return operation.real(descriptor, [buffers[0][: max(1, len(buffers[0]) // 2)]], *where)
         return operation.call()
 
     return hook

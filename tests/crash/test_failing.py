@@ -176,10 +176,10 @@ async def test_short_reads_are_completed(bench: Bench) -> None:
     def hook(operation: Operation) -> Any:
         if operation.name != "preadv":
             return operation.call()
-        descriptor, buffers, offset = operation.args
+        descriptor, buffers, *where = operation.args
         if len(buffers) > 1:  # the first ones in full, and part of one
-            return operation.real(descriptor, [*buffers[: len(buffers) // 2], buffers[len(buffers) // 2][:1]], offset)
-        return operation.real(descriptor, [buffers[0][: max(1, len(buffers[0]) // 2)]], offset)
+            return operation.real(descriptor, [*buffers[: len(buffers) // 2], buffers[len(buffers) // 2][:1]], *where)
+        return operation.real(descriptor, [buffers[0][: max(1, len(buffers[0]) // 2)]], *where)
 
     state = blank_state()
     with Intercept(bench.folder, hook).installed():

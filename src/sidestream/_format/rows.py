@@ -19,7 +19,8 @@ from .validate import MAX_FQN_CHARS, check_path, check_shape
 
 __all__ = ["Rows"]
 
-_Layout: TypeAlias = tuple[str, tuple[int, ...], int]
+_Layout: TypeAlias = tuple[str, tuple[int, ...], int, int]
+"""Dtype, shape, bytes of the payload, blocks of the payload."""
 
 # JSON text without quotes, backslashes and control characters needs no decoding. To match such a line takes half of the
 # time that a parser takes.
@@ -30,6 +31,7 @@ _LINE = re.compile(
     rf'{_TEXT},{_INTEGER},{_INTEGER},{_INTEGER},"([A-Za-z0-9+/=]*)"(?:,"([A-Za-z0-9+/=]*)")?\]\]\],{_TEXT},(\[.*\])\]'
 )
 _REST_OF_LAYOUT = "0]]]]"
+_UNKNOWN: _Layout = ("", (), -1, -1)
 
 
 class Rows:
@@ -48,20 +50,23 @@ class Rows:
             return None
         raw_layout, file, raw_start, raw_nbytes, raw_payload, raw_crcs, raw_digests, fqn, raw_path = found.groups()
         try:
-            layout = self._layouts[raw_layout] if raw_layout in self._layouts else self._read_layout(raw_layout)
+            layout = self._layouts.get(raw_layout, _UNKNOWN)
+            if layout is _UNKNOWN:
+                layout = self._read_layout(raw_layout)
             if layout is None or len(fqn) > MAX_FQN_CHARS:
                 return None
-            dtype, shape, payload_bytes = layout
+            dtype, shape, payload_bytes, blocks = layout
             start, nbytes, payload = int(raw_start), int(raw_nbytes), int(raw_payload)
-            if not (start <= payload and payload + payload_bytes <= start + nbytes <= self._files[file]):
+            if not start <= payload <= payload + payload_bytes <= start + nbytes <= self._files[file]:
                 return None
             crcs, digests = a2b_base64(raw_crcs, strict_mode=True), None
+            if len(crcs) != 4 * blocks:
+                return None
             if raw_digests is not None:
                 digests = a2b_base64(raw_digests, strict_mode=True)
-            blocks = -(-payload_bytes // BLOCK_BYTES)
-            if len(crcs) != 4 * blocks or (digests is not None and len(digests) != DIGEST_BYTES * blocks):
-                return None
-            if self._digests and digests is None:
+                if len(digests) != DIGEST_BYTES * blocks:
+                    return None
+            elif self._digests:
                 return None
             path: tuple[Key, ...] = (fqn,)
             if raw_path != f'["{fqn}"]':
@@ -90,4 +95,5 @@ def _layout(dtype: str, raw_shape: list[int], offsets: list[int], sizes: list[in
         return None
     shape = tuple(raw_shape)
     check_shape("", dtype, shape)
-    return dtype, shape, math.prod(shape) * itemsize(dtype)
+    nbytes = math.prod(shape) * itemsize(dtype)
+    return dtype, shape, nbytes, -(-nbytes // BLOCK_BYTES)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from operator import add, attrgetter, le, mul
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from .ranges import PIECE_BYTES
 __all__ = [
     "Piece",
     "Whole",
-    "address_in",
+    "addresses_in",
     "altered",
     "check_digests",
     "compare_metadata",
@@ -45,6 +46,9 @@ __all__ = [
     "sidecar_pieces",
     "value_pieces",
 ]
+
+
+_ITEMSIZE = attrgetter("itemsize")
 
 
 def has_no_checksum(chunk: Chunk) -> bool:
@@ -180,12 +184,21 @@ class Whole:
             raise altered(self._fqn, self._chunk.file, self._chunk.payload_offset or 0)
 
 
-def address_in(fqn: str, tensor: torch.Tensor, start: int, nbytes: int) -> int:
-    """Return the current address of byte ``start`` of a contiguous tensor. Raises ``UnsupportedTensorError`` if its
-    storage does not have ``nbytes`` from there on, because it was freed or shrunk after the load was planned."""
-    if tensor.storage_offset() * tensor.itemsize + start + nbytes > tensor.untyped_storage().nbytes():
-        raise UnsupportedTensorError(f"{fqn}: its storage was freed or shrunk while it was being loaded into")
-    return tensor.data_ptr() + start
+def addresses_in(
+    fqns: Sequence[str], tensors: Sequence[torch.Tensor], starts: Sequence[int], sizes: Sequence[int]
+) -> list[int]:
+    """Return the current address of byte ``starts[n]`` of each contiguous tensor. Raises ``UnsupportedTensorError`` if
+    the storage of one does not have ``sizes[n]`` bytes from there on, because it was freed or shrunk after the load was
+    planned."""
+    held = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors))
+    skipped = map(mul, map(torch.Tensor.storage_offset, tensors), map(_ITEMSIZE, tensors))
+    ends = map(add, map(add, skipped, starts), sizes)
+    for number, fits in enumerate(map(le, ends, held)):
+        if not fits:
+            raise UnsupportedTensorError(
+                f"{fqns[number]}: its storage was freed or shrunk while it was being loaded into"
+            )
+    return list(map(add, map(torch.Tensor.data_ptr, tensors), starts))
 
 
 def altered(fqn: str, file: str, offset: int, why: str = "the checksum differs") -> CorruptCheckpointError:

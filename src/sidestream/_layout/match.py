@@ -18,6 +18,7 @@ from .._format.records import (
     Key,
     Manifest,
     OpaqueEntry,
+    Row,
     TensorEntry,
     ValueEntry,
     parts_of,
@@ -40,13 +41,14 @@ from .findings import Findings, accepts, dtype_fits
 from .flatten import CompositeLeaf, Leaf, StatefulRoot, leaves_of
 from .local_shards import Local, global_shape, is_distributed, locals_of
 from .renamed import Names, Renamed, renamed
-from .straight import Straight
+from .straight import Candidate, Straight
 
 __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 
 PlainPath = tuple[str | int, ...]
 
 _MANY = 256
+_FEW = 32  # leaves, which take some microseconds each
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,31 +148,33 @@ def match(
     composites = CompositeTargets(manifest, findings, saved)
     found = stored(manifest.entries)
     filled = (yield from _filled_by_others(leaves_of(state, answers), manifest)) if others else frozenset()
-    for number, leaf in enumerate(leaves_of(state, answers)):
-        if number % 16 == 0:
-            yield
-        fqn, _, value, _, _, owner, _ = leaf
-        asked.add(fqn)
-        if isinstance(value, StatefulRoot):
-            roots[value.number] = leaf
-            owned[value.number] = []
-            continue
-        if fqn in filled:
-            continue
-        if owner is not None:
-            owned[owner].append(leaf)
-        if (leaf.whole is not None or fqn in saved or type(value) is CompositeLeaf) and composites.take(leaf):
-            continue
-        row = found.get(fqn)
-        if type(row) is tuple and isinstance(value, torch.Tensor) and straight.take(fqn, value, row):
-            tensors[fqn] = value
-            continue
-        entry = manifest.entries.get(fqn)
-        if isinstance(value, torch.Tensor):
-            if _tensor_fits(leaf, entry, findings):
+    for leaves in chunked(leaves_of(state, answers), _FEW):
+        yield
+        plain = [leaf for leaf in leaves if leaf.whole is None and leaf.fqn not in saved and leaf.fqn not in filled]
+        taken = straight.take(_candidates(plain, found))
+        for leaf in leaves:
+            fqn, _, value, _, _, owner, _ = leaf
+            asked.add(fqn)
+            if isinstance(value, StatefulRoot):
+                roots[value.number] = leaf
+                owned[value.number] = []
+                continue
+            if fqn in filled:
+                continue
+            if owner is not None:
+                owned[owner].append(leaf)
+            composite = leaf.whole is not None or fqn in saved or type(value) is CompositeLeaf
+            if composite and composites.take(leaf):
+                continue
+            if fqn in taken or (composite and straight.take(_candidates([leaf], found))):
                 tensors[fqn] = value
-        elif owner is None:
-            _match_value(leaf, entry, manifest.exact, values, findings)
+                continue
+            entry = manifest.entries.get(fqn)
+            if isinstance(value, torch.Tensor):
+                if _tensor_fits(leaf, entry, findings):
+                    tensors[fqn] = value
+            elif owner is None:
+                _match_value(leaf, entry, manifest.exact, values, findings)
     below = yield from _claimed(manifest, roots, owned)
     statefuls = yield from in_turn(
         _match_stateful(root, owned[number], below[number], manifest, findings, parts) for number, root in roots.items()
@@ -212,6 +216,16 @@ def match(
         opaque=tuple(findings.opaque),
         parts=parts,
     )
+
+
+def _candidates(leaves: Iterable[Leaf], found: Mapping[str, Entry | Row]) -> list[Candidate]:
+    """Return the tensors that the checkpoint has as rows."""
+    rows = ((leaf, found.get(leaf.fqn)) for leaf in leaves)
+    return [
+        (leaf.fqn, leaf.value, row)
+        for leaf, row in rows
+        if isinstance(row, tuple) and isinstance(leaf.value, torch.Tensor)
+    ]
 
 
 def _names_in(state: Mapping[str, Any], answers: Answers) -> list[str]:

@@ -53,7 +53,7 @@ def new_tensors(
         if isinstance(row, tuple) and fqn not in dtypes:
             dtype, shape, _, file, start, _, payload, *_ = row
             place = (dtype, shape, file, start, payload)
-            if place not in shared and new.straight.take(fqn, tensor := _new(fqn, shape, dtype, device), row):
+            if place not in shared and new.straight.take([(fqn, tensor := _new(fqn, shape, dtype, device), row)]):
                 shared[place] = tensor
             if place in shared:
                 new.tensors[fqn] = shared[place]

@@ -10,17 +10,18 @@ from typing import TypeAlias
 
 import torch
 
-from .._format.checksum import crc32
+from .._format.checksum import crc32, unpack_crcs
 from .._format.records import Chunk, TensorEntry, written_dtype
 from .._format.transforms import require
-from .._layout.checks import address_in, altered, check_digests
+from .._layout.checks import addresses_in, altered, check_digests
 from .._layout.ranges import Batch, Box, Direct, Range, RangePart, Scatter, batches, overlaps, plan_ranges
 from .._layout.straight import Payload, Straight, StraightBatch, straight_batches
 from .._runtime.caller import run_in_calling_thread
+from .._runtime.steps import chunked
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import Steps, Stop, clear_gradually, gathered, io_threads, sliced, yielding_gil
 from .._runtime.torch_probes import copyable, dtype_from_name, lazy_bits
-from .._staging import move
+from .._staging import move_small
 from .._storage import RangeSource, ReadRange
 from ..options import Progress, Verify
 from .buffers import Check, Memory, Scratch, memory_of
@@ -42,7 +43,7 @@ _SMALL_BYTES = 64 << 10
 """Copying this many bytes from the cache of the processor costs less than one more read."""
 _SPAN_BYTES = 1 << 20
 _GAP_BYTES = 16 << 10  # the most bytes between two payloads that are read and not used
-_MANY = 32  # the number of payloads that are copied between two checks of the stop
+_MANY = 32  # the number of payloads that are checked and copied at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,11 @@ class Reader:
         await self._read_batches(planned, targets, total)
         items = iter(packed)
         await in_parallel(lambda: self._work_packed(items, total))
-        await io_threads().run(self.streams.finish)
-        await io_threads().run(clear_gradually, planned, targets, wanted, *self.straight.payloads.values())
+        await io_threads().run(self._finish, planned, targets, wanted)
+
+    def _finish(self, planned: list[_Batch], targets: dict[str, Wanted], wanted: list[Wanted]) -> None:
+        self.streams.finish()
+        clear_gradually(planned, targets, wanted, *self.straight.payloads.values())
 
     async def _read_batches(self, planned: Sequence[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
         progress, done = self.progress, self.nbytes
@@ -339,7 +343,7 @@ def _read_one(
     file: str, payload: Payload, tensors: Mapping[str, torch.Tensor], verify: Verify, touched: set[str]
 ) -> ReadRange:
     offset, nbytes, start, crcs, digests, fqn = payload
-    address_in(fqn, tensors[fqn], start, nbytes)
+    addresses_in([fqn], [tensors[fqn]], [start], [nbytes])
     into = memory_of(tensors[fqn], start, nbytes)
     touched.add(fqn)
     if verify != "always":
@@ -359,16 +363,21 @@ def _spread(
 ) -> None:
     """Check payloads that were read together, and copy them to their places. Called in the thread that has read them.
     Raises ``ClosedError`` once ``stop`` is set."""
-    source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)), span[0][0]
-    for number, (offset, nbytes, start, crcs, digests, fqn) in enumerate(yielding_gil(span)):
-        if number % _MANY == 0:
-            stop.check()
-        begin = offset - first
+    source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)) - span[0][0], span[0][0]
+    for some in yielding_gil(chunked(span, _MANY), 1):
+        stop.check()
+        offsets, sizes, starts, crcs, digests, fqns = zip(*some, strict=True)
         if verify == "always":
-            piece = view[begin : begin + nbytes]
-            if crc32(piece) != int.from_bytes(crcs, "little"):
-                raise altered(fqn, file, offset)
-            if digests:
-                check_digests(fqn, file, offset, piece, digests)
-        touched.add(fqn)
-        move(source + begin, address_in(fqn, tensors[fqn], start, nbytes), nbytes)
+            pieces = [
+                view[offset - first : offset - first + nbytes] for offset, nbytes in zip(offsets, sizes, strict=True)
+            ]
+            found = list(map(crc32, pieces))
+            for number, expected in enumerate(unpack_crcs(b"".join(crcs))):  # none is larger than a block
+                if found[number] != expected:
+                    raise altered(fqns[number], file, offsets[number])
+            if any(digests):
+                for fqn, offset, piece, digest in zip(fqns, offsets, pieces, digests, strict=True):
+                    check_digests(fqn, file, offset, piece, digest)
+        addresses = addresses_in(fqns, [tensors[fqn] for fqn in fqns], starts, sizes)
+        touched.update(fqns)
+        move_small(map(source.__add__, offsets), addresses, sizes)

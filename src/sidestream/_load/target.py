@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, filterfalse, islice
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class StateTarget:
     async def plan(self) -> None:
         threads, url, source = io_threads(), self.location.url, self._source
         assert source is not None
-        plan = await threads.run(self._match)
+        plan, devices, entries = await threads.run(self._match)
         await _refuse_opaque(source, url, plan)
         if self.together is not None:
             assert self._outline is not None
@@ -97,14 +97,13 @@ class StateTarget:
             manifest = await self._outline.read_needed(source, plan)
             if manifest is not self._manifest:
                 self._manifest = manifest
-                plan = await threads.run(self._match)
-        streams = await streams_of(await threads.run(_devices, plan))
+                plan, devices, entries = await threads.run(self._match)
+        streams = await streams_of(devices)
         verify, progress = self.request.options.verify, self.request.options.progress
         straight = plan.straight
         if self.request.options.atomic:
             straight = replace(straight, tensors=await threads.run(_empty, straight.tensors))
         reader = Reader(source, verify, progress, streams, straight)
-        entries = await threads.run(_value_entries, plan)
         allow, trust = self.request.allowed, self.request.options.trust
         values = await read_values(source, self._manifest, entries, allow, trust)
         self._prepared = await threads.run(self._prepare, plan, reader, values)
@@ -125,8 +124,7 @@ class StateTarget:
         prepared = self._ready
         if self.request.options.atomic:
             await io_threads().run(_copy_all, prepared)
-        await io_threads().run(_count_versions, prepared.plan)
-        await io_threads().run(self._fill_sparse)
+        await io_threads().run(self._end_tensors)
         await hand_over(prepared.handover)
 
     async def aclose(self) -> None:
@@ -169,11 +167,13 @@ class StateTarget:
 
     # --- in threads ---
 
-    def _match(self) -> LoadPlan:
+    def _match(self) -> tuple[LoadPlan, set[torch.device], dict[str, ValueEntry]]:
+        """Return the plan, the devices of its tensors, and the values that it needs."""
         tolerance, names = self.request.tolerance, self.request.options.names
         found, url, others = self._manifest, self.location.url, self.together is not None
         steps = match(self.state, self._answers, found, url, tolerance, others=others, names=names)
-        return run_sliced(steps)
+        plan = run_sliced(steps)
+        return plan, _devices(plan), _value_entries(plan)
 
     def _build(self) -> None:
         """Make the composite tensors from the tensors that were read into new memory."""
@@ -186,7 +186,8 @@ class StateTarget:
         self._prepared = replace(prepared, handover=handover)
         self._made = made
 
-    def _fill_sparse(self) -> None:
+    def _end_tensors(self) -> None:
+        _count_versions(self._ready.plan)
         for leaf in self._ready.plan.sparse:
             fill_sparse(leaf.value.tensor, self._made[leaf.fqn])
 
@@ -271,7 +272,7 @@ def _count_versions(plan: LoadPlan) -> Steps[None]:
     """Increment the versions of the tensors that were written to, for autograd."""
     tensors = chain(plan.straight.tensors.values(), (one.tensor for one in plan.local.values()))
     while some := list(islice(tensors, 64)):
-        torch.autograd.graph.increment_version([tensor for tensor in some if not tensor.is_inference()])
+        torch.autograd.graph.increment_version(list(filterfalse(torch.Tensor.is_inference, some)))
         yield
 
 

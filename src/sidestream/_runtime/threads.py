@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, InvalidStateError
 from concurrent.futures import wait as wait_for
@@ -23,6 +24,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import import_module
+from itertools import repeat, starmap
 from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 import anyio
@@ -31,7 +33,7 @@ from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, out
 from .abandoned import put_back, take_abandoned, waiting_for_thread
 from .gil import give_turns, holding_gil, slice_s, stop_turns, yield_gil
 from .marks import mark_stuck
-from .steps import Steps, chunked, collected
+from .steps import Steps, collected
 
 __all__ = [
     "Deadline",
@@ -70,6 +72,7 @@ _GRACE_S = 5.0
 thread in its system call."""
 
 _STEPS_PER_CLOCK = 8  # between two readings of the clock
+_DROPPED_AT_ONCE = 32  # objects whose memory is freed within one step
 
 _TORCH_WORK_S = 3.0
 """How long the interpreter waits at its end for work that calls torch. A process must end within 5 s, also while its
@@ -537,14 +540,15 @@ class _Emptied(Protocol):
     def popitem(self) -> object: ...
 
 
-def clear_gradually(*containers: _Emptied | list[Any]) -> None:
+@sliced
+def clear_gradually(*containers: _Emptied | list[Any]) -> Steps[None]:
     """Empty containers in a worker thread, in slices of time. Freeing 10,000 records at once would hold the GIL for
     milliseconds."""
     for container in containers:
         drop = container.pop if isinstance(container, list) else container.popitem
-        for some in yielding_gil(chunked(range(len(container)), 32), 1):
-            for _ in some:
-                drop()
+        while len(container):
+            deque(starmap(drop, repeat((), min(_DROPPED_AT_ONCE, len(container)))), maxlen=0)
+            yield
 
 
 @dataclass(slots=True)

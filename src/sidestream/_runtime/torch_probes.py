@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -176,6 +176,7 @@ def extent_bytes(tensor: torch.Tensor) -> int:
 
 
 _keys_of = torch._C._dispatch_keys
+_RAW_KEYS: Callable[[torch._C.DispatchKeySet], int] = torch._C.DispatchKeySet.raw_repr
 _LAZY = sum(
     torch._C.DispatchKeySet(key).raw_repr() for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
 )
@@ -229,16 +230,16 @@ def _plain_keys() -> frozenset[int]:
         inference = torch.empty(0, device="cpu")
     with torch.inference_mode(False):
         ordinary = torch.empty(0, device="cpu")
-    return frozenset(int(_keys_of(one).raw_repr()) for one in (ordinary, inference))
+    return frozenset(_RAW_KEYS(_keys_of(one)) for one in (ordinary, inference))
 
 
 _PLAIN_KEYS = _plain_keys()
 
 
-def on_host_as_is(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is dense, in host memory, and neither conjugated nor negated lazily. This is one
-    comparison; it returns False for tensors of unknown kinds."""
-    return int(_keys_of(tensor).raw_repr()) in _PLAIN_KEYS
+def on_host_as_is(tensors: Iterable[torch.Tensor]) -> list[bool]:
+    """Return of each tensor whether it is dense, in host memory, and neither conjugated nor negated lazily. This is one
+    comparison for each; the result is False for tensors of unknown kinds."""
+    return [keys in _PLAIN_KEYS for keys in map(_RAW_KEYS, map(_keys_of, tensors))]
 
 
 def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,10 @@ from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, Driver, TorchDriver
 from .fill import Filler, FillPart, FillPiece, FillTable, table_of
 from .future import StagingFuture
-from .host import HostEngine, memory_behind, move, raw_start
+from .host import HostEngine, memory_behind, raw_start
 from .image import Columns, Copies, Copy, CopyTable, ImageLayout, StagedImage
 from .plans import Places, PlanCache, fingerprint
-from .small import columns_of
+from .small import columns_of, move_small
 from .snapshot import SnapshotReader
 from .stage import Staging, clean
 from .stager import AsyncStager
@@ -61,7 +61,7 @@ __all__ = [
     "fingerprint",
     "give_back",
     "memory_behind",
-    "move",
+    "move_small",
     "raw_start",
     "set_cache_bytes",
     "settled",

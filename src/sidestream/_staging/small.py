@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import add, ge
 
 import torch
 
 from .image import Columns, Copies
 
-__all__ = ["columns_of", "copy_run", "memmove_holding_gil"]
+__all__ = ["columns_of", "copy_run", "memmove_holding_gil", "move_small"]
 
 _SMALL_BYTES = 64 << 10
 _RUN_COPIES = 128
@@ -59,5 +59,10 @@ def copy_run(copies: Copies, first: int, last: int, base: int) -> bool:
     # The addresses are read now: a resize moves a storage and frees its former memory.
     sources = map(add, map(_ADDRESS, storages), starts)
     targets = map(base.__add__, columns.offsets[first:last])
-    deque(map(memmove_holding_gil, targets, sources, sizes), maxlen=0)
+    move_small(sources, targets, sizes)
     return True
+
+
+def move_small(sources: Iterable[int], targets: Iterable[int], sizes: Iterable[int]) -> None:
+    """Copy memory between addresses. The GIL is held until all of it has been copied."""
+    deque(map(memmove_holding_gil, targets, sources, sizes), maxlen=0)

@@ -95,6 +95,8 @@ async def read_values(
     Raises ``UnsafeObjectError``, with the FQN, for objects that are neither data nor of the types in ``allow``, and
     ``CorruptCheckpointError``.
     """
+    if not entries:
+        return {}
     values, rest = await io_threads().run(_inline_values, entries, manifest.own)
     budgets = ValueBudgets()
     for fqn, entry in rest.items():

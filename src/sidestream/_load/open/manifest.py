@@ -339,11 +339,15 @@ async def _own_manifest(source: RangeSource, marker: Marker, sizes: Mapping[str,
             f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name
         )
     raw = await read_file(source, name, marker.manifest_bytes)
-    manifest = await io_threads().run(_parse, name, raw, marker)
+    return await io_threads().run(_parse_checked, name, raw, marker, sizes)
+
+
+def _parse_checked(name: str, raw: bytearray, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
+    manifest = _parse(name, raw, marker)
     head = _head(manifest)
     if (head.save_id, head.step, head.generation) != (marker.save_id, marker.step, marker.generation):
         raise CorruptCheckpointError(f"{name} belongs to another save than the marker", file=name)
-    await io_threads().run(check_sizes, head.files, sizes)
+    check_sizes(head.files, sizes)
     return manifest
 
 

@@ -33,14 +33,14 @@ _GAP_BYTES = 16 << 10  # reading this many unneeded bytes costs about as much as
 _GAP = memoryview(bytearray(_GAP_BYTES))  # unneeded bytes are read into it, by all threads at once
 _MOST_CALL_BYTES = 16 << 20  # the most that one system call reads
 _CALL_BYTES = 1 << 19
-"""How much one system call reads as long as reads do not wait. Most of these bytes are still in the cache of the
-processor when a checksum is computed over them right afterwards. Half as many would be in the cache entirely, but the
-interpreter would be needed twice as often, which costs more."""
+"""How much one system call reads as long as reads do not wait. These bytes are still in the cache of the processor when
+a checksum is computed over them right afterwards. With half as many the calls would cost more than the cache gives."""
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)  # reads what is in the page cache, and fails if the first byte is not there
+_WITHOUT_NOWAIT = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _WAIT_S = 1e-3
 _WAITS = 0.5
-"""On file systems without ``RWF_NOWAIT``: a call waits if it takes longer than ``_WAIT_S`` and computes for less than this
-part of its time. Readers that wait for a core or for the GIL look the same, so this is the second choice."""
+"""On file systems without ``RWF_NOWAIT``, a call waits if it takes longer than ``_WAIT_S`` and computes for less than
+this part of its time. Readers that wait for a core or for the GIL look the same, so this is the second choice."""
 _RUN_RANGES = 512  # with the gaps between them at most IOV_MAX buffers of one preadv
 _CLOSE_S = 5.0
 """How long ``aclose`` waits for the system call that closes a directory, also after the deadline of a load."""
@@ -133,7 +133,7 @@ def _open_regular(path: Path, within: OpenDirectory | None) -> int:
 
 
 class LocalFiles:
-    """The files of a directory, read by several threads. A system call reads 1 MiB, and more when reads wait for a
+    """The files of a directory, read by several threads. A system call reads 512 KiB, and more when reads wait for a
     device or a server. ``waiting`` is called once, when that is first noticed."""
 
     def __init__(
@@ -211,7 +211,9 @@ class LocalFiles:
             except BlockingIOError:  # the next byte is not in the page cache
                 self._wait_less()
                 return os.preadv(descriptor, buffers, offset)
-            except OSError:  # most likely EOPNOTSUPP; if not, the next call fails as well
+            except OSError as error:
+                if error.errno not in _WITHOUT_NOWAIT:
+                    raise
                 self._nowait = 0
         began, computing = time.perf_counter(), time.thread_time()
         count = os.preadv(descriptor, buffers, offset)
