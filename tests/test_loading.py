@@ -44,10 +44,11 @@ class Reads:
         self.addresses: set[int] = set()
 
     def __call__(self, descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        count = self.real(descriptor, buffers, offset, flags)
         if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".distcp"):
-            self.nbytes.append(sum(len(buffer) for buffer in buffers))
+            self.nbytes.append(count)
             self.addresses |= {ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in buffers}
-        return self.real(descriptor, buffers, offset, flags)
+        return count
 
     real = staticmethod(os.preadv)
 
