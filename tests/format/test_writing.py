@@ -233,6 +233,12 @@ def test_checksums_combine(first: bytes, second: bytes) -> None:
     assert joined == zlib.crc32(first + second) == checksum.crc32(first + second)
 
 
+@given(st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 32) - 1), st.integers(0, 1 << 62))
+def test_both_ways_to_combine_checksums_agree(first: int, second: int, second_bytes: int) -> None:
+    """That of isal, and that where isal is not installed, also for more bytes than fit into 32 bits."""
+    assert checksum.combine(first, second, second_bytes) == checksum._combined(first, second, second_bytes)
+
+
 def test_checksums_of_blocks_join() -> None:
     raw = bytes(range(256)) * (BLOCK_BYTES * 3 // 256) + b"tail"
     blocks = [zlib.crc32(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES)]

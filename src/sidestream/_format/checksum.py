@@ -11,7 +11,7 @@ from typing import TypeAlias
 from .records import BLOCK_BYTES
 
 try:
-    from isal.isal_zlib import crc32  # 27 GB/s, zlib 6
+    from isal.isal_zlib import crc32, crc32_combine  # 27 GB/s, zlib 6
 
     CRC_ENGINE = "isal"
 except ImportError:
@@ -51,6 +51,12 @@ def unpack_crcs(packed: bytes) -> tuple[int, ...]:
 
 def combine(first: int, second: int, second_bytes: int) -> int:
     """Return the CRC of two runs of bytes, one after the other, from the CRC of each (as zlib's ``crc32_combine``)."""
+    if CRC_ENGINE == "isal":  # 0.2 us, the other way 8: payloads have a block for each MiB
+        return crc32_combine(first, second, second_bytes)
+    return _combined(first, second, second_bytes)
+
+
+def _combined(first: int, second: int, second_bytes: int) -> int:
     return _times(_power_of_x(8 * second_bytes), first) ^ second
 
 

@@ -20,7 +20,7 @@ __all__ = ["PAGE_BYTES", "BlockSums", "Placed", "Sealer", "ShardLayout", "Window
 PAGE_BYTES = 4096
 _PAGED_PAYLOAD_BYTES = 64 << 10
 _PACKED_ALIGN_BYTES = 64
-_RUN_BYTES = 256 << 10  # fits into the cache of a core
+_RUN_BYTES = 512 << 10  # fits into the cache of a core; each call takes the GIL once
 _COMBINED_BYTES = 128 << 10  # for a payload of this size, to combine CRCs takes less than to read the bytes again
 
 
