@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from sidestream import AsyncStager, save
 from sidestream._runtime.steps import at_once
 from sidestream._staging import aliases
 from sidestream._staging.aliases import aliases_of, give_back_aliases
+from sidestream._staging.captured import capture
 
 COUNT = 300
 
@@ -123,3 +126,55 @@ async def test_a_save_gives_its_aliases_back(tmp_path: Path) -> None:
         await save(state, tmp_path / "b", stager=stager)
         assert len(kept & set(map(id, aliases._unused))) >= COUNT - 1
     assert all(one.untyped_storage().nbytes() == 0 for one in aliases._unused)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.norm = torch.nn.BatchNorm1d(2)
+
+
+def refuse(_: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("torch releases the GIL here")
+
+
+def test_the_parameters_of_a_plain_module_are_not_detached(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Block()
+    monkeypatch.setattr(torch.Tensor, "detach", refuse)
+    found = capture({"model": module}).root["model"]
+    assert list(found) == list(dict(module.named_parameters()) | dict(module.named_buffers()))
+    assert all(type(one) is torch.Tensor and not one.requires_grad for one in found.values())
+    assert found["inner.weight"].data_ptr() == module.inner.weight.data_ptr()
+
+
+class Own(torch.nn.Linear):
+    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
+        assert not keep_vars
+        destination[prefix + "own"] = self.weight.detach()
+
+
+def of_an_own_class(module: Any) -> None:
+    module.inner = Own(2, 2)
+
+
+def with_a_hook(module: Any) -> None:
+    module.norm.register_state_dict_pre_hook(lambda _module, _prefix, keep_vars: keep_vars and refuse(torch.ones(1)))
+
+
+def with_a_method_of_its_own(module: Any) -> None:
+    plain = module.inner.state_dict
+    module.inner.state_dict = lambda *, keep_vars, **more: plain(keep_vars=keep_vars and refuse(torch.ones(1)), **more)
+
+
+def with_an_attribute(module: Any) -> None:
+    module.inner.weight.mine = 1
+
+
+@pytest.mark.parametrize("change", [of_an_own_class, with_a_hook, with_a_method_of_its_own, with_an_attribute])
+def test_other_modules_return_what_they_always_have(change: Callable[[Any], None]) -> None:
+    module = Block()
+    change(module)
+    found = capture({"model": module}).root["model"]
+    assert set(found) == set(module.state_dict())
+    assert not any(vars(one) for one in found.values())

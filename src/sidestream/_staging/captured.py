@@ -82,7 +82,7 @@ class _Walk:
         self.sharded = False
         self._convert = convert
         self._answers: dict[int, tuple[Any, Any]] = {}
-        self._asking = state_dicts_in_order(state, _contents, self._answers)
+        self._asking = state_dicts_in_order(state, _contents, self._answers, aliased=True)
 
     def mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[Any, Any]:
         if _PLAIN_TENSORS.issuperset(map(type, value.values())) and not any(map(attributes_of, value.values())):
