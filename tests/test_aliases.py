@@ -30,7 +30,7 @@ def made(count: int = COUNT) -> list[torch.Tensor]:
 
 
 def given_back(count: int = COUNT) -> set[int]:
-    mine = aliases_of(made(count))
+    mine, _ = aliases_of(made(count))
     kept = set(map(id, mine))
     at_once(give_back_aliases(mine))
     assert not mine
@@ -42,7 +42,7 @@ def test_aliases_are_used_again_for_tensors_of_any_shape_and_dtype() -> None:
     kept = given_back()
     sources = [torch.arange(number + 4, dtype=torch.int16)[2:].expand(2, -1).t() for number in range(COUNT)]
     sources[7] = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.complex64)).conj()
-    mine = aliases_of(sources)
+    mine, _ = aliases_of(sources)
     assert set(map(id, mine)) == kept
     for alias, source in zip(mine, sources, strict=True):
         assert alias is not source
@@ -58,7 +58,8 @@ def test_aliases_are_used_again_for_tensors_of_any_shape_and_dtype() -> None:
 def test_an_alias_keeps_the_memory_of_the_call() -> None:
     given_back(1 + COUNT)
     source = torch.nn.Parameter(torch.ones(4))
-    (alias,) = aliases_of([source])
+    (alias,), dense = aliases_of([source])
+    assert dense
     source.data = torch.zeros(9)
     assert torch.equal(alias, torch.ones(4))
 
@@ -67,7 +68,7 @@ def test_an_unused_alias_keeps_no_memory() -> None:
     given_back()
     arrays = [np.ones(5, dtype=np.float32) for _ in range(COUNT)]
     ends = [weakref.ref(one) for one in arrays]
-    mine = aliases_of(list(map(torch.from_numpy, arrays)))
+    mine, _ = aliases_of(list(map(torch.from_numpy, arrays)))
     arrays.clear()
     assert all(one() is not None for one in ends)
     at_once(give_back_aliases(mine))
@@ -76,7 +77,7 @@ def test_an_unused_alias_keeps_no_memory() -> None:
 
 def test_what_others_refer_to_is_not_used_again() -> None:
     sources = made(2 * COUNT)
-    mine = aliases_of(sources)
+    mine, _ = aliases_of(sources)
     borrowed = mine[5]
     marked = id(mine[-1])
     mine[-1].note = "mine"  # type: ignore[attr-defined]
@@ -98,21 +99,22 @@ def test_what_others_refer_to_is_not_used_again() -> None:
 def test_tensors_of_other_kinds_get_an_alias_of_their_own(odd: object) -> None:
     given_back()
     sources = [*made(COUNT - 1), odd()]  # type: ignore[operator]
-    mine = aliases_of(sources)
+    mine, dense = aliases_of(sources)
+    assert not dense
     assert [one.layout for one in mine] == [one.layout for one in sources]
     assert [one.device for one in mine] == [one.device for one in sources]
     assert torch.equal(mine[3], sources[3])
 
 
 def test_sparse_tensors_are_not_kept() -> None:
-    mine = aliases_of([torch.eye(3).to_sparse() for _ in range(COUNT)])
+    mine, _ = aliases_of([torch.eye(3).to_sparse() for _ in range(COUNT)])
     at_once(give_back_aliases(mine))
     assert not aliases._unused
 
 
 def test_the_most_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aliases, "_MOST", 256)
-    mine = aliases_of(made(1000))
+    mine, _ = aliases_of(made(1000))
     at_once(give_back_aliases(mine))
     assert len(aliases._unused) <= 256
 

@@ -368,8 +368,29 @@ def test_the_end_of_the_thread_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> Non
     thread = threading.Thread(target=_turns._watch_this_thread)
     thread.start()
     thread.join()
-    assert _turns.loop_times() is None
+    end = time.monotonic() + PATIENCE_S
+    while _turns.loop_times() is not None:  # the system ends it a moment later
+        assert time.monotonic() < end
     assert not _turns._loop_clocks
+
+
+async def test_the_loop_is_not_woken_up_at_once_for_new_work() -> None:
+    loop = asyncio.get_running_loop()
+    _turns.give_turns(work := Future[None]())
+    turns = _turns._of_loops[loop]
+    assert turns._due >= loop.time()
+    work.cancel()
+    await until_none_is_planned()
+    turns._intervals = _turns._MOST_INTERVALS
+    _turns.give_turns(work := Future[None]())
+    assert turns._intervals == _turns._MOST_INTERVALS, "it slept a moment ago"
+    work.cancel()
+    await until_none_is_planned()
+    turns._seen = (turns._seen[0] - 1000.0, 0.0)
+    _turns.give_turns(work := Future[None]())
+    assert turns._intervals == 1
+    work.cancel()
+    await until_none_is_planned()
 
 
 async def test_turns_on_a_loop_with_another_clock() -> None:

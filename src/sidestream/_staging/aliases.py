@@ -34,18 +34,18 @@ _unused: deque[torch.Tensor] = deque()
 """Aliases without memory, to which nothing else refers."""
 
 
-def aliases_of(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
+def aliases_of(tensors: Collection[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
     """Return an alias of each of ``tensors``, which are plain: a tensor on the same memory, without a gradient. Memory
-    that the original is bound to later does not change the alias."""
+    that the original is bound to later does not change the alias. Also returns True if all are known to be dense."""
     if len(_unused) >= len(tensors):
         try:
             found = list(map(_TAKE, repeat(_unused, len(tensors))))
             deque(map(_BIND, found, tensors), maxlen=0)
-            return found
+            return found, True
         except (IndexError, RuntimeError):
             """Another thread has taken them, or one of the tensors is sparse, or of another kind that they cannot refer
             to."""
-    return list(map(_ALIAS, tensors))
+    return list(map(_ALIAS, tensors)), False
 
 
 def give_back_aliases(aliases: list[torch.Tensor]) -> Steps[None]:
