@@ -322,58 +322,6 @@ def test_a_thread_rests_between_steps(slice_s: float, rests: list[int], monkeypa
     assert rested == rests
 
 
-@pytest.mark.parametrize(
-    ("loops", "rests"),
-    [
-        pytest.param([(1.0,)] * 9, 0, id="it sleeps"),
-        pytest.param([(1.0,), (1.0,), (1.1,), (1.1,), (1.1,)], 1, id="it has run"),
-        pytest.param([(1.0, 2.0), (1.1, 2.0), (1.1, 2.1), (1.2, 2.1), (1.3, 2.1)], 4, id="one of two runs"),
-        pytest.param([None] * 9, 4, id="nobody knows"),
-    ],
-)
-def test_a_thread_rests_only_if_a_loop_has_run_since(
-    loops: list[tuple[float, ...] | None], rests: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_threads, "slice_s", lambda: 0.0)
-    monkeypatch.setattr(_threads, "loop_times", iter(loops).__next__)
-    rested: list[None] = []
-    monkeypatch.setattr(_threads, "yield_gil", lambda: rested.append(None))
-    list(_threads.yielding_gil(range(130), 32))
-    assert len(rested) == rests
-
-
-@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="the system has no such clocks")
-async def test_the_time_of_a_loop_stands_still_while_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_turns, "_loop_clocks", {})
-    _turns._watch_this_thread()
-    asked = threading.Event()
-    seen: list[tuple[float, ...] | None] = []
-
-    def look() -> None:
-        time.sleep(0.05)  # until the loop sleeps
-        seen.extend((_turns.loop_times(), _turns.loop_times()))
-        asked.set()
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    await asyncio.get_running_loop().run_in_executor(None, asked.wait)
-    thread.join()
-    assert seen[0] is not None
-    assert seen[0] == seen[1]
-    assert _turns.loop_times() != seen[1]
-
-
-def test_the_end_of_the_thread_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_turns, "_loop_clocks", {})
-    thread = threading.Thread(target=_turns._watch_this_thread)
-    thread.start()
-    thread.join()
-    end = time.monotonic() + PATIENCE_S
-    while _turns.loop_times() is not None:  # the system ends it a moment later
-        assert time.monotonic() < end
-    assert not _turns._loop_clocks
-
-
 async def test_the_loop_is_not_woken_up_at_once_for_new_work() -> None:
     loop = asyncio.get_running_loop()
     _turns.give_turns(work := Future[None]())

@@ -44,7 +44,7 @@ else:
         return together - getrusage(RUSAGE_THREAD).ru_nvcsw if together else None
 
 
-__all__ = ["give_turns", "holding_gil", "loop_times", "slice_s", "stop_turns", "wrap_thread_future", "yield_gil"]
+__all__ = ["give_turns", "holding_gil", "slice_s", "stop_turns", "wrap_thread_future", "yield_gil"]
 
 T = TypeVar("T")
 
@@ -69,25 +69,6 @@ def wrap_thread_future(work: Future[T]) -> asyncio.Future[T]:
     return asyncio.wrap_future(work)
 
 
-def loop_times() -> tuple[float, ...] | None:
-    """Return the CPU times of the threads whose loops have given turns. None if they are unknown.
-
-    While they stay the same, no loop runs or wants to: to wake up, and to wait for the GIL, takes CPU time as well.
-    """
-    try:
-        return tuple(map(time.clock_gettime, tuple(_loop_clocks.values()))) or None
-    except OSError:  # the thread of one of them has ended
-        _loop_clocks.clear()
-        return None
-
-
-def _watch_this_thread() -> None:
-    """Let ``loop_times`` return the CPU time of this thread, where the system counts it for each moment."""
-    if _context_switches() is not None and hasattr(time, "pthread_getcpuclockid"):
-        ident = threading.get_ident()
-        _loop_clocks[ident] = time.pthread_getcpuclockid(ident)
-
-
 def give_turns(work: Future[Any]) -> None:
     """Make the running loop give turns while it is busy, until ``work``, which threads do, has ended.
 
@@ -101,7 +82,6 @@ def give_turns(work: Future[Any]) -> None:
         return
     if loop not in _of_loops:
         _of_loops[loop] = _LoopTurns()
-        _watch_this_thread()
     _of_loops[loop].until_ended(work, loop)
 
 
@@ -225,8 +205,6 @@ def _clocks() -> tuple[float, float]:
 
 
 _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopTurns] = WeakKeyDictionary()
-_loop_clocks: dict[int, int] = {}
-"""The clocks of the CPU time of threads with a loop, by the number of the thread."""
 _next_turn_at = 0.0
 """When the busy loop that wrote this last gives its next turn (``time.monotonic`` seconds). In the past if no loop is
 busy. Infinite during a turn: a thread that reads it then has just had its slice, and waits for one interval."""
@@ -238,7 +216,6 @@ def _forget_after_fork() -> None:
     global _next_turn_at
     _next_turn_at = 0.0
     _gil_holders.clear()
-    _loop_clocks.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -29,7 +29,7 @@ import anyio
 
 from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, out_of_memory
 from .abandoned import put_back, take_abandoned, waiting_for_thread
-from .gil import give_turns, holding_gil, loop_times, slice_s, stop_turns, yield_gil
+from .gil import give_turns, holding_gil, slice_s, stop_turns, yield_gil
 from .marks import mark_stuck
 from .steps import Steps, chunked, collected
 
@@ -477,24 +477,17 @@ class _Pause:
 
     Without slices, pure Python holds the GIL for one switch interval (5 ms) after the other, and the loop waits for
     each. ``sleep(0)`` releases the GIL for too short a time for another thread to acquire it.
-
-    While no loop runs or wants to, the thread keeps the GIL: a trainer in another thread would take it, and return it
-    only after a switch interval.
     """
 
     def __init__(self) -> None:
         self._yielded_at = time.perf_counter()
-        self._loops = loop_times()
 
     def if_due(self) -> None:
-        """Release the GIL if the slice (``slice_s()``) is over, and a loop has run since the slice before."""
+        """Release the GIL if the slice (``slice_s()``) is over."""
         if time.perf_counter() - self._yielded_at > slice_s():
             if (deadline := _deadline.get()) is not None:
                 deadline.check(f"{_work.name}()")
-            loops = loop_times()
-            if loops is None or loops != self._loops:
-                self._loops = loops  # of before the pause: a loop that another thread keeps from running gets the next
-                yield_gil()
+            yield_gil()
             self._yielded_at = time.perf_counter()
 
 
