@@ -89,7 +89,9 @@ class _Window(NamedTuple):
     columns: Columns
 
     def over(self, tensors: Sequence[torch.Tensor], table: CopyTable | None) -> Steps[ImageLayout]:
-        sources = yield from collected(map(tensors.__getitem__, self.sources), _EVERY)
+        sources: Sequence[torch.Tensor] = tensors
+        if self.sources != tuple(range(len(tensors))):
+            sources = yield from collected(map(tensors.__getitem__, self.sources), _EVERY)
         return ImageLayout(self.nbytes, Copies(self.columns, sources, table))
 
     def table(self, places: Places) -> CopyTable | None:

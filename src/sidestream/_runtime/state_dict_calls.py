@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from .caller import run_in_calling_thread
+from .torch_probes import attributes_of
 
 __all__ = [
     "LEAVES",
@@ -38,6 +40,8 @@ __all__ = [
 _log = logging.getLogger("sidestream")
 
 LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, bytes, complex, type(None)})
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_OF_TORCH = {name: getattr(torch.nn.Module, name) for name in ("state_dict", "_save_to_state_dict", "get_extra_state")}
 _SLICE = 1024  # values examined between two yields: up to a few microseconds each
 _LATE_S = 5.0
 
@@ -94,9 +98,11 @@ def find_objects(start: FoundObject, look: ListContents) -> Iterator[FoundObject
             )
 
 
-def state_dicts_in_order(state: Any, look: ListContents, known: dict[int, tuple[Any, Any]]) -> Iterator[bool]:
+def state_dicts_in_order(
+    state: Any, look: ListContents, known: dict[int, tuple[Any, Any]], *, aliased: bool = False
+) -> Iterator[bool]:
     """Call ``state_dict()`` of every object in ``state`` once. ``known`` receives each object with its state dict, by
-    the object's id.
+    the object's id. ``aliased``: the caller makes aliases of the tensors, so those of modules need not be detached.
 
     Yields True after each level, and False whenever other tasks should run.
     """
@@ -113,7 +119,7 @@ def state_dicts_in_order(state: Any, look: ListContents, known: dict[int, tuple[
                         found[id(one.instance)] = one
         level = []
         for one in in_order(found.values()):
-            answer = call_state_dict(one)
+            answer = _undetached(one) if aliased and _is_plain(one.instance) else call_state_dict(one)
             known[id(one.instance)] = (one.instance, answer)  # kept, so that no other object gets its id
             level.append(one._replace(instance=answer))
             yield False
@@ -124,6 +130,33 @@ def call_state_dict(one: FoundObject) -> Any:
     """Return the ``state_dict()`` of the object, called in the thread of the caller."""
     with monitored(one.name, one.instance, "state_dict"):
         return run_in_calling_thread(one.instance.state_dict)
+
+
+def _undetached(one: FoundObject) -> Any:
+    """Return the state dict of a plain module with its parameters themselves. Torch releases the GIL when it detaches a
+    tensor, and again when it destroys the result."""
+    with monitored(one.name, one.instance, "state_dict"):
+        return run_in_calling_thread(partial(one.instance.state_dict, keep_vars=True))
+
+
+def _is_plain(instance: Any) -> bool:
+    """Return whether ``state_dict()`` of a module runs only code of torch, and returns plain tensors without
+    attributes."""
+    if not isinstance(instance, torch.nn.Module):
+        return False
+    return all(
+        all(getattr(type(module), name, None) is method for name, method in _OF_TORCH.items())
+        and not any(name in vars(module) for name in _OF_TORCH)
+        and not (module._state_dict_hooks or module._state_dict_pre_hooks)
+        and _are_plain(module._parameters.values())
+        and _are_plain(module._buffers.values())
+        for module in instance.modules()
+    )
+
+
+def _are_plain(tensors: Iterable[Any]) -> bool:
+    given = [one for one in tensors if one is not None]
+    return _PLAIN_TENSORS.issuperset(map(type, given)) and not any(map(attributes_of, given))
 
 
 # --- calls that do not return ---------------------------------------------------------------------------------------

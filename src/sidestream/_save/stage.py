@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -176,17 +176,19 @@ class LaidOutStage(Stage):
         self._stager.settle(staging)
         return staging
 
-    def files(self, plan: FilePlan) -> Iterator[tuple[str, Body]]:
-        """Yield the file of plain values, and then the shards in the order in which they are staged."""
+    def files(self, plan: FilePlan) -> list[tuple[str, Body]]:
+        """Return the file of plain values, and then the shards in the order in which they are staged."""
         assert self._staging is not None
+        found: list[tuple[str, Body]] = []
         if plan.values:
-            yield plan.values_file, BytesBody(plan.values)
+            found.append((plan.values_file, BytesBody(plan.values)))
         images = iter(self._staging.images)
         for index, layout in enumerate(plan.shards):
             body = ShardBody(layout, tuple(islice(images, len(layout.windows))), self._order.digest)
             self._sums.append(body.sums)
             self._written.append(body.written)
-            yield plan.shard_file(index), body
+            found.append((plan.shard_file(index), body))
+        return found
 
     def written(self) -> list[BlockSums]:
         """Return the checksums of each shard's blocks."""

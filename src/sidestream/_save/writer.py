@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -78,8 +78,9 @@ class Stage(ABC):
         """Wait for the plan of what has to be written, and return it. Called in the writing thread; blocks."""
 
     @abstractmethod
-    def files(self, plan: Any) -> Iterator[tuple[str, Body]]:
-        """Yield the name and the content of each file, in the order in which they can be written. May block."""
+    def files(self, plan: Any) -> Iterable[tuple[str, Body]]:
+        """Return the name and the content of each file, in the order in which they can be written. Unless it is a list,
+        its iterator may block."""
 
     @abstractmethod
     def written(self) -> Any:

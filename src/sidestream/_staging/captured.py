@@ -18,6 +18,7 @@ import torch
 from .._runtime.state_dict_calls import LEAVES, state_dicts_in_order
 from .._runtime.torch_probes import Stateful, attributes_of, has_shards, storage_key, with_attributes
 from ..errors import InvalidOptionError, UnsafeObjectError
+from .aliases import aliases_of
 from .composite import Composite, dismantle, settled
 
 __all__ = ["Captured", "capture", "named"]
@@ -81,12 +82,12 @@ class _Walk:
         self.sharded = False
         self._convert = convert
         self._answers: dict[int, tuple[Any, Any]] = {}
-        self._asking = state_dicts_in_order(state, _contents, self._answers)
+        self._asking = state_dicts_in_order(state, _contents, self._answers, aliased=True)
 
     def mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[Any, Any]:
         if _PLAIN_TENSORS.issuperset(map(type, value.values())) and not any(map(attributes_of, value.values())):
-            aliases = list(map(_alias, value.values()))  # all in C: 0.4 us per tensor, not 0.8
-            if _STRIDED.issuperset(map(_layout, aliases)):  # the aliases are in the processor's cache
+            aliases, dense = aliases_of(value.values())  # all in C: 0.4 us per tensor, not 0.8
+            if dense or _STRIDED.issuperset(map(_layout, aliases)):  # the aliases are in the processor's cache
                 self.tensors.extend(aliases)
                 return dict(zip(value, aliases, strict=True))
         taken: dict[Any, Any] = {}

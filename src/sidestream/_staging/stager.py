@@ -24,7 +24,7 @@ from .._runtime.gil import give_turns
 from .._runtime.public import public
 from .._runtime.rate import RateLimiter
 from .._runtime.tasks import run_shielded, running_loop
-from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, time_limit
+from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, run_sliced, time_limit
 from ..errors import (
     ArenaExhaustedError,
     AsyncOnlyError,
@@ -36,6 +36,7 @@ from ..errors import (
     SkippedError,
 )
 from ..options import WhenFull, check_choice, check_count, check_timeout
+from .aliases import give_back_aliases
 from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, SharedMemory, whole_pages
 from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
@@ -599,9 +600,17 @@ class AsyncStager:
         """Run one stage: plan, lease memory, copy what is in host memory, and enqueue copies from devices. This is the
         top function of the stager's thread, so it catches all errors."""
         error: BaseException | None = None
+        sources: list[torch.Tensor] = []
         try:
             staging.stop.check()
-            self._fill(staging, lay_out)
+            captured = staging.take()
+            if staging.device is None:
+                sources = captured.tensors
+            plan = lay_out(captured)
+            del captured
+            self._fill(staging, plan)
+            del plan
+            run_sliced(give_back_aliases(sources))
             if staging.passes:
                 self._idle.passed(tuple([image.nbytes for image in staging.images]))
         except BaseException as failure:
@@ -611,8 +620,7 @@ class AsyncStager:
         staging.issued.set_result(None)
         staging.part_done(error)
 
-    def _fill(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
-        plan = lay_out(staging.take())
+    def _fill(self, staging: Staging[P], plan: P) -> None:
         stays = self._stays(staging, plan)
         staging.lay(plan, stays=stays)
         staging.passes = staging.passes and not stays

@@ -111,11 +111,13 @@ class _File:
 
 
 class Job:
-    """The work of writing ``files`` in a writer process. They are consumed one after the other, as a store would."""
+    """The work of writing ``files`` in a writer process. They are consumed one after the other, as a store would. Those
+    of a list share messages, because getting the next one does not block."""
 
     def __init__(self, order: JobOrder, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
         self._order = order
         self._source = iter(files)
+        self._at_once = isinstance(files, list)
         self._stop = stop
         self._files: list[_File] = []
 
@@ -129,7 +131,7 @@ class Job:
             current: WorkerLink | None = None
             try:
                 current = link()
-                _Exchange(self._order, self._stop, current).run(self._to_write())
+                _Exchange(self._order, self._stop, current, at_once=self._at_once).run(self._to_write())
                 break
             except WriterProcessError as lost:
                 self._stop.check()
@@ -181,8 +183,9 @@ def _settle(file: _File) -> None:
 class _Exchange:
     """One request to one process."""
 
-    def __init__(self, order: JobOrder, stop: Stop, link: WorkerLink) -> None:
+    def __init__(self, order: JobOrder, stop: Stop, link: WorkerLink, *, at_once: bool) -> None:
         self._order = order
+        self._at_once = at_once
         self._stop = stop
         self._link = link
         self._changed = threading.Condition()
@@ -196,6 +199,8 @@ class _Exchange:
         self._requested = False
         self._released = False
         self._sending = False
+        self._held: list[tuple[WorkerMessageKind, bytes]] = []  # sent with the next message
+        self._ready: dict[tuple[int, int], Any] = {}  # the windows that the held messages name
         self._halted_at: float | None = None
 
     def run(self, files: Iterator[_File]) -> None:
@@ -203,12 +208,12 @@ class _Exchange:
         try:
             with self._stop.waking(self._halt_now):
                 self._stop.check()
-                packed = self._order.packed()
-                self._requested = True
-                self._send(WorkerMessageKind.WRITE, packed)
+                self._held.append((WorkerMessageKind.WRITE, self._order.packed()))
                 for file in files:
                     self._send_file(file)
-                self._send(WorkerMessageKind.END, b"")
+                    if not self._at_once:
+                        self._flush()
+                self._flush((WorkerMessageKind.END, b""))
                 self._wait()
                 self._raise_end()
         except BaseException as error:
@@ -225,22 +230,23 @@ class _Exchange:
         if isinstance(body, ShardBody):
             head = pack([file.name, body.digest])
             packed = run_sliced(pack_layout(body.layout))
-            self._send(WorkerMessageKind.SHARD_FILE, _text(head) + packed)
+            self._held.append((WorkerMessageKind.SHARD_FILE, _text(head) + packed))
             self._send_windows(file, index, body.images)
         else:
             assert isinstance(body, BytesBody)
-            self._send(WorkerMessageKind.BYTES_FILE, _text(file.name.encode()) + body.content)
+            self._held.append((WorkerMessageKind.BYTES_FILE, _text(file.name.encode()) + body.content))
 
     def _send_windows(self, file: _File, index: int, images: Sequence[Any]) -> None:
         """Send the windows of a file as they become complete. Those that are complete already share a message."""
         found: dict[int, tuple[Any, _Allocation, Any]] = {}
         try:
             for window, image in enumerate(images):
-                if found and not image.whole:
-                    self._send_ready(index, found)
+                if not image.whole:
+                    self._hold_ready(index, found)
                     found.clear()
+                    self._flush()
                 found[window] = self._window(file, image)
-            self._send_ready(index, found)
+            self._hold_ready(index, found)
         finally:
             found.clear()  # so that an error that is kept, with this stack frame, does not keep the memory
 
@@ -256,27 +262,41 @@ class _Exchange:
             raise
         if lease.shared is None:
             raise InvalidOptionError('this stager has private memory: make it with AsyncStager(backing="shared")')
-        self._send(lease.shared)
+        self._share(lease.shared)
         return array, lease, image
 
-    def _send_ready(self, index: int, found: dict[int, tuple[Any, _Allocation, Any]]) -> None:
-        with self._changed:
-            self._halt.check()
-            self._in_use.update(((index, window), used) for window, used in found.items())
-        ready = (
+    def _hold_ready(self, index: int, found: dict[int, tuple[Any, _Allocation, Any]]) -> None:
+        self._ready.update(((index, window), used) for window, used in found.items())
+        ready = [
             READY.pack(index, window, lease.shared.number, lease.start, image.nbytes)
             for window, (_, lease, image) in found.items()
             if lease.shared is not None
-        )
-        self._send(WorkerMessageKind.READY, b"".join(ready))
+        ]
+        if ready:
+            self._held.append((WorkerMessageKind.READY, b"".join(ready)))
 
-    def _send(self, what: WorkerMessageKind | SharedSegment, body: bytes = b"") -> None:
+    def _share(self, memory: SharedSegment) -> None:
         self._sending = True
         try:
-            if isinstance(what, WorkerMessageKind):
-                self._link.send(what, self._number, body)
-            else:
-                self._link.share(what)
+            self._link.share(memory)
+        finally:
+            self._sending = False
+
+    def _flush(self, *last: tuple[WorkerMessageKind, bytes]) -> None:
+        """Send what is held, and then ``last``, in one call: after each call the thread waits for the GIL."""
+        held, self._held = [*self._held, *last], []
+        with self._changed:
+            self._halt.check()
+            self._in_use.update(self._ready)
+            self._ready.clear()
+        self._send_now(held)
+
+    def _send_now(self, messages: list[tuple[WorkerMessageKind, bytes]]) -> None:
+        if not messages:
+            return
+        self._requested = self._sending = True
+        try:
+            self._link.send_all([(kind, self._number, body) for kind, body in messages])
         finally:
             self._sending = False
 
@@ -343,11 +363,13 @@ class _Exchange:
         """End the request after ``error``. When this returns, the process writes nothing of it any more."""
         with self._changed:
             ended = self._done or self._failure is not None or self._lost is not None
+        self._held.clear()
+        self._ready.clear()
         if not self._requested:
             self._link.withdraw(self._number)  # the process does not know the request, and would not answer
         elif not ended:
             try:
-                self._send(WorkerMessageKind.CANCEL, b"")
+                self._send_now([(WorkerMessageKind.CANCEL, b"")])
             except WriterProcessError:
                 pass
             else:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Protocol
@@ -114,23 +115,28 @@ class WorkerLink:
 
     def send(self, kind: WorkerMessageKind, number: int, body: bytes) -> None:
         """Send a message. Blocks while the process does not read. Raises ``WriterProcessError`` if it has ended."""
-        self._send(kind, number, body, None)
+        self.send_all([(kind, number, body)])
+
+    def send_all(self, messages: Sequence[tuple[WorkerMessageKind, int, bytes]]) -> None:
+        """Send messages in one call, as ``send`` does."""
+        self._call(lambda channel: channel.send_all(messages))
 
     def share(self, memory: SharedSegment) -> None:
         """Have the process map ``memory``, unless it has already. The process unmaps it after it was freed here."""
         with self._sharing:
             if memory.number in self._shared:
                 return
-            self._send(WorkerMessageKind.SEGMENT, memory.number, len(memory).to_bytes(8, "little"), memory.descriptor)
+            kind, number, nbytes = WorkerMessageKind.SEGMENT, memory.number, len(memory).to_bytes(8, "little")
+            self._call(lambda channel: channel.send(kind, number, nbytes, descriptor=memory.descriptor))
             self._shared.add(memory.number)
             weakref.finalize(memory, self._forgotten.append, memory.number).atexit = False
 
-    def _send(self, kind: WorkerMessageKind, number: int, body: bytes, descriptor: int | None) -> None:
+    def _call(self, send: Callable[[Channel], None]) -> None:
         channel = self._channel
         if channel is not None:
             try:
                 self._forget(channel)
-                channel.send(kind, number, body, descriptor=descriptor)
+                send(channel)
                 return
             except OSError:  # the thread may not have noticed the end yet, and no other request may use this link
                 self.end(_ENDED, _REAP_S)
