@@ -27,7 +27,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import sidestream
 from sidestream._staging import AsyncStager, DeviceEngine
-from sidestream._staging.fence import guard
+from sidestream._staging.stage import guard
 from sidestream.errors import (
     ArenaExhaustedError,
     ClosedError,

@@ -26,7 +26,7 @@ KILLED = """
     import torch
     import sidestream
     from sidestream import events
-    from sidestream._storage.local import transaction
+    from sidestream._storage.local import publishing
 
     what, target, source, at = sys.argv[1:]
     state = {"a": torch.arange(1000.0), "b": torch.ones(300, 300)}
@@ -39,8 +39,8 @@ KILLED = """
             die()
 
     if at == "exchanged":
-        real = transaction.exchange
-        transaction.exchange = lambda *paths: (real(*paths), die())
+        real = publishing.exchange
+        publishing.exchange = lambda *paths: (real(*paths), die())
     else:
         observed = events.observe(seen)
         observed.__enter__()

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import sidestream
 from sidestream import HF, load, remove, save
-from sidestream._storage.local import transaction
+from sidestream._storage.local import publishing
 from sidestream.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -195,7 +195,7 @@ async def test_several_overwrite_at_once(tmp_path: Path) -> None:
 async def test_one_that_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the exchange and the look at what was published another save replaces it, and deletes it."""
     await save(state_of(0), tmp_path / "last")
-    real, nested = transaction.exchange, []
+    real, nested = publishing.exchange, []
 
     def exchange(attempt: Path, target: Path) -> None:
         real(attempt, target)
@@ -203,7 +203,7 @@ async def test_one_that_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.
             nested.append(attempt)
             sidestream.blocking.save(state_of(2), tmp_path / "last", overwrite=True)
 
-    monkeypatch.setattr(transaction, "exchange", exchange)
+    monkeypatch.setattr(publishing, "exchange", exchange)
     await save(state_of(1), tmp_path / "last", overwrite=True)
     assert nested
     assert await loaded(tmp_path / "last") == 2
@@ -269,7 +269,7 @@ async def test_of_two_that_are_the_first_one_stays(
 
 async def test_a_removal_just_before_the_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await save(state_of(0), tmp_path / "last")
-    real, removed = transaction.exchange, []
+    real, removed = publishing.exchange, []
 
     def exchange(attempt: Path, target: Path) -> None:
         if not removed:
@@ -277,7 +277,7 @@ async def test_a_removal_just_before_the_exchange(tmp_path: Path, monkeypatch: p
             sidestream.blocking.remove(target)
         real(attempt, target)
 
-    monkeypatch.setattr(transaction, "exchange", exchange)
+    monkeypatch.setattr(publishing, "exchange", exchange)
     await save(state_of(1), tmp_path / "last", overwrite=True)
     assert removed
     assert await loaded(tmp_path / "last") == 1
@@ -305,7 +305,7 @@ async def test_a_commit_that_may_not_be_durable_says_where_the_old_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await save(state_of(0), tmp_path / "last")
-    real, exchanged = transaction.exchange, []
+    real, exchanged = publishing.exchange, []
 
     def exchange(attempt: Path, target: Path) -> None:
         real(attempt, target)
@@ -315,7 +315,7 @@ async def test_a_commit_that_may_not_be_durable_says_where_the_old_one_is(
         if exchanged:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(transaction, "exchange", exchange)
+    monkeypatch.setattr(publishing, "exchange", exchange)
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(NotDurableError) as raised:
         await save(state_of(1), tmp_path / "last", overwrite=True)

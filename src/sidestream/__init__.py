@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from ._convert.convert import ConvertReport, convert
     from ._convert.copy import CopyReport, copy, remove
     from ._convert.export import HF
-    from ._load.api import LoadReport, PassedOver, load
     from ._load.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+    from ._load.operation import LoadReport, PassedOver, load
     from ._load.verify import Damage, VerifyReport, verify
     from ._run.health import Health
     from ._run.pruning import Pruned
@@ -112,8 +112,8 @@ _HOMES = {
     "KeepEvery": "_run.retention",
     "KeepLast": "_run.retention",
     "LoadOptions": "options",
-    "LoadReport": "_load.api",
-    "PassedOver": "_load.api",
+    "LoadReport": "_load.operation",
+    "PassedOver": "_load.operation",
     "PendingExport": "_save.sinks",
     "PendingSave": "_save.pending",
     "Pruned": "_run.pruning",
@@ -134,7 +134,7 @@ _HOMES = {
     "async_save": "_save.api",
     "convert": "_convert.convert",
     "copy": "_convert.copy",
-    "load": "_load.api",
+    "load": "_load.operation",
     "open_checkpoint": "_load.checkpoint",
     "remove": "_convert.copy",
     "save": "_save.api",

@@ -32,8 +32,8 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from . import checkpointer as _checkpointer
 from ._convert import convert as _converting
 from ._convert import copy as _copying
-from ._load import api as _loading
 from ._load import checkpoint as _checkpoint
+from ._load import operation as _loading
 from ._load import verify as _verifying
 from ._run.health import Health
 from ._runtime.caller import Caller, is_serving

@@ -14,17 +14,16 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from ._group import GroupChoice
-from ._load.api import LoadReport, LoadRequest
 from ._load.checkpoint import Checkpoint, open_from
 from ._load.open.manifest import read_metadata
+from ._load.operation import LoadReport, LoadRequest
 from ._load.verify import VerifyReport, verify_at
-from ._run.exports import Exports
+from ._run.exports import Exports, Upkeep
 from ._run.health import Health
-from ._run.maintenance import Upkeep
 from ._run.opened import Opened
 from ._run.preemption import Preemption, Then
 from ._run.pruning import Pruned, Pruner
-from ._run.reading import Latest, Reading
+from ._run.restore import Latest, Reading
 from ._run.retention import KeepAll, Retention
 from ._run.run import Run
 from ._run.saves import Saves

@@ -371,7 +371,7 @@ async def test_files_that_are_more_than_data(tmp_path: Path) -> None:
 _MEASURE = """
 import asyncio, re, sys, time, torch, sidestream
 from pathlib import Path
-from sidestream._storage.local import write as local
+from sidestream._storage.local import transaction as local
 
 MIB = 1 << 20
 root = Path(sys.argv[1])

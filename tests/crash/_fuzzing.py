@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from sidestream._format.dcp.described import describe
 from sidestream._format.dcp.metadata import read_dcp_metadata
+from sidestream._format.dcp.write import describe
 from sidestream._format.frame import frame_tensor, frame_value
 from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.marker import Marker, find_marker
@@ -41,8 +41,7 @@ from sidestream._format.records import (
     ValueEntry,
 )
 from sidestream._format.safetensors.read import PREFIX_BYTES, header_bytes, parse_header
-from sidestream._format.torch_zip.file import read_torch_file
-from sidestream._format.torch_zip.item import open_tensor_item, open_value_item
+from sidestream._format.torch_zip.file import open_tensor_item, open_value_item, read_torch_file
 from sidestream._format.validate import validate
 from sidestream._runtime.threads import run_sliced
 from sidestream.errors import SidestreamError

@@ -54,10 +54,11 @@ _IN_USE = (
     '        return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)\n'
 )
 _CANDIDATES = "                candidates = [steps[name] for name in chosen if steps[name].order < newest.order]\n"
-_LOCAL = "_storage/local/transaction.py"
+_LOCAL = "_storage/local/publishing.py"
+_REMOVE_TREE = "from .directories import remove_tree"  # a mutant needs more than its module imports
 _DIRECTORIES = "_storage/local/directories.py"
 _STORE = "_storage/local/store.py"
-_WRITE = "_storage/local/write.py"
+_WRITE = "_storage/local/transaction.py"
 _TRANSACTION = "_storage/transaction.py"
 _RENAME = "    os.rename(attempt, target)\n    try:\n"
 _TRY = "    try:\n"
@@ -104,9 +105,10 @@ MUTANTS = (
            "        sync_directory(attempt)\n        sync_directory(target.parent)\n" + _MOVE + "        return\n",
            "cuts"),
     Mutant("the parent is not synced after an exchange", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
-           "sync_directory(target.parent)", "move is _move and sync_directory(target.parent)"), "cuts", _OVER),
+           "sync_directory(target.parent)", "move is move_there and sync_directory(target.parent)"), "cuts", _OVER),
     Mutant("what is replaced is deleted before the exchange is synced", _LOCAL, _EXCHANGED,
-           _EXCHANGED.replace("        try:", "        remove_tree(attempt)\n        try:"), "cuts", _OVER),
+           f"        exchange(attempt, target)\n        {_REMOVE_TREE}; remove_tree(attempt)\n        try:\n",
+           "cuts", _OVER),
     Mutant("a removal is not synced", _STORE, "            sync_directory(root)\n        except",
            "            pass\n        except", "cuts", "a removal"),
     Mutant("an export is not synced", "_convert/export.py", "            self.durability,\n            current",
@@ -121,7 +123,7 @@ MUTANTS = (
            'order["save_id"], "flush")', "saver_cuts"),
     # what is visible when
     Mutant("a step is written in place", _LOCAL, _RENAME,
-           "    shutil.copytree(attempt, target)\n    shutil.rmtree(attempt)\n" + _TRY, "kills"),
+           "    import shutil\n    shutil.copytree(attempt, target)\n    shutil.rmtree(attempt)\n" + _TRY, "kills"),
     Mutant("a deletion begins with the files", _STORE, "    hidden = take_away(root, directory)\n",
            "    remove_tree(root / directory)\n    hidden = take_away(root, directory)\n", "kills",
            "a retention pass"),
@@ -129,14 +131,15 @@ MUTANTS = (
            "    target.mkdir()\n    for one in sorted(attempt.iterdir()):\n"
            "        os.rename(one, target / one.name)\n    attempt.rmdir()\n" + _TRY, "kills"),
     Mutant("an occupied target is replaced", _LOCAL, _RENAME,
-           "    shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
+           "    import shutil\n    shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
     Mutant("a generation that is there is taken again", "_run/steps.py",
            "        return max(self._started.get(step, 0), *(found.generation for found in found), 0) + 1",
            "        return 1", "conflicts"),
     Mutant("what is replaced is deleted before the exchange", _LOCAL, _EXCHANGE,
-           "                remove_tree(target)\n                os.rename(attempt, target)\n", "kills", _OVER),
+           f"                {_REMOVE_TREE}; remove_tree(target)\n                os.rename(attempt, target)\n",
+           "kills", _OVER),
     Mutant("what is replaced is written over", _LOCAL, _EXCHANGE,
-           "                shutil.copytree(attempt, target, dirs_exist_ok=True)\n", "kills", _OVER),
+           "                import shutil; shutil.copytree(attempt, target, dirs_exist_ok=True)\n", "kills", _OVER),
     Mutant("an export is replaced in two steps", _LOCAL, _EXCHANGE,
            "                os.rename(target, target.with_name('.old.partial'))\n"
            "                os.rename(attempt, target)\n", "kills", "an export over another"),

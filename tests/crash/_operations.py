@@ -21,7 +21,7 @@ OPERATIONS = (
 
 _WRITES = ("pwrite", "write", "writev", "pwritev", "posix_fallocate", "truncate", "ftruncate")
 _ON_LINKS = ("rename", "replace", "link", "symlink", "exchange")
-_EXCHANGE = "sidestream._storage.local.exchange"
+_EXCHANGE = "sidestream._storage.local.directories"
 
 
 _real_stat = os.stat

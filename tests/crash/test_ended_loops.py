@@ -424,7 +424,7 @@ def test_an_idle_loop_is_not_kept(tmp_path: Path) -> None:
 AT_EXIT = """
 import asyncio, sys, threading
 import torch, sidestream
-from sidestream._storage.local import write as local
+from sidestream._storage.local import transaction as local
 
 held, real = threading.Event(), local.os.fsync
 def slowly(descriptor):

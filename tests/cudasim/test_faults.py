@@ -501,7 +501,7 @@ import atexit, json, os, sys, tempfile, time
 import cudasim, torch
 mark = []  # exit functions are called in reverse order: this one is after those that sidestream registers
 atexit.register(lambda: print(*mark, time.time() - mark[0] if mark else "", flush=True))
-import sidestream._staging, sidestream._save.api, sidestream._load.api
+import sidestream._staging, sidestream._save.api, sidestream._load.operation
 
 rows, running, child = json.loads(sys.argv[1]), {}, False
 while rows or running:

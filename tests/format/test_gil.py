@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from sidestream._format.dcp.described import describe
 from sidestream._format.dcp.metadata import read_dcp_metadata
+from sidestream._format.dcp.write import describe
 from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.rank_files import merge_ranks
 from sidestream._format.records import Chunk, Manifest, TensorEntry

@@ -24,7 +24,7 @@ from hangs import processor_budget
 
 from sidestream._format.dcp.metadata import read_dcp_metadata
 from sidestream._format.records import DTYPES, Node, TensorEntry, ValueEntry
-from sidestream._format.torch_zip.item import TensorPayload, open_tensor_item, open_value_item
+from sidestream._format.torch_zip.file import TensorPayload, open_tensor_item, open_value_item
 from sidestream._runtime.threads import run_sliced
 from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError, UnsupportedCheckpointError
 

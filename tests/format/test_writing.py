@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from states import assert_same, filled, raw_bytes
 
 from sidestream._format import checksum
-from sidestream._format.dcp.described import describe
+from sidestream._format.dcp.write import describe
 from sidestream._format.frame import frame_tensor, frame_value
 from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.marker import TAIL_BYTES, Marker, find_marker

@@ -28,11 +28,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import sidestream
 from sidestream._group import rank_group as group
 from sidestream._runtime import threads as _threads
-from sidestream._save import group_planning as planning
+from sidestream._save import layouts as planning
 from sidestream._save import writer
 from sidestream._staging import HostEngine
 from sidestream._storage.local import transaction as local
-from sidestream._storage.local import write as local_write
+from sidestream._storage.local import transaction as local_write
 
 TIMEOUT_S = 60.0
 ROWS = torch.arange(70.0).reshape(10, 7)
@@ -258,9 +258,9 @@ def arm(phase: str, how: str) -> Fault:
     elif phase == "receipt":
         fault.before(local.LocalTransaction, "put")
     elif phase == "publish":
-        fault.before(local, "_publish")
+        fault.before(local, "publish")
     elif phase == "published":
-        fault.after(local, "_publish")
+        fault.after(local, "publish")
     return fault
 
 

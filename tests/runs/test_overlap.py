@@ -12,7 +12,7 @@ from _run import Held, leases_in, state_of, until
 from keywords import for_run
 
 import sidestream
-from sidestream._run.queue import Place, SaveQueue, Turn, decide
+from sidestream._run.saves import Place, SaveQueue, Turn, decide
 from sidestream.errors import CheckpointExistsError, InvalidOptionError, SkippedError, TooManySavesError
 from sidestream.options import WhenFull
 

@@ -13,7 +13,8 @@ import warm
 from fsspec.asyn import get_loop
 
 from sidestream._staging import cached
-from sidestream._worker import filling, job
+from sidestream._worker import client as filling
+from sidestream._worker import job
 from sidestream._worker.client import close_all
 from sidestream.blocking import run_anywhere
 

@@ -29,9 +29,8 @@ from sidestream._runtime.threads import (
     time_limit,
 )
 from sidestream._staging import AsyncStager, FillPart, FillPiece, FillTable, Staging, capture
-from sidestream._worker.client import worker_for
+from sidestream._worker.client import LinkFiller, worker_for
 from sidestream._worker.copying import Copier, read_pieces
-from sidestream._worker.filling import LinkFiller
 from sidestream._worker.wire import PackedPiece, PackedTable, WorkerMessageKind, pack_fill, unpack_fill
 from sidestream.errors import ClosedError, UnsupportedTensorError
 from sidestream.options import WriterProcess

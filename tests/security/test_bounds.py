@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import sidestream
 from sidestream import errors
-from sidestream._format.independent_parts import PartMarker, missing_ranks, part_attribute, whole
+from sidestream._format.marker import PartMarker, missing_ranks, part_attribute, whole
 from sidestream._format.rank_files import merge_ranks, rank_files
 from sidestream._format.records import Chunk, DictKey, Manifest, TensorEntry
 from sidestream._format.shared import parse_part

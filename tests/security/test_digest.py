@@ -18,7 +18,7 @@ from stock import stock_load
 
 import sidestream
 from sidestream import errors
-from sidestream._format.digest import installed_digest
+from sidestream._format.checksum import installed_digest
 from sidestream._format.frame import frame_tensor
 
 MIB = 1 << 20

@@ -13,9 +13,8 @@ from typing import Any, Literal
 from .._format.records import SUB_BYTE_DTYPES, CompositeEntry, Key, Manifest, itemsize
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._group import Operation
-from .._layout.names import consistent, new_names, renamed_path, target_dtype
+from .._layout.names import consistent, new_names, renamed_path, selected, target_dtype
 from .._layout.ranges import PIECE_BYTES
-from .._layout.select import selected
 from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
 from .._runtime.tasks import running_loop

@@ -12,8 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from .._format.checksum import crc32
-from .._format.independent_parts import part_metadata_name
-from .._format.marker import METADATA_NAME
+from .._format.marker import METADATA_NAME, part_metadata_name
 from .._format.records import EmptyEntry, Manifest
 from .._format.safetensors.read import INDEX_NAME
 from .._layout.checks import Piece

@@ -18,9 +18,8 @@ import torch
 
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._group import Operation
-from .._layout.names import new_names, target_dtype
+from .._layout.names import new_names, selected, target_dtype
 from .._layout.save_layout import SavePlan
-from .._layout.select import selected
 from .._runtime.public import public
 from .._runtime.threads import Stop, current_deadline, io_threads, run_sliced
 from .._runtime.torch_probes import dtype_from_name

@@ -1,4 +1,6 @@
-"""CRC-32 (that of zip files, IEEE 802.3) for each block, and the CRC of a payload from the CRCs of its blocks."""
+"""CRC-32 (that of zip files, IEEE 802.3) for each block, the CRC of a payload from the CRCs of its blocks, and
+cryptographic digests of the blocks, for which the extra ``digest`` installs blake3.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,27 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from typing import TypeAlias
 
+from ..errors import MissingExtraError
+from ..options import Digest, DigestCheck
 from .records import BLOCK_BYTES
+
+__all__ = [
+    "CRC_ENGINE",
+    "DIGEST_BYTES",
+    "DigestCheck",
+    "DigestOf",
+    "block_count",
+    "block_crcs",
+    "combine",
+    "crc32",
+    "digest_check",
+    "digest_of",
+    "installed_digest",
+    "join_blocks",
+    "pack_crcs",
+    "unpack_crcs",
+]
+
 
 try:
     from isal.isal_zlib import crc32, crc32_combine  # 27 GB/s, zlib 6
@@ -19,7 +41,6 @@ except ImportError:
 
     CRC_ENGINE = "zlib"
 
-__all__ = ["CRC_ENGINE", "block_count", "block_crcs", "combine", "crc32", "join_blocks", "pack_crcs", "unpack_crcs"]
 
 Burst: TypeAlias = Callable[[], AbstractContextManager[object]]
 """A function that returns a context for many short calls, each of which releases the GIL."""
@@ -96,3 +117,41 @@ def _power_of_x(exponent: int) -> int:
 def _square(bit: int) -> int:
     """Return ``x ** (2 ** bit)``."""
     return _times(_square(bit - 1), _square(bit - 1)) if bit else 0x40000000
+
+
+DIGEST_BYTES = 32
+
+DigestOf: TypeAlias = Callable[[memoryview], bytes]
+
+
+def digest_of(digest: Digest) -> DigestOf:
+    """Return the function that computes the digest of a block. Raises ``MissingExtraError``."""
+    found = installed_digest(digest)
+    if found is None:
+        raise MissingExtraError(
+            f"digest={digest!r} needs the package blake3: pip install 'sidestream[digest]'", extra="digest"
+        )
+    return found
+
+
+@cache
+def installed_digest(digest: str | None) -> DigestOf | None:
+    """Return the function of ``digest_of``. None without digests, or if the package is not installed."""
+    if digest is None:
+        return None
+    try:
+        from blake3 import blake3
+    except ImportError:
+        return None
+
+    def of(block: memoryview) -> bytes:
+        found: bytes = blake3(block).digest()  # releases the GIL from 2 KiB on
+        return found
+
+    return of
+
+
+def digest_check(digest: str | None) -> DigestCheck | None:
+    if digest is None:
+        return None
+    return "not installed" if installed_digest(digest) is None else "verified"

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from .._runtime.steps import Steps, chunked, collected
-from .checksum import block_count, pack_crcs, unpack_crcs
-from .digest import DIGEST_BYTES
+from .checksum import DIGEST_BYTES, block_count, pack_crcs, unpack_crcs
 from .frame import Frame
 from .shard import BlockSums, Placed, ShardLayout, Window
 

@@ -13,7 +13,7 @@ from binascii import a2b_base64
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from .digest import DIGEST_BYTES
+from .checksum import DIGEST_BYTES
 from .records import BLOCK_BYTES, SAVED_DTYPES, Key, Row, itemsize
 from .validate import MAX_FQN_CHARS, check_path, check_shape
 

@@ -10,8 +10,8 @@ from operator import lt
 
 from .._runtime.steps import Steps, chunked
 from ..errors import CorruptCheckpointError, IncompleteTensorError, UnsupportedCheckpointError
+from .checksum import DIGEST_BYTES
 from .cover import TooIntricateError, find_overlap, volume
-from .digest import DIGEST_BYTES
 from .pickles.keys import name_of
 from .records import (
     BLOCK_BYTES,

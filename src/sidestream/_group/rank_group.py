@@ -19,9 +19,8 @@ from .._runtime.threads import Deadline, end_abandoned
 from ..errors import ForkedProcessError, RankFailure, RankFailuresError
 from ..options import RANK_WAIT_S
 from .absence import WARN_AFTER_S, BeginMessage, remedy, warn_of_missing
-from .connections import Connection, ConnectionThread, connection_thread
+from .connections import Connection, ConnectionThread, GroupMessage, GroupMessageKind, connection_thread
 from .failure import Stopped, pack, pack_all, rank_died, unpack, unpack_all
-from .messages import GroupMessage, GroupMessageKind
 from .operation import FOLLOWING, VERDICT_GRACE_S, Exchange, Operation
 
 __all__ = ["OtherRank", "Rank0", "RankGroup"]

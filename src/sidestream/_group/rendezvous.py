@@ -26,8 +26,7 @@ from .._runtime.torch_probes import group_store
 from ..errors import InvalidOptionError, SidestreamError
 from ..options import RANK_WAIT_S, GroupChoice, check_seconds
 from .absence import remedy
-from .connections import Connection, close_in_children, connection_thread
-from .messages import GroupMessage, GroupMessageKind
+from .connections import Connection, GroupMessage, GroupMessageKind, close_in_children, connection_thread
 from .operation import Operation
 from .rank_group import OtherRank, Rank0, RankGroup
 

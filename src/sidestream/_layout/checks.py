@@ -10,9 +10,17 @@ from typing import NamedTuple
 
 import torch
 
-from .._format.checksum import Burst, block_crcs, combine, crc32, join_blocks, unpack_crcs
+from .._format.checksum import (
+    DIGEST_BYTES,
+    Burst,
+    block_crcs,
+    combine,
+    crc32,
+    installed_digest,
+    join_blocks,
+    unpack_crcs,
+)
 from .._format.dcp.metadata import DcpDescription
-from .._format.digest import DIGEST_BYTES, installed_digest
 from .._format.frame import frame_tensor, frame_value
 from .._format.pickles.keys import name_of
 from .._format.records import (

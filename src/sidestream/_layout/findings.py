@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from .._runtime.steps import Steps
 from ..errors import DtypeMismatchError, MissingKeysError, StateMismatchError, UnexpectedKeysError, printable
 from ..options import Tolerance
-from .cast import castable
+from .names import Renamed, castable
 from .prefixes import prefix_hint
-from .renamed import Renamed
 
 __all__ = ["Findings", "accepts", "dtype_fits"]
 

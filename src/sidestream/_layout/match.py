@@ -25,7 +25,7 @@ from .._format.records import (
     path_of,
     stored,
 )
-from .._runtime.display import shortened
+from .._runtime.public import shortened
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import Stateful, check_tensor, dtype_name
 from ..errors import (
@@ -40,8 +40,8 @@ from .composites.matching import CompositeTargets, kind_of, saved_composites
 from .findings import Findings, accepts, dtype_fits
 from .flatten import CompositeLeaf, Leaf, StatefulRoot, leaves_of
 from .local_shards import Local, global_shape, is_distributed, locals_of
-from .renamed import Names, Renamed, renamed
-from .straight import Candidate, Straight
+from .names import Names, Renamed, renamed
+from .ranges import Candidate, Straight
 
 __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 

@@ -1,20 +1,68 @@
-"""The names, paths and dtypes that ``names=`` and ``dtype=`` give to the tensors and values of a state or a
-checkpoint."""
+"""The names, paths and dtypes that ``names=`` and ``dtype=`` give to the tensors and values of a state or a checkpoint,
+and the selection of names by patterns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
-from .._format.records import DictKey, Key
-from .._runtime.steps import Steps
-from .._runtime.torch_probes import dtype_from_name, dtype_name
-from ..errors import InvalidOptionError, KeyCollisionError, UnsupportedTensorError, printable
-from ..options import Dtypes, Names
-from .cast import castable
+import torch
 
-__all__ = ["Names", "consistent", "new_names", "path_text", "renamed_path", "target_dtype"]
+from .._format.records import DictKey, Entries, Entry, Key, Manifest, Row, path_of, stored
+from .._runtime.steps import Steps, collected
+from .._runtime.torch_probes import dtype_from_name, dtype_name, view_key
+from .._staging import Captured, Composite
+from ..errors import InvalidOptionError, KeyCollisionError, MissingKeysError, UnsupportedTensorError, printable
+from ..options import Dtypes, Names
+from .assemble import assemble
+from .flatten import CompositeLeaf, Leaf, StatefulRoot, leaves_of
+
+__all__ = [
+    "Names",
+    "Renamed",
+    "castable",
+    "consistent",
+    "new_names",
+    "renamed",
+    "renamed_path",
+    "renamed_state",
+    "selected",
+    "target_dtype",
+]
+
+
+@lru_cache(maxsize=1024)
+def castable(saved: str, wanted: str) -> bool:
+    """Return whether elements of dtype ``saved`` can be converted to ``wanted``. A complex number is not converted to a
+    real one, nor a float to an integer."""
+    source, target = dtype_from_name(saved), dtype_from_name(wanted)
+    if not torch.can_cast(source, target):
+        return False
+    try:
+        torch.empty(1, dtype=target).copy_(
+            torch.empty(1, dtype=source)
+        )  # can_cast is also true for conversions without a kernel
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def selected(names: Iterable[str], select: str | Collection[str] | None, url: str) -> list[str]:
+    """Return the ``names`` that match one of the patterns in ``select`` (``"model.*"``), in their order. With None,
+    return all. Called in a worker thread. Raises ``MissingKeysError`` for a pattern that matches nothing."""
+    names = list(names)
+    if select is None:
+        return names
+    patterns = [select] if isinstance(select, str) else list(select)
+    unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    if unused or not patterns:
+        raise MissingKeysError(f"{url}: no name matches {', '.join(unused) or 'an empty selection'}", unused)
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
 
 _SHOWN = 50
 _FEW = 5
@@ -141,3 +189,187 @@ def target_dtype(name: str, saved: str, dtype: Dtypes | None) -> str:
     if not castable(saved, wanted):
         raise UnsupportedTensorError(f"{name}: torch does not convert {saved} to {wanted}")
     return wanted
+
+
+_MARK = "\0"  # is added to a name of the checkpoint that the state dict has for another entry
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """A manifest with the names of a state dict. ``manifest`` has every entry under its name in the state dict. Entries
+    that the state dict does not request keep their names. ``saved`` has the name in the checkpoint for each name that
+    differs, or None if ``names=`` gives none. ``inside`` are names of entries that are not requested, although other
+    entries below the same top-level key of the checkpoint are."""
+
+    manifest: Manifest
+    saved: Mapping[str, str | None] = field(default_factory=dict)
+    inside: frozenset[str] = frozenset()
+
+    def saved_name(self, fqn: str) -> str:
+        """Return the name of ``fqn`` in the checkpoint."""
+        return self.saved.get(fqn) or fqn
+
+
+def renamed(
+    manifest: Manifest,
+    leaves: Iterable[Leaf],
+    names: Names,
+    url: str,
+    *,
+    same: Callable[[Any, Any], bool],
+    others: bool,
+) -> Steps[Renamed]:
+    """Return ``manifest`` with the names of the target, which has these ``leaves``. ``same(a, b)`` returns whether two
+    values of the target are the same memory.
+
+    Entries below an object of the target that are not in its state yet (the moments of a fresh optimizer) are found
+    below the name in the checkpoint that all names of the state begin with. Raises what ``new_names`` raises.
+    """
+    known: dict[str, Leaf] = {}
+    roots: dict[int, Leaf] = {}
+    for leaf in leaves:
+        if isinstance(leaf.value, StatefulRoot):
+            roots[leaf.value.number] = leaf
+        else:
+            known[leaf.fqn] = leaf
+        yield
+    leaders: list[Leaf] = []
+
+    def identity(fqn: str) -> object:
+        leaf = known[fqn]
+        leader = next((one for one in leaders if same(one.value, leaf.value)), None)
+        if leader is None:
+            leaders.append(leader := leaf)
+        return leader.fqn
+
+    wholes = [fqn for fqn, leaf in known.items() if leaf.whole is None]
+    named = yield from new_names(names, wholes, url, identity=identity, others=others)
+    wanted: dict[str, str | None] = {}
+    for fqn, leaf in known.items():  # the name of a part begins with the name of its tensor
+        whole = None if leaf.whole is None else wanted[leaf.whole]
+        wanted[fqn] = named[fqn] if leaf.whole is None else whole and whole + fqn[len(leaf.whole) :]
+        yield
+    asking: dict[str, list[str]] = {}
+    for fqn, new in wanted.items():
+        if new is not None:
+            asking.setdefault(new, []).append(fqn)
+    claims = yield from _claims(roots, known, wanted, manifest)
+    saved = {fqn: new for fqn, new in wanted.items() if new != fqn}
+    found: dict[str, Entry | Row] = {}
+    rest: dict[str, tuple[Key, ...]] = {}
+    tops = {new.split(".")[0] for new in asking if new not in manifest.entries}
+    for fqn, one in stored(manifest.entries).items():
+        yield
+        path = path_of(one)
+        if fqn in asking:
+            tops.add(path_text(path[:1]))
+            found.update((own, _at(one, known[own].path)) for own in asking[fqn])
+            continue
+        claimed = _claimed(path, claims)
+        own = fqn if claimed is None else ".".join(filter(None, (claimed[0].fqn, path_text(path[claimed[1] :]))))
+        if claimed is None or own in known or own in found:
+            own = fqn + _MARK if fqn in known or fqn in found else fqn
+            rest[own] = path
+            found[own] = _at(one, (own + _MARK,))
+        else:
+            found[own] = _at(one, (*claimed[0].path, *path[claimed[1] :]))
+        if own != fqn:
+            saved[own] = fqn
+    inside = frozenset(own for own, path in rest.items() if path_text(path[:1]) in tops)
+    entries: Any = Entries(found) if isinstance(manifest.entries, Entries) else found
+    return Renamed(replace(manifest, entries=entries), saved, inside)
+
+
+def _claims(
+    roots: Mapping[int, Leaf], known: Mapping[str, Leaf], wanted: Mapping[str, str | None], manifest: Manifest
+) -> Steps[dict[str, Leaf]]:
+    """Return the objects and the empty dicts of the target by their names in the checkpoint. Entries below such a name
+    belong to them."""
+    below: dict[int, set[str | None]] = {number: set() for number in roots}
+    claims: dict[str, Leaf] = {}
+    for fqn, leaf in known.items():
+        new = wanted[fqn]
+        if leaf.owner is not None:
+            rest = fqn[len(roots[leaf.owner].fqn) :]
+            fits = new is not None and new.endswith(rest)
+            below[leaf.owner].add(new[: len(new) - len(rest)] if new is not None and fits else None)
+        elif leaf.kind == "empty" and new is not None and new not in manifest.entries:
+            claims[new] = leaf
+        yield
+    for number, root in roots.items():
+        prefixes = below[number]
+        prefix = next(iter(prefixes)) if len(prefixes) == 1 else None
+        claims[prefix or root.fqn] = root
+    return claims
+
+
+def _claimed(path: tuple[Key, ...], claims: Mapping[str, Leaf]) -> tuple[Leaf, int] | None:
+    """Return the object or dict that claims the entry at ``path``, and the length of its own path."""
+    for depth in range(1, len(path) + 1):
+        root = claims.get(path_text(path[:depth]))
+        if root is not None:
+            return root, depth
+    return None
+
+
+def _at(one: Entry | Row, path: tuple[Key, ...]) -> Entry | Row:
+    if path_of(one) == path:
+        return one
+    return (*one[:-1], path) if isinstance(one, tuple) else replace(one, path=path)
+
+
+def renamed_state(
+    captured: Captured, names: Names | None, dtype: Dtypes | None, url: str, *, others: bool
+) -> Steps[Captured]:
+    """Return ``captured`` with the new name of every leaf, and with the dtypes of tensors that are converted while they
+    are staged. The parts of a tensor that consists of others stay below it, and keep their dtypes. ``others``: a
+    mapping may contain names of other ranks.
+
+    Raises ``KeyCollisionError``, ``InvalidOptionError``, ``UnsupportedTensorError``, and what ``leaves_of`` raises.
+    """
+    found = yield from collected(leaves_of(captured.root))
+    leaves = {leaf.fqn: leaf for leaf in found if leaf.whole is None}
+    root = captured.root
+    if names is not None:
+        named = yield from new_names(names, leaves, url, identity=lambda fqn: _identity(leaves[fqn]), others=others)
+        first: dict[str, Leaf] = {}
+        for fqn, new in named.items():
+            if new is not None:
+                first.setdefault(new, leaves[fqn])  # the first of tied tensors with one name
+            yield
+        moved = yield from collected(
+            (new, renamed_path(leaf.path, leaf.fqn, new, nested=True)) for new, leaf in first.items()
+        )
+        paths = yield from consistent(dict(moved), url)
+        root = yield from assemble((path, _captured(first[new].value)) for new, path in paths.items())
+        leaves = first
+    dtypes: dict[str, str] = {}
+    for fqn, leaf in leaves.items():
+        saved = _dtype(leaf.value) if dtype is not None else None
+        if saved is not None and (wanted := target_dtype(fqn, saved, dtype)) != saved:
+            dtypes[fqn] = wanted
+        yield
+    return replace(captured, root=root, dtypes=dtypes)
+
+
+def _captured(value: object) -> object:
+    return value.composite if isinstance(value, CompositeLeaf) else value
+
+
+def _dtype(value: object) -> str | None:
+    """Return the dtype of a tensor. None for a value that is not converted."""
+    if isinstance(value, torch.Tensor):
+        return dtype_name(value.dtype)
+    if isinstance(value, Composite) and value.sharding is not None:
+        return dtype_name(value.sharding.dtype)
+    return None
+
+
+def _identity(leaf: Leaf) -> object:
+    """Return a key that is equal for tied tensors only."""
+    value = leaf.value
+    if isinstance(value, Composite) and value.sharding is not None:
+        return (value.sharding.shape, tuple((part.dtype, *view_key(part)) for part in value.tensors()))
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return (value.dtype, *view_key(value))
+    return leaf.fqn

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._format.dcp.described import Described, Template
+from .._format.dcp.write import Described, Template
 from .._format.frame import Frame, frame_tensor, frame_value
 from .._format.records import (
     BLOCK_BYTES,

@@ -1,4 +1,9 @@
-"""The conversion between Python values and ``Node``, for types that are safe as data."""
+"""The conversion between Python values and ``Node``, for types that are safe as data.
+
+The user's metadata of a checkpoint is such data, of limited size. Objects are made from data that another writer
+pickled, for types that the caller allowed. Only code of these types runs, as an unpickler would run it: ``__new__`` or
+the call, ``__setstate__`` or plain attributes, ``append`` and item assignment. No name is looked up in a module.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +14,108 @@ import math
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
-from .._format.records import DTYPES, Node
+from .._format.manifest import metadata_line
+from .._format.marker import MAX_METADATA_BYTES
+from .._format.records import DTYPES, Manifest, Node
 from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
-from .._runtime.steps import Steps
+from .._runtime.steps import Steps, at_once
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, plain_bytes
 from .._staging import Composite
-from ..errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError
-from .hashed import fill, set_of
-from .objects import NOTHING_ALLOWED, Allowed, lookup, rebuild, rebuild_member
+from ..errors import CorruptCheckpointError, InvalidOptionError, UnsafeObjectError, UnsupportedCheckpointError
+from ..options import check_types
+from .hashed import check_hashes, fill, set_of
 from .remedies import remedy_for
 
-__all__ = ["copy_value", "decode_value", "encode_value"]
+__all__ = [
+    "NOTHING_ALLOWED",
+    "Allowed",
+    "allowed_types",
+    "copy_value",
+    "decode_metadata",
+    "decode_value",
+    "encode_metadata",
+    "encode_value",
+    "rebuild",
+]
+
+
+Allowed = Mapping[str, type]
+"""Types by their qualified names, as a pickle has them."""
+
+NOTHING_ALLOWED: Allowed = {}
+
+
+def allowed_types(safe_globals: Iterable[type]) -> Allowed:
+    """Return types by their qualified names. Raises ``InvalidOptionError`` as ``check_types`` does."""
+    kinds = check_types("safe_globals", safe_globals)
+    return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
+
+
+def rebuild(content: Any, decode: Callable[[Iterable[Any]], Steps[list[Any]]], allow: Allowed) -> Steps[Any]:
+    """Make the object of an ``object`` node. ``decode`` decodes nodes.
+
+    Raises ``UnsafeObjectError`` if its type is not allowed. Raises ``UnsupportedCheckpointError`` if the type does not
+    accept what was saved. Its own exception is the cause.
+    """
+    kind = lookup(content["type"], allow)
+    args = yield from decode(content["args"])
+    elements = yield from decode(content.get("elements", ()))
+    flat = yield from decode(chain.from_iterable((key, value) for key, value in content.get("items", ())))
+    items = list(zip(flat[::2], flat[1::2], strict=True))
+    yield from check_hashes(flat[::2])
+    (state,) = yield from decode([content.get("state")])
+    try:
+        instance = kind.__new__(kind, *args) if content["new"] else kind(*args)
+        for element in elements:
+            instance.append(element)
+        for key, value in items:
+            instance[key] = value
+        if state is not None:
+            _set_state(instance, state)
+    except Exception as error:
+        raise UnsupportedCheckpointError(
+            f"{content['type']} does not take what was saved of it: {type(error).__name__}: {error}"
+        ) from error
+    return instance
+
+
+def lookup(name: str, allow: Allowed) -> type:
+    """Return the type with this name. Raises ``UnsafeObjectError`` if it is not allowed."""
+    try:
+        return allow[name]
+    except KeyError:
+        raise UnsafeObjectError(f"the value holds a {name}, which is not among the types that were allowed") from None
+
+
+def rebuild_member(enum: str, member: str, allow: Allowed) -> Any:
+    """Return a member of an enum, as some releases of Python pickle it. No other attribute of a class can be named."""
+    kind = lookup(enum, allow)
+    if not issubclass(kind, Enum) or member not in kind.__members__:
+        raise UnsafeObjectError(f"the value names {enum}.{member}, which is not a member of an enum")
+    return kind.__members__[member]
+
+
+def _set_state(instance: Any, state: Any) -> None:
+    set_state = getattr(instance, "__setstate__", None)
+    if set_state is not None:
+        set_state(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    if attributes:
+        vars(instance).update(attributes)
+    for name, value in (slots or {}).items():
+        if name.startswith("__"):
+            raise TypeError(f"a slot named {name}")
+        setattr(instance, name, value)
+
 
 _INLINE_BYTES = 1 << 20
 _MAX_DEPTH = 64
@@ -243,3 +332,81 @@ def _decode_numpy(dtype: str, shape: list[int], data: str) -> Any:
     if kind.kind not in _NUMPY_KINDS:
         raise CorruptCheckpointError(f"a numpy array of the kind {dtype!r}")
     return np.frombuffer(node_bytes(data), dtype=kind).reshape(shape).copy()
+
+
+_MAX_METADATA_DEPTH = 32
+
+
+def encode_metadata(metadata: Mapping[str, Any] | None) -> Node:
+    """Return a copy of ``metadata`` as a node.
+
+    Supports the types of JSON: mappings with string keys, lists and tuples (which are read as lists), strings,
+    booleans, None, and numbers, including NaN and infinities. Raises ``InvalidOptionError`` with the place for anything
+    else, and for too much data.
+    """
+    if metadata is None:
+        return None
+    if not isinstance(metadata, Mapping):
+        raise InvalidOptionError(f"metadata={metadata!r} has to be a mapping, such as {{'loss': 0.25}}")
+    node = encode_value(_plain(metadata, "metadata", 0), "metadata")
+    nbytes = len(metadata_line(Manifest("", {}, {}, metadata=node)))
+    if nbytes > MAX_METADATA_BYTES:
+        raise InvalidOptionError(
+            f"metadata takes {nbytes} bytes, {MAX_METADATA_BYTES} are the limit: put what is larger into the state"
+        )
+    return node
+
+
+def _plain(value: Any, where: str, depth: int) -> Any:
+    if depth > _MAX_METADATA_DEPTH:
+        raise InvalidOptionError(f"{where}: metadata is nested deeper than {_MAX_METADATA_DEPTH} levels")
+    if value is None or isinstance(value, (bool, str)):
+        return value if not isinstance(value, str) else str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):  # also numpy's float64
+        return float(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise InvalidOptionError(f"{where}: the key {key!r} of metadata has to be a string")
+        return {str(key): _plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
+    hint = "; call .item()" if hasattr(value, "item") else ""
+    raise InvalidOptionError(
+        f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot stand in metadata, which takes "
+        f"numbers, strings, booleans, None, lists and mappings{hint}"
+    )
+
+
+def _check_keys(node: Node) -> None:
+    """Raise ``CorruptCheckpointError`` for a key that is not a string, before any key is hashed. A file cannot choose
+    the hash of a string."""
+    todo: list[Any] = [node]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, dict) and isinstance(pairs := one.get("dict"), list):
+            keys = [pair[0] for pair in pairs if isinstance(pair, list) and len(pair) == 2]
+            if len(keys) != len(pairs) or not all(isinstance(key, str) for key in keys):
+                raise CorruptCheckpointError("the metadata in the manifest is not a mapping with string keys")
+            todo.extend(pair[1] for pair in pairs)
+        elif isinstance(one, dict):
+            if not one.keys() <= {"list", "float", "int"}:
+                raise CorruptCheckpointError(
+                    "the metadata in the manifest has a value that is not a number, a string or a container"
+                )
+            todo.extend(one.values())
+        elif isinstance(one, list):
+            todo.extend(one)
+
+
+def decode_metadata(node: Node) -> dict[str, Any]:
+    """Return the metadata of a node. Empty if there is none. Raises ``CorruptCheckpointError``."""
+    if node is None:
+        return {}
+    _check_keys(node)
+    metadata = at_once(decode_value(node, "metadata"))  # it has at most 256 KiB
+    if not isinstance(metadata, dict) or not all(isinstance(key, str) for key in metadata):
+        raise CorruptCheckpointError("the metadata in the manifest is not a mapping with string keys")
+    return metadata

@@ -29,13 +29,10 @@ from .._format.records import (
 )
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types
-from .._layout.metadata import decode_metadata
-from .._layout.names import target_dtype
-from .._layout.objects import Allowed, allowed_types
+from .._layout.names import selected, target_dtype
 from .._layout.ranges import Box
-from .._layout.select import selected
-from .._runtime.display import Displayed, Table, readable_bytes
-from .._runtime.public import public
+from .._layout.values import Allowed, allowed_types, decode_metadata
+from .._runtime.public import Displayed, Table, public, readable_bytes
 from .._runtime.tasks import running_loop
 from .._runtime.threads import (
     Deadline,

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 from .._format.records import Entry, ForeignPayload, TensorEntry, stored
-from .._layout.straight import Straight
+from .._layout.ranges import Straight
 from .._runtime.threads import Steps, gathered, sliced
 from .._runtime.torch_probes import dtype_from_name
 from ..errors import allocating

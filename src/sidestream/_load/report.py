@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from .._format.digest import DigestCheck, digest_check
+from .._format.checksum import DigestCheck, digest_check
 from .._format.records import Manifest
-from .._layout.objects import Allowed, allowed_types
-from .._runtime.display import Displayed, Table, readable_bytes, shortened
-from .._runtime.public import public
+from .._layout.values import Allowed, allowed_types
+from .._runtime.public import Displayed, Table, public, readable_bytes, shortened
 from ..errors import InvalidOptionError, SidestreamError
 from ..options import STRICT, LoadOptions, Tolerance
 

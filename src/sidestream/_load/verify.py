@@ -9,11 +9,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from .._format.dcp.described import describe
+from .._format.checksum import DigestCheck, digest_check
 from .._format.dcp.metadata import read_dcp_description
-from .._format.digest import DigestCheck, digest_check
-from .._format.independent_parts import PART_ATTRIBUTE, part_metadata_name
-from .._format.marker import ATTRIBUTE, METADATA_NAME, TAIL_BYTES, attribute_end, find_marker
+from .._format.dcp.write import describe
+from .._format.marker import (
+    ATTRIBUTE,
+    METADATA_NAME,
+    PART_ATTRIBUTE,
+    TAIL_BYTES,
+    attribute_end,
+    find_marker,
+    part_metadata_name,
+)
 from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .._format.transforms import require
 from .._layout.checks import (
@@ -28,8 +35,7 @@ from .._layout.checks import (
 from .._layout.ranges import PIECE_BYTES
 from .._runtime.abandoned import registered
 from .._runtime.caller import run_in_calling_thread
-from .._runtime.display import Displayed, Table, readable_bytes
-from .._runtime.public import public
+from .._runtime.public import Displayed, Table, public, readable_bytes
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import (
     Deadline,
@@ -55,8 +61,7 @@ from ..errors import (
     printable_lines,
 )
 from ..options import Progress, Storage, check_timeout, storage_of
-from .foreign.independent_parts import read_part
-from .foreign.manifests import MOST_METADATA_BYTES, read_file
+from .foreign.manifests import MOST_METADATA_BYTES, read_file, read_part
 from .foreign.values import (
     Located,
     ValueBudgets,
@@ -68,9 +73,9 @@ from .foreign.values import (
     sorted_out,
     why_opaque,
 )
-from .jobs import Batches, Reads, Scratch
 from .open.manifest import open_manifest
 from .operation import LoadLifecycle, reading
+from .reader import Batches, Reads, Scratch
 
 __all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .._runtime.display import Displayed, Table
-from .._runtime.public import public
+from .._runtime.public import Displayed, Table, public
 from .pruning import Pruned
 
 __all__ = ["Health"]

@@ -181,7 +181,7 @@ class Lease:
 
     def drop(self) -> None:
         """Remove the files of the lease. Files that cannot be removed expire. Called in a thread."""
-        from .._storage.clients.io_loop import LoopCall  # imports fsspec
+        from .._storage.clients.requests import LoopCall  # imports fsspec
 
         names, self._files = self._files, []
         if names:

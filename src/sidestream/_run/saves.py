@@ -1,18 +1,27 @@
-"""The saves of one run, from their calls to their ends, in one process or in a group."""
+"""The saves of one run, from their calls to their ends, in one process or in a group, and the queue that they pass.
+
+The queue decides which save begins, waits, is skipped, or is refused. A save is in it from its call to its end. Saves
+begin in the order of their calls. In a group, rank 0 decides when every rank has called a save, and sends the decision
+to all ranks. Each rank then begins the saves in the order of its calls, which is the same on all ranks. If two ranks
+planned two saves in different orders, each of them would wait for the other.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from .._format.records import Node
-from .._group import Operation, prepare_together
-from .._layout.metadata import encode_metadata
-from .._runtime.threads import Deadline
+from .._group import Deadline, Operation, prepare_together, stoppable
+from .._layout.values import encode_metadata
 from .._save.api import (
     PendingExport,
     PendingSave,
@@ -25,16 +34,314 @@ from .._save.api import (
     start_save,
     start_together,
 )
-from .._storage import FileSource, Location, check_sources, step_name
-from ..errors import InvalidOptionError, RankFailuresError, TooManySavesError
+from .._save.pending import SaveInfo, SaveProgress
+from .._storage import FileSource, Location, Outcome, check_sources, step_name
+from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
+from ..events import SaveContext, SaveSkipped, emit
 from ..options import SaveOptions, WhenFull, check_step, options_of
-from .exports import Exports
-from .maintenance import Upkeep
-from .queue import JointTurn, QueuedSave, SaveQueue, Started, Turn
+from .exports import Exports, Upkeep
+from .leases import Lease
 from .run import Run
 from .steps import Generations
 
-__all__ = ["Saves"]
+__all__ = ["JointTurn", "Place", "QueuedSave", "SaveQueue", "Saves", "Turn", "decide"]
+
+
+Verdict = Literal["wait", "slot", "begin", "full", "overtaken"]
+"""The decision about a save. With ``"slot"`` it has a slot, and begins when the saves before it have begun. With
+``"full"`` and ``"overtaken"`` it never begins."""
+
+Started: TypeAlias = tuple[SaveWork, Lease | None]
+"""A save that has begun, and the lease on its target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The state of a save in the queue. ``asks`` says that it may get a slot. In a group that is true on rank 0 when
+    every rank has called the save, and on the other ranks when rank 0 has decided that it begins."""
+
+    when_full: WhenFull
+    asks: bool = False
+    holds: bool = False
+    """Whether it has a slot."""
+    begun: bool = False
+
+
+def decide(size: int, places: Sequence[Place]) -> list[Verdict]:
+    """Return the decision about each of ``places``, which are in the order of the calls, with ``size`` slots.
+
+    Slots are given in that order. So a save that does not ask yet blocks the saves behind it.
+    """
+    free = size - sum(place.holds for place in places)
+    asking = next((number for number, place in enumerate(places) if not place.asks), len(places))
+    newest = max(
+        (number for number in range(asking) if places[number].when_full == "latest"),
+        default=0,
+    )
+    verdicts: list[Verdict] = []
+    all_begun = True
+    for number, place in enumerate(places):
+        verdict: Verdict = "wait"
+        if place.holds or (number < asking and free):
+            free -= not place.holds
+            verdict = "begin" if all_begun else "slot"
+        elif number < asking and place.when_full in ("skip", "fail"):
+            verdict = "full"
+        elif number < newest and place.when_full == "latest":
+            verdict = "overtaken"
+        all_begun = all_begun and (place.begun or verdict in ("full", "overtaken"))
+        verdicts.append(verdict)
+    return verdicts
+
+
+class SaveQueue:
+    """The saves of one run in this process. At most ``size`` of them have a slot at once."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.taken = 0
+        """The number of slots that are taken."""
+        self._turns: list[Turn] = []
+
+    def join(self, turn: Turn) -> None:
+        self._turns.append(turn)
+
+    def leave(self, turn: Turn) -> None:
+        if turn in self._turns:
+            self._turns.remove(turn)
+            self.settle()
+
+    def settle(self) -> None:
+        """Decide again after a change, and apply the decisions."""
+        verdicts = decide(self.size, [turn.place for turn in self._turns])
+        for turn, verdict in zip(list(self._turns), verdicts, strict=True):
+            if verdict in ("full", "overtaken"):
+                self._turns.remove(turn)
+            turn.become(verdict)
+        taken = sum(turn.place.holds for turn in self._turns)
+        if taken != self.taken:
+            self.taken = taken
+            for turn in self._turns:
+                turn.on_taken()
+
+
+class Turn:
+    """The place of one save in the queue, from its call on. Its owner calls ``leave`` when the save has ended."""
+
+    generation: int | None = None
+    """The generation of the save, if it is decided together with the turn."""
+
+    def __init__(self, queue: SaveQueue, when_full: WhenFull) -> None:
+        self.place = Place(when_full)
+        self._queue = queue
+        self._verdict: Verdict = "wait"
+        self._decided = asyncio.Event()
+        queue.join(self)
+
+    @property
+    def why(self) -> str:
+        """The reason why the save never begins, for messages."""
+        if self.place.when_full == "latest":
+            return "a newer save came before it had begun"
+        return "1 save is in progress" if self._queue.size == 1 else f"{self._queue.size} saves are in progress"
+
+    def ask(self, when_full: WhenFull | None = None) -> bool:
+        """Ask for a slot, and return whether the save has one. ``when_full`` replaces that of the turn if it is
+        given."""
+        self.place = replace(self.place, asks=True, when_full=when_full or self.place.when_full)
+        self._queue.settle()
+        return self.place.holds
+
+    async def come(self) -> bool:
+        """Wait until the save may begin, and return True. Return False if it never may."""
+        self.ask()
+        return await self.decided()
+
+    async def decided(self) -> bool:
+        await self._decided.wait()
+        return self._verdict == "begin"
+
+    def begun(self) -> None:
+        """Record that the save has begun, so that the next one may begin."""
+        self.place = replace(self.place, begun=True)
+        self._queue.settle()
+
+    def leave(self) -> None:
+        """Give back the place, and the slot if the save has one. Idempotent."""
+        self._queue.leave(self)
+
+    def abandon(self) -> None:
+        """Leave the queue before the turn has come."""
+        self.leave()
+
+    # --- called by the queue ---
+
+    def become(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        self.place = replace(self.place, holds=verdict in ("slot", "begin"))
+        if verdict not in ("wait", "slot"):
+            self._decided.set()
+
+    def on_taken(self) -> None:
+        """Do nothing. Called when the number of taken slots has changed."""
+
+
+class JointTurn(Turn):
+    """The turn of one save of a group. ``promised`` says that the save waits and is never skipped. ``claim`` returns
+    the generation for a step, on rank 0.
+
+    The saves ahead in the queue have their own deadlines. So the time of this save does not count while it waits for
+    them: the ranks have one ``deadline()`` to make the call, and another one from the beginning of the save. On ranks
+    above 0, the save waits in the queue as long as other saves have slots there.
+    """
+
+    def __init__(
+        self,
+        queue: SaveQueue,
+        when_full: WhenFull,
+        operation: Operation,
+        step: int,
+        deadline: Callable[[], Deadline],
+        claim: Callable[[int], Awaitable[int]],
+        *,
+        promised: bool = False,
+    ) -> None:
+        super().__init__(queue, when_full)
+        self._operation = operation
+        self._step = step
+        self._deadline = deadline
+        self._claim = claim
+        self._promised = promised
+        self._exchanging = False
+
+    async def come(self) -> bool:
+        """Wait until the save may begin, and return True. Return False if it never may. The result is the same on all
+        ranks. Raises ``InvalidOptionError`` on rank 0 if the calls of the ranks differ."""
+        if await prepare_together(self._operation, self._agree):
+            return True
+        self._operation.close()
+        return False
+
+    def abandon(self) -> None:
+        self._operation.report(asyncio.CancelledError())
+        self.leave()
+
+    def on_taken(self) -> None:
+        """Above rank 0, stop the deadline while other saves have slots, and start it again when none has."""
+        if self._exchanging and self._queue.taken:
+            self._operation.suspend()
+        elif self._exchanging:
+            self._operation.resume(self._deadline())
+
+    async def _agree(self) -> bool:
+        operation = self._operation
+        part = {
+            "step": self._step,
+            "when_full": self.place.when_full,
+            "promised": self._promised,
+        }
+        self._exchanging = operation.rank > 0
+        self.on_taken()
+        try:
+            answer = await operation.aexchange("begin", json.dumps(part).encode(), self._decide)
+        finally:
+            if self._exchanging:
+                operation.resume(self._deadline())  # also after an error: agreeing on it needs a deadline
+            self._exchanging = False
+        self.generation = json.loads(answer)
+        if self.generation is None:
+            return False
+        if operation.rank:
+            self.ask("wait")
+            await stoppable(operation, self.decided())
+        return True
+
+    async def _decide(self, parts: Sequence[bytes]) -> bytes:
+        """Return the generation as JSON, or null if this save is skipped. Called on rank 0, when all ranks have made
+        the call."""
+        operation = self._operation
+        calls = [json.loads(part) for part in parts]
+        for name in ("step", "when_full"):
+            values = {str(call[name]) for call in calls}
+            if len(values) > 1:
+                raise InvalidOptionError(f"ranks that save together have to say the same: {name} is {sorted(values)}")
+        operation.suspend()
+        self.ask("wait" if any(call["promised"] for call in calls) else None)
+        begins = await stoppable(operation, self.decided())
+        operation.resume(self._deadline())
+        return json.dumps(await self._claim(self._step) if begins else None).encode()
+
+
+class QueuedSave:
+    """The work of one save of a run. It waits for its turn and calls ``start``. It has a lease while it writes, so that
+    no process deletes its attempt as abandoned."""
+
+    def __init__(self, run: str, step: int, turn: Turn, start: Callable[[], Awaitable[Started]]):
+        # The first generation, because the true one is only known when the save begins.
+        self._save = SaveContext("save", f"{run}/{step_name(step, 1)}", run=run, step=step)
+        self._turn = turn
+        self._start: Callable[[], Awaitable[Started]] | None = start
+        self._work: SaveWork | None = None
+        self._lease: Lease | None = None
+
+    @property
+    def url(self) -> str:
+        return self._save.url if self._work is None else self._work.url
+
+    @property
+    def outcome(self) -> Outcome:
+        return "absent" if self._work is None else self._work.outcome
+
+    @property
+    def progress(self) -> SaveProgress:
+        return SaveProgress() if self._work is None else self._work.progress
+
+    @property
+    def expires_at(self) -> float:
+        """The deadline of the save. A save in the queue has none, because it may wait for any time."""
+        return math.inf if self._work is None else self._work.expires_at
+
+    async def begin(self) -> bool:
+        """Wait for the turn, start the save, and return True. Return False if the turn never comes."""
+        start, self._start = self._start, None  # releases the reference to the state
+        if start is None or not await self._turn.come():
+            return False
+        self._work, self._lease = await start()
+        self._turn.begun()
+        return True
+
+    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+        try:
+            if self._work is None and not await self.begin():
+                error = SkippedError(f"{self.url} was not saved: {self._turn.why}")
+                emit(SaveSkipped(self._save, str(error)))
+                raise error
+            assert self._work is not None
+            return await self._work.run(staged)
+        finally:
+            try:
+                if self._lease is not None:
+                    await self._lease.release()
+            finally:
+                self._turn.leave()
+
+    def abandon(self) -> None:
+        self._start = None
+        if self._work is not None:
+            self._work.abandon()
+        if self._lease is not None:
+            self._lease.abandon()
+        with suppress(RuntimeError):  # the loop of the other saves in the queue is closed
+            self._turn.abandon() if self._work is None else self._turn.leave()
+
+    def leave(self, *, stuck: bool) -> None:
+        try:
+            if self._work is not None:
+                self._work.leave(stuck=stuck)
+        finally:
+            if self._lease is not None:
+                self._lease.drop()
+
 
 EARLIER = "an earlier save"
 """The step of the failure of a rank whose call raises the unretrieved error of an earlier save."""

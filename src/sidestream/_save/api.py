@@ -12,9 +12,8 @@ from typing import Any
 
 from .._format.records import Node
 from .._group import GroupChoice, Member, Operation, deadline_of, group_of
-from .._layout.metadata import encode_metadata
 from .._layout.save_layout import SavePlan, plan_save
-from .._layout.values import copy_value
+from .._layout.values import copy_value, encode_metadata
 from .._runtime.caller import in_calling_thread
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded, running_loop
@@ -29,8 +28,7 @@ from .layouts import AgreedLayout, NativeLayout
 from .operation import SaveOperation, SaveOrder, Solo
 from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
-from .stage import LaidOutStage, LayOut, SavedAs
-from .writer import LiveWriter, Stager
+from .writer import LaidOutStage, LayOut, LiveWriter, SavedAs, Stager
 
 __all__ = [
     "STREAM_BYTES",

@@ -23,7 +23,7 @@ from .._runtime.threads import (
 )
 from .._storage import Outcome, free_space
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
-from .group_planning import Planning, Terms
+from .layouts import Planning, Terms
 from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared
 from .order import Lifecycle, SaveOrder
 from .pending import SaveInfo, SaveProgress
@@ -264,7 +264,7 @@ class Group:
         if operation.step != "commit":
             return
         transaction = self._order.transaction
-        from .._storage.clients.io_loop import LoopCall  # imports fsspec
+        from .._storage.clients.requests import LoopCall  # imports fsspec
 
         wait([operation.verdict], min(operation.deadline.remaining_s(), _READ_BACK_S))
         transaction.outcome = "unknown"

@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from .._runtime.abandoned import register
-from .._runtime.display import Displayed, Table, readable_bytes
-from .._runtime.public import public
+from .._runtime.public import Displayed, Table, public, readable_bytes
 from .._runtime.tasks import supervise
 from .._runtime.threads import end_abandoned, release_in_background
 from .._storage import Outcome

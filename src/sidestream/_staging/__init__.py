@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing
 from .cached import borrow, give_back, set_cache_bytes
-from .captured import Captured, capture
-from .composite import Composite, Form, Sharding, consists_of_others, dismantle, settled
+from .captured import Captured, Composite, Form, Sharding, capture, consists_of_others, dismantle, settled
 from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, Driver, TorchDriver
 from .fill import Filler, FillPart, FillPiece, FillTable, table_of
@@ -14,8 +13,7 @@ from .host import HostEngine, memory_behind, raw_start
 from .image import Columns, Copies, Copy, CopyTable, ImageLayout, StagedImage
 from .plans import Places, PlanCache, fingerprint
 from .small import columns_of, move_small
-from .snapshot import SnapshotReader
-from .stage import Staging, clean
+from .stage import SnapshotReader, Staging, clean
 from .stager import AsyncStager
 from .tree import StagedState
 

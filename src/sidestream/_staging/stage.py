@@ -1,25 +1,42 @@
-"""The state of one stage, from the call until its last byte is in host memory."""
+"""The state of one stage, from the call until its last byte is in host memory and its last reader has left.
+
+``SnapshotReader`` is a further reader of the memory, beside the one that writes the checkpoint. A program that changes
+sources waits for the copies, before each optimizer step or at a ``fence()``.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from .._runtime.rate import RateLimiter
-from .._runtime.threads import Deadline, Stop
-from ..errors import ClosedError, DeadlineExceededError, SidestreamError, SkippedError, without_frames
+from .._runtime.threads import Deadline, Stop, current_deadline, result_of
+from .._runtime.torch_probes import outside_compile
+from ..errors import (
+    ArenaExhaustedError,
+    ClosedError,
+    DeadlineExceededError,
+    SidestreamError,
+    SkippedError,
+    SnapshotLostError,
+    without_frames,
+)
 from .captured import Captured
-from .device import DeviceStage
+from .device import DeviceEngine, DeviceStage
 from .drain import Drain
 from .fill import Filler
 from .future import StagingFuture
 from .image import ImageLayout, StagedImage
 
-__all__ = ["Laid", "Staging", "clean", "given_up"]
+__all__ = ["Forecast", "Laid", "SnapshotReader", "Staging", "clean", "given_up", "guard", "hold_back"]
 
 
 class Laid(Protocol):
@@ -272,3 +289,106 @@ def given_up(staging: Staging[Any]) -> SidestreamError:
     if staging.superseded:
         return SkippedError("a newer stage has taken the place of this one, which had not begun")
     return ClosedError("this stage was given up before it had ended")
+
+
+class SnapshotReader(Generic[P]):
+    """A further reader of the payloads in a stage. It never delays the stage or its first reader.
+
+    Each window is read once, in any order, by one thread at a time. Its memory is kept until the last view or tensor
+    over it is gone, so the reader drops one window before it reads the next. When another stage waits for memory, all
+    windows that are not being read can be taken back. ``window`` raises ``SnapshotLostError`` then. It also does if the
+    state did not fit into free memory, and if the save has stopped the copies. The owner has to call ``close``.
+    """
+
+    def __init__(self, staging: Staging[P], number: int) -> None:
+        self._staging = staging
+        self._number = number
+
+    def plan(self, stop: Stop) -> P:
+        """Block until the stage has a plan, and return the plan. Raises the error of the stage, ``ClosedError`` when
+        ``stop`` is set, and ``DeadlineExceededError``."""
+        try:
+            return result_of(self._staging.laid, stop, "planning")
+        except ClosedError as error:
+            raise _lost(error, stop) from error
+
+    @contextmanager
+    def window(self, index: int, stop: Stop) -> Iterator[memoryview]:
+        """Block until a window has been staged, and return its memory for the duration of the context. Only payloads
+        have defined contents. Raises what ``plan`` raises, and ``SnapshotLostError``."""
+        image = self._staging.images[index]
+        try:
+            view = image.read(self._number, deadline=current_deadline(), stop=stop)
+        except ClosedError as error:
+            raise _lost(error, stop) from error
+        try:
+            yield view
+        finally:
+            del view  # and no release(): a tensor of torch.frombuffer() would not prevent it, and still use the memory
+            image.leave(self._number)
+
+    def close(self) -> None:
+        """Give up the windows that have not been read. Idempotent. May be called in any thread."""
+        self._staging.leave(self._number)
+
+
+def _lost(error: ClosedError, stop: Stop) -> ClosedError | SnapshotLostError:
+    """Return the error to raise for ``error``: itself if ``stop`` is set, otherwise ``SnapshotLostError``, because the
+    save has stopped the copies."""
+    return error if stop.is_set() else SnapshotLostError("the save has ended before everything was staged")
+
+
+class Forecast:
+    """An estimate of the bytes that are copied before the next fence, from earlier stages."""
+
+    def __init__(self) -> None:
+        self._window_s: float | None = None
+        self._bytes_per_second: float | None = None
+
+    def lazily_bytes(self) -> float:
+        """Return the estimate. It is infinite until there has been a stage and a fence after it."""
+        if self._window_s is None or self._bytes_per_second is None:
+            return float("inf")
+        return self._window_s * self._bytes_per_second
+
+    def fenced(self, staging: Staging[Any]) -> None:
+        if staging.first_fence():
+            self._window_s = time.monotonic() - staging.started
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        if seconds > 0:
+            self._bytes_per_second = nbytes / seconds
+
+
+def hold_back(stagings: Sequence[Staging[Any]], engine: DeviceEngine | None, deadline: Deadline) -> None:
+    """Make the caller, and its current streams, wait until ``stagings`` have read their sources.
+
+    The streams wait for copies from a device. The caller blocks only until those are enqueued. Raises
+    ``ArenaExhaustedError`` if a stage still waits for memory when ``deadline`` passes, and ``DeadlineExceededError`` if
+    it is late for another reason.
+    """
+    for staging in stagings:
+        if staging.device is not None and engine is not None:
+            engine.check_fence(staging.device)
+    for staging in stagings:
+        staging.pace.lift_limit()
+    for staging in stagings:
+        if staging.reads_later:
+            wait([staging.issued], deadline.remaining_s())
+            if not staging.issued.done() and staging.waiting:
+                raise ArenaExhaustedError(
+                    f"a stage found no memory within timeout_s={deadline.timeout_s:g}, and its sources must not change "
+                    "before it has: release() staged state dicts, raise budget_bytes=, or choose when_full="
+                )
+            if not staging.issued.done():
+                raise DeadlineExceededError(f"a stage was not copied within timeout_s={deadline.timeout_s:g}")
+        if staging.device is not None and engine is not None:
+            engine.fence(staging.device)
+
+
+def guard(fence: Callable[[], None], optimizer: torch.optim.Optimizer | None) -> Any:
+    """Call ``fence`` before each step of ``optimizer``, or of every optimizer. Returns the handle of torch."""
+    hook = outside_compile(fence)
+    if optimizer is None:
+        return register_optimizer_step_pre_hook(hook)
+    return optimizer.register_step_pre_hook(hook)

@@ -42,14 +42,13 @@ from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
 from .drain import Drain
 from .driver import Driver, driver_for
-from .fence import Forecast, guard, hold_back
 from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, FillPart, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
 from .idle import Idle
 from .image import Copy, ImageLayout, StagedImage
 from .plans import PlanCache
-from .stage import Laid, Staging, clean, given_up
+from .stage import Forecast, Laid, Staging, clean, given_up, guard, hold_back
 from .tree import StagedState, StagePlan, plan_stage
 from .unretrieved import UnretrievedErrors, raise_all
 

@@ -14,8 +14,7 @@ from .._runtime.public import public
 from .._runtime.threads import Steps, gathered, run_sliced, yielding_gil
 from .._runtime.torch_probes import attributes_of, check_tensor, lazy_bits, storage_key, with_attributes
 from .arena import Allocation
-from .captured import Captured
-from .composite import Composite
+from .captured import Captured, Composite
 from .image import Copy, ImageLayout
 from .plans import PlanCache
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
-from .._format.digest import digest_of
+from .._format.checksum import digest_of
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window
 from .._runtime.threads import (
     Deadline,

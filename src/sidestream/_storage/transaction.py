@@ -335,7 +335,7 @@ class Transaction(ABC):
         """Find out the outcome, and delete the files of an attempt that was not committed. Called in a thread, when no
         other code uses the transaction. ``stuck``: a thread is left behind in a system call. Raises what the storage
         raises."""
-        from .clients.io_loop import LoopCall  # imports fsspec
+        from .clients.requests import LoopCall  # imports fsspec
 
         look = self._look
         if self.outcome == "unknown" and look is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._load.api import load
+from .._load.operation import load
 from .._runtime.tasks import run_shielded
 from .._runtime.threads import Threads, io_threads
 from .._save.api import save

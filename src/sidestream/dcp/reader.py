@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.storage import StorageReader as DcpStorageRead
 from torch.futures import Future
 
 from .._format.records import Manifest
-from .._layout.objects import allowed_types
+from .._layout.values import allowed_types
 from .._load.device_streams import current_streams
 from .._load.open.manifest import open_manifest
 from .._load.operation import LoadLifecycle
-from .._load.planner.items import in_batches, metadata_of, read_bytes, targets_of, values_of
+from .._load.planner.load import in_batches, metadata_of, read_bytes, targets_of, values_of
 from .._load.reader import Reader
 from .._runtime.threads import Deadline, io_threads
 from .._storage import RangeSource

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .._layout.objects import allowed_types
+from .._layout.values import allowed_types
 from .._runtime.threads import Deadline, Stop, Threads, io_threads, time_limit
 from .._save.operation import RankReceipt, Solo, check_shared
 from .._save.order import Lifecycle, SaveOrder
@@ -27,7 +27,7 @@ from .._save.planner.independent import Independent, tag_of
 from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.layout import PlannerLayout, receipt_for
 from .._storage import WRITE_THREADS, Kind, Location, Transaction
-from .._storage.clients.io_loop import in_io_thread
+from .._storage.clients.requests import in_io_thread
 from .._worker.client import choose_worker
 from ..blocking import run_anywhere
 from ..errors import InvalidOptionError, SaveAbortedError, SidestreamError

@@ -18,13 +18,12 @@ from ..._format.checksum import crc32
 from ..._format.pickles.values import ValueBudget
 from ..._format.rank_files import Replica
 from ..._format.records import Chunk, Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry, itemsize
-from ..._format.torch_zip.item import Records, open_tensor_item, open_value_item
+from ..._format.torch_zip.file import Records, open_tensor_item, open_value_item
 from ..._format.torch_zip.zip import TorchZip, is_older, is_zip
 from ..._format.transforms import UnpackBudget, require, unpack
 from ..._format.values import is_stored
-from ..._layout.objects import NOTHING_ALLOWED, Allowed
 from ..._layout.ranges import PIECE_BYTES
-from ..._layout.values import decode_value
+from ..._layout.values import NOTHING_ALLOWED, Allowed, decode_value
 from ..._runtime.threads import (
     Steps,
     Threads,

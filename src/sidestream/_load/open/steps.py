@@ -12,7 +12,7 @@ from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, is
 from ..._runtime.threads import gathered, io_threads, yielding_gil
 from ..._storage import LocalStore, RangeSource, Store, is_unfinished, parse_step
 from ...errors import CorruptCheckpointError, IncompleteCheckpointError, SidestreamError
-from ..foreign.independent_parts import is_whole
+from ..foreign.manifests import is_whole
 
 __all__ = [
     "Step",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from contextlib import aclosing
 
-from ..._format.independent_parts import part_metadata_name
-from ..._format.marker import METADATA_NAME
-from ..._load.foreign.independent_parts import read_part_markers
+from ..._format.marker import METADATA_NAME, part_metadata_name
+from ..._load.foreign.manifests import read_part_markers
 from ..._runtime.threads import Stop, io_threads
 from ..._storage import BytesBody
-from ..._storage.clients.io_loop import LoopCall
+from ..._storage.clients.requests import LoopCall
 from ...errors import CheckpointExistsError, NotDurableError, SidestreamError
 from ..operation import Committed, Layout, RankReceipt, Solo
 

@@ -18,7 +18,7 @@ from ..._format.checksum import crc32
 from ..._format.frame import frame_tensor
 from ..._format.records import DTYPES, Node
 from ..._format.shard import BlockSums, ShardLayout, lay_out
-from ..._format.torch_zip.item import check_value_item, open_value_item
+from ..._format.torch_zip.file import check_value_item, open_value_item
 from ..._layout.save_layout import window_bytes_for, window_copies
 from ..._load.foreign.values import MAX_VALUE_BYTES
 from ..._runtime.threads import Deadline, Steps, gathered, run_sliced, sliced

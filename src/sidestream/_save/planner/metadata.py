@@ -10,9 +10,17 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..._format.checksum import crc32
-from ..._format.independent_parts import PartMarker, part_attribute, part_manifest_name, part_metadata_name
 from ..._format.manifest import metadata_line, write_manifest
-from ..._format.marker import METADATA_NAME, Marker, manifest_name, marker_attribute
+from ..._format.marker import (
+    METADATA_NAME,
+    Marker,
+    PartMarker,
+    manifest_name,
+    marker_attribute,
+    part_attribute,
+    part_manifest_name,
+    part_metadata_name,
+)
 from ..._format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
 from ..._format.validate import validate
 from ..._layout.values import encode_value

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from ..._group import Operation, this_process
 from ..._layout.torch_planner import Asked, local_save_plan, packed, unpacked
 from ...errors import PlannerError
-from ..group_planning import Terms, check_terms
+from ..layouts import Terms, check_terms
 
 __all__ = ["Decided", "DecidingAlone", "DecidingTogether"]
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..._layout.metadata import encode_metadata
 from ..._layout.torch_planner import Asked, asked_save_planner
+from ..._layout.values import encode_metadata
 from ..._runtime.tasks import running_loop
 from ..._runtime.threads import Deadline, Stop, result_of
 from ..._staging import AsyncStager, StagedState

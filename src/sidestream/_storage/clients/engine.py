@@ -22,8 +22,7 @@ from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, ti
 from ...options import BlobStore, BlobUpload, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body
 from ..object_store.parts import part_bytes_for
-from .io_loop import LoopCall
-from .requests import Requests
+from .requests import LoopCall, Requests
 
 __all__ = ["Engine", "LateEngine", "StoreEngine"]
 

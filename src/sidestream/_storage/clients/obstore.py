@@ -28,8 +28,7 @@ from ..object_store.parts import Checksum, part_bytes_for
 from .credentials import Client
 from .engine import Engine, LateEngine
 from .feed import Feed
-from .io_loop import LoopCall
-from .requests import Requests, fate_of, translated
+from .requests import LoopCall, Requests, fate_of, translated
 
 __all__ = ["ObstoreEngine"]
 

@@ -1,7 +1,8 @@
-"""Operations on directories and names: make, open, inspect, sync, link, rename, remove."""
+"""Operations on directories and names: make, open, inspect, sync, link, rename, exchange, remove."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
@@ -12,7 +13,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ...errors import ClosedError, from_os_error
 from ...options import Durability
@@ -23,6 +26,8 @@ __all__ = [
     "RETIRED",
     "OpenDirectory",
     "collect_orphans",
+    "exchange",
+    "exchanges",
     "has_leases",
     "is_directory",
     "is_vacant",
@@ -35,6 +40,7 @@ __all__ = [
     "sync_directory",
     "take_away",
 ]
+
 
 RETIRED = ".retired-"
 """The prefix of the names of directories that are being deleted."""
@@ -310,3 +316,46 @@ def collect_orphans(
                     remove_tree(path)
                     collected.append(name)
     return collected
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchange two directories. Raises ``OSError``, with ``ENOSYS`` or ``EINVAL`` if the kernel, the C library or the
+    file system does not support it."""
+    try:
+        renameat2 = _renameat2()
+    except (AttributeError, OSError):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one), None, str(other)) from None
+    paths = os.fsencode(one), os.fsencode(other)
+    if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], ctypes.c_uint(_RENAME_EXCHANGE)):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+@cache
+def _renameat2() -> Any:
+    """Return the C function. It is looked up once, because each look-up makes a class that only a garbage collection
+    frees."""
+    return ctypes.CDLL(None, use_errno=True).renameat2
+
+
+def exchanges(directory: Path) -> bool:
+    """Return whether two directories within ``directory`` can be exchanged. This makes two and tries it, because there
+    is no other way to find out."""
+    pair = directory / ".one", directory / ".other"
+    try:
+        for path in pair:
+            path.mkdir()
+        exchange(*pair)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
+            return False
+        raise
+    finally:
+        for path in pair:
+            with suppress(OSError):
+                path.rmdir()
+    return True

@@ -28,11 +28,9 @@ from .directories import (
     sync_directory,
     take_away,
 )
-from .marked_files import ages_of, collect, discard, files_in, is_torn
-from .marking import MarkedTransaction, sync_names
+from .marking import MarkedTransaction, ages_of, collect, discard, files_in, is_torn, sync_names
 from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of, sizes_in
-from .transaction import LocalTransaction, unlink
-from .write import write_file
+from .transaction import LocalTransaction, unlink, write_file
 
 __all__ = ["LocalStore", "MarkedStore"]
 

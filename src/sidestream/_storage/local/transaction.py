@@ -1,17 +1,23 @@
-"""An attempt in local directories. It is a hidden sibling of its target, published by one rename, exchange or link."""
+"""An attempt in local directories. It is a hidden sibling of its target, published by one rename, exchange or link.
+
+Several threads write the parts of a file, with direct I/O if the file system allows it.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import (
@@ -19,16 +25,15 @@ from ...errors import (
     NoSpaceError,
     NotDurableError,
     SidestreamError,
-    StorageError,
     StorageNotSharedError,
     from_os_error,
+    without_frames,
 )
 from ...options import Durability
-from ..bodies import Body
+from ..bodies import Body, FilePart
 from ..names import ABANDONED_AFTER_S
 from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of
 from .directories import (
-    RACES,
     collect_orphans,
     is_directory,
     is_vacant,
@@ -38,26 +43,147 @@ from .directories import (
     sync_directory,
     take_away,
 )
-from .exchange import exchange, exchanges
+from .publishing import Step, can_exchange, may_be_replaced, move_there, occupied, publish, replace
 from .read import read_tail
-from .write import write_file
 
-__all__ = ["NO_RENAME", "LocalTransaction", "Naming", "check_whole", "occupied", "unlink"]
+__all__ = ["LocalTransaction", "Naming", "unlink", "write_file"]
 
-_Step: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], None]
-"""The function that makes an attempt visible. Its arguments are the attempt, the target, the files that must be there,
-and the status of the attempt's directory when it was made."""
 
-_REPLACEABLE = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
-"""The files that mark a directory as a checkpoint or an export. Each of these has at least one of them."""
-NO_RENAME = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EINVAL, errno.EXDEV, errno.EMFILE})
-"""The errors of file systems that cannot rename a directory. EMFILE is that of gcsfuse for directories of many
-files."""
-_REMEDY = (
-    "If this file system cannot rename a directory, as mounts of buckets cannot, pass "
-    'storage=sidestream.Storage(commit="marker")'
-)
-_OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+_MAX_TRANSFER_BYTES = 0x7FFFF000  # the most that one write on Linux transfers
+_WRITERS = 4  # this many direct writes in flight keep a fast disk busy
+_NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+
+
+def write_file(
+    path: Path,
+    body: Body,
+    durability: Durability,
+    stop: Stop,
+    threads: Threads | None = None,
+    *,
+    target: str = "",
+    preallocate: bool = True,
+) -> None:
+    """Write a new file. Errors name ``target``, because ``path`` need not contain the name of what is saved.
+    ``preallocate=False`` is for file systems that cannot reserve space: there libc would write into every block."""
+    try:
+        descriptor, direct = _open_new(path, direct=body.aligned)
+        try:
+            if body.nbytes and preallocate:
+                _preallocate(descriptor, body.nbytes)
+            _Parts(descriptor, direct, body).write(stop, threads)
+            if durability == "fsync":
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)  # its errors count: NFS may report a failed write only here
+    except FileExistsError as error:
+        raise CheckpointExistsError(f"{path} exists already: two saves share one attempt's name") from error
+    except OSError as error:
+        if isinstance(error, SidestreamError):  # from staging: some of them are also an OSError
+            raise
+        raise from_os_error(error, f"writing {target}".rstrip(), str(path)) from error
+
+
+class _Parts:
+    """The parts of one file, written at their offsets by several threads."""
+
+    def __init__(self, descriptor: int, direct: bool, body: Body) -> None:
+        self._descriptor = descriptor
+        self._direct = direct
+        self._parts = body.parts
+        self._lock = threading.Lock()
+        self._next = 0
+        self._error: BaseException | None = None
+
+    def write(self, stop: Stop, threads: Threads | None) -> None:
+        """Write all parts. When this returns or raises, no thread writes any more. Of several errors the first is
+        raised."""
+        failed = Stop()
+        others: list[Future[None]] = []
+        with stop.waking(failed.set):
+            stop.check()
+            try:
+                if threads is not None:
+                    for _ in range(min(len(self._parts), _WRITERS) - 1):
+                        others.append(threads.submit(self._work, failed))
+                self._work(failed)
+            except BaseException:
+                failed.set()
+                raise
+            finally:  # also if ``submit`` fails: the caller closes the descriptor after this
+                wait([other for other in others if not other.cancel()])
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, failed: Stop) -> None:
+        while (part := self._take_one()) is not None:
+            try:
+                self._write_part(part, failed)
+            except BaseException as error:
+                with self._lock:  # without frames: an error that is kept for a retry must not keep the memory alive
+                    self._error = self._error or without_frames(error)
+                failed.set()
+            finally:
+                part.release()
+
+    def _take_one(self) -> FilePart | None:
+        with self._lock:
+            if self._error is not None or self._next == len(self._parts):
+                return None
+            self._next += 1
+            return self._parts[self._next - 1]
+
+    def _write_part(self, part: FilePart, failed: Stop) -> None:
+        view = part.take(failed)
+        failed.check()
+        self._direct = _write_buffer(self._descriptor, view, part.offset, self._direct)
+
+
+def _open_new(path: Path, *, direct: bool) -> tuple[int, bool]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    if direct and hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o666), True
+        except OSError as error:
+            if error.errno not in _NO_DIRECT_IO:
+                raise
+            with suppress(FileNotFoundError):  # some kernels create the file before they refuse the flag
+                os.unlink(path)
+    return os.open(path, flags, 0o666), False
+
+
+def _preallocate(descriptor: int, nbytes: int) -> None:
+    """Reserve the space of the file, so that a full disk raises before anything is written. File systems without
+    preallocation raise later."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT_IO:
+            raise
+
+
+def _write_buffer(descriptor: int, buffer: memoryview, position: int, direct: bool) -> bool:
+    """Write all of ``buffer``. Returns whether direct I/O still works on this file."""
+    done = 0
+    while done < len(buffer):
+        if direct and (len(buffer) % 4096 or done % 4096):
+            direct = _leave_direct_io(descriptor)
+        try:
+            done += os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)
+        except OSError as error:
+            if not direct or error.errno not in _NO_DIRECT_IO:
+                del buffer  # as in write_file
+                raise
+            direct = _leave_direct_io(descriptor)
+    return direct
+
+
+def _leave_direct_io(descriptor: int) -> bool:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return False
 
 
 class Naming(NamedTuple):
@@ -132,14 +258,14 @@ class LocalTransaction(Transaction):
     def _make(self) -> None:
         vacant = is_vacant(self._target)
         replaces = self.attempt.kind == "replacement"
-        if not vacant and not (replaces and _may_be_replaced(self._target)):
+        if not vacant and not (replaces and may_be_replaced(self._target)):
             raise occupied(self._target)
         if not self.attempt.in_run:
             collect_orphans(self._root, self.attempt.target, ABANDONED_AFTER_S, self._naming.take)
         self._replaceable = not vacant
         with self._make_once():
             self._made = _create(self._root, self._hidden, self.attempt, self._naming)
-        if replaces and not vacant and not _exchanges(self._hidden):
+        if replaces and not vacant and not can_exchange(self._hidden):
             self.discard_here()
             raise CheckpointExistsError(
                 f"{self._target} is not empty, and this file system cannot exchange two directories in one step: save "
@@ -202,10 +328,10 @@ class LocalTransaction(Transaction):
             self._last = None
             return
         names = frozenset(self._names)
-        move: _Step = _move
+        move: Step = move_there
         if attempt.kind == "replacement":
-            move = partial(_replace, checked=self._replaceable)
-        await io_threads().run(_publish, self._hidden, self._target, names, self._made, attempt.durability, move)
+            move = partial(replace, checked=self._replaceable)
+        await io_threads().run(publish, self._hidden, self._target, names, self._made, attempt.durability, move)
         self._made = None  # from now on the name of the attempt is that of the replaced checkpoint, if any
 
     def _note_replaced(self, error: NotDurableError) -> None:
@@ -271,116 +397,6 @@ def _create(root: Path, hidden: Path, attempt: Attempt, naming: Naming) -> os.st
     return found
 
 
-def _publish(
-    attempt: Path,
-    target: Path,
-    names: frozenset[str],
-    made: os.stat_result | None,
-    durability: Durability,
-    move: _Step,
-) -> None:
-    """Make the attempt visible. ``names`` are the files that must be in it.
-
-    A concurrent ``rm -r`` of the run may remove files of the attempt, before the rename or just after it. Then the
-    directory is not published, or is hidden again."""
-    try:
-        attempt.chmod(0o700 if made is None else stat.S_IMODE(made.st_mode))
-        if durability == "fsync":
-            sync_directory(attempt)
-        move(attempt, target, names, made)
-    except SidestreamError:
-        raise
-    except OSError as error:
-        if error.errno in _OCCUPIED:
-            raise occupied(target) from error
-        if error.errno in NO_RENAME:
-            raise StorageError(error.errno, f"publishing failed: {error.strerror}. {_REMEDY}", str(target)) from error
-        raise from_os_error(error, "publishing", str(target)) from error
-    if durability == "fsync":
-        try:
-            sync_directory(target.parent)
-        except OSError as error:
-            raise NotDurableError(
-                error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
-            ) from error
-
-
-def _move(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None) -> None:
-    """Rename the attempt to the target, which does not exist or is empty."""
-    check_whole(attempt, names, target)
-    os.rename(attempt, target)
-    try:
-        check_whole(target, names, target)
-    except FileNotFoundError:
-        pass  # retention or another process has removed the whole directory
-    except StorageError:
-        if made is None or _is(made, target):  # otherwise another save has replaced it already
-            os.rename(target, attempt)
-            raise
-
-
-def _replace(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None, *, checked: bool) -> None:
-    """Exchange the attempt with the target, or rename the attempt if there is no target. Raises
-    ``CheckpointExistsError`` if the target may not be replaced.
-
-    Another save, or a removal, may change the target between the check and the exchange. Then both are repeated.
-    ``checked`` says that the present target may be replaced."""
-    for left in reversed(range(RACES)):
-        vacant = is_vacant(target)
-        checked = checked and not vacant  # a target that appears from now on was not checked
-        try:
-            if vacant:
-                _move(attempt, target, names, made)
-            else:
-                if not checked:
-                    _check_replaceable(target)
-                _exchange(attempt, target, names)
-            return
-        except SidestreamError:
-            raise
-        except OSError as error:
-            lost = error.errno in (errno.ENOTEMPTY, errno.EEXIST) if vacant else error.errno == errno.ENOENT
-            if not left or not lost or not os.path.isdir(attempt):
-                raise
-
-
-def _exchange(attempt: Path, target: Path, names: frozenset[str]) -> None:
-    """Exchange the attempt with the target. The files of the attempt are listed through a descriptor, because another
-    save may replace and delete the directory at once."""
-    directory = os.open(attempt, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        check_whole(directory, names, target)
-        exchange(attempt, target)
-        try:
-            check_whole(directory, names, target)
-        except StorageError:
-            if _is(os.fstat(directory), target):
-                exchange(attempt, target)
-                raise
-    finally:
-        os.close(directory)
-
-
-def _is(directory: os.stat_result, path: Path) -> bool:
-    try:
-        return os.path.samestat(directory, os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
-
-
-def check_whole(directory: Path | int, names: frozenset[str], target: Path) -> None:
-    """Raise ``StorageError`` if files are missing, ``FileNotFoundError`` if the directory is missing."""
-    gone = sorted(names.difference(os.listdir(directory)))
-    if gone:
-        listed = ", ".join(gone[:4])
-        raise StorageError(
-            errno.ENOENT,
-            f"another process removed {len(gone)} files of this save while it was written ({listed}): no part of the "
-            "save is visible; do not remove a run while a save is in progress",
-            str(target),
-        )
-
-
 def _publish_file(attempt: Path, target: Path, durability: Durability, naming: Naming) -> None:
     try:
         naming.appear(attempt / target.name, target)
@@ -432,47 +448,6 @@ def _publish_part(path: Path, body: Body, durability: Durability, naming: Naming
             raise NotDurableError(
                 error.errno, "the part is committed, but the sync of its directory failed", str(path)
             ) from error
-
-
-def occupied(target: Path) -> CheckpointExistsError:
-    if not os.path.isdir(target):
-        return CheckpointExistsError(f"{target} already exists and is a file: choose another name, or delete it first")
-    return CheckpointExistsError(
-        f"{target} is not empty: save to a new directory, or pass overwrite=True to a save that replaces a checkpoint"
-    )
-
-
-def _may_be_replaced(target: Path) -> bool:
-    """Return whether the target is a directory or was removed meanwhile. Raises ``CheckpointExistsError`` if the
-    directory may not be replaced."""
-    with suppress(FileNotFoundError):
-        if not is_directory(target):
-            return False
-        _check_replaceable(target)
-    return True
-
-
-def _check_replaceable(target: Path) -> None:
-    """Raise ``CheckpointExistsError`` if the directory is not empty and neither a checkpoint nor an export. Replacing a
-    directory deletes everything in it."""
-    try:
-        found = os.listdir(target)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise from_os_error(error, "listing", str(target)) from error
-    if found and _REPLACEABLE.isdisjoint(found):
-        raise CheckpointExistsError(
-            f"{target} is not empty, and no checkpoint (it has no .metadata), so it was not replaced: save to a new "
-            "directory, or empty this one first"
-        )
-
-
-def _exchanges(attempt: Path) -> bool:
-    try:
-        return exchanges(attempt)
-    except OSError as error:
-        raise from_os_error(error, "trying to exchange two directories", str(attempt)) from error
 
 
 def _check_joined(attempt: Path) -> None:

@@ -14,14 +14,13 @@ from ...errors import AccessDeniedError, CorruptCheckpointError
 from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
-from ..clients.io_loop import on_io_loop
+from ..clients.requests import on_io_loop
 from ..coalesce import coalesce
 from ..store import Leftover, ReadRange, StoreSource
 from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
-from .bucket import Bucket
+from .bucket import Bucket, age_s, clock_of, collect_orphans
 from .names import NOTE, id_of
-from .orphans import age_s, clock_of, collect_orphans
 from .transaction import ObjectTransaction, check_replaces, content_of
 
 __all__ = ["ObjectStore"]

@@ -28,13 +28,11 @@ from ...errors import (
 from ...events import GuaranteeLost, emit
 from ...options import Listing
 from ..bodies import Body
-from ..clients.io_loop import LoopCall, on_io_loop
-from ..clients.requests import translated
+from ..clients.requests import LoopCall, on_io_loop, translated
 from ..names import ABANDONED_AFTER_S
 from ..transaction import Attempt, StoreAddress, Transaction, marker_in
-from .bucket import Bucket
+from .bucket import READ_FIRST, Bucket, clear_export, collect_orphans
 from .names import NOTE, id_of, is_plain_shard, name_with_id, sidecar_with_id
-from .orphans import READ_FIRST, clear_export, collect_orphans
 from .parts import part_bytes_for
 
 __all__ = ["ObjectTransaction", "check_replaces", "content_of"]
