@@ -56,6 +56,9 @@ class Rival:
         """Rows of the table of loads that read what this rival saved."""
         return {}
 
+    def saves_done(self) -> None:
+        """Release what only saves need. Called before the loads."""
+
     def close(self) -> None: ...
 
 
@@ -82,6 +85,9 @@ class Sidestream(Rival):
                 into, path, options=sidestream.LoadOptions(verify="always")
             ),
         }
+
+    def saves_done(self) -> None:
+        self._stager.close()  # after two saves of a state it prepares memory for the next one, beside the loads
 
     def close(self) -> None:
         self._stager.close()

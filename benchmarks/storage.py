@@ -459,6 +459,7 @@ class Shape:
                     row.pauses.append(call.late)
                     row.cpu.append(call.cpu)
             row.memory.append(peak_since(resident))
+            rival.saves_done()
             for name, load in rival.loads().items():
                 if name not in self.left_out:
                     await self._load(name, load, path, kind)
