@@ -296,7 +296,7 @@ def start_save(
         stage = LaidOutStage(order, state, captured, stager, lay_out, len(exports))
         return SaveOperation(
             order=order,
-            writer=LiveWriter(order, stage),
+            writer=LiveWriter(order, stage),  # launches the stage, which has snapshots from then on
             layout=NativeLayout(order),
             coordinator=Solo(order),
             exports=exports,

@@ -33,7 +33,8 @@ class Sink(Protocol):
         """The URL to which it writes."""
 
     async def prepare(self) -> None:
-        """Read what the sink needs besides the state. Called first, with the deadline of the save."""
+        """Read what the sink needs besides the state. Called first, with the deadline of the save. Of ranks that save
+        together only rank 0 calls it."""
 
     def read(self, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> Any:
         """Read the windows of the snapshot of ``save``, one after the other. Called in a thread. The memory of a window

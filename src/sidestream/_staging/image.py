@@ -103,7 +103,8 @@ class ImageLayout:
 
 
 class StagedImage:
-    """One image. The stager fills it from its beginning, and its reader waits, reads, and releases it.
+    """One image: the memory of a window. The stager fills it from its beginning, and its first reader, which writes the
+    checkpoint, waits, reads, and releases it.
 
     After ``wait`` has returned once, the reader may write the bytes without a copy (frames). ``others`` are the numbers
     of further readers, which read payloads only. Memory that only they need is offered to stages that wait for memory.
