@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from sidestream._runtime.steps import at_once
 from sidestream._staging import aliases
 from sidestream._staging.aliases import aliases_of, give_back_aliases
 from sidestream._staging.captured import capture
+from sidestream._staging.stage import Staging
 
 COUNT = 300
 
@@ -119,6 +120,54 @@ def test_the_most_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(aliases._unused) <= 256
 
 
+def test_aliases_of_large_memory_are_not_kept() -> None:
+    """It would be freed while the GIL is held, if they are the last ones that refer to it."""
+    sources = [*made(COUNT - 1), torch.zeros(1 << 20)[:2]]
+    mine, _ = aliases_of(sources)
+    at_once(give_back_aliases(mine))
+    assert not mine
+    assert 0 < len(aliases._unused) < COUNT
+
+
+def test_what_is_there_is_used_for_more_tensors_than_are_kept() -> None:
+    kept = given_back()
+    sources = made(3 * COUNT)
+    mine, dense = aliases_of(sources)
+    assert kept < set(map(id, mine))
+    assert not dense
+    assert all(map(torch.equal, mine, sources))
+
+
+@pytest.mark.parametrize("count", [3, COUNT - 45, COUNT])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_stage_that_has_ended_refers_to_no_source(
+    count: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[int] = []
+    ended = Staging.part_done
+
+    def look(staging: Staging[Any], error: BaseException | None) -> None:
+        alive.append(sum(one() is not None for one in owners))
+        ended(staging, error)
+
+    monkeypatch.setattr(Staging, "part_done", look)
+    if fails:
+        monkeypatch.setattr(AsyncStager, "_fill", refuse)
+    arrays = [np.ones(5, dtype=np.float32) for _ in range(count)]
+    owners = [weakref.ref(one) for one in arrays]
+    state = {f"w{number}": torch.from_numpy(one) for number, one in enumerate(arrays)}
+    arrays.clear()
+    async with AsyncStager() as stager:
+        staged = stager.stage(state)
+        state.clear()
+        if fails:
+            with pytest.raises(AssertionError):
+                await staged
+        else:
+            (await staged).release()
+    assert alive == [0]
+
+
 async def test_a_save_gives_its_aliases_back(tmp_path: Path) -> None:
     state = {f"w{number}": one for number, one in enumerate(made())}
     async with AsyncStager() as stager:
@@ -137,7 +186,7 @@ class Block(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(2)
 
 
-def refuse(_: torch.Tensor) -> torch.Tensor:
+def refuse(*_: object) -> torch.Tensor:
     raise AssertionError("torch releases the GIL here")
 
 
@@ -173,7 +222,19 @@ def with_an_attribute(module: Any) -> None:
     module.inner.weight.mine = 1
 
 
-@pytest.mark.parametrize("change", [of_an_own_class, with_a_hook, with_a_method_of_its_own, with_an_attribute])
+class Hiding(Block):
+    def named_modules(self, *_: object, **__: object) -> Iterator[tuple[str, torch.nn.Module]]:
+        return iter([("", self)])
+
+
+def with_a_hidden_child(module: Any) -> None:
+    module.inner = Hiding()
+    module.inner.inner = Own(2, 2)
+
+
+@pytest.mark.parametrize(
+    "change", [of_an_own_class, with_a_hook, with_a_method_of_its_own, with_an_attribute, with_a_hidden_child]
+)
 def test_other_modules_return_what_they_always_have(change: Callable[[Any], None]) -> None:
     module = Block()
     change(module)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import sidestream
 from sidestream import errors, events
 from sidestream._runtime import threads
+from sidestream._storage.local import read
 from sidestream._storage.local.directories import OpenDirectory
 from sidestream.dcp import StorageReader
 
@@ -470,3 +471,19 @@ async def test_a_directory_that_is_deleted_while_it_is_listed(tmp_path: Path, mo
     await sidestream.load(target, tmp_path / "one")
     assert exchanged
     assert_same(target, NEW)
+
+
+async def test_a_directory_that_appears_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not there when it is listed, and there when the name is taken for that of a file."""
+    await sidestream.save(OLD, tmp_path / "made")
+    size_of = read.size_of
+
+    def appear(path: Path, within: OpenDirectory | None) -> int:
+        if path == tmp_path / "c" and not path.exists():
+            (tmp_path / "made").rename(path)
+        return size_of(path, within)
+
+    monkeypatch.setattr(read, "size_of", appear)
+    state = blank()
+    await sidestream.load(state, tmp_path / "c")
+    assert_same(state, OLD)

@@ -322,25 +322,6 @@ def test_a_thread_rests_between_steps(slice_s: float, rests: list[int], monkeypa
     assert rested == rests
 
 
-async def test_the_loop_is_not_woken_up_at_once_for_new_work() -> None:
-    loop = asyncio.get_running_loop()
-    _turns.give_turns(work := Future[None]())
-    turns = _turns._of_loops[loop]
-    assert turns._due >= loop.time()
-    work.cancel()
-    await until_none_is_planned()
-    turns._intervals = _turns._MOST_INTERVALS
-    _turns.give_turns(work := Future[None]())
-    assert turns._intervals == _turns._MOST_INTERVALS, "it slept a moment ago"
-    work.cancel()
-    await until_none_is_planned()
-    turns._seen = (turns._seen[0] - 1000.0, 0.0)
-    _turns.give_turns(work := Future[None]())
-    assert turns._intervals == 1
-    work.cancel()
-    await until_none_is_planned()
-
-
 async def test_turns_on_a_loop_with_another_clock() -> None:
     loop, start = asyncio.get_running_loop(), time.monotonic()
     before = loop.time

@@ -203,7 +203,7 @@ MUTANTS = (
     Mutant("blocks are not verified", "_load/buffers.py",
            '        self._expected = unpack_crcs(one.crcs or b"")\n', "        self._expected = ()\n", "corruption"),
     Mutant("small tensors are not verified", "_load/reader.py",
-           "                if found[number] != expected:\n", "                if False:\n", "corruption"),
+           "                if crc != saved:\n", "                if False:\n", "corruption"),
     Mutant("the manifest is not verified", "_load/open/manifest.py", "    if crc32(raw) != marker.manifest_crc:\n",
            "    if False:\n", "corruption"),
     Mutant("stock DCP's checksums are not looked at", "_load/buffers.py",

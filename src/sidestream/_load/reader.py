@@ -551,8 +551,9 @@ def _spread(
                 view[offset - first : offset - first + nbytes] for offset, nbytes in zip(offsets, sizes, strict=True)
             ]
             found = list(map(crc32, pieces))
-            for number, expected in enumerate(unpack_crcs(b"".join(crcs))):  # none is larger than a block
-                if found[number] != expected:
+            expected = unpack_crcs(b"".join(crcs))  # none is larger than a block
+            for number, (crc, saved) in enumerate(zip(found, expected, strict=True)):
+                if crc != saved:
                     raise altered(fqns[number], file, offsets[number])
             if any(digests):
                 for fqn, offset, piece, digest in zip(fqns, offsets, pieces, digests, strict=True):

@@ -58,7 +58,6 @@ _HOLD_S = 1e-3
 _REST_S = 10e-6
 _EARLY_S = 100e-6  # so that the thread is awake when the turn begins
 _BUSY = 0.5  # the share of the time in which a busy loop runs
-_ASLEEP = 0.1
 _MOST_INTERVALS = 16
 _LEAST_INTERVAL_S, _MOST_INTERVAL_S = 5e-3, 20e-3
 
@@ -133,11 +132,8 @@ class _LoopTurns:
     def until_ended(self, work: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
         self._works.add(work)
         if not self._planned:
-            now = _clocks()
-            if now[0] - self._seen[0] > _MOST_INTERVALS * _interval_s():  # else it sleeps as it did a moment ago
-                self._intervals = 1
-            self._seen = now
-            self._due = max(self._due, loop.time() + self._intervals * _interval_s())
+            self._intervals = 1
+            self._seen = _clocks()
             self._plan(loop)
 
     def give_up(self, work: Future[Any]) -> None:
@@ -159,7 +155,7 @@ class _LoopTurns:
                 _next_turn_at = 0.0
             self._intervals = 1
         else:  # threads get the GIL while the loop sleeps, and waking it would gain nothing
-            self._intervals = _MOST_INTERVALS if share < _ASLEEP else min(2 * self._intervals, _MOST_INTERVALS)
+            self._intervals = min(2 * self._intervals, _MOST_INTERVALS)
         self._seen = _clocks()
         wait_s = self._intervals * _interval_s()
         self._due = loop.time() + wait_s

@@ -40,8 +40,9 @@ __all__ = [
 _log = logging.getLogger("sidestream")
 
 LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, bytes, complex, type(None)})
-_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_OF_TORCH = {name: getattr(torch.nn.Module, name) for name in ("state_dict", "_save_to_state_dict", "get_extra_state")}
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "modules", "named_modules")
+_OF_TORCH = {name: getattr(torch.nn.Module, name) for name in _METHODS}
 _SLICE = 1024  # values examined between two yields: up to a few microseconds each
 _LATE_S = 5.0
 
@@ -142,21 +143,22 @@ def _undetached(one: FoundObject) -> Any:
 def _is_plain(instance: Any) -> bool:
     """Return whether ``state_dict()`` of a module runs only code of torch, and returns plain tensors without
     attributes."""
-    if not isinstance(instance, torch.nn.Module):
+    if not isinstance(instance, torch.nn.Module) or not _is_of_torch(type(instance)):
         return False
-    return all(
-        all(getattr(type(module), name, None) is method for name, method in _OF_TORCH.items())
-        and not any(name in vars(module) for name in _OF_TORCH)
-        and not (module._state_dict_hooks or module._state_dict_pre_hooks)
-        and _are_plain(module._parameters.values())
-        and _are_plain(module._buffers.values())
-        for module in instance.modules()
-    )
+    modules = list(instance.modules())
+    if not all(map(_is_of_torch, set(map(type, modules)))):
+        return False
+    tensors: list[Any] = []  # and None
+    for own in map(vars, modules):
+        if own["_state_dict_hooks"] or own["_state_dict_pre_hooks"] or not _OF_TORCH.keys().isdisjoint(own):
+            return False
+        tensors += own["_parameters"].values()
+        tensors += own["_buffers"].values()
+    return _PLAIN.issuperset(map(type, tensors)) and not any(map(attributes_of, tensors))
 
 
-def _are_plain(tensors: Iterable[Any]) -> bool:
-    given = [one for one in tensors if one is not None]
-    return _PLAIN_TENSORS.issuperset(map(type, given)) and not any(map(attributes_of, given))
+def _is_of_torch(kind: type) -> bool:
+    return all(getattr(kind, name, None) is method for name, method in _OF_TORCH.items())
 
 
 # --- calls that do not return ---------------------------------------------------------------------------------------

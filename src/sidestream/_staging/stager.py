@@ -599,25 +599,27 @@ class AsyncStager:
         """Run one stage: plan, lease memory, copy what is in host memory, and enqueue copies from devices. This is the
         top function of the stager's thread, so it catches all errors."""
         error: BaseException | None = None
-        sources: list[torch.Tensor] = []
         try:
             staging.stop.check()
-            captured = staging.take()
-            if staging.device is None:
-                sources = captured.tensors
-            plan = lay_out(captured)
-            del captured
-            self._fill(staging, plan)
-            del plan
-            run_sliced(give_back_aliases(sources))
-            if staging.passes:
-                self._idle.passed(tuple([image.nbytes for image in staging.images]))
+            self._stage(staging, lay_out)
         except BaseException as failure:
             stopped = isinstance(failure, ClosedError) and staging.stop.is_set()
             error = clean(given_up(staging) if stopped else failure, "the stager's thread")
             staging.fail(error)
         staging.issued.set_result(None)
         staging.part_done(error)
+
+    def _stage(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
+        """Plan and fill. No reference to the sources remains when this returns."""
+        captured = staging.take()
+        sources = captured.tensors if staging.device is None else []
+        plan = lay_out(captured)
+        del captured
+        self._fill(staging, plan)
+        del plan
+        run_sliced(give_back_aliases(sources))
+        if staging.passes:
+            self._idle.passed(tuple([image.nbytes for image in staging.images]))
 
     def _fill(self, staging: Staging[P], plan: P) -> None:
         stays = self._stays(staging, plan)

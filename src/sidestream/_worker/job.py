@@ -25,6 +25,8 @@ from .work import READY, SUMS, UNUSED
 
 __all__ = ["Job", "JobOrder"]
 
+_HELD_BYTES = 1 << 20  # of messages: the process begins with them while more are made
+
 
 class _Allocation(Protocol):
     start: int
@@ -111,8 +113,8 @@ class _File:
 
 
 class Job:
-    """The work of writing ``files`` in a writer process. They are consumed one after the other, as a store would. Those
-    of a list share messages, because getting the next one does not block."""
+    """The work of writing ``files`` in a writer process. They are consumed one after the other, as a store would. If
+    ``files`` is a list, its files share messages, because getting the next one does not block."""
 
     def __init__(self, order: JobOrder, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
         self._order = order
@@ -211,7 +213,7 @@ class _Exchange:
                 self._held.append((WorkerMessageKind.WRITE, self._order.packed()))
                 for file in files:
                     self._send_file(file)
-                    if not self._at_once:
+                    if not self._at_once or sum(len(body) for _, body in self._held) > _HELD_BYTES:
                         self._flush()
                 self._flush((WorkerMessageKind.END, b""))
                 self._wait()

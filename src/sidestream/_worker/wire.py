@@ -117,10 +117,19 @@ class Channel:
         self._descriptors: deque[int] = deque()
 
     def send_all(self, messages: Iterable[tuple[WorkerMessageKind, int, bytes]]) -> None:
-        """Send several messages in one call, so that the other end is woken up once."""
-        packed = b"".join(_HEAD.pack(kind, number, len(body)) + body for kind, number, body in messages)
+        """Send several messages in one call, so that the other end is woken up once. Large bodies have a call of their
+        own, and are not copied."""
+        small: list[bytes] = []
         with self._lock:
-            self.socket.sendall(packed)
+            for kind, number, body in messages:
+                small.append(_HEAD.pack(kind, number, len(body)))
+                if len(body) < _READ_BYTES:
+                    small.append(body)
+                    continue
+                self.socket.sendall(b"".join(small))
+                self.socket.sendall(body)
+                small.clear()
+            self.socket.sendall(b"".join(small))
 
     def send(
         self, kind: WorkerMessageKind, number: int = 0, body: bytes = b"", *, descriptor: int | None = None

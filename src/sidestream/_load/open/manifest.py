@@ -163,12 +163,18 @@ async def _open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
     await source.aclose()
     source = store.source(".")
     async with _closed_on_error(source):
-        return source, await _read_single(source, location)
+        try:
+            return source, await _read_single(source, location)
+        except CorruptCheckpointError as error:  # of a save that has made the directory since the listing, for example
+            async with aclosing(location.source()) as directory:
+                if await _listed(store, directory) is not None:
+                    raise _Moved from error
+            raise
 
 
 class _Moved(Exception):  # caught in this module
     """The error if another checkpoint has taken the place of the one that was being opened, whose files may be
-    deleted."""
+    deleted, or the place where there was none."""
 
 
 @asynccontextmanager

@@ -36,11 +36,10 @@ _CALL_BYTES = 1 << 19
 """How much one system call reads as long as reads do not wait. These bytes are still in the cache of the processor when
 a checksum is computed over them right afterwards. With half as many the calls would cost more than the cache gives."""
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)  # reads what is in the page cache, and fails if the first byte is not there
-_WITHOUT_NOWAIT = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 _WAIT_S = 1e-3
 _WAITS = 0.5
 """On file systems without ``RWF_NOWAIT``, a call waits if it takes longer than ``_WAIT_S`` and computes for less than
-this part of its time. Readers that wait for a core or for the GIL look the same, so this is the second choice."""
+this part of its time. Readers that wait for a core or for the GIL look the same, so this test is used there only."""
 _RUN_RANGES = 512  # with the gaps between them at most IOV_MAX buffers of one preadv
 _CLOSE_S = 5.0
 """How long ``aclose`` waits for the system call that closes a directory, also after the deadline of a load."""
@@ -207,13 +206,13 @@ class LocalFiles:
             return os.preadv(descriptor, buffers, offset)
         if self._nowait:
             try:
-                return os.preadv(descriptor, buffers, offset, self._nowait)
+                count = os.preadv(descriptor, buffers, offset, self._nowait)
+                # Linux 5.9 and 5.10 may return 0 before the end of a file (preadv2(2)).
+                return count or os.preadv(descriptor, buffers, offset)
             except BlockingIOError:  # the next byte is not in the page cache
                 self._wait_less()
                 return os.preadv(descriptor, buffers, offset)
-            except OSError as error:
-                if error.errno not in _WITHOUT_NOWAIT:
-                    raise
+            except OSError:  # such as EOPNOTSUPP; what else is wrong, the plain call reports
                 self._nowait = 0
         began, computing = time.perf_counter(), time.thread_time()
         count = os.preadv(descriptor, buffers, offset)
