@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from .._format.records import DictKey, Key
-from .._runtime.torch_probes import Stateful
+from .._runtime.torch_probes import PLAIN_TENSORS, Stateful
 from .._staging import Composite, Form, consists_of_others, dismantle, settled
 from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError
 
@@ -102,7 +102,7 @@ class _Walk:
     ) -> Iterator[Leaf]:
         for key, item in self.ask.items(value):
             fqn = f"{prefix}.{key}" if prefix else str(key)
-            if type(item) in _PLAIN_TENSORS and item.layout is torch.strided:  # nearly always
+            if type(item) in PLAIN_TENSORS and item.layout is torch.strided:  # nearly always
                 yield Leaf(fqn, (*path, _dict_key(key, fqn)), item, value, key, owner)
             else:
                 yield from self.item(item, fqn, (*path, _dict_key(key, fqn)), value, key, owner)
@@ -189,8 +189,6 @@ def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf
         seen[leaf.fqn] = leaf.path
         yield leaf
 
-
-_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 # These types are compared first, because isinstance() with Mapping or Stateful takes a microsecond or more.
 _PLAIN = frozenset({bool, int, float, str, bytes, complex, tuple, list, dict, OrderedDict, set, type, type(None)})

@@ -20,7 +20,7 @@ import torch
 from .._format.checksum import DIGEST_BYTES
 from .._format.records import BLOCK_BYTES, Chunk, ForeignPayload, Row, TensorEntry, itemsize
 from .._runtime.steps import Steps, chunked
-from .._runtime.torch_probes import dtype_name, has_shards, on_host_as_is
+from .._runtime.torch_probes import PLAIN_TENSORS, dtype_name, has_shards, on_host_as_is
 
 __all__ = [
     "PIECE_BYTES",
@@ -277,8 +277,6 @@ _FACTS = attrgetter("shape", "dtype", "itemsize")
 _MOST_PAYLOADS = 256  # of one batch
 _MANY = 64
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
 
 @dataclass(frozen=True, slots=True)
 class Straight:
@@ -293,7 +291,7 @@ class Straight:
     def take(self, found: Sequence[Candidate]) -> set[str]:
         """Add those tensors of ``found`` into whose memory the bytes of their rows can be read as they are. Returns
         their FQNs. Facts of tensors are taken of all of them at once, without a call from Python for each."""
-        plain = [one for one in found if type(one[1]) in _PLAIN]
+        plain = [one for one in found if type(one[1]) in PLAIN_TENSORS]
         plain = list(compress(plain, on_host_as_is([tensor for _, tensor, _ in plain])))
         tensors = [tensor for _, tensor, _ in plain]
         facts = zip(

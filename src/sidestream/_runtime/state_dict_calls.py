@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from .caller import run_in_calling_thread
-from .torch_probes import attributes_of
+from .torch_probes import PLAIN_TENSORS, attributes_of
 
 __all__ = [
     "LEAVES",
@@ -40,7 +40,7 @@ __all__ = [
 _log = logging.getLogger("sidestream")
 
 LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, bytes, complex, type(None)})
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+_PLAIN = PLAIN_TENSORS | {type(None)}
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "modules", "named_modules")
 _OF_TORCH = {name: getattr(torch.nn.Module, name) for name in _METHODS}
 _SLICE = 1024  # values examined between two yields: up to a few microseconds each

@@ -13,6 +13,7 @@ import torch
 from ..errors import UnsupportedTensorError
 
 __all__ = [
+    "PLAIN_TENSORS",
     "TORCH_VERSION",
     "HeldShard",
     "Stateful",
@@ -43,6 +44,9 @@ __all__ = [
     "with_attributes",
     "with_shards_of",
 ]
+
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+"""The types of tensors whose bytes are all that they consist of, unless they are sparse or have attributes."""
 
 TORCH_VERSION = torch.__version__.split("+")[0]
 

@@ -20,6 +20,7 @@ import torch
 
 from .._runtime.state_dict_calls import LEAVES, state_dicts_in_order
 from .._runtime.torch_probes import (
+    PLAIN_TENSORS,
     Stateful,
     attributes_of,
     has_shards,
@@ -128,14 +129,11 @@ def dismantle(tensor: torch.Tensor, path: str) -> Composite | None:
     return _holder(tensor, path) if has_shards(tensor) else None
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
 def consists_of_others(tensor: torch.Tensor) -> bool:
     """Return whether ``dismantle`` returns a ``form`` for ``tensor``."""
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
         return False
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN_TENSORS:
         others = (
             tensor_class("torch._subclasses.fake_tensor", "FakeTensor"),
             tensor_class("torch.distributed._shard.sharded_tensor", "ShardedTensor"),
@@ -147,7 +145,7 @@ def consists_of_others(tensor: torch.Tensor) -> bool:
             return False
     if tensor.layout is torch.sparse_coo or tensor.layout in _COMPRESSED:
         return True
-    return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
+    return type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "__tensor_flatten__")
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
@@ -283,7 +281,6 @@ def _sharded(tensor: Any, path: str) -> Composite:
 
 _MAX_DEPTH = 64
 _IMMUTABLE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
-_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _STRIDED = frozenset({torch.strided})
 _alias = attrgetter("data")  # half the time of detach()
 _layout = attrgetter("layout")
@@ -344,7 +341,7 @@ class _Walk:
 
     def mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[Any, Any]:
         values = list(value.values())
-        if _PLAIN_TENSORS.issuperset(map(type, values)) and not any(map(attributes_of, values)):
+        if PLAIN_TENSORS.issuperset(map(type, values)) and not any(map(attributes_of, values)):
             aliases, dense = aliases_of(values)  # all in C: 0.4 us per tensor, not 0.8
             if dense or _STRIDED.issuperset(map(_layout, aliases)):  # the aliases are in the processor's cache
                 self.tensors.extend(aliases)
@@ -353,7 +350,7 @@ class _Walk:
         keep = self.tensors.append
         for key, item in value.items():
             kind = type(item)
-            if kind in _PLAIN_TENSORS and item.layout is torch.strided and not attributes_of(item):
+            if kind in PLAIN_TENSORS and item.layout is torch.strided and not attributes_of(item):
                 alias = _alias(item)
                 keep(alias)
                 taken[key] = alias

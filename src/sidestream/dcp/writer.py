@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import uuid
 import weakref
@@ -48,7 +47,6 @@ from .stock_options import StockWriterOptions, check_extensions, check_stock_wri
 
 __all__ = ["StorageWriter"]
 
-_log = logging.getLogger("sidestream")
 _REMEDY = (
     'Pass safe_globals=[...] with the types, or trust="pickle", to StorageReader or LoadOptions; pass it to '
     "StorageWriter too, and this warning is not shown."
