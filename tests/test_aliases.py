@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,9 +145,11 @@ async def test_a_stage_that_has_ended_refers_to_no_source(
     count: int, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[int] = []
+    cleared = threading.Event()
     ended = Staging.part_done
 
     def look(staging: Staging[Any], error: BaseException | None) -> None:
+        cleared.wait(60)
         alive.append(sum(one() is not None for one in owners))
         ended(staging, error)
 
@@ -160,6 +163,7 @@ async def test_a_stage_that_has_ended_refers_to_no_source(
     async with AsyncStager() as stager:
         staged = stager.stage(state)
         state.clear()
+        cleared.set()
         if fails:
             with pytest.raises(AssertionError):
                 await staged

@@ -116,7 +116,7 @@ async def test_where_reads_wait_more_threads_read_more_at_once(
     assert max(sizes) >= 4 << 20
 
 
-@pytest.mark.parametrize("nowait", [0, errno.EPERM, errno.EIO, errno.ENOSYS])
+@pytest.mark.parametrize("nowait", [0, errno.EPERM, errno.ENOSYS])
 async def test_what_a_read_without_waiting_reports_ends_no_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nowait: int
 ) -> None:

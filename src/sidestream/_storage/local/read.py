@@ -36,6 +36,8 @@ _CALL_BYTES = 1 << 19
 """How much one system call reads as long as reads do not wait. These bytes are still in the cache of the processor when
 a checksum is computed over them right afterwards. With half as many the calls would cost more than the cache gives."""
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)  # reads what is in the page cache, and fails if the first byte is not there
+_REFUSED = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES})
+"""What a file system answers, a kernel, or a sandbox that allows ``preadv`` but not ``preadv2``."""
 _WAIT_S = 1e-3
 _WAITS = 0.5
 """On file systems without ``RWF_NOWAIT``, a call waits if it takes longer than ``_WAIT_S`` and computes for less than
@@ -212,7 +214,9 @@ class LocalFiles:
             except BlockingIOError:  # the next byte is not in the page cache
                 self._wait_less()
                 return os.preadv(descriptor, buffers, offset)
-            except OSError:  # such as EOPNOTSUPP; what else is wrong, the plain call reports
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
                 self._nowait = 0
         began, computing = time.perf_counter(), time.thread_time()
         count = os.preadv(descriptor, buffers, offset)
