@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -419,6 +421,24 @@ def test_an_error_of_the_callers_code_is_in_no_reference_cycle() -> None:
         assert [one() for one in freed] == [None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_code_for_a_call_that_was_interrupted_while_it_ended(begun: bool) -> None:
+    """Several signals in a row end the call without ``leave``. Its code is run, or given up, all the same."""
+    caller = Caller()
+    present = caller.present()
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(caller.run, threading.get_ident)
+        while not caller._queue:
+            time.sleep(1e-3)
+        caller._queue[0].begun = begun
+        del present
+        if begun:
+            with pytest.raises(BaseException, match="interrupted"):
+                done.result(60)
+        else:
+            assert done.result(60) != threading.get_ident()
 
 
 def test_an_interrupt_at_every_step(tmp_path: Path) -> None:

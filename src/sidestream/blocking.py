@@ -140,10 +140,12 @@ def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline 
             "sidestream.blocking: make this call before or after the other one"
         )
     call = _Call(work, _portal.loop(), deadline)
+    present = call.caller.present()
     try:
         return call.result()
     finally:
         call.caller.leave()
+        del present
 
 
 class _Call(Generic[T]):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -31,6 +32,8 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_LOOK_S = 1.0  # between two looks whether a calling thread that does not run its code is there at all
 
 _serving = threading.local()
 
@@ -102,6 +105,10 @@ class Withdrawable(Protocol):
         """End the operation without waiting for it. May be called several times."""
 
 
+class _Presence:
+    """The presence of the thread that waits for a blocking call."""
+
+
 class _QueuedCode(Generic[T]):
     """Code that the calling thread shall run, and its result or error.
 
@@ -141,9 +148,16 @@ class _QueuedCode(Generic[T]):
         self._settled = True
         self._bell.put(None)
 
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the code has run, or was given up. Return whether that is so."""
+        try:
+            self._bell.get(timeout=timeout_s)
+        except Empty:
+            return False
+        return True
+
     def result(self) -> T:
-        """Block until the code has run. Return its result or raise its error."""
-        self._bell.get()
+        """Return the result of the code, or raise its error. Called once, after ``wait`` has returned True."""
         if self._error is None:
             return self._results.pop()
         error, self._error = self._error, None  # or the error's traceback and this object would refer to each other
@@ -158,15 +172,23 @@ class Caller:
     be called in any thread.
 
     A signal may interrupt the wait between any two instructions. So no method takes a lock, and code stays in the queue
-    until it has been run.
+    until it has been run or given up. Further signals may interrupt ``leave`` as well. Therefore the other thread looks
+    now and then whether the result of ``present`` still exists, which the frame of the call keeps.
     """
 
     def __init__(self) -> None:
+        self._presence: weakref.ref[_Presence] | None = None
         self.state = ThreadState.here()
         self._queue: deque[_QueuedCode[Any]] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._waits = True
         self._ended = False
+
+    def present(self) -> object:
+        """Return an object that the frame of the call keeps until ``leave`` has returned."""
+        presence = _Presence()
+        self._presence = weakref.ref(presence)
+        return presence
 
     def adopt(self) -> None:
         """Make ``run_in_calling_thread`` use this thread, in the current task and the tasks that it creates from now
@@ -182,6 +204,9 @@ class Caller:
         if not self._waits and self._withdraw(queued):
             return self.state.run(code)
         try:
+            while not queued.wait(_LOOK_S):
+                if self._presence is not None and self._presence() is None:
+                    self.leave()
             return queued.result()
         except _CallerLeft:
             pass
@@ -231,7 +256,8 @@ class Caller:
         """Record that the calling thread has stopped waiting, or never waited."""
         self._waits = False
         while self._queue:
-            self._queue.popleft().give_up()
+            self._queue[0].give_up()
+            self._queue.popleft()
 
 
 def _run_queued(queued: _QueuedCode[Any]) -> None:
