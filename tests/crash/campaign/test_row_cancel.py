@@ -15,6 +15,11 @@ from _operations import Intercept, Operation
 from _rows import Row
 
 
+FEWEST_CANCELLED = 4
+"""A save suspends six times. A thread that ends before the loop looks spares a suspension, and a cancel that arrives
+with the last one comes too late."""
+
+
 @pytest.fixture
 async def bench(place: Path) -> AsyncIterator[Bench]:
     async with made(place) as bench:
@@ -32,9 +37,9 @@ async def test_interrupted_at_every_await(name: str, way: str, bench: Bench, row
     counts = row("cancelled at every await", f"{name}, {way}")
     results, violations = await sweep(bench, OPERATIONS[name], WAYS[way], lambda at: {at})
     told(counts, results, violations)
-    counts.end(at_least=6)
+    counts.end(at_least=FEWEST_CANCELLED + 1)
     # anyio's scopes do not reach into a hop, and this one is nothing but hops: the cancel comes with the next await.
-    assert results["CancelledError"] >= 6 or (name, way) == ("open and metadata", "anyio scope"), results
+    assert results["CancelledError"] >= FEWEST_CANCELLED or (name, way) == ("open and metadata", "anyio scope"), results
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -42,8 +47,8 @@ async def test_cancelled_twice_or_thrice(name: str, bench: Bench, row: Callable[
     counts = row("cancelled at every await", f"{name}, again and again")
     results, violations = await sweep(bench, OPERATIONS[name], cancelled, lambda at: {at, at + 1, at + 3})
     told(counts, results, violations)
-    counts.end(at_least=6)
-    assert results["CancelledError"] >= 6, results
+    counts.end(at_least=FEWEST_CANCELLED + 1)
+    assert results["CancelledError"] >= FEWEST_CANCELLED, results
 
 
 @pytest.mark.parametrize("name", ["load", "restore", "open_checkpoint", "verify"])
