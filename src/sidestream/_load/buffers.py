@@ -58,7 +58,7 @@ class Check:
     """The comparison of a range with its checksums, if it has any, while it is read. Raises
     ``CorruptCheckpointError``."""
 
-    __slots__ = ("_crc", "_done", "_expected", "_range", "_step")
+    __slots__ = ("_crc", "_done", "_end", "_expected", "_range", "_step")
 
     def __init__(self, one: Range) -> None:
         self._range = one
@@ -67,27 +67,33 @@ class Check:
         self._expected = unpack_crcs(one.crcs or b"")
         if one.crc is not None:
             self._step, self._expected = one.nbytes, (one.crc,)
+        self._end = min(self._step, one.nbytes)  # of the bytes that the next checksum is for
 
     def __call__(self, piece: memoryview) -> None:
         """Take the next bytes of the range."""
         if not self._expected:
             return
-        if len(piece) <= _BURST_BYTES or self._step > BLOCK_BYTES:
+        if len(piece) <= self._end - self._done:  # nearly always: readers read pieces of blocks
             self._take(piece)
+        elif len(piece) <= _BURST_BYTES or self._step > BLOCK_BYTES:
+            self._cut(piece)
         else:  # computing a CRC takes less time than getting the GIL back from a busy loop
             with holding_gil():
-                self._take(piece)
+                self._cut(piece)
+
+    def _cut(self, piece: memoryview) -> None:
+        while piece:
+            nbytes = self._end - self._done
+            self._take(piece[:nbytes])
+            piece = piece[nbytes:]
 
     def _take(self, piece: memoryview) -> None:
-        done = self._done
-        while piece:
-            number = done // self._step
-            end = min((number + 1) * self._step, self._range.nbytes)
-            some, piece = piece[: end - done], piece[end - done :]
-            self._crc = crc32(some, self._crc)
-            done += len(some)
-            if done == end:
-                if self._crc != self._expected[number]:
-                    raise altered(self._range.fqn, self._range.file, self._range.offset + number * self._step)
-                self._crc = 0
-        self._done = done
+        self._crc = crc32(piece, self._crc)
+        self._done += len(piece)
+        if self._done < self._end:
+            return
+        one, number = self._range, (self._done - 1) // self._step
+        if self._crc != self._expected[number]:
+            raise altered(one.fqn, one.file, one.offset + number * self._step)
+        self._crc = 0
+        self._end = min(self._end + self._step, one.nbytes)

@@ -35,6 +35,9 @@ _MOST_CALL_BYTES = 16 << 20  # the most that one system call reads
 _CALL_BYTES = 1 << 19
 """How much one system call reads as long as reads do not wait. These bytes are still in the cache of the processor when
 a checksum is computed over them right afterwards. With half as many the calls would cost more than the cache gives."""
+_UNSEEN_CALL_BYTES = 2 << 20
+"""How much it reads of a range whose bytes are not looked at. Fewer calls wait less often for the GIL; longer ones keep
+the event loop from its core."""
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)  # reads what is in the page cache, and fails if the first byte is not there
 _REFUSED = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES})
 """What a file system answers, a kernel, or a sandbox that allows ``preadv`` but not ``preadv2``."""
@@ -134,8 +137,8 @@ def _open_regular(path: Path, within: OpenDirectory | None) -> int:
 
 
 class LocalFiles:
-    """The files of a directory, read by several threads. A system call reads 512 KiB, and more when reads wait for a
-    device or a server. ``waiting`` is called once, when that is first noticed."""
+    """The files of a directory, read by several threads. A system call reads 512 KiB or 2 MiB, and more when reads wait
+    for a device or a server. ``waiting`` is called once, when that is first noticed."""
 
     def __init__(
         self,
@@ -184,7 +187,8 @@ class LocalFiles:
         done, nbytes = 0, len(into)
         while done < nbytes:
             stop.check()
-            piece = into[done : done + self._call_bytes]
+            most = self._call_bytes if seen is not None else max(self._call_bytes, _UNSEEN_CALL_BYTES)
+            piece = into[done : done + most]
             count = self._read_some(descriptor, offset + done, [piece])
             if count == 0:
                 raise _too_short(path, offset + done, nbytes - done)
