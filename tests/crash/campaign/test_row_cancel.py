@@ -14,7 +14,6 @@ from _cancelling import OPERATIONS, WAYS, Bench, cancelled, error_of, made, swee
 from _operations import Intercept, Operation
 from _rows import Row
 
-
 FEWEST_CANCELLED = 4
 """A save suspends six times. A thread that ends before the loop looks spares a suspension, and a cancel that arrives
 with the last one comes too late."""
