@@ -18,7 +18,7 @@ from _golden_rank import (
     one_of,
     short_files,
 )
-from _golden_save import _described
+from _golden_save import _described, dropped
 from _golden_states import counted
 from _golden_users import (
     Custom,
@@ -263,13 +263,7 @@ async def objects(rank: Rank) -> None:
 async def not_awaited(rank: Rank) -> None:
     """Failed saves that nobody awaits."""
     bad = rank.state() | one_of(rank, 1, {"a": Custom()}, {})
-
-    async def dropped() -> None:
-        pending = sidestream.async_save(bad, rank.folder / "bad")
-        await pending.ended()
-        del pending
-
-    await rank.tries("async_save", dropped)
+    await rank.tries("async_save", lambda: dropped(bad, rank.folder / "bad"))
     checkpoints = sidestream.Checkpointer(rank.folder / "run")
     async with checkpoints:
         pending = await checkpoints.async_save(bad, step=1)
