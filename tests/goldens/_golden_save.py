@@ -269,9 +269,10 @@ async def dropped(state: dict[str, Any], path: Path) -> None:
     await pending.ended()
     alive = weakref.ref(pending)
     del pending
-    while alive() is not None:  # a task or a thread of the save refers to it for a moment longer
-        gc.collect()
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(30):
+        while alive() is not None:  # a task or a thread of the save refers to it for a moment longer
+            gc.collect()
+            await asyncio.sleep(0.001)
 
 
 def _left_to_a_loop(path: Path) -> Any:

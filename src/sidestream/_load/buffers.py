@@ -71,7 +71,7 @@ class Check:
 
     def __call__(self, piece: memoryview) -> None:
         """Take the next bytes of the range."""
-        if not self._expected:
+        if not (self._expected and piece):
             return
         if len(piece) <= self._end - self._done:  # nearly always: readers read pieces of blocks
             self._take(piece)
