@@ -153,7 +153,8 @@ def campaign(session: nox.Session) -> None:
     """Break it in every way and count (``-- --long`` takes hours, ``-- --seed N`` replays). All of it needs root."""
     _install(session, ".", groups=("tests",))
     where = () if any("tests/" in argument for argument in session.posargs) else ("tests/crash/campaign",)
-    session.run("python", "-m", "pytest", "-n2", "--dist=worksteal", *where, *session.posargs)
+    patience = ("-o", "faulthandler_timeout=0") if "--long" in session.posargs else ()  # a row takes up to hours
+    session.run("python", "-m", "pytest", "-n2", "--dist=worksteal", *patience, *where, *session.posargs)
 
 
 TORCH_VERSIONS = ("2.11.0", "2.12.1", "2.14.1", "2.15.0")
