@@ -21,9 +21,8 @@ from sidestream import errors
 from sidestream._format.checksum import pack_crcs
 from sidestream._format.records import BLOCK_BYTES
 from sidestream._layout.ranges import Direct, Range
-from sidestream._load import reader as jobs
-from sidestream._load.buffers import Check
-from sidestream._load.reader import Jobs
+from sidestream._load import jobs
+from sidestream._load.jobs import Check, Jobs
 from sidestream._runtime import threads
 from sidestream._runtime.threads import Deadline, Stop, time_limit
 

@@ -14,7 +14,7 @@ import torch
 import sidestream
 from sidestream._layout import match as matching
 from sidestream._layout.ranges import Straight, StraightBatch, straight_batches
-from sidestream._load.buffers import Scratch
+from sidestream._load.jobs import Scratch
 from sidestream._load.new_tensors import new_tensors
 from sidestream._load.reader import straight_reads
 from sidestream._runtime import threads

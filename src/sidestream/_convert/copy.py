@@ -17,8 +17,8 @@ from .._format.records import EmptyEntry, Manifest
 from .._format.safetensors.read import INDEX_NAME
 from .._layout.checks import Piece
 from .._layout.ranges import PIECE_BYTES
-from .._load.buffers import Scratch
 from .._load.foreign.manifests import MOST_METADATA_BYTES, read_file
+from .._load.jobs import Scratch
 from .._load.open.manifest import all_there, open_manifest
 from .._load.verify import Verification
 from .._runtime.caller import run_in_calling_thread

@@ -30,17 +30,10 @@ from .._format.records import (
 from .._layout.checks import Piece, foreign_pieces, has_no_checksum
 from .._layout.ranges import Box
 from .._layout.values import encode_value
-from .._load.foreign.values import (
-    Located,
-    locate_tensor,
-    located_already,
-    opaque_entries,
-    read_values,
-    sorted_out,
-    why_opaque,
-)
+from .._load.foreign.items import Located, locate, opaque_entries, read_values, sorted_out, why_opaque
+from .._load.jobs import Scratch
 from .._load.open.manifest import all_there, open_manifest
-from .._load.reader import Reader, Scratch, Wanted, whole
+from .._load.reader import Reader, Wanted, whole
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import Steps, gathered, holding_gil, io_threads, sliced, yielding_gil
@@ -181,17 +174,11 @@ async def _of_manifest(files: RangeSource, url: str, manifest: Manifest) -> Sour
     for fqn, one in opaque.items():
         refused[fqn] = await why_opaque(files, fqn, one)
     if not manifest.own:
-        located, closed = await threads.run(located_already, tensors)
-        queue = iter(closed.items())
-
-        async def work() -> None:
-            for fqn, entry in queue:
-                try:
-                    located[fqn] = await locate_tensor(files, fqn, entry)
-                except UnsupportedCheckpointError as error:
-                    refused[fqn] = error
-
-        await in_parallel(work)
+        located, errors = await locate(files, tensors)
+        for fqn, error in errors.items():
+            if not isinstance(error, UnsupportedCheckpointError):
+                raise error
+            refused[fqn] = error
     return await threads.run(_described, files, url, manifest, values, located, refused)
 
 

@@ -59,7 +59,7 @@ from ..options import (
     storage_of,
 )
 from .device_streams import Streams, streams_of
-from .foreign.values import read_values, why_opaque
+from .foreign.items import read_values, why_opaque
 from .new_tensors import NewTensors, new_tensors
 from .open.manifest import check_not_replaced, open_manifest, replaced, was_replaced
 from .open.mmap import map_tensors

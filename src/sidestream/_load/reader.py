@@ -1,22 +1,12 @@
-"""The reading of a checkpoint into tensors, in jobs: a few threads take batches of ranges from one queue until it is
-empty, read them, and verify them.
-
-No batch needs the event loop. With one switch to the loop and back for each 16 MiB, waiting for a core took a third of
-the time of a load whose files were in the page cache.
-"""
+"""The reading of a checkpoint into tensors: what is read together, and where its bytes go."""
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-import os
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 
@@ -41,180 +31,17 @@ from .._layout.ranges import (
 )
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.steps import chunked
-from .._runtime.tasks import first_error, in_parallel
-from .._runtime.threads import Steps, Stop, clear_gradually, gathered, io_threads, read_threads, sliced, yielding_gil
+from .._runtime.tasks import in_parallel
+from .._runtime.threads import Steps, Stop, clear_gradually, gathered, io_threads, sliced, yielding_gil
 from .._runtime.torch_probes import copyable, dtype_from_name, lazy_bits
 from .._staging import move_small
-from .._storage import Files, RangeSource, ReadRange
+from .._storage import RangeSource, ReadRange
 from ..options import Progress, Verify
-from .buffers import Check, Memory, Scratch, memory_of
 from .device_streams import Streams
-from .foreign.values import Located, locate_tensor, located_already, read_item, unpack_chunk
+from .foreign.items import Located, locate, read_item, unpack_chunk
+from .jobs import Batches, Check, Memory, Reads, Scratch, memory_of
 
-__all__ = ["Batches", "Jobs", "Reader", "Reads", "Scratch", "Wanted", "straight_reads", "whole"]
-
-
-T = TypeVar("T")
-
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_JOBS = min(max(_CORES, 2), 4)
-"""The number of jobs: at most one for each core, because copies from the page cache and checksums keep cores busy."""
-_MOST_JOBS = 4  # if reads wait: each job may use 16 MiB of scratch memory, and the gaps between small tensors
-
-
-class Jobs(Generic[T]):
-    """Threads that do ``work`` on each of ``items``. ``work`` returns the number of bytes that it has read, and raises
-    ``ClosedError`` once its ``Stop`` is set. ``progress`` is called on the loop with the sum of these numbers."""
-
-    def __init__(
-        self, items: Sequence[T], work: Callable[[T, Stop], int], progress: Callable[[int], object] | None
-    ) -> None:
-        self._items: Iterator[T] = iter(items)
-        self._unread = len(items)
-        self._work = work
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._stop = Stop()
-        self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
-        self._more = asyncio.Event()
-        self.nbytes = 0
-        self._counts: deque[int] = deque()
-
-    def waiting(self) -> None:
-        """Start more threads, because reads wait. From any thread."""
-        self._set(self._more)
-
-    async def run(self) -> None:
-        """Do the work on all items. The first failure, a cancel, or the deadline stops all threads, and is raised when
-        the threads have stopped."""
-        jobs = min(_JOBS, self._unread)
-        late = min(_MOST_JOBS, self._unread) - jobs
-        try:
-            async with asyncio.TaskGroup() as group:
-                running = [group.create_task(self._run()) for _ in range(jobs)]
-                for task in running:
-                    task.add_done_callback(lambda _: self._changed.set())
-                for _ in range(late):
-                    group.create_task(self._run_late())
-                await self._follow(running)
-                self._more.set()
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-        finally:
-            self._work = _nothing  # breaks a reference cycle
-        self._tell()  # for the last items of late jobs
-
-    async def _follow(self, running: Sequence[asyncio.Task[None]]) -> None:
-        while not all(task.done() for task in running):
-            await self._changed.wait()
-            self._changed.clear()
-            self._tell()
-
-    def _tell(self) -> None:
-        while self._counts and self._progress is not None:
-            self._progress(self._counts.popleft())
-
-    async def _run(self) -> None:
-        if self._unread:
-            await read_threads().run(self._read, stop=self._stop)
-
-    async def _run_late(self) -> None:
-        await self._more.wait()
-        await self._run()
-
-    # --- the threads ---
-
-    def _read(self) -> None:
-        work = self._work
-        for item in self._queue():
-            nbytes = work(item, self._stop)
-            with self._lock:
-                self.nbytes += nbytes
-                self._counts.append(self.nbytes)
-            if self._progress is not None:
-                self._set(self._changed)
-
-    def _queue(self) -> Iterator[T]:
-        while True:
-            with self._lock:
-                if not self._unread:
-                    return
-                self._unread -= 1
-                item = next(self._items)
-            yield item
-
-    def _set(self, event: asyncio.Event) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(event.set)
-
-
-def _nothing(item: object, stop: Stop) -> int:
-    return 0
-
-
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """The reads for one batch: ``ranges`` of ``file``. ``scratch`` is memory that is free when they have been read."""
-
-    file: str
-    ranges: list[ReadRange]
-    nbytes: int
-    scratch: Memory | None = None
-
-
-@dataclass(slots=True)
-class Batches(Generic[T]):
-    """The reading of batches from ``source``, in jobs. If a read is a request to a server, several requests are made at
-    a time instead.
-
-    ``reads`` is called in a thread and returns the reads for a batch. It takes scratch memory from its argument. Its
-    ``Stop`` is None for a request. ``progress`` is called on the loop with the sum of the bytes. ``noting`` returns the
-    context of each read.
-    """
-
-    source: RangeSource
-    reads: Callable[[T, Scratch, Stop | None], Reads]
-    progress: Callable[[int], object] | None = None
-    scratch: Scratch = field(default_factory=Scratch)
-    noting: Callable[[T], AbstractContextManager[object]] = nullcontext
-    nbytes: int = 0
-    _files: Files | None = None
-
-    async def run(self, batches: Sequence[T]) -> None:
-        """Read all batches. ``nbytes`` is the number of bytes that were read, also if this raises."""
-        jobs = Jobs(batches, self._work, self.progress)
-        self._files = self.source.files(jobs.waiting)
-        if self._files is None:
-            queue = iter(batches)
-            await in_parallel(lambda: self._request(queue))
-            return
-        try:
-            await jobs.run()
-        finally:
-            self.nbytes = jobs.nbytes
-
-    def _work(self, batch: T, stop: Stop) -> int:
-        assert self._files is not None
-        reads = self.reads(batch, self.scratch, stop)
-        with self.noting(batch):
-            self._files.read(reads.file, reads.ranges, stop)
-        self.scratch.give_back(reads.scratch)
-        return reads.nbytes
-
-    def _reads(self, batch: T) -> Reads:
-        return self.reads(batch, self.scratch, None)
-
-    async def _request(self, queue: Iterator[T]) -> None:
-        for batch in queue:
-            reads = await io_threads().run(self._reads, batch)
-            with self.noting(batch):
-                await self.source.read(reads.file, reads.ranges)
-            self.scratch.give_back(reads.scratch)
-            self.nbytes += reads.nbytes
-            if self.progress is not None:
-                self.progress(self.nbytes)
-
+__all__ = ["Reader", "Wanted", "straight_reads", "whole"]
 
 _Batch: TypeAlias = Batch | StraightBatch
 
@@ -359,19 +186,14 @@ class Reader:
 
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Return the places of the payloads of another writer. Only the zips of the items contain them."""
-        located, closed = await io_threads().run(_located_already, targets)
-        queue = iter(closed.items())
-
-        async def work() -> None:
-            for fqn, entry in queue:
-                located[fqn] = await locate_tensor(self.source, fqn, entry)
-
-        await in_parallel(work)
+        located, errors = await locate(self.source, await io_threads().run(_entries, targets))
+        for error in errors.values():
+            raise error
         return located
 
 
-def _located_already(targets: Mapping[str, Wanted]) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
-    return located_already(dict(gathered((fqn, one.entry) for fqn, one in targets.items())))
+def _entries(targets: Mapping[str, Wanted]) -> dict[str, TensorEntry]:
+    return dict(gathered((fqn, one.entry) for fqn, one in targets.items()))
 
 
 def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:

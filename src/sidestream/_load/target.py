@@ -30,7 +30,7 @@ from .._runtime.torch_probes import copyable, plain_bytes
 from .._storage import Location, RangeSource
 from ..errors import LoadStateDictError, StateMismatchError, allocating, indented
 from .device_streams import streams_of
-from .foreign.values import read_values, why_opaque
+from .foreign.items import read_values, why_opaque
 from .group import ManifestOutline, agree_on, open_outline
 from .new_tensors import new_tensors
 from .open.manifest import open_manifest, was_replaced

@@ -61,21 +61,20 @@ from ..errors import (
     printable_lines,
 )
 from ..options import Progress, Storage, check_timeout, storage_of
-from .foreign.manifests import MOST_METADATA_BYTES, read_file, read_part
-from .foreign.values import (
+from .foreign.items import (
     Located,
     ValueBudgets,
     check_item_records,
     check_opaque_item,
-    locate_tensor,
-    located_already,
+    locate,
     opaque_entries,
     sorted_out,
     why_opaque,
 )
+from .foreign.manifests import MOST_METADATA_BYTES, read_file, read_part
+from .jobs import Batches, Reads, Scratch
 from .open.manifest import open_manifest
 from .operation import LoadLifecycle, reading
-from .reader import Batches, Reads, Scratch
 
 __all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
 
@@ -380,17 +379,12 @@ class Verification:
     async def _locate(self) -> dict[str, Located]:
         """Locate the tensors whose places only the zips record. Tensors whose zips are damaged are left out."""
         tensors, _ = await io_threads().run(sorted_out, self.manifest.entries)
-        located, closed = await io_threads().run(located_already, tensors)
-
-        async def work(named: tuple[str, TensorEntry]) -> None:
-            fqn, entry = named
+        located, errors = await locate(self.source, tensors, records="all")
+        for fqn, error in errors.items():
             with self._noting(fqn):
-                try:
-                    located[fqn] = await locate_tensor(self.source, fqn, entry, records="all")
-                except UnsupportedCheckpointError:
-                    self._put_aside(fqn, entry)
-
-        await self._in_parallel(closed.items(), work)
+                if not isinstance(error, UnsupportedCheckpointError):
+                    raise error
+                self._put_aside(fqn, tensors[fqn])
         return located
 
     @sliced

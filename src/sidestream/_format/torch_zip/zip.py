@@ -8,12 +8,14 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import BinaryIO
 from zlib import crc32
 
 from ...errors import CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
 
-__all__ = ["TorchZip", "is_older", "is_zip", "other_zip"]
+__all__ = ["RecordPlace", "TorchZip", "is_older", "is_zip", "other_zip"]
 
 _MAX_DIRECTORY_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 20
@@ -21,6 +23,13 @@ _ENCRYPTED = 0x01 | 0x40
 _OLDER_NUMBER = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 _OLDER_BYTES = 32
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_LOCAL_CRC = 14  # offset in a local header
+_DIRECTORY_HEADER = struct.Struct("<4s6H3L5H2L")
+_DIRECTORY_CRC = 16  # offset in an entry of the directory
+_LENGTHS = slice(10, 13)  # of name, extra fields and comment, which follow the entry
+_END = b"PK\x05\x06"
+_END_BYTES = 22  # without a comment
+_DESCRIPTOR = b"PK\x07\x08"  # begins the checksum and the sizes after a record
 _BYTE_ORDERS = {(len(name), crc32(name)): name.decode() for name in (b"little", b"big")}
 
 
@@ -59,6 +68,17 @@ def other_zip(source: BinaryIO, nbytes: int) -> str | None:
     if not ends & {"data.pkl", "version", "byteorder"}:
         return "it is a zip file that torch.save did not write: extract it first"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPlace:
+    """The place of a record in an item: its content, and its checksum in the directory. ``free`` has the ranges of
+    bytes that only the reading of this record depends on: the content, and all copies of the checksum."""
+
+    start: int
+    end: int
+    crc_at: int
+    free: tuple[tuple[int, int], ...]
 
 
 class TorchZip:
@@ -154,6 +174,40 @@ class TorchZip:
             raise _malformed(f"record {name[:80]!a} reaches into the directory")
         return start
 
+    def places(self) -> dict[str, RecordPlace]:
+        """Return the places of all records, by name. Raises ``CorruptCheckpointError`` also if records overlap that
+        nothing else reads, or if the zip does not end with its directory."""
+        end = self._bytes_at(self._window.size - _END_BYTES, _END_BYTES)
+        if not end.startswith(_END) or not end.endswith(b"\0\0"):
+            raise _malformed("it does not end with its directory")
+        places: dict[str, RecordPlace] = {}
+        taken: list[tuple[int, int]] = [(self._zip.start_dir, self._window.size)]
+        entry_at = self._zip.start_dir
+        for full_name, info in self._records.items():
+            entry = self._bytes_at(entry_at, _DIRECTORY_HEADER.size)
+            name = full_name.removeprefix(self._prefix)
+            start = self.payload_offset(name)
+            end_at = start + info.file_size
+            free = [
+                (info.header_offset + _LOCAL_CRC, info.header_offset + _LOCAL_CRC + 4),
+                (start, end_at),
+                (entry_at + _DIRECTORY_CRC, entry_at + _DIRECTORY_CRC + 4),
+            ]
+            taken.append((info.header_offset, end_at))
+            if self._bytes_at(end_at, 4) == _DESCRIPTOR:
+                free.append((end_at + 4, end_at + 8))
+                taken.append((end_at, end_at + 8))
+            places[name] = RecordPlace(start, end_at, entry_at + _DIRECTORY_CRC, tuple(free))
+            entry_at += _DIRECTORY_HEADER.size + sum(_DIRECTORY_HEADER.unpack(entry)[_LENGTHS])
+        taken.sort()
+        if any(end_at > start for (_, end_at), (start, _) in pairwise(taken)):
+            raise _malformed("its records overlap")
+        return places
+
+    def _bytes_at(self, offset: int, nbytes: int) -> bytes:
+        self._window.seek(offset)
+        return self._window.read(nbytes)
+
 
 class _Window(io.RawIOBase):
     """``source`` as a file for ``zipfile``. No read extends beyond the item, whatever lengths the zip claims.
@@ -163,7 +217,7 @@ class _Window(io.RawIOBase):
 
     def __init__(self, source: BinaryIO, size: int) -> None:
         self._source = source
-        self._size = size
+        self.size = size
         self._position = 0
         self.largest_read = _MAX_DIRECTORY_BYTES
 
@@ -177,14 +231,14 @@ class _Window(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         if base + offset < 0:
             raise _malformed("it points before its beginning")
         self._position = base + offset
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(self._size - self._position, 0)
+        left = max(self.size - self._position, 0)
         wanted = left if size is None or size < 0 else min(size, left)
         if wanted > self.largest_read:
             raise _malformed(f"its directory has {wanted} bytes, more than {self.largest_read}")

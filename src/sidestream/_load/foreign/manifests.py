@@ -44,8 +44,10 @@ from ..._format.safetensors.read import (
 )
 from ..._format.torch_zip.file import FileTensor, FileValue, read_torch_file
 from ..._format.torch_zip.zip import other_zip
+from ..._format.transforms import require
 from ..._format.validate import check_item
 from ..._format.values import is_stored
+from ..._layout.ranges import PIECE_BYTES
 from ..._runtime.tasks import in_parallel
 from ..._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced, yielding_gil
 from ..._storage import RangeSource, ReadRange
@@ -56,7 +58,7 @@ from ...errors import (
     UnsupportedCheckpointError,
     allocating,
 )
-from .values import SourceFile, agree
+from .items import MAX_VALUE_BYTES, SourceFile, locate_one, read_item, unpack_chunk
 
 __all__ = [
     "FILE_SUFFIXES",
@@ -125,7 +127,7 @@ async def read_apart(
     parts = [read[marker.rank] for marker in found]
     manifest, replicas, files = await io_threads().run(_merged, parts)
     for replica in replicas:
-        if not await agree(source, replica):
+        if not await _agree(source, replica):
             raise _differ(replica.fqn)
     return replace(
         manifest,
@@ -277,7 +279,7 @@ async def _read_ranks(source: RangeSource, names: list[str], sizes: Mapping[str,
         for item in (replica.first, replica.other):
             place = item if isinstance(item, ValueEntry) else item[1]
             check_item(sizes, replica.fqn, place.file, place.item_offset, place.item_bytes)
-        if not await agree(source, replica):
+        if not await _agree(source, replica):
             raise CorruptCheckpointError(
                 f"{replica.fqn}: the ranks saved different values of it, so it has none as a whole; load this "
                 "checkpoint with torch.distributed.checkpoint, on as many ranks",
@@ -484,3 +486,38 @@ def _entry(one: FileTensor | FileValue, name: str) -> Entry:
     offsets = (0,) * len(stored.shape)
     chunk = Chunk(offsets, stored.shape, name, one.start, stored.storage_bytes, one.start, foreign=payload)
     return TensorEntry(one.path, stored.dtype, stored.shape, (chunk,))
+
+
+async def _agree(source: RangeSource, replica: Replica) -> bool:
+    """Return whether two ranks wrote the same item. For tensors the checksums are compared, if the files have them."""
+    first, other = replica.first, replica.other
+    if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
+        return await _same_value(source, replica.fqn, first, other)
+    if isinstance(first, ValueEntry) or isinstance(other, ValueEntry):
+        return False
+    one = await _digest(source, replica.fqn, *first)
+    return one == await _digest(source, replica.fqn, *other)
+
+
+async def _same_value(source: RangeSource, fqn: str, first: ValueEntry, other: ValueEntry) -> bool:
+    if max(first.item_bytes, other.item_bytes) > MAX_VALUE_BYTES:
+        raise CorruptCheckpointError(f"{fqn}: a plain value of {first.item_bytes} bytes", file=first.file, fqn=fqn)
+    items = [await read_item(source, entry) for entry in (first, other)]
+    return first.transform == other.transform and items[0] == items[1]
+
+
+async def _digest(source: RangeSource, fqn: str, entry: TensorEntry, chunk: Chunk) -> object:
+    if chunk.transform:
+        require()
+        raw = await read_item(source, chunk)
+        _, (_, payloads) = await io_threads().run(unpack_chunk, fqn, entry, chunk, raw)
+        return next(iter(payloads.values()))
+    if chunk.payload_offset is None:
+        _, payloads = await locate_one(source, fqn, replace(entry, chunks=(chunk,)))
+        return next(iter(payloads.values()))
+    crc = 0
+    for start in range(0, chunk.item_bytes, PIECE_BYTES):
+        nbytes = min(PIECE_BYTES, chunk.item_bytes - start)
+        part = replace(chunk, item_offset=chunk.item_offset + start, item_bytes=nbytes)
+        crc = await io_threads().run(crc32, await read_item(source, part), crc)
+    return crc

@@ -65,7 +65,7 @@ from ...errors import (
 )
 from ...options import Trust
 from ..device_streams import streams_of
-from ..foreign.values import read_item, read_values
+from ..foreign.items import read_item, read_values
 from ..group import one_checkpoint
 from ..open.manifest import open_manifest, was_replaced
 from ..reader import Reader, Wanted

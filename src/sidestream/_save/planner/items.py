@@ -20,7 +20,7 @@ from ..._format.records import DTYPES, Node
 from ..._format.shard import BlockSums, ShardLayout, lay_out
 from ..._format.torch_zip.file import check_value_item, open_value_item
 from ..._layout.save_layout import window_bytes_for, window_copies
-from ..._load.foreign.values import MAX_VALUE_BYTES
+from ..._load.foreign.items import MAX_VALUE_BYTES
 from ..._runtime.threads import Deadline, Steps, gathered, run_sliced, sliced
 from ..._runtime.torch_probes import TransformedStreams, check_tensor, dtype_name, storage_key
 from ..._staging import AsyncStager, Captured, ImageLayout, Staging, capture

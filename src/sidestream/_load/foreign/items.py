@@ -1,0 +1,558 @@
+"""The items of another writer (stock DCP), for facts that only they contain: the places of payloads, and values."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, BinaryIO, TypeAlias, TypeVar
+
+import torch
+
+from ..._format.pickles.values import ValueBudget
+from ..._format.records import Chunk, Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry, itemsize
+from ..._format.torch_zip.ends import Ends, Seekable, TensorItems
+from ..._format.torch_zip.file import Records, TensorPayload, open_tensor_item, open_value_item
+from ..._format.torch_zip.zip import TorchZip, is_older, is_zip
+from ..._format.transforms import UnpackBudget, require, unpack
+from ..._format.values import is_stored
+from ..._layout.values import NOTHING_ALLOWED, Allowed, decode_value
+from ..._runtime.threads import (
+    Steps,
+    Stop,
+    Threads,
+    TorchThreads,
+    current_deadline,
+    io_threads,
+    run_sliced,
+    sliced,
+    yielding_gil,
+)
+from ..._storage import RangeSource, ReadRange
+from ...errors import (
+    ClosedError,
+    CorruptCheckpointError,
+    SidestreamError,
+    UnsafeObjectError,
+    UnsupportedCheckpointError,
+    allocating,
+)
+from ...options import Trust
+from ..jobs import Batches, Reads, Scratch
+
+__all__ = [
+    "MAX_VALUE_BYTES",
+    "Located",
+    "SourceFile",
+    "Unlocated",
+    "ValueBudgets",
+    "check_item_records",
+    "check_opaque_item",
+    "locate",
+    "locate_one",
+    "opaque_entries",
+    "read_item",
+    "read_values",
+    "sorted_out",
+    "unpack_chunk",
+    "why_opaque",
+]
+
+Located: TypeAlias = tuple[TensorEntry, dict[Chunk, ForeignPayload]]
+"""A tensor whose chunks have the places of their payloads, and the other facts that the zips contain."""
+
+Unlocated: TypeAlias = SidestreamError | FileNotFoundError
+"""Why the zip of a tensor cannot be opened."""
+
+_END_BYTES = 64 << 10
+_WHOLE_BYTES = 4 * _END_BYTES  # items of at most so many bytes are read as a whole
+_SPAN_BYTES = 1 << 20
+_GAP_BYTES = 16 << 10  # the most bytes between two items that are read and not used
+_AT_A_TIME = 8  # zips that are opened between two looks at the clock, in 0.1 ms each at most
+
+_BARE = {"stored": "bytes"}  # bytes in a format of the planner
+MAX_VALUE_BYTES = 64 << 20
+"""The largest item of a value from another writer that is read."""
+_PARSING_THREADS = 4
+_LOOP_GRACE_S = 5.0
+
+T = TypeVar("T")
+
+
+async def locate(
+    source: RangeSource, entries: Mapping[str, TensorEntry], *, records: Records = "needed"
+) -> tuple[dict[str, Located], dict[str, Unlocated]]:
+    """Open the zips of tensors, and return the tensors with the places and the layout of their payloads; for tensors
+    whose zips cannot be opened, return the errors.
+
+    Chunks whose payload is not in a zip are returned unchanged. Compressed ones are left out; ``unpack_chunk`` is for
+    them.
+    """
+    locating = _Locating(entries, TensorItems(records))
+    together = await io_threads().run(locating.together)
+    await locating.read(source, together)
+    await locating.read(source, locating.alone)
+    return await io_threads().run(locating.located)
+
+
+async def locate_one(source: RangeSource, fqn: str, entry: TensorEntry) -> Located:
+    """Return the tensor as ``locate`` does. Raises the error if its zips cannot be opened."""
+    located, errors = await locate(source, {fqn: entry})
+    for error in errors.values():
+        raise error
+    return located[fqn]
+
+
+_Item: TypeAlias = tuple[str, int, TensorEntry, Chunk]
+"""A chunk in a zip: its FQN, its number among the chunks of the tensor, the tensor, and itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Zips:
+    """Zips of one file that are read together: neighbours in one span, from ``spans[0][0]`` on, or the two ends of a
+    large one. Spans are offsets and lengths."""
+
+    file: str
+    spans: list[tuple[int, int]]
+    items: list[_Item]
+
+
+@dataclass(slots=True)
+class _Locating:
+    """The opening of the zips of ``entries``. ``opened`` and ``failed`` have the results by FQN and number of chunk.
+    ``alone`` has zips whose neighbours could not be read; each of them is read by itself, to find out which it is."""
+
+    entries: Mapping[str, TensorEntry]
+    zips: TensorItems
+    opened: dict[tuple[str, int], tuple[Chunk, ForeignPayload]] = field(default_factory=dict)
+    failed: dict[tuple[str, int], Unlocated] = field(default_factory=dict)
+    alone: list[_Zips] = field(default_factory=list)
+
+    @sliced
+    def together(self) -> Steps[list[_Zips]]:
+        """Return what is to be read. Called in a worker thread."""
+        items: list[_Item] = []
+        for fqn, entry in self.entries.items():
+            for number, chunk in enumerate(entry.chunks):
+                yield
+                if _is_closed(chunk):
+                    items.append((fqn, number, entry, chunk))
+        items.sort(key=lambda item: (item[3].file, item[3].item_offset))
+        found: list[_Zips] = []
+        for item in items:
+            yield
+            if not (found and _join(found[-1], item[3])):
+                found.append(_zips(item))
+            else:
+                found[-1].items.append(item)
+        return found
+
+    async def read(self, source: RangeSource, zips: list[_Zips]) -> None:
+        if zips:
+            await Batches(source, self._reads, noting=self._noting).run(zips)
+
+    @contextmanager
+    def _noting(self, zips: _Zips) -> Iterator[None]:
+        try:
+            yield
+        except (CorruptCheckpointError, FileNotFoundError) as error:
+            if len(zips.items) > 1:
+                self.alone.extend(map(_zips, zips.items))
+                return
+            for fqn, number, *_ in zips.items:
+                self.failed[fqn, number] = error
+
+    def _reads(self, zips: _Zips, scratch: Scratch, stop: Stop | None) -> Reads:
+        """Return the reads of zips, which are opened when all of them have arrived. Called in a thread."""
+        nbytes = sum(nbytes for _, nbytes in zips.spans)
+        memory = scratch.take(nbytes)
+        view = memoryview(memory)
+        parts: list[memoryview] = []
+        for _, part_bytes in zips.spans:
+            parts.append(view[:part_bytes])
+            view = view[part_bytes:]
+        earlier = iter(zips.spans[1:])  # the arrivals before the last one take these; next() is atomic
+        arrived = partial(self._arrived, zips, parts, earlier, stop)
+        ranges = [ReadRange(start, part, arrived) for (start, _), part in zip(zips.spans, parts, strict=True)]
+        return Reads(zips.file, ranges, nbytes, memory)
+
+    def _arrived(self, zips: _Zips, parts: Sequence[memoryview], earlier: Iterator[object], stop: Stop | None) -> None:
+        if next(earlier, None) is not None:
+            return
+        for item in yielding_gil(zips.items, _AT_A_TIME):
+            if stop is not None:
+                stop.check()
+            chunk = item[3]
+            first, *tail = parts
+            if not tail:
+                first = first[chunk.item_offset - zips.spans[0][0] :][: chunk.item_bytes]
+            self._open(item, Ends(bytes(first), b"".join(tail), chunk.item_bytes))
+
+    def _open(self, item: _Item, ends: Ends) -> None:
+        fqn, number, entry, chunk = item
+        try:
+            with _about(chunk, fqn):
+                self.opened[fqn, number] = _described(entry, chunk, self.zips.open(ends))
+        except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
+            self.failed[fqn, number] = error
+
+    @sliced
+    def located(self) -> Steps[tuple[dict[str, Located], dict[str, Unlocated]]]:
+        """Return the tensors and the errors. Called in a worker thread."""
+        located: dict[str, Located] = {}
+        errors: dict[str, Unlocated] = {}
+        for fqn, entry in self.entries.items():
+            chunks: list[Chunk] = []
+            payloads: dict[Chunk, ForeignPayload] = {}
+            for number, chunk in enumerate(entry.chunks):
+                yield
+                if (fqn, number) in self.failed:
+                    errors.setdefault(fqn, self.failed[fqn, number])
+                elif (fqn, number) in self.opened:
+                    place, payload = self.opened[fqn, number]
+                    chunks.append(place)
+                    payloads[place] = payload
+                elif not chunk.transform:
+                    chunks.append(chunk)
+                    if chunk.foreign is not None:
+                        payloads[chunk] = chunk.foreign
+            if fqn not in errors:
+                located[fqn] = replace(entry, chunks=tuple(chunks)), payloads
+        return located, errors
+
+
+def _is_closed(chunk: Chunk) -> bool:
+    """Return whether the zip of a chunk has to be opened to find the place of the payload."""
+    return not chunk.transform and chunk.foreign is None and chunk.payload_offset is None
+
+
+def _zips(item: _Item) -> _Zips:
+    """Return the reads for one zip. Its records are before the payload, and its directory is after the payload."""
+    chunk = item[3]
+    start, nbytes = chunk.item_offset, chunk.item_bytes
+    spans = [(start, nbytes)]
+    if nbytes > _WHOLE_BYTES:
+        spans = [(start, _END_BYTES), (start + nbytes - _END_BYTES, _END_BYTES)]
+    return _Zips(chunk.file, spans, [item])
+
+
+def _join(zips: _Zips, chunk: Chunk) -> bool:
+    """Extend ``zips`` by a neighbour. Returns False if it is to be read by itself."""
+    start, nbytes = zips.spans[0]
+    end = chunk.item_offset + chunk.item_bytes
+    if (
+        zips.file != chunk.file
+        or len(zips.spans) > 1
+        or chunk.item_bytes > _WHOLE_BYTES
+        or not 0 <= chunk.item_offset - (start + nbytes) <= _GAP_BYTES
+        or end - start > _SPAN_BYTES
+    ):
+        return False
+    zips.spans[0] = start, end - start
+    return True
+
+
+def _described(entry: TensorEntry, chunk: Chunk, payload: TensorPayload) -> tuple[Chunk, ForeignPayload]:
+    """Return the chunk and its payload as its zip describes them. Raises ``CorruptCheckpointError``."""
+    if payload.dtype != entry.dtype or tuple(payload.shape) != chunk.sizes:
+        found = f"a {payload.dtype} of shape {tuple(payload.shape)}"
+        raise CorruptCheckpointError(f"{chunk.file} has {found}, .metadata says {entry.dtype} {chunk.sizes}")
+    located = replace(chunk, payload_offset=chunk.item_offset + payload.payload_offset)
+    plain = payload.storage_offset == 0 and torch.empty(chunk.sizes, device="meta").stride() == payload.strides
+    strides = None if plain else tuple(payload.strides)
+    return located, ForeignPayload(payload.crc32, payload.payload_bytes, strides, payload.storage_offset)
+
+
+def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> tuple[bytearray, Located]:
+    """Return the decompressed item of a chunk, and the tensor with only this chunk, located in the item.
+
+    The item is not decompressed to more bytes than the dtype and the shape of the chunk explain.
+    """
+    most_bytes = math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES
+    with _about(chunk, fqn):
+        content = run_sliced(unpack(raw, most_bytes))
+        item = replace(chunk, item_offset=0, item_bytes=len(content), transform=None)
+        payload = open_tensor_item(io.BytesIO(content), len(content))
+        located, described = _described(entry, item, payload)
+    return content, (replace(entry, chunks=(located,)), {located: described})
+
+
+async def why_opaque(source: RangeSource, fqn: str, entry: OpaqueEntry) -> SidestreamError:
+    """Return the error to raise when an ``OpaqueEntry`` is requested. Only the ends of its items are read: they show
+    whether the tensor is of a kind that this version does not read (``UnsupportedCheckpointError``) or damaged
+    (``CorruptCheckpointError``)."""
+    _, errors = await locate(source, {fqn: TensorEntry(entry.path, entry.dtype, entry.shape, entry.chunks)})
+    why = errors.get(fqn)
+    if isinstance(why, FileNotFoundError):
+        raise why
+    return why or UnsupportedCheckpointError(
+        f"{fqn}: it was saved with dtype {entry.dtype}, which this version does not read; load it with "
+        "torch.distributed.checkpoint"
+    )
+
+
+async def check_item_records(
+    source: RangeSource,
+    fqn: str,
+    entry: Entry,
+    item: Chunk | ValueEntry,
+    budgets: ValueBudgets,
+) -> bool:
+    """Read a whole item, verify its checksums and decode it as a load would, without building the value. Returns False
+    if it has no checksums.
+
+    Raises ``CorruptCheckpointError`` in the same cases as a load: an item that is neither a zip nor in torch's older
+    format is damaged. Types that a load accepts only with ``allow`` are not checked. All calls for one checkpoint share
+    ``budgets``."""
+    if isinstance(item, ValueEntry) and item.item_bytes > MAX_VALUE_BYTES:
+        raise CorruptCheckpointError(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
+    raw = await read_item(source, item)
+
+    def check() -> bool:
+        with _about(item, fqn):
+            content = raw
+            if isinstance(item, Chunk) and isinstance(entry, TensorEntry):
+                content, _ = unpack_chunk(fqn, entry, item, raw)
+            elif item.transform:
+                content = run_sliced(budgets.unpacked.unpack(raw, MAX_VALUE_BYTES))
+            bare = isinstance(item, ValueEntry) and item.node == _BARE
+            if is_older(content) or (bare and not is_zip(content)):
+                return False
+            _check_records(content)
+            if isinstance(item, ValueEntry) and not bare:
+                with suppress(UnsafeObjectError), budgets.decoding:
+                    run_sliced(open_value_item(io.BytesIO(content), len(content), budget=budgets.parts))
+            return True
+
+    return await io_threads().run(check)
+
+
+async def check_opaque_item(source: RangeSource, fqn: str, chunk: Chunk) -> None:
+    """Read an item that only its writer can decode in pieces, and verify the checksums of all its records.
+
+    Compressed items are skipped."""
+    if chunk.transform:
+        return
+    item = SourceFile(source, chunk.file, chunk.item_bytes, chunk.item_offset)
+
+    def check(file: BinaryIO) -> None:
+        with _about(chunk, fqn):
+            TorchZip(file, chunk.item_bytes).check()
+
+    await item.run(check, _END_BYTES)
+
+
+async def read_values(
+    source: RangeSource,
+    manifest: Manifest,
+    entries: Mapping[str, ValueEntry],
+    allow: Allowed = NOTHING_ALLOWED,
+    trust: Trust = "data",
+) -> dict[str, Any]:
+    """Return the plain values of ``entries``. A manifest of sidestream contains them. Other writers have pickled them:
+    these pickles are decoded as data, or with ``trust="pickle"`` unpickled. If one way fails, the other one is not
+    tried.
+
+    Raises ``UnsafeObjectError``, with the FQN, for objects that are neither data nor of the types in ``allow``, and
+    ``CorruptCheckpointError``.
+    """
+    if not entries:
+        return {}
+    values, rest = await io_threads().run(_inline_values, entries, manifest.own)
+    budgets = ValueBudgets()
+    for fqn, entry in rest.items():
+        values[fqn] = await _read_value(source, fqn, entry, allow, trust, budgets)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class ValueBudgets:
+    """The limits of the size to which all values of one call may expand together. A thread holds ``decoding`` while it
+    decodes."""
+
+    unpacked: UnpackBudget = field(default_factory=UnpackBudget)
+    parts: ValueBudget = field(default_factory=ValueBudget)
+    decoding: threading.Lock = field(default_factory=threading.Lock)
+
+
+@sliced
+def _inline_values(entries: Mapping[str, ValueEntry], own: bool) -> Steps[tuple[dict[str, Any], dict[str, ValueEntry]]]:
+    """Return the values that the manifest contains, and the entries of the others. Raises ``MissingExtraError``."""
+    values: dict[str, Any] = {}
+    rest: dict[str, ValueEntry] = {}
+    for fqn, one in entries.items():
+        yield
+        if one.inline or (own and not is_stored(one.node)):
+            values[fqn] = yield from decode_value(one.node, fqn)
+        else:
+            rest[fqn] = one
+    if any(one.transform for one in yielding_gil(rest.values())):
+        require()
+    return values, rest
+
+
+@sliced
+def sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, TensorEntry], dict[str, ValueEntry]]]:
+    """Return the tensors and the plain values. Called in a worker thread."""
+    tensors: dict[str, TensorEntry] = {}
+    values: dict[str, ValueEntry] = {}
+    for fqn, entry in entries.items():
+        yield
+        if isinstance(entry, TensorEntry):
+            tensors[fqn] = entry
+        elif isinstance(entry, ValueEntry):
+            values[fqn] = entry
+    return tensors, values
+
+
+def opaque_entries(entries: Mapping[str, Entry]) -> dict[str, OpaqueEntry]:
+    """Return the tensors of a kind that this version does not read. Called in a worker thread."""
+    return {fqn: entry for fqn, entry in yielding_gil(entries.items()) if isinstance(entry, OpaqueEntry)}
+
+
+async def _read_value(
+    source: RangeSource,
+    fqn: str,
+    entry: ValueEntry,
+    allow: Allowed,
+    trust: Trust,
+    budgets: ValueBudgets,
+) -> Any:
+    if entry.node == _BARE:
+        raise UnsafeObjectError(
+            f"{fqn}: a planner wrote it as bytes in its own format, which only that planner can read; load it with "
+            "sidestream.dcp.StorageReader and that planner"
+        )
+    if entry.item_bytes > MAX_VALUE_BYTES:
+        raise CorruptCheckpointError(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
+    raw = await read_item(source, entry)
+    return await io_threads().run(_open_value, raw, fqn, entry, allow, trust, budgets)
+
+
+def _open_value(
+    raw: bytearray, fqn: str, entry: ValueEntry, allow: Allowed, trust: Trust, budgets: ValueBudgets
+) -> Any:
+    with _about(entry, fqn):
+        content = run_sliced(budgets.unpacked.unpack(raw, MAX_VALUE_BYTES)) if entry.transform else raw
+        if trust == "pickle":
+            return _unpickle(content)
+        node = run_sliced(open_value_item(io.BytesIO(content), len(content), frozenset(allow), budgets.parts))
+    return run_sliced(decode_value(node, fqn, allow))
+
+
+def _unpickle(content: bytearray) -> Any:
+    """Unpickle an item. This is the only place where code from a file may run, and the caller has allowed it."""
+    if not is_older(content):
+        _check_records(content)  # torch does not verify checksums
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
+    except Exception as error:
+        raise UnsupportedCheckpointError(f"it cannot be unpickled here: {type(error).__name__}: {error}") from error
+
+
+def _check_records(content: bytearray) -> None:
+    TorchZip(io.BytesIO(content), len(content)).check()
+
+
+@contextmanager
+def _about(item: Chunk | ValueEntry, fqn: str) -> Iterator[None]:
+    """Add the name and the place of an item to errors that are raised in this context."""
+    try:
+        yield
+    except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
+        error.within(fqn, f" ({item.file}, byte {item.item_offset})")
+        error.about(fqn=fqn, file=item.file, offset=item.item_offset)
+        raise
+
+
+async def read_item(source: RangeSource, item: Chunk | ValueEntry) -> bytearray:
+    """Return all bytes of an item, as they are in the file."""
+    with allocating(f"reading an item of {item.file}"):
+        raw = bytearray(item.item_bytes)
+    await source.read(item.file, [ReadRange(item.item_offset, memoryview(raw))])
+    return raw
+
+
+class SourceFile(Seekable):
+    """A readable view of ``nbytes`` of a file in a source, from ``start`` on, for code in a worker thread.
+
+    The loop on which this object was created reads the bytes, and ``run`` runs the code. A thread of the shared pool
+    must not wait for these reads, because they need a thread of that pool themselves.
+    """
+
+    def __init__(self, source: RangeSource, file: str, nbytes: int, start: int = 0) -> None:
+        super().__init__(nbytes)
+        self._source, self._file, self._start = source, file, start
+        self._name = source.path_of(file)
+        self._loop = asyncio.get_running_loop()
+        self._failure: BaseException | None = None
+
+    async def run(self, parse: Callable[[BinaryIO], T], buffer_bytes: int) -> T:
+        """Run ``parse`` in a thread, with this file. If a read of the file failed, raises the error of the read, and
+        otherwise what ``parse`` raises. Parsers such as ``zipfile`` report a failed read as a damaged file."""
+
+        def work() -> T:
+            try:
+                with io.BufferedReader(self, buffer_bytes) as file:
+                    return parse(file)
+            except BaseException:
+                if self._failure is not None:
+                    raise self._failure from None
+                raise
+
+        return await _parsing_threads().run(work)
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        nbytes = max(0, min(len(buffer), self._nbytes - self._position))
+        if nbytes:
+            try:
+                self._read(memoryview(buffer)[:nbytes])
+            except BaseException as error:
+                self._failure = error
+                raise
+        self._position += nbytes
+        return nbytes
+
+    def _read(self, into: memoryview) -> None:
+        one = ReadRange(self._start + self._position, into)
+        read = self._source.read(self._file, [one])
+        try:
+            future = asyncio.run_coroutine_threadsafe(read, self._loop)
+        except RuntimeError as error:
+            read.close()
+            raise ClosedError(f"the event loop was closed while {self._name} was read") from error
+        try:
+            future.result(current_deadline().remaining_s() + _LOOP_GRACE_S)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(f"{self._name} was deleted while it was read") from error
+        except TimeoutError as error:
+            if isinstance(error, SidestreamError):
+                raise
+            raise current_deadline().exceeded(f"reading {self._name}") from error
+
+
+_parsing: Threads | None = None
+_parsing_lock = threading.Lock()
+
+
+def _parsing_threads() -> Threads:
+    """Return the threads of this process that parse files while the shared pool reads them."""
+    global _parsing
+    with _parsing_lock:
+        if _parsing is None:
+            _parsing = TorchThreads("sidestream-parse", _PARSING_THREADS)
+        return _parsing
+
+
+def _forget_after_fork() -> None:
+    global _parsing, _parsing_lock
+    _parsing, _parsing_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

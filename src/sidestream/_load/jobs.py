@@ -1,0 +1,273 @@
+"""Reading in jobs: a few threads take batches of ranges from one queue until it is empty, read them, and verify them.
+
+The memory into which they read, and the checks of the bytes.
+
+No batch needs the event loop. With one switch to the loop and back for each 16 MiB, waiting for a core took a third of
+the time of a load whose files were in the page cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Generic, TypeAlias, TypeVar
+
+import torch
+
+from .._format.checksum import crc32, unpack_crcs
+from .._format.records import BLOCK_BYTES
+from .._layout.checks import altered
+from .._layout.ranges import Range
+from .._runtime.tasks import first_error, in_parallel
+from .._runtime.threads import Stop, holding_gil, io_threads, read_threads
+from .._storage import Files, RangeSource, ReadRange
+from ..errors import allocating
+
+__all__ = ["Batches", "Check", "Jobs", "Memory", "Reads", "Scratch", "memory_of"]
+
+T = TypeVar("T")
+Memory: TypeAlias = mmap.mmap | bytearray
+
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_JOBS = min(max(_CORES, 2), 4)
+"""The number of jobs: at most one for each core, because copies from the page cache and checksums keep cores busy."""
+_MOST_JOBS = 4  # if reads wait: each job may use 16 MiB of scratch memory, and the gaps between small tensors
+_BURST_BYTES = 4 * BLOCK_BYTES
+
+
+class Scratch:
+    """Memory for bytes that cannot be read to their place directly. It is used again, because touching new pages costs
+    more than reading."""
+
+    def __init__(self) -> None:
+        self._spare: list[mmap.mmap] = []  # one for each batch in flight; list methods are atomic
+
+    def take(self, nbytes: int) -> Memory:
+        if nbytes <= 1 << 16:
+            return bytearray(nbytes)  # only for few bytes: clearing the pages of a large one would hold the GIL
+        try:
+            spare: mmap.mmap | None = self._spare.pop()
+        except IndexError:
+            spare = None
+        if spare is not None and len(spare) >= nbytes:
+            return spare
+        with allocating("memory to read into"):
+            return mmap.mmap(-1, nbytes)
+
+    def give_back(self, memory: Memory | None) -> None:
+        """Give back memory into which no thread reads any more."""
+        if isinstance(memory, mmap.mmap):
+            self._spare.append(memory)
+
+
+def memory_of(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
+    """Return ``nbytes`` of the memory of a tensor, from byte ``start`` on. The view keeps the tensor alive."""
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)
+    array.owner = tensor  # type: ignore[attr-defined]  # a thread that hangs in a read keeps its target alive
+    return memoryview(array).cast("B")
+
+
+class Check:
+    """The comparison of a range with its checksums, if it has any, while it is read. Raises
+    ``CorruptCheckpointError``."""
+
+    __slots__ = ("_crc", "_done", "_end", "_expected", "_range", "_step")
+
+    def __init__(self, one: Range) -> None:
+        self._range = one
+        self._done = self._crc = 0
+        self._step = BLOCK_BYTES  # each checksum is that of so many bytes
+        self._expected = unpack_crcs(one.crcs or b"")
+        if one.crc is not None:
+            self._step, self._expected = one.nbytes, (one.crc,)
+        self._end = min(self._step, one.nbytes)  # of the bytes that the next checksum is for
+
+    def __call__(self, piece: memoryview) -> None:
+        """Take the next bytes of the range."""
+        if not (self._expected and piece):
+            return
+        if len(piece) <= self._end - self._done:  # nearly always: readers read pieces of blocks
+            self._take(piece)
+        elif len(piece) <= _BURST_BYTES or self._step > BLOCK_BYTES:
+            self._cut(piece)
+        else:  # computing a CRC takes less time than getting the GIL back from a busy loop
+            with holding_gil():
+                self._cut(piece)
+
+    def _cut(self, piece: memoryview) -> None:
+        while piece:
+            nbytes = self._end - self._done
+            self._take(piece[:nbytes])
+            piece = piece[nbytes:]
+
+    def _take(self, piece: memoryview) -> None:
+        self._crc = crc32(piece, self._crc)
+        self._done += len(piece)
+        if self._done < self._end:
+            return
+        one, number = self._range, (self._done - 1) // self._step
+        if self._crc != self._expected[number]:
+            raise altered(one.fqn, one.file, one.offset + number * self._step)
+        self._crc = 0
+        self._end = min(self._end + self._step, one.nbytes)
+
+
+class Jobs(Generic[T]):
+    """Threads that do ``work`` on each of ``items``. ``work`` returns the number of bytes that it has read, and raises
+    ``ClosedError`` once its ``Stop`` is set. ``progress`` is called on the loop with the sum of these numbers."""
+
+    def __init__(
+        self, items: Sequence[T], work: Callable[[T, Stop], int], progress: Callable[[int], object] | None
+    ) -> None:
+        self._items: Iterator[T] = iter(items)
+        self._unread = len(items)
+        self._work = work
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._stop = Stop()
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._more = asyncio.Event()
+        self.nbytes = 0
+        self._counts: deque[int] = deque()
+
+    def waiting(self) -> None:
+        """Start more threads, because reads wait. From any thread."""
+        self._set(self._more)
+
+    async def run(self) -> None:
+        """Do the work on all items. The first failure, a cancel, or the deadline stops all threads, and is raised when
+        the threads have stopped."""
+        jobs = min(_JOBS, self._unread)
+        late = min(_MOST_JOBS, self._unread) - jobs
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(self._run()) for _ in range(jobs)]
+                for task in running:
+                    task.add_done_callback(lambda _: self._changed.set())
+                for _ in range(late):
+                    group.create_task(self._run_late())
+                await self._follow(running)
+                self._more.set()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        finally:
+            self._work = _nothing  # breaks a reference cycle
+        self._tell()  # for the last items of late jobs
+
+    async def _follow(self, running: Sequence[asyncio.Task[None]]) -> None:
+        while not all(task.done() for task in running):
+            await self._changed.wait()
+            self._changed.clear()
+            self._tell()
+
+    def _tell(self) -> None:
+        while self._counts and self._progress is not None:
+            self._progress(self._counts.popleft())
+
+    async def _run(self) -> None:
+        if self._unread:
+            await read_threads().run(self._read, stop=self._stop)
+
+    async def _run_late(self) -> None:
+        await self._more.wait()
+        await self._run()
+
+    # --- the threads ---
+
+    def _read(self) -> None:
+        work = self._work
+        for item in self._queue():
+            nbytes = work(item, self._stop)
+            with self._lock:
+                self.nbytes += nbytes
+                self._counts.append(self.nbytes)
+            if self._progress is not None:
+                self._set(self._changed)
+
+    def _queue(self) -> Iterator[T]:
+        while True:
+            with self._lock:
+                if not self._unread:
+                    return
+                self._unread -= 1
+                item = next(self._items)
+            yield item
+
+    def _set(self, event: asyncio.Event) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(event.set)
+
+
+def _nothing(item: object, stop: Stop) -> int:
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The reads for one batch: ``ranges`` of ``file``. ``scratch`` is memory that is free when they have been read."""
+
+    file: str
+    ranges: list[ReadRange]
+    nbytes: int
+    scratch: Memory | None = None
+
+
+@dataclass(slots=True)
+class Batches(Generic[T]):
+    """The reading of batches from ``source``, in jobs. If a read is a request to a server, several requests are made at
+    a time instead.
+
+    ``reads`` is called in a thread and returns the reads for a batch. It takes scratch memory from its argument. Its
+    ``Stop`` is None for a request. ``progress`` is called on the loop with the sum of the bytes. ``noting`` returns the
+    context of each read.
+    """
+
+    source: RangeSource
+    reads: Callable[[T, Scratch, Stop | None], Reads]
+    progress: Callable[[int], object] | None = None
+    scratch: Scratch = field(default_factory=Scratch)
+    noting: Callable[[T], AbstractContextManager[object]] = nullcontext
+    nbytes: int = 0
+    _files: Files | None = None
+
+    async def run(self, batches: Sequence[T]) -> None:
+        """Read all batches. ``nbytes`` is the number of bytes that were read, also if this raises."""
+        jobs = Jobs(batches, self._work, self.progress)
+        self._files = self.source.files(jobs.waiting)
+        if self._files is None:
+            queue = iter(batches)
+            await in_parallel(lambda: self._request(queue))
+            return
+        try:
+            await jobs.run()
+        finally:
+            self.nbytes = jobs.nbytes
+
+    def _work(self, batch: T, stop: Stop) -> int:
+        assert self._files is not None
+        reads = self.reads(batch, self.scratch, stop)
+        with self.noting(batch):
+            self._files.read(reads.file, reads.ranges, stop)
+        self.scratch.give_back(reads.scratch)
+        return reads.nbytes
+
+    def _reads(self, batch: T) -> Reads:
+        return self.reads(batch, self.scratch, None)
+
+    async def _request(self, queue: Iterator[T]) -> None:
+        for batch in queue:
+            reads = await io_threads().run(self._reads, batch)
+            with self.noting(batch):
+                await self.source.read(reads.file, reads.ranges)
+            self.scratch.give_back(reads.scratch)
+            self.nbytes += reads.nbytes
+            if self.progress is not None:
+                self.progress(self.nbytes)
