@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from .._format.checksum import DigestCheck, digest_check
 from .._format.dcp.metadata import read_dcp_description
-from .._format.dcp.write import describe
+from .._format.dcp.write import metadata_of
 from .._format.marker import (
     ATTRIBUTE,
     METADATA_NAME,
@@ -21,7 +21,7 @@ from .._format.marker import (
     find_marker,
     part_metadata_name,
 )
-from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, stored
 from .._format.transforms import require
 from .._layout.checks import (
     Piece,
@@ -263,7 +263,9 @@ class Verification:
         unreadable = self.unreadable - damaged.keys()
         unverified = self.unverified - damaged.keys() - unreadable
         fqns = (
-            fqn for fqn, one in yielding_gil(manifest.entries.items()) if isinstance(one, (TensorEntry, ValueEntry))
+            fqn
+            for fqn, one in yielding_gil(stored(manifest.entries).items())
+            if isinstance(one, (tuple, TensorEntry, ValueEntry))
         )
         apart = unverified | unreadable | damaged.keys()
         return VerifyReport(
@@ -344,7 +346,7 @@ class Verification:
         if not self.manifest.exact or self.manifest.ranks:
             return None
         marker = find_marker(tail)
-        return None if marker is None else run_sliced(describe(self.manifest.entries)).metadata(marker)
+        return None if marker is None else run_sliced(metadata_of(self.manifest.entries, marker))
 
     async def _compare_parts(self) -> None:
         """Compare the metadata that stock DCP reads with the manifest, for each part that a rank has saved without the
@@ -481,17 +483,9 @@ class Verification:
         with self._noting(piece.fqn):
             piece.check(view, holding_gil)
 
-    @contextmanager
-    def _noting(self, what: str) -> Iterator[None]:
+    def _noting(self, what: str) -> _Noting:
         """Record damage that is raised in this context under the name ``what``, and continue with the rest."""
-        try:
-            yield
-        except (CorruptCheckpointError, UnsafeObjectError) as damage:
-            self._note(damage, what)
-        except FileNotFoundError as error:
-            self._note(
-                CorruptCheckpointError(f"{error.filename} is missing", file=os.path.basename(str(error.filename))), what
-            )
+        return _Noting(self._note, what)
 
     def _note(self, damage: SidestreamError, what: str) -> None:
         self.damages.setdefault(getattr(damage, "fqn", None) or what, _damage(damage))
@@ -509,6 +503,29 @@ class Verification:
                 await work(item)
 
         await in_parallel(worker)
+
+
+class _Noting:
+    """The context of ``Verification._noting``. It is entered for each piece; a generator would take longer than the
+    checksum of a small one."""
+
+    __slots__ = ("_note", "_what")
+
+    def __init__(self, note: Callable[[SidestreamError, str], None], what: str) -> None:
+        self._note, self._what = note, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, (CorruptCheckpointError, UnsafeObjectError)):
+            self._note(error, self._what)
+        elif isinstance(error, FileNotFoundError):
+            file = os.path.basename(str(error.filename))
+            self._note(CorruptCheckpointError(f"{error.filename} is missing", file=file), self._what)
+        else:
+            return False
+        return True
 
 
 def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk | ValueEntry]]) -> int:

@@ -32,8 +32,10 @@ from ..records import (
     Entry,
     Key,
     Manifest,
+    Row,
     TensorEntry,
     ValueEntry,
+    stored,
     written_dtype,
 )
 from ..shard import BlockSums
@@ -45,6 +47,7 @@ __all__ = [
     "describe",
     "described",
     "index_of",
+    "metadata_of",
     "places_of_chunks",
     "places_of_values",
     "shared_metadata",
@@ -103,8 +106,8 @@ class MetadataHead:
         return [*self._entries, *self._paths, b"u" + p.text("storage_data") + b"}("]
 
 
-def dtypes_of(entries: Iterable[Entry]) -> set[str]:
-    return {entry.dtype for entry in entries if isinstance(entry, TensorEntry)}
+def _dtypes_of(entries: Iterable[Entry | Row]) -> set[str]:
+    return {one[0] if isinstance(one, tuple) else one.dtype for one in entries if isinstance(one, (tuple, TensorEntry))}
 
 
 def places_of(fqn: str, entry: Entry) -> bytes:
@@ -220,16 +223,24 @@ class Described:
 
 def describe(entries: Mapping[str, Entry]) -> Steps[Described]:
     """Render the entries for both files."""
-    head = MetadataHead(dtypes_of(entries.values()))
-    lines: list[bytes] = []
+    lines = yield from collected((entry_line(fqn, entry) for fqn, entry in entries.items()), 1)
+    composite = any(isinstance(one, CompositeEntry) for one in stored(entries).values())
+    return Described(len(entries), lines, (yield from _places(entries)), composite)
+
+
+def metadata_of(entries: Mapping[str, Entry], marker: Marker) -> Steps[bytes]:
+    """Return the ``.metadata`` of a checkpoint with these entries."""
+    return b"".join([*(yield from _places(entries)), *metadata_end(marker)])
+
+
+def _places(entries: Mapping[str, Entry]) -> Steps[list[bytes]]:
+    head = MetadataHead(_dtypes_of(stored(entries).values()))
     places: list[bytes] = []
     for fqn, entry in entries.items():
         yield
         head.add(fqn, entry)
-        lines.append(entry_line(fqn, entry))
         places.append(places_of(fqn, entry))
-    composite = any(isinstance(entry, CompositeEntry) for entry in entries.values())
-    return Described(len(entries), lines, [*head.pieces(), *places], composite)
+    return [*head.pieces(), *places]
 
 
 class Template:
