@@ -90,7 +90,7 @@ def _dtensor_pieces(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tens
     boxes: list[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]] = [(local, (), ())]
     for dim, of_dim in enumerate(runs):
         boxes = [
-            (piece.narrow(dim, at, size), (*offsets, start), (*sizes, size))
+            (piece if size == piece.shape[dim] else piece.narrow(dim, at, size), (*offsets, start), (*sizes, size))
             for piece, offsets, sizes in boxes
             for start, size, at in of_dim
         ]

@@ -142,6 +142,7 @@ def match(
     owned: dict[int, list[Leaf]] = {}
     asked: set[str] = set()
     tensors: dict[str, torch.Tensor] = {}
+    held: dict[str, list[tuple[str, Local]]] = {}
     values: list[tuple[Leaf, ValueEntry]] = []
     straight = Straight()
     saved, parts = yield from saved_composites(manifest)
@@ -171,8 +172,10 @@ def match(
                 continue
             entry = manifest.entries.get(fqn)
             if isinstance(value, torch.Tensor):
-                if _tensor_fits(leaf, entry, findings):
+                pieces = list(locals_of(fqn, value))
+                if _tensor_fits(leaf, pieces, entry, findings):
                     tensors[fqn] = value
+                    held[fqn] = pieces
             elif owner is None:
                 _match_value(leaf, entry, manifest.exact, values, findings)
     below = yield from _claimed(manifest, roots, owned)
@@ -183,7 +186,7 @@ def match(
     asked.update(part for fqn in composites.met for part in parts_of(fqn, manifest.entries))
     top = {str(key) for key, _ in answers.items(state)}
     rest = yield from _not_requested(called, asked, top, findings, parts)
-    local = yield from _locals(tensors, straight)
+    local = yield from _locals(tensors, held, straight)
     leaders = yield from _tied(local, manifest, findings)
     _check_fresh(statefuls, tensors)
     yield from findings.raise_if_any(url, lambda: _names_in(state, answers), saved_names)
@@ -244,14 +247,16 @@ def _view(tensor: torch.Tensor) -> object:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _locals(tensors: Mapping[str, torch.Tensor], straight: Straight) -> Steps[dict[str, Local]]:
+def _locals(
+    tensors: Mapping[str, torch.Tensor], held: Mapping[str, Iterable[tuple[str, Local]]], straight: Straight
+) -> Steps[dict[str, Local]]:
     """Return the memory of the tensors that are not ``straight``. Tensors that share memory are removed from
-    ``straight`` first."""
+    ``straight`` first. ``held`` has the pieces of tensors that are known already."""
 
     def others() -> Iterator[tuple[str, Local]]:
         for fqn, tensor in tensors.items():
             if fqn not in straight.tensors:
-                yield from locals_of(fqn, tensor)
+                yield from held.get(fqn) or locals_of(fqn, tensor)
 
     local = dict((yield from collected(others())))
     contiguous = (one.tensor for one in local.values() if one.tensor.is_contiguous() and one.tensor.numel())
@@ -320,11 +325,11 @@ def _not_requested(
     return tuple(rest)
 
 
-def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: Findings) -> bool:
+def _tensor_fits(leaf: Leaf, pieces: Iterable[tuple[str, Local]], entry: Entry | None, findings: Findings) -> bool:
     tensor = leaf.value
     distributed = is_distributed(tensor)
-    for part in [local.tensor for _, local in locals_of(leaf.fqn, tensor)] if distributed else [tensor]:
-        check_tensor(part, leaf.fqn, "load into")
+    for _, piece in pieces:
+        check_tensor(piece.tensor, leaf.fqn, "load into")
     if entry is None:
         findings.add_missing(leaf.fqn)
     elif isinstance(entry, OpaqueEntry):
