@@ -3,6 +3,7 @@ else in its checkpoint can be read."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import sys
@@ -235,3 +236,33 @@ def test_a_storage_reader(tmp_path: Path) -> None:
         asked = {"m": {"weight": torch.zeros(KINDS[kind][0]().shape)}}
         with pytest.raises(BaseException, match=r"m\.weight: .*a quantized tensor or a tensor subclass"):
             dcp.load(asked, storage_reader=StorageReader(path), no_dist=True)
+
+
+@pytest.mark.parametrize("damage", ["empty", "pickle", "file"])
+async def test_one_bad_zip_among_neighbours(tmp_path: Path, damage: str) -> None:
+    """Zips that are read together: the error names the bad one, and verify finds only that one."""
+    state = {name: torch.full((40,), float(number)) for number, name in enumerate("abcdef")}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    described = tmp_path / "c" / ".metadata"
+    metadata = pickle.loads(described.read_bytes())
+    index, place = next((key, one) for key, one in metadata.storage_data.items() if key.fqn == "c")
+    if damage == "empty":
+        metadata.storage_data[index] = dataclasses.replace(place, length=0)
+        described.write_bytes(pickle.dumps(metadata))
+    elif damage == "pickle":
+        data = tmp_path / "c" / place.relative_path
+        raw = bytearray(data.read_bytes())
+        raw[place.offset + 100] ^= 1
+        data.write_bytes(raw)
+    else:
+        metadata.storage_data[index] = dataclasses.replace(place, offset=place.offset + (1 << 30))
+        described.write_bytes(pickle.dumps(metadata))
+    loaded = {name: torch.zeros(40) for name in state}
+    with pytest.raises(errors.CorruptCheckpointError):
+        await sidestream.load(loaded, tmp_path / "c")
+    assert not any(one.any() for one in loaded.values())
+    report = await sidestream.verify(tmp_path / "c")
+    assert not report.ok
+    if damage == "pickle":
+        assert [one.fqn for one in report.damaged] == ["c"]
+        assert len(report.verified) == len(state) - 1

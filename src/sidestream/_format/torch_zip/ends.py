@@ -85,11 +85,11 @@ class _EndsFile(Seekable):
 
 
 class TensorItems:
-    """Opens the tensor items of a checkpoint. From several threads."""
+    """Opens the tensor items of a checkpoint. ``open`` may be called from several threads."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._patterns: dict[tuple[int, bytes], _Pattern] = {}
+        self._patterns: dict[tuple[int, bytes], _Pattern | None] = {}  # None: nothing can be compared with it
 
     def open(self, item: Ends) -> TensorPayload:
         """Return what ``open_tensor_item`` returns, and raise what it raises."""
@@ -98,18 +98,16 @@ class TensorItems:
         payload = None if pattern is None else pattern.match(item, self._records)
         if payload is None:
             payload = open_tensor_item(item.file(), item.nbytes, self._records)
-            if pattern is None and len(self._patterns) < _MOST_PATTERNS:
-                pattern = _pattern(item, payload)
-                if pattern is not None:
-                    self._patterns[kind] = pattern
+            if kind not in self._patterns and len(self._patterns) < _MOST_PATTERNS:
+                self._patterns[kind] = _pattern(item, payload)
         return payload
 
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """An item that was opened. ``fixed`` has, with their offsets, all bytes that ``open_tensor_item`` may read, so it
-    finds the same in every item of this size that has them too. The content of two records and their checksums are
-    free."""
+    """An item that was opened. ``fixed`` has, with their offsets, all known bytes but the free ones: the content of two
+    records and their checksums. Unknown bytes are read as zeros. So ``open_tensor_item`` finds the same in every item
+    of this size that has the fixed bytes too."""
 
     payload: TensorPayload
     record: RecordPlace
@@ -133,7 +131,8 @@ def _crc(item: Ends, record: RecordPlace) -> int:
 
 
 def _pattern(item: Ends, payload: TensorPayload) -> _Pattern | None:
-    """Return the pattern of an item that was opened. None if its records overlap or if its directory is not known."""
+    """Return the pattern of an item that was opened. None if its records overlap, if its directory is not known or not
+    at its place, or if it has many bytes beside the elements."""
     try:
         places = TorchZip(item.file(), item.nbytes).places()
     except CorruptCheckpointError:  # a header in the unknown bytes

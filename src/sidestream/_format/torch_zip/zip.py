@@ -29,6 +29,8 @@ _DIRECTORY_CRC = 16  # offset in an entry of the directory
 _LENGTHS = slice(10, 13)  # of name, extra fields and comment, which follow the entry
 _END = b"PK\x05\x06"
 _END_BYTES = 22  # without a comment
+_LOCATOR = struct.Struct("<4sLQL")  # before the end: where the end record with numbers of 64 bits is
+_END_64_BYTES = 56
 _DESCRIPTOR = b"PK\x07\x08"  # begins the checksum and the sizes after a record
 _BYTE_ORDERS = {(len(name), crc32(name)): name.decode() for name in (b"little", b"big")}
 
@@ -180,6 +182,11 @@ class TorchZip:
         end = self._bytes_at(self._window.size - _END_BYTES, _END_BYTES)
         if not end.startswith(_END) or not end.endswith(b"\0\0"):
             raise _malformed("it does not end with its directory")
+        locator_at = self._window.size - _END_BYTES - _LOCATOR.size
+        signature, _, record_at, _ = _LOCATOR.unpack(self._bytes_at(max(locator_at, 0), _LOCATOR.size))
+        if signature == b"PK\x06\x07" and record_at != locator_at - _END_64_BYTES:
+            # From CPython issue 139700 on, zipfile follows this offset, which may lead into the content of a record.
+            raise _malformed("its directory is not where torch.save writes it")
         places: dict[str, RecordPlace] = {}
         taken: list[tuple[int, int]] = [(self._zip.start_dir, self._window.size)]
         entry_at = self._zip.start_dir
