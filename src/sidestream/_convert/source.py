@@ -30,7 +30,7 @@ from .._format.records import (
 from .._layout.checks import Piece, foreign_pieces, has_no_checksum
 from .._layout.ranges import Box
 from .._layout.values import encode_value
-from .._load.foreign.items import Located, locate, opaque_entries, read_values, sorted_out, why_opaque
+from .._load.foreign.items import Located, locate, opaque_entries, opaque_errors, read_values, sorted_out
 from .._load.jobs import Scratch
 from .._load.open.manifest import all_there, open_manifest
 from .._load.reader import Reader, Wanted, whole
@@ -171,8 +171,10 @@ async def _of_manifest(files: RangeSource, url: str, manifest: Manifest) -> Sour
     values = await read_values(files, manifest, wanted)
     located: dict[str, Located] = {}
     refused: dict[str, SidestreamError] = {}
-    for fqn, one in opaque.items():
-        refused[fqn] = await why_opaque(files, fqn, one)
+    for fqn, why in (await opaque_errors(files, opaque)).items():
+        if isinstance(why, FileNotFoundError):
+            raise why
+        refused[fqn] = why
     if not manifest.own:
         located, errors = await locate(files, tensors)
         for fqn, error in errors.items():

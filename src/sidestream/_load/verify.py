@@ -63,13 +63,14 @@ from ..errors import (
 from ..options import Progress, Storage, check_timeout, storage_of
 from .foreign.items import (
     Located,
+    Unlocated,
     ValueBudgets,
     check_item_records,
     check_opaque_item,
     locate,
     opaque_entries,
+    opaque_errors,
     sorted_out,
-    why_opaque,
 )
 from .foreign.manifests import MOST_METADATA_BYTES, read_file, read_part
 from .jobs import Batches, Reads, Scratch
@@ -305,8 +306,8 @@ class Verification:
             located = await self._locate()
             await io_threads().run(self._plan_foreign, located, pieces)
             opaque = await io_threads().run(opaque_entries, self.manifest.entries)
-            for fqn, entry in opaque.items():
-                await self._plan_opaque(fqn, entry)
+            errors = await opaque_errors(self.source, opaque)
+            await io_threads().run(self._sort_out, errors, opaque)
         return pieces
 
     async def check_whole_items(self) -> None:
@@ -382,11 +383,7 @@ class Verification:
         """Locate the tensors whose places only the zips record. Tensors whose zips are damaged are left out."""
         tensors, _ = await io_threads().run(sorted_out, self.manifest.entries)
         located, errors = await locate(self.source, tensors, records="all")
-        for fqn, error in errors.items():
-            with self._noting(fqn):
-                if not isinstance(error, UnsupportedCheckpointError):
-                    raise error
-                self._put_aside(fqn, tensors[fqn])
+        await io_threads().run(self._sort_out, errors, tensors)
         return located
 
     @sliced
@@ -412,16 +409,17 @@ class Verification:
             with self._noting(fqn):
                 pieces.extend(foreign_pieces(fqn, located, left))
 
-    async def _plan_opaque(self, fqn: str, entry: OpaqueEntry) -> None:
-        with self._noting(fqn):
-            why = await why_opaque(self.source, fqn, entry)
-            if not isinstance(why, UnsupportedCheckpointError):
-                raise why
-            self._put_aside(fqn, entry)
-
-    def _put_aside(self, fqn: str, entry: TensorEntry | OpaqueEntry) -> None:
-        self.unreadable.add(fqn)
-        self._opaque.extend((fqn, chunk) for chunk in entry.chunks)
+    def _sort_out(
+        self, errors: Mapping[str, Unlocated], entries: Mapping[str, TensorEntry] | Mapping[str, OpaqueEntry]
+    ) -> None:
+        """Record damage. Put tensors of a kind that this version does not read aside, to be compared as a whole. Called
+        in a worker thread."""
+        for fqn, error in yielding_gil(errors.items()):
+            with self._noting(fqn):
+                if not isinstance(error, UnsupportedCheckpointError):
+                    raise error
+                self.unreadable.add(fqn)
+                self._opaque.extend((fqn, chunk) for chunk in entries[fqn].chunks)
 
     @sliced
     def _whole_items(self) -> Steps[list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]]:

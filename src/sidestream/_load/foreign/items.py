@@ -28,6 +28,7 @@ from ..._runtime.threads import (
     Stop,
     Threads,
     TorchThreads,
+    clear_gradually,
     current_deadline,
     io_threads,
     run_sliced,
@@ -57,6 +58,7 @@ __all__ = [
     "locate",
     "locate_one",
     "opaque_entries",
+    "opaque_errors",
     "read_item",
     "read_values",
     "sorted_out",
@@ -100,7 +102,7 @@ async def locate(
     together = await io_threads().run(locating.together)
     await locating.read(source, together)
     await locating.read(source, locating.alone)
-    return await io_threads().run(locating.located)
+    return await io_threads().run(locating.results, together)
 
 
 async def locate_one(source: RangeSource, fqn: str, entry: TensorEntry) -> Located:
@@ -213,9 +215,14 @@ class _Locating:
         error.__context__ = error.__cause__ = None
         self.failed[item[0], item[1]] = error.with_traceback(None)
 
+    def results(self, together: list[_Zips]) -> tuple[dict[str, Located], dict[str, Unlocated]]:
+        """Return the tensors and the errors, and free everything else. Called in a worker thread."""
+        found = self._results()
+        clear_gradually(together, self.alone, self.opened, self.failed)
+        return found
+
     @sliced
-    def located(self) -> Steps[tuple[dict[str, Located], dict[str, Unlocated]]]:
-        """Return the tensors and the errors. Called in a worker thread."""
+    def _results(self) -> Steps[tuple[dict[str, Located], dict[str, Unlocated]]]:
         located: dict[str, Located] = {}
         errors: dict[str, Unlocated] = {}
         for fqn, entry in self.entries.items():
@@ -296,18 +303,43 @@ def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> 
     return content, (replace(entry, chunks=(located,)), {located: described})
 
 
-async def why_opaque(source: RangeSource, fqn: str, entry: OpaqueEntry) -> SidestreamError:
-    """Return the error to raise when an ``OpaqueEntry`` is requested. Only the ends of its items are read: they show
+async def opaque_errors(source: RangeSource, entries: Mapping[str, OpaqueEntry]) -> dict[str, Unlocated]:
+    """Return the error to raise when one of ``entries`` is requested. Only the ends of their items are read: they show
     whether the tensor is of a kind that this version does not read (``UnsupportedCheckpointError``) or damaged
     (``CorruptCheckpointError``)."""
-    _, errors = await locate(source, {fqn: TensorEntry(entry.path, entry.dtype, entry.shape, entry.chunks)})
-    why = errors.get(fqn)
+    if not entries:
+        return {}
+    _, errors = await locate(source, await io_threads().run(_as_tensors, entries))
+    return await io_threads().run(_opaque_errors, entries, errors)
+
+
+async def why_opaque(source: RangeSource, fqn: str, entry: OpaqueEntry) -> SidestreamError:
+    """Return the error of one tensor as ``opaque_errors`` does. Raises ``FileNotFoundError``."""
+    why = (await opaque_errors(source, {fqn: entry}))[fqn]
     if isinstance(why, FileNotFoundError):
         raise why
-    return why or UnsupportedCheckpointError(
-        f"{fqn}: it was saved with dtype {entry.dtype}, which this version does not read; load it with "
-        "torch.distributed.checkpoint"
-    )
+    return why
+
+
+@sliced
+def _as_tensors(entries: Mapping[str, OpaqueEntry]) -> Steps[dict[str, TensorEntry]]:
+    tensors: dict[str, TensorEntry] = {}
+    for fqn, entry in entries.items():
+        yield
+        tensors[fqn] = TensorEntry(entry.path, entry.dtype, entry.shape, entry.chunks)
+    return tensors
+
+
+@sliced
+def _opaque_errors(entries: Mapping[str, OpaqueEntry], errors: Mapping[str, Unlocated]) -> Steps[dict[str, Unlocated]]:
+    found: dict[str, Unlocated] = {}
+    for fqn, entry in entries.items():
+        yield
+        found[fqn] = errors.get(fqn) or UnsupportedCheckpointError(
+            f"{fqn}: it was saved with dtype {entry.dtype}, which this version does not read; load it with "
+            "torch.distributed.checkpoint"
+        )
+    return found
 
 
 async def check_item_records(
