@@ -167,8 +167,10 @@ class _Description:
 
     def _blank(self, names: Mapping[str, str]) -> Iterator[tuple[str, Entry]]:
         """Yield the entries without checksums and values."""
-        files = [names[shard_name(number)] for number, shard in enumerate(self.shards) for _ in shard.items]
         placed = [item for shard in self.shards for item in shard.items]
+        files: list[str] = []  # of each item
+        for number, shard in enumerate(self.shards):
+            files += repeat(names[shard_name(number)], len(shard.items))
         tensors = zip(*self.tensors, strict=True)
         for fqn, path, kind in zip(self.fqns, self.paths, self.kinds, strict=True):
             if kind == "tensor":

@@ -18,7 +18,7 @@ __all__ = ["Places", "PlanCache", "fingerprint"]
 
 T = TypeVar("T")
 _KEPT = 4
-_SOME = 256  # tensors: so few that they stay in the processor's cache from one column to the next
+_SOME = 64  # tensors: a step of some 100 us, and they stay in the processor's cache from one column to the next
 _STORAGE, _ADDRESS = torch.Tensor.untyped_storage, torch.Tensor.data_ptr
 _OFFSET: Callable[[torch.Tensor], Any] = torch.Tensor.storage_offset
 _BYTES, _BEGIN, _KEY = torch.UntypedStorage.nbytes, torch.UntypedStorage.data_ptr, attrgetter("_cdata")

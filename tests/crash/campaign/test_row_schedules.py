@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,4 +168,5 @@ def test_schedules(part: int, place: Path, row: Callable[..., Row], size: Size) 
             again, _, _ = simulated(seed, place / f"{number}-again")
             same_again = digest(again, place / f"{number}-again") == digest(simulation, run)
             counts.trial(f"schedule {number}", [] if same_again else ["the seed gives another schedule"], count=0)
+        shutil.rmtree(run, ignore_errors=True)
     counts.end(at_least=total)

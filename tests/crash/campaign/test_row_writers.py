@@ -4,6 +4,7 @@ one name is overwritten."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ async def test_two_writers_to_one_step(
         counts.note(
             "refused with CheckpointExistsError", sum("lost" in report for each in told for report in each.reports)
         )
+        shutil.rmtree(folder)
     counts.end(at_least=total)
 
 
@@ -168,6 +170,7 @@ async def test_two_that_overwrite_one_name(
         counts.trial("the race", wrong, count=0)
         counts.note("won by the first", sum(found.seeds.get(f"plain-{number}", 0) % 2 for number in range(ROUNDS)))
         counts.note("removed in the end", sum(f"plain-{number}" not in found.seeds for number in range(ROUNDS)))
+        shutil.rmtree(folder)
     counts.end(at_least=total)
 
 
