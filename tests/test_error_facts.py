@@ -13,7 +13,8 @@ import torch
 import sidestream
 from sidestream import errors
 from sidestream._group.failure import failure_of, pack_all, unpack_all
-from sidestream._worker.faults import pack_error, unpack_error
+from sidestream._runtime.error_data import data_of, error_from
+from sidestream._worker.wire import pack, unpack
 
 
 async def test_a_save_names_its_phase_and_its_place(tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_facts_travel(through: str) -> None:
         "copy": lambda: copy.copy(error),
         "pickle": lambda: pickle.loads(pickle.dumps(error)),
         "ranks": lambda: unpack_all(pack_all([failure_of(2, "read", error)])).failures[0].error,
-        "writer process": lambda: unpack_error(pack_error(error)),
+        "writer process": lambda: error_from(unpack(pack(data_of(error, "the writer process")))),
     }[through]()
     assert type(again) is errors.CorruptCheckpointError
     assert str(again) == str(error)

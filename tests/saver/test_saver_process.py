@@ -30,6 +30,7 @@ from sidestream._format.frame import frame_tensor
 from sidestream._format.layout_bytes import pack_layout
 from sidestream._format.records import BLOCK_BYTES
 from sidestream._format.shard import PAGE_BYTES, lay_out
+from sidestream._runtime.rate import RateLimiter
 from sidestream._runtime.threads import (
     Deadline,
     Stop,
@@ -40,7 +41,7 @@ from sidestream._storage import Attempt, LocalStore, locate_run
 from sidestream._worker.client import close_all, worker_for
 from sidestream._worker.job import Job, JobOrder
 from sidestream._worker.wire import Channel, Outbox, WorkerMessage, WorkerMessageKind, pack
-from sidestream._worker.work import READY, Request, WriteRate, _WindowCounts
+from sidestream._worker.work import READY, Request, _WindowCounts
 from sidestream.errors import (
     CheckpointExistsError,
     ClosedError,
@@ -215,7 +216,7 @@ def test_memory_that_was_let_go_of_is_told_by_what_was_handed_over() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         asked = {"at": time.time(), "timeout_s": None, "save_id": "a" * 32, "target": "t", "durability": "fsync"}
-        request = Request(1, asked, LocalStore, Noting(Channel(ours)), WriteRate(None), lambda number: None)
+        request = Request(1, asked, LocalStore, Noting(Channel(ours)), RateLimiter(None), lambda number: None)
         (layout,) = run_sliced(lay_out([frame_tensor("uint8", (BLOCK_BYTES,))] * 4, 1 << 40, BLOCK_BYTES + PAGE_BYTES))
         said = pack(["file", None])
         shard = len(said).to_bytes(4, "little") + said + run_sliced(pack_layout(layout))

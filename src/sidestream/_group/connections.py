@@ -1,6 +1,6 @@
 """The connections between ranks, and the one thread of a process that reads, writes and closes all of them.
 
-Messages are length-prefixed, and contain no pickle.
+The body of a message begins with the name of the step.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import logging
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from .._runtime.messages import NOT_A_MESSAGE, Message, MessageDecoder, message_head
 from ..errors import CorruptCheckpointError
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 
-_HEAD = struct.Struct("!IQBB")  # bytes that follow, operation, kind, length of the step's name
 _MAX_BYTES = 1 << 30
 _MAX_HELLO_BYTES = 256  # the limit for a connection that is not authenticated yet
 
@@ -75,52 +74,22 @@ class GroupMessage(NamedTuple):
 def encode_message(message: GroupMessage) -> bytes:
     """Return the bytes of ``message``. Raises ``ValueError`` if it is too large."""
     name = message.step.encode()
-    nbytes = len(name) + len(message.payload)
+    nbytes = 1 + len(name) + len(message.payload)
     if nbytes > _MAX_BYTES:
         raise ValueError(f"a message of {nbytes} bytes between ranks; {_MAX_BYTES} are the limit")
-    return b"".join((_HEAD.pack(nbytes, message.op, message.kind, len(name)), name, message.payload))
+    return b"".join((message_head(message.kind, message.op, nbytes), bytes((len(name),)), name, message.payload))
 
 
-class MessageDecoder:
-    """Decodes messages from a stream of bytes that arrives in pieces."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self.authenticated = False
-
-    def authenticate(self) -> None:
-        """Accept large messages: the peer has shown the token of the group."""
-        self.authenticated = True
-
-    def feed(self, piece: bytes) -> Iterator[GroupMessage]:
-        """Yield the messages that are complete now. Raises ``CorruptCheckpointError`` if the bytes are not of this
-        protocol."""
-        self._buffer += piece
-        start = 0
-        try:
-            while len(self._buffer) - start >= _HEAD.size:
-                nbytes, op, kind, name_bytes = _HEAD.unpack_from(self._buffer, start)
-                if nbytes > (_MAX_BYTES if self.authenticated else _MAX_HELLO_BYTES) or name_bytes > nbytes:
-                    raise CorruptCheckpointError(
-                        "a connection to this rank sent data that is not of sidestream's protocol"
-                    )
-                body = start + _HEAD.size
-                if len(self._buffer) - body < nbytes:
-                    return
-                start = body + nbytes
-                yield _message(self._buffer, op, kind, body, name_bytes, start)
-        finally:
-            del self._buffer[:start]
-
-
-def _message(buffer: bytearray, op: int, kind: int, body: int, name_bytes: int, end: int) -> GroupMessage:
+def decode_message(message: Message) -> GroupMessage:
+    """Return ``message`` with the name of its step. Raises ``CorruptCheckpointError`` if it is not of this protocol."""
+    body = message.body
+    end = 1 + body[0] if body else 1
     try:
-        name = buffer[body : body + name_bytes].decode("ascii")
-        return GroupMessage(GroupMessageKind(kind), op, name, bytes(memoryview(buffer)[body + name_bytes : end]))
+        if end > len(body):
+            raise ValueError("it ends within the name of the step")
+        return GroupMessage(GroupMessageKind(message.kind), message.number, body[1:end].decode("ascii"), body[end:])
     except ValueError:
-        raise CorruptCheckpointError(
-            "a connection to this rank sent data that is not of sidestream's protocol"
-        ) from None
+        raise CorruptCheckpointError(NOT_A_MESSAGE) from None
 
 
 _log = logging.getLogger("sidestream")
@@ -199,7 +168,8 @@ class Connection:
         self._thread = thread
         self._sock = sock
         self._out: deque[memoryview] = deque()
-        self.decoder = MessageDecoder()
+        self._decoder = MessageDecoder(_MAX_HELLO_BYTES)
+        self.authenticated = False
         self.on_message: Callable[[GroupMessage], None] = _ignore
         self.on_close: Callable[[str], None] = _ignore
         self.open = True
@@ -212,6 +182,11 @@ class Connection:
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         thread.register(sock, selectors.EVENT_READ, self._ready)
+
+    def authenticate(self) -> None:
+        """Accept large messages: the peer has shown the token of the group."""
+        self.authenticated = True
+        self._decoder.most_bytes = _MAX_BYTES
 
     def send(self, message: GroupMessage) -> None:
         if self.open:
@@ -245,8 +220,8 @@ class Connection:
             self.close("its connection was closed")
             return
         try:
-            for message in self.decoder.feed(piece):
-                self.on_message(message)
+            for message in self._decoder.feed(piece):
+                self.on_message(decode_message(message))
         except CorruptCheckpointError as error:
             self.close(str(error))
 

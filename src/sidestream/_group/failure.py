@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .. import errors
+from .._runtime.error_data import data_of, error_from
 from ..errors import RankFailure, RankFailuresError, SidestreamError
 
 __all__ = ["Stopped", "failure_of", "pack", "pack_all", "rank_died", "unpack", "unpack_all"]
@@ -36,60 +36,26 @@ def rank_died(rank: int, step: str) -> RankFailure:
 def pack(rank: int, step: str, error: BaseException) -> dict[str, Any]:
     """Return ``error`` of ``rank`` in ``step`` as JSON data."""
     if isinstance(error, asyncio.CancelledError):
-        return {"rank": rank, "step": step, "kind": "CancelledError", "text": "the call was cancelled"}
-    text = str(error)[:_MAX_CHARS]
-    packed: dict[str, Any] = {"rank": rank, "step": step, "kind": type(error).__name__, "text": text}
-    if isinstance(error, SidestreamError) and all(type(one) in (str, int, type(None)) for one in error.args):
-        packed["args"], packed["facts"] = _args(error), error.facts()
-    return packed
+        return _packed(RankFailure(rank, step, "CancelledError", "the call was cancelled"))
+    ours = error if isinstance(error, SidestreamError) else None
+    return _packed(RankFailure(rank, step, type(error).__name__, str(error)[:_MAX_CHARS], ours))
 
 
-def _args(error: SidestreamError) -> list[Any]:
-    """Return the arguments from which an error with the same message can be made."""
-    if not isinstance(error, OSError) or error.errno is None:
-        return [str(error)]
-    filename = error.filename
-    return [*error.args, *([str(filename)] if filename is not None else [])]
+def _packed(failure: RankFailure) -> dict[str, Any]:
+    packed = {"rank": failure.rank, "step": failure.step, "kind": failure.kind, "text": failure.text}
+    return packed if failure.error is None else {**packed, "error": data_of(failure.error, f"rank {failure.rank}")}
 
 
 def unpack(packed: Mapping[str, Any]) -> RankFailure:
     """Return the failure from what ``pack`` returned."""
-    kind, text = str(packed["kind"]), str(packed["text"])
-    return RankFailure(
-        int(packed["rank"]),
-        str(packed["step"]),
-        kind,
-        text,
-        _rebuilt(kind, packed.get("args"), packed.get("facts", {})),
-    )
-
-
-def _rebuilt(kind: str, args: Any, facts: Any) -> SidestreamError | None:
-    """Return the error as an object, or None if it is not an error of sidestream or its class does not accept
-    ``args``."""
-    found = getattr(errors, kind, None) if kind in errors.__all__ else None
-    if not isinstance(found, type) or not issubclass(found, SidestreamError) or not isinstance(args, list):
-        return None
-    try:
-        return found(*args).with_facts(facts)
-    except Exception:  # some need more than data, such as RankFailuresError; class name and message are enough then
-        return None
+    error = error_from(packed["error"]) if "error" in packed else None
+    ours = error if isinstance(error, SidestreamError) else None  # class name and message are enough for others
+    return RankFailure(int(packed["rank"]), str(packed["step"]), str(packed["kind"]), str(packed["text"]), ours)
 
 
 def pack_all(failures: Iterable[RankFailure]) -> bytes:
     """Return a verdict as bytes."""
-    return json.dumps(
-        [
-            {
-                "rank": one.rank,
-                "step": one.step,
-                "kind": one.kind,
-                "text": one.text,
-                **({} if one.error is None else {"args": _args(one.error), "facts": one.error.facts()}),
-            }
-            for one in failures
-        ]
-    ).encode()
+    return json.dumps([_packed(failure) for failure in failures]).encode()
 
 
 def unpack_all(raw: bytes) -> RankFailuresError:

@@ -180,7 +180,7 @@ class _Listener:
         if not known or not hmac.compare_digest(message.payload, token):
             connection.close("the peer is not a rank of this group")
             return
-        connection.decoder.authenticate()
+        connection.authenticate()
         self._group.connected(rank, connection)
         connection.send(GroupMessage(GroupMessageKind.HELLO, 0, "", b""))
         if connection.open:
@@ -201,7 +201,7 @@ def _listen(group: Rank0, store: Any, name: str) -> None:
 
 
 def _expect_greeting(connection: Connection) -> None:
-    if connection.open and not connection.decoder.authenticated:
+    if connection.open and not connection.authenticated:
         connection.close("the peer has sent no token")
 
 
@@ -290,7 +290,7 @@ def _handshake(group: OtherRank, sock: socket.socket, token: str) -> bool:
 
     def begin() -> None:
         connection = Connection(connection_thread(), sock)
-        connection.decoder.authenticate()
+        connection.authenticate()
         connection.on_message = lambda _: welcomed(connection)
         connection.on_close = lambda _: welcome.set_result(False)
         connection.send(GroupMessage(GroupMessageKind.HELLO, group.rank, "", token.encode()))

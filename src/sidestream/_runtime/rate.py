@@ -1,4 +1,4 @@
-"""A limit on the rate at which a stage reads its sources."""
+"""A limit on the rate at which a stage reads its sources, and the writer process writes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class RateLimiter:
             self._changed.notify_all()
 
     def spend(self, nbytes: int, stop: Stop) -> None:
-        """Block until ``nbytes`` more bytes may be read. Raises ``ClosedError`` when ``stop`` is set."""
+        """Block until ``nbytes`` more bytes may be moved. May be called by any thread. Raises ``ClosedError`` when
+        ``stop`` is set."""
         if self._rate is None or self._lifted:
             return
         with stop.waking(self._wake), self._changed:
-            self._due = max(self._due, time.monotonic()) + nbytes / self._rate
-            while (rest := self._due - time.monotonic()) > 0 and not self._is_lifted():
+            due = self._due = max(self._due, time.monotonic()) + nbytes / self._rate
+            while (rest := due - time.monotonic()) > 0 and not self._is_lifted():
                 stop.check()
                 self._changed.wait(rest)
         stop.check()

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from .._format.layout_bytes import pack_layout, unpack_sums
+from .._runtime.error_data import error_from
 from .._runtime.threads import Deadline, Stop, run_sliced
 from .._storage import Attempt, Body, BytesBody, ShardBody, StoreAddress, Transaction
 from ..errors import ClosedError, InvalidOptionError, SidestreamError, WriterProcessError, without_frames
 from ..events import WriterProcessLost, emit
-from .faults import unpack_error
 from .link import ACKNOWLEDGE_S, SharedSegment, WorkerLink
-from .wire import WorkerMessage, WorkerMessageKind, pack
+from .wire import WorkerMessage, WorkerMessageKind, pack, unpack
 from .work import READY, SUMS, UNUSED
 
 __all__ = ["Job", "JobOrder"]
@@ -325,7 +325,7 @@ class _Exchange:
                 if message.kind == WorkerMessageKind.DONE:
                     self._done = True
                 elif message.kind == WorkerMessageKind.FAILED:
-                    self._failure = unpack_error(message.body)
+                    self._failure = error_from(unpack(message.body))
                 self._changed.notify_all()  # only here: the thread that waits for the end is not woken up in vain
         if message.kind == WorkerMessageKind.FAILED:
             self._halt.set()

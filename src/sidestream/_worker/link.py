@@ -17,9 +17,8 @@ from typing import Protocol
 from ..errors import WriterProcessError
 from ..events import emit
 from ..options import WriterProcess
-from .faults import unpack_event
 from .process import spawn
-from .wire import Channel, WorkerMessage, WorkerMessageKind, pack, unpack
+from .wire import Channel, WorkerMessage, WorkerMessageKind, pack, unpack, unpack_event
 
 __all__ = ["ACKNOWLEDGE_S", "Listener", "SharedSegment", "WorkerLink"]
 

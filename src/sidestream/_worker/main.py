@@ -17,13 +17,13 @@ from mmap import MAP_POPULATE, MAP_SHARED, mmap
 from typing import Any
 
 from .._format.checksum import CRC_ENGINE
+from .._runtime.rate import RateLimiter
 from .._storage import Store, locate_run
 from ..events import Event, observe
 from ..options import Storage, StorePolicy
 from .copying import Copier, read_memory
-from .faults import pack_event
-from .wire import Channel, Outbox, WorkerMessage, WorkerMessageKind, pack, unpack
-from .work import READY, UNUSED, Request, WriteRate
+from .wire import Channel, Outbox, WorkerMessage, WorkerMessageKind, pack, pack_event, unpack
+from .work import READY, UNUSED, Request
 
 __all__ = ["main"]
 
@@ -75,7 +75,7 @@ class _WorkerServer:
         self._copier = Copier(trainer, self._answer)
         self._memories: dict[int, mmap] = {}
         self._requests: dict[int, Request] = {}
-        self._rate = WriteRate(None)
+        self._rate = RateLimiter(None)
 
     def serve(self) -> None:
         """Handle messages until the trainer closes its end of the socket."""
@@ -124,7 +124,7 @@ class _WorkerServer:
             ctypes.CDLL(None).syscall(number, 1, 0, _IO_CLASSES[options["io_priority"]])
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write(_OOM_SCORE)  # when memory runs out, the kernel shall kill this process before the trainer
-        self._rate = WriteRate(options["max_bytes_per_second"])
+        self._rate = RateLimiter(options["max_bytes_per_second"])
         about = {"pid": os.getpid(), "crc": CRC_ENGINE, "reads_memory": self._reads_memory(*options["probe"])}
         self._outbox.send_now(WorkerMessageKind.UP, 0, pack(about))
         threading.Thread(target=self._beat, name="sidestream-beat", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Messages between the trainer and its writer process: typed, length-prefixed, over a socket pair, without pickle.
+"""Messages between the trainer and its writer process, over a socket pair.
 
 Plain values are sent as JSON with tags for types that JSON lacks, memory as a descriptor beside the message that names
 it.
@@ -17,8 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
+
+from .. import events
+from .._runtime.messages import Message, MessageDecoder, message_head
 
 __all__ = [
     "Channel",
@@ -29,8 +33,10 @@ __all__ = [
     "WorkerMessage",
     "WorkerMessageKind",
     "pack",
+    "pack_event",
     "pack_fill",
     "unpack",
+    "unpack_event",
     "unpack_fill",
 ]
 
@@ -44,8 +50,9 @@ _PIECES = struct.Struct("<I")
 _PIECE = struct.Struct("<QQQQ")
 _TABLE = struct.Struct("<QQI")
 _ROW_BYTES = 16
-_HEAD = struct.Struct("<BQQ")  # kind, number, bytes of the body
 _READ_BYTES = 256 << 10
+_EVENTS = ("Retried", "Throttled", "SlowPart")
+_MOST_BYTES = 1 << 62  # the other end is trusted
 _DESCRIPTORS = 16  # at most, in one read
 
 
@@ -113,7 +120,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self._lock = threading.Lock()
-        self._buffer = bytearray()
+        self._decoder = MessageDecoder(_MOST_BYTES)
         self._descriptors: deque[int] = deque()
 
     def send_all(self, messages: Iterable[tuple[WorkerMessageKind, int, bytes]]) -> None:
@@ -122,7 +129,7 @@ class Channel:
         small: list[bytes] = []
         with self._lock:
             for kind, number, body in messages:
-                small.append(_HEAD.pack(kind, number, len(body)))
+                small.append(message_head(kind, number, len(body)))
                 if len(body) < _READ_BYTES:
                     small.append(body)
                     continue
@@ -135,7 +142,7 @@ class Channel:
         self, kind: WorkerMessageKind, number: int = 0, body: bytes = b"", *, descriptor: int | None = None
     ) -> None:
         """Send a message. Blocks while the other end does not read. Raises ``OSError`` if it is closed."""
-        head = _HEAD.pack(kind, number, len(body))
+        head = message_head(kind, number, len(body))
         with self._lock:
             if descriptor is not None:
                 sent = socket.send_fds(self.socket, [head], [descriptor])
@@ -166,24 +173,12 @@ class Channel:
                 found = array.array("i")
                 found.frombytes(raw[: len(raw) - len(raw) % found.itemsize])
                 self._descriptors.extend(found)
-        if not data:
-            return None
-        self._buffer += data
-        return self._messages()
+        return [self._with_descriptor(one) for one in self._decoder.feed(data)] if data else None
 
-    def _messages(self) -> list[WorkerMessage]:
-        messages: list[WorkerMessage] = []
-        at = 0
-        while len(self._buffer) - at >= _HEAD.size:
-            kind, number, nbytes = _HEAD.unpack_from(self._buffer, at)
-            start = at + _HEAD.size
-            if len(self._buffer) - start < nbytes:
-                break
-            at = start + nbytes
-            descriptor = self._descriptors.popleft() if kind == WorkerMessageKind.SEGMENT else None
-            messages.append(WorkerMessage(kind, number, bytes(self._buffer[start:at]), descriptor))
-        del self._buffer[:at]
-        return messages
+    def _with_descriptor(self, message: Message) -> WorkerMessage:
+        return WorkerMessage(
+            *message, self._descriptors.popleft() if message.kind == WorkerMessageKind.SEGMENT else None
+        )
 
     def close(self) -> None:
         self.socket.close()
@@ -275,3 +270,17 @@ def _plain(value: Any) -> Any:
         return {_plain(key): _plain(one) for key, one in content}
     found = [_plain(one) for one in content]
     return found if tag == "l" else tuple(found)
+
+
+def pack_event(event: events.Event) -> bytes | None:
+    """Return ``event`` as bytes; None for events that the trainer emits itself."""
+    name = type(event).__name__
+    return pack({"event": name, **asdict(event)}) if name in _EVENTS else None
+
+
+def unpack_event(packed: bytes) -> events.Event:
+    """Return the event from what ``pack_event`` returned."""
+    found = unpack(packed)
+    name = found.pop("event")
+    made: events.Event = getattr(events, name)(**found) if name in _EVENTS else events.GuaranteeLost("", str(name))
+    return made

@@ -7,51 +7,31 @@ import ctypes
 import queue
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from mmap import mmap
 from typing import Any
 
 from .._format.layout_bytes import pack_sums, unpack_layout
+from .._runtime.error_data import data_of
+from .._runtime.rate import RateLimiter
 from .._runtime.threads import Deadline, Stop, time_limit
 from .._storage import Attempt, Body, BytesBody, ShardBody, Store
 from ..errors import ClosedError
-from .faults import pack_error
-from .wire import Outbox, WorkerMessage, WorkerMessageKind, unpack
+from .wire import Outbox, WorkerMessage, WorkerMessageKind, pack, unpack
 
-__all__ = ["READY", "Request", "WriteRate", "name_and_rest"]
+__all__ = ["READY", "Request", "name_and_rest"]
 
 READY = struct.Struct("<IIQQQ")  # file, window, number of the memory, offset in it, bytes
 UNUSED = struct.Struct("<II")  # file, window
 SUMS = struct.Struct("<IQ")  # file, bytes of CRCs
 
 
-class WriteRate:
-    """A limit of bytes per second for all requests together. None: no limit."""
-
-    def __init__(self, bytes_per_s: float | None) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def spend(self, nbytes: int, stop: Stop) -> None:
-        """Block until ``nbytes`` more may be written. Raises ``ClosedError`` when ``stop`` is set."""
-        if self._bytes_per_s is None:
-            return
-        with self._lock:
-            begin = max(self._free_at, time.monotonic())
-            self._free_at = begin + nbytes / self._bytes_per_s
-        while (wait_s := begin - time.monotonic()) > 0:
-            stop.check()
-            time.sleep(min(wait_s, 0.05))
-
-
 class _TrainerWindow:
     """A window in the trainer's memory. It is unused when no reference to its memory is left: a client of object
     storage may keep one for longer than the file part does."""
 
-    def __init__(self, nbytes: int, rate: WriteRate, unused: Callable[[], None]) -> None:
+    def __init__(self, nbytes: int, rate: RateLimiter, unused: Callable[[], None]) -> None:
         self.nbytes = nbytes
         self._rate = rate
         self._unused = unused
@@ -121,7 +101,7 @@ class Request:
         order: dict[str, Any],
         store: Callable[[], Store],
         outbox: Outbox,
-        rate: WriteRate,
+        rate: RateLimiter,
         ended: Callable[[int], None],
     ) -> None:
         self._deadline = Deadline(order["at"], order["timeout_s"])
@@ -188,7 +168,7 @@ class Request:
         try:
             self._write()
         except BaseException as error:
-            self._answer(WorkerMessageKind.FAILED, pack_error(error))
+            self._answer(WorkerMessageKind.FAILED, pack(data_of(error, "the writer process")))
         else:
             self._answer(WorkerMessageKind.DONE, b"")
         finally:

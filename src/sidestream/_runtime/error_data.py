@@ -1,0 +1,72 @@
+"""Errors as plain data, for another process, which makes them again with the same types, messages, notes and causes."""
+
+from __future__ import annotations
+
+import builtins
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from .. import errors
+from ..errors import SidestreamError
+from .marks import is_stuck, is_uncertain, mark_stuck, mark_uncertain
+from .redact import redacted
+
+__all__ = ["data_of", "error_from"]
+
+_DEPTH = 5  # of causes
+
+
+def data_of(error: BaseException, where: str, depth: int = _DEPTH) -> dict[str, Any]:
+    """Return ``error`` with its facts, marks, notes and causes as data that JSON can hold. URLs in it are redacted.
+    ``where`` names this process in the note with the traceback that errors from outside of sidestream get."""
+    kind = type(error)
+    found: dict[str, Any] = {"module": kind.__module__, "type": kind.__qualname__, "args": _args(error)}
+    found["message"] = redacted(str(error))
+    found["facts"] = error.facts() if isinstance(error, SidestreamError) else {}
+    found["marks"] = [is_stuck(error), is_uncertain(error)]
+    found["notes"] = [str(note) for note in getattr(error, "__notes__", ())]
+    if not isinstance(error, (SidestreamError, OSError)):
+        found["notes"].append(f"in {where}:\n{''.join(traceback.format_tb(error.__traceback__))}")
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    found["cause"] = None if cause is None or depth == 0 else data_of(cause, where, depth - 1)
+    return found
+
+
+def _args(error: BaseException) -> list[Any] | None:
+    """Return the arguments from which an error with the same message can be made. None if there are no such ones."""
+    if isinstance(error, OSError) and error.errno is not None:
+        filename = [] if error.filename is None else [str(error.filename)]
+        return [error.errno, redacted(str(error.strerror)), *filename]
+    if isinstance(error, SidestreamError) and any(type(one) not in (str, int, type(None)) for one in error.args):
+        return None
+    return [redacted(str(error))]
+
+
+def error_from(data: Mapping[str, Any]) -> BaseException:
+    """Return the error from what ``data_of`` returned. Its type is the original one if that is one of sidestream or a
+    builtin, else ``RuntimeError``."""
+    error = _made(data)
+    if isinstance(error, SidestreamError):
+        error.with_facts(data["facts"])
+    stuck, uncertain = data["marks"]
+    if stuck:
+        mark_stuck(error)
+    if uncertain:
+        mark_uncertain(error)
+    for note in data["notes"]:
+        error.add_note(note)
+    if data["cause"] is not None:
+        error.__cause__ = error_from(data["cause"])
+    return error
+
+
+def _made(data: Mapping[str, Any]) -> BaseException:
+    home = {errors.__name__: errors, "builtins": builtins}.get(data["module"])
+    kind = None if home is None else getattr(home, data["type"], None)  # no other type is looked up by name
+    if isinstance(kind, type) and issubclass(kind, Exception) and data["args"] is not None:
+        try:
+            return kind(*data["args"])
+        except TypeError:
+            pass
+    return RuntimeError(f"{data['type']}: {data['message']}")
