@@ -67,6 +67,21 @@ def test_facts_travel(through: str) -> None:
     assert [getattr(again, name) for name in facts] == ["read", "/c", 4, "w", "__0_0.distcp", 7, (), None]
 
 
+@pytest.mark.parametrize("through", ["ranks", "writer process"])
+def test_notes_and_causes_travel(through: str) -> None:
+    error = fully_known()
+    error.add_note("seen twice")
+    error.__cause__ = OSError(5, "Input/output error", "/c/__0_0.distcp")
+    error.__cause__.__cause__ = RuntimeError("from s3://user:secret@bucket/key?signature=secret")
+    again: Any = {
+        "ranks": lambda: unpack_all(pack_all([failure_of(2, "read", error)])).failures[0].error,
+        "writer process": lambda: error_from(unpack(pack(data_of(error, "the writer process")))),
+    }[through]()
+    assert again.__notes__ == ["seen twice"]
+    assert (type(again.__cause__), str(again.__cause__)) == (OSError, str(error.__cause__))
+    assert (type(again.__cause__.__cause__), str(again.__cause__.__cause__)) == (RuntimeError, "from s3://bucket/key")
+
+
 def test_what_is_known_stays() -> None:
     error = fully_known().about(phase="open", fqn="other", left_behind="attempt")
     assert (error.phase, error.fqn, error.left_behind) == ("read", "w", "attempt")

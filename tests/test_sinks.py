@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -168,7 +169,7 @@ async def test_two_saves_in_little_memory(what: str, tmp_path: Path) -> None:
         def fail(window: int) -> None:
             raise OSError(5, "the sink fails")
 
-        before = {"stalled": stall, "cancelled": stall, "failing": fail, "slow": lambda window: None}[what]
+        before = {"stalled": stall, "cancelled": stall, "failing": fail, "slow": lambda window: time.sleep(0.01)}[what]
         async with AsyncStager(budget_bytes=int(1.3 * STATE_BYTES)) as stager:
             saves = [
                 save(state, tmp_path / str(number), stager, Collecting(before), Collecting())

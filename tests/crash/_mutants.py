@@ -75,10 +75,7 @@ _SYNC_NEW_DIRECTORY = """        made.append(path)
         if durability == "fsync":
             sync(path.parent)
 """
-_SYNC_PARENT = """            sync_directory(target.parent)
-        except OSError as error:
-            raise NotDurableError(
-                error.errno, "the checkpoint"""
+_SYNC_PARENT = '        sync_visible(target.parent, target, "the checkpoint is committed'
 _TRANSLATED = """        raise from_os_error(error, "publishing", str(target)) from error
     if durability"""
 _PRUNING = "_run/pruning.py"
@@ -94,7 +91,7 @@ MUTANTS = (
     Mutant("the attempt's directory is not synced", _LOCAL, "            sync_directory(attempt)\n",
            "            pass\n", "cuts"),
     Mutant("the parent is not synced after the rename", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
-           "sync_directory(target.parent)", "pass"), "cuts"),
+           "sync_visible", "None and sync_visible"), "cuts"),
     Mutant("new directories are not synced", _DIRECTORIES, _SYNC_NEW_DIRECTORY,
            _SYNC_NEW_DIRECTORY.replace("sync(path.parent)", "pass"), "cuts", "a new run"),
     Mutant("directories are opened and not synced", _DIRECTORIES, _SYNC_DIRECTORY,
@@ -105,7 +102,7 @@ MUTANTS = (
            "        sync_directory(attempt)\n        sync_directory(target.parent)\n" + _MOVE + "        return\n",
            "cuts"),
     Mutant("the parent is not synced after an exchange", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
-           "sync_directory(target.parent)", "move is move_there and sync_directory(target.parent)"), "cuts", _OVER),
+           "sync_visible", "move is move_there and sync_visible"), "cuts", _OVER),
     Mutant("what is replaced is deleted before the exchange is synced", _LOCAL, _EXCHANGED,
            f"        exchange(attempt, target)\n        {_REMOVE_TREE}; remove_tree(attempt)\n        try:\n",
            "cuts", _OVER),
@@ -183,10 +180,8 @@ MUTANTS = (
            "        if self._error is not None:\n            raise self._error\n", "", "faults"),
     Mutant("a failed sync of a file is passed over", _WRITE, _SYNC_NEW,
            _SYNC_NEW.replace("os.fsync(descriptor)", _SUPPRESSED), "faults"),
-    Mutant("a failed sync of the parent is passed over", _LOCAL, """            raise NotDurableError(
-                error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
-            ) from error
-""", "            return\n", "faults"),
+    Mutant("a failed sync of the parent is passed over", _LOCAL,
+           "        raise NotDurableError(error.errno, failed, str(path)) from error\n", "        return\n", "faults"),
     Mutant("a failed save leaves its attempt", _TRANSACTION,
            '        if self.outcome != "absent":\n            return\n',
            "        if self.outcome:\n            return\n", "faults"),
@@ -194,8 +189,8 @@ MUTANTS = (
            'tail, stuck)\n        self.outcome = "unknown"\n', 'tail, stuck)\n        self.outcome = "absent"\n',
            "faults", "late_and_dead"),
     Mutant("a sent commit is not read back", _TRANSACTION,
-           '        await run_shielded(lambda: self._read_back(name, tail, is_stuck(error)))\n',
-           '        self.outcome = "absent"\n', "faults"),
+           '            await run_shielded(lambda: self._read_back(name, tail, stuck))\n',
+           '            self.outcome = "absent"\n', "faults"),
     Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults"),
     Mutant("a short read counts as a whole one", "_storage/local/read.py", "            done += count\n",
            "            done += len(piece)\n", "reads"),

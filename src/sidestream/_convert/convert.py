@@ -447,7 +447,7 @@ class _ConvertedLayout:
         entries = self._dcp.entries(self._fqns, receipt.content)
         about = Manifest(self._order.save_id, entries, dict(receipt.files), file_crcs=receipt.crcs)
         manifest = with_sidecars(about, self._order)
-        return {**sidecar_files(self._order), **commit_files(manifest)}
+        return {**sidecar_files(self._order), **commit_files(manifest, self._order.saved_at)}
 
 
 # --- the options ----------------------------------------------------------------------------------------------------

@@ -149,9 +149,6 @@ class Lease:
         """Start the task that renews the lease, first after one renewal interval."""
         self._renewing = create_owned_task(self._renew(), f"sidestream lease {self.directory}")
 
-    def owns(self, seen: Seen) -> bool:
-        return f"{_DIRECTORY}/{seen.name}" in self._files
-
     async def release(self) -> None:
         """Release the lease. A cancel does not interrupt this. Never raises what the storage raises, because files that
         are left behind expire."""

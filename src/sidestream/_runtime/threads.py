@@ -187,7 +187,7 @@ class Lull(Protocol):
         """Do something that does not call torch; soon after ``busy()`` is true it has to return. Must not raise."""
 
 
-class _Wakeup:
+class Wakeup:
     """What wakes up a task when a thread has resolved ``future``.
 
     In one iteration of the loop less than ``asyncio.wait`` of ``wrap_future`` takes: each iteration polls, and so hands
@@ -322,13 +322,12 @@ class Threads(Executor):
         self,
         fn: Callable[[*Ts], Steps[T]],
         *args: *Ts,
-        stop: Stop | None = None,
     ) -> T:
         """Run the steps that ``fn`` returns in a thread, in slices of time, and return their result, as ``run``
         does."""
         name = fn.__name__.strip("_")
         future = self.submit(lambda: _within(name, lambda: run_sliced(fn(*args))))
-        return await self.wait(future, name, stop=stop)
+        return await self.wait(future, name)
 
     async def wait(
         self,
@@ -341,7 +340,7 @@ class Threads(Executor):
         """Wait for work that was submitted before, as ``run`` does. ``name`` names the work in errors."""
         if not idle:
             give_turns(future)
-        wakeup = _Wakeup(future)
+        wakeup = Wakeup(future)
         cancelled: asyncio.CancelledError | None = None
         expired = False
         deadline = _deadline.get()

@@ -13,7 +13,7 @@ import json
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .._format.checksum import crc32, join_blocks, unpack_crcs
@@ -40,6 +40,7 @@ __all__ = [
     "NativeLayout",
     "Planning",
     "Terms",
+    "about_save",
     "check_terms",
     "commit_files",
     "sidecar_files",
@@ -99,15 +100,6 @@ class Terms:
     exports: str = ""
     """The names of the exports, which all ranks write together."""
 
-    def pack(self) -> dict[str, Any]:
-        return {
-            "target": self.target,
-            "durability": self.durability,
-            "digest": self.digest,
-            "planner": self.planner,
-            "exports": self.exports,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -141,7 +133,7 @@ class Planning:
         values = run_sliced(encode_values(table))
         agreements = _agreements(operation)
         heard: _Heard = _Heard(agreements)
-        part = {**self.terms.pack(), "held": table.held.digest, "table": table.held.table, "values": values.digest}
+        part = {**asdict(self.terms), "held": table.held.digest, "table": table.held.table, "values": values.digest}
         part["knows"] = agreements.ids
         part["space"] = self.free(), table.held.most_bytes + values.nbytes
         answer = json.loads(
@@ -349,7 +341,7 @@ class NativeLayout:
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
         crcs, described = receipts[0].content()
-        about = _about(self._order, [replace(receipts[0], crcs=crcs)])
+        about = about_save(self._order, [replace(receipts[0], crcs=crcs)])
         files = commit_files(about, self._order.saved_at, described)
         return {**sidecar_files(self._order), **files}
 
@@ -362,7 +354,7 @@ def _file_crcs(plan: SavePlan | RankPlan, sums: Sequence[BlockSums], names: Mapp
     return crcs
 
 
-def _about(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Manifest:
+def about_save(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Manifest:
     """Return the manifest of a save without its entries."""
     files = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
     crcs = {name: crc for receipt in receipts for name, crc in receipt.crcs.items()}
@@ -460,7 +452,7 @@ class AgreedLayout:
         agreement = self._planned.agreement
         assert agreement.shared is not None
         contents: list[_Content] = [receipt.content for receipt in receipts]
-        about = _about(self._order, receipts)
+        about = about_save(self._order, receipts)
         root = Root(about, agreement.shared, tuple(content.part for content in contents))
         raw = b"".join(write_root(root, TORCH_VERSION, agreement.body))
         places = [content.chunks for content in contents] + [content.values for content in contents]

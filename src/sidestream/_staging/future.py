@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
+from .._runtime.threads import Wakeup
 from ..errors import SkippedError
 
 __all__ = ["Copied", "StagingFuture", "ended", "raise_first"]
@@ -123,19 +122,8 @@ class Copied:
 
 async def ended(stage: StagingFuture[Any]) -> None:
     """Wait for the end of ``stage``, without retrieving its error."""
-    loop = running_loop("awaiting a stage")
-    waiter: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    def resolved(_: Future[Any]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and the waiting task ended before that
-            loop.call_soon_threadsafe(wake)
-
-    stage.add_done_callback(resolved)
-    await waiter
+    running_loop("awaiting a stage")
+    await Wakeup(stage).wait(None)
 
 
 def raise_first(stages: Sequence[StagingFuture[Any]]) -> None:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from .._runtime.threads import Deadline, Stop
-from ..errors import ArenaExhaustedError, ClosedError, SidestreamError, SnapshotLostError
+from .._runtime.threads import Stop, current_deadline
+from ..errors import ArenaExhaustedError, ClosedError, SnapshotLostError
 from .arena import Allocation
 
 __all__ = ["Columns", "Copies", "Copy", "CopyTable", "ImageLayout", "StagedImage"]
@@ -164,7 +164,7 @@ class StagedImage:
 
     # --- the reader's side ---
 
-    def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
+    def wait(self, end: int, *, stop: Stop) -> memoryview:
         """Block until the first ``end`` bytes have been staged, and return a view of the whole image.
 
         Raises the error of the stage, ``DeadlineExceededError``, ``ArenaExhaustedError`` if the image has no memory at
@@ -172,23 +172,26 @@ class StagedImage:
         """
         with stop.waking(self._wake), self._changed:
             self._wanted = end
-            while self._filled < end:
-                stop.check()
-                if self._error is not None:
-                    raise self._error.with_traceback(None)
-                if not self._changed.wait(deadline.remaining_s()):
-                    raise self._late(deadline)
+            self._wait_for(end, stop)
             if self._lease is None or self._released:
                 raise ClosedError("this image was released")
             return self._lease.view
 
-    def _late(self, deadline: Deadline) -> SidestreamError:
-        if self._lease is not None:
-            return deadline.exceeded(f"staging of {self.nbytes} bytes")
-        return ArenaExhaustedError(
-            f"{self.nbytes} bytes of staging memory did not become free within {deadline.timeout_s:g} s: "
-            "release() staged state dicts, or raise budget_bytes="
-        )
+    def _wait_for(self, end: int, stop: Stop) -> None:
+        """Do ``wait``. The caller holds the lock."""
+        deadline = current_deadline()
+        while self._filled < end:
+            stop.check()
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            if self._changed.wait(deadline.remaining_s()):
+                continue
+            if self._lease is not None:
+                raise deadline.exceeded(f"staging of {self.nbytes} bytes")
+            raise ArenaExhaustedError(
+                f"{self.nbytes} bytes of staging memory did not become free within {deadline.timeout_s:g} s: "
+                "release() staged state dicts, or raise budget_bytes="
+            )
 
     @property
     def whole(self) -> bool:
@@ -215,24 +218,18 @@ class StagedImage:
 
     # --- further readers ---
 
-    def read(self, reader: int, *, deadline: Deadline, stop: Stop) -> memoryview:
+    def read(self, reader: int, *, stop: Stop) -> memoryview:
         """Block until the image has been staged, and return a view of it. Only payloads have defined contents.
 
         Memory that is taken back later is not reused until the last view or tensor over it is gone. Raises
-        ``SnapshotLostError`` if the memory was taken back, the error of the stage, ``DeadlineExceededError``, and
-        ``ClosedError`` when ``stop`` is set.
+        ``SnapshotLostError`` if the memory was taken back, and what ``wait`` raises.
         """
         with stop.waking(self._wake), self._changed:
             if reader not in self._others:
                 raise SnapshotLostError(
                     "this window was read before, or the state did not fit into free staging memory"
                 )
-            while self._filled < self.nbytes:
-                stop.check()
-                if self._error is not None:
-                    raise self._error.with_traceback(None)
-                if not self._changed.wait(deadline.remaining_s()):
-                    raise deadline.exceeded(f"staging of {self.nbytes} bytes")
+            self._wait_for(self.nbytes, stop)
             if self._lease is None or self._taken:
                 raise SnapshotLostError("the staged memory was taken back for another stage")
             return self._lease.view.toreadonly()

@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._runtime.rate import RateLimiter
-from .._runtime.threads import Deadline, Stop, current_deadline, result_of
+from .._runtime.threads import Deadline, Stop, result_of
 from .._runtime.torch_probes import outside_compile
 from ..errors import (
     ArenaExhaustedError,
@@ -318,7 +318,7 @@ class SnapshotReader(Generic[P]):
         have defined contents. Raises what ``plan`` raises, and ``SnapshotLostError``."""
         image = self._staging.images[index]
         try:
-            view = image.read(self._number, deadline=current_deadline(), stop=stop)
+            view = image.read(self._number, stop=stop)
         except ClosedError as error:
             raise _lost(error, stop) from error
         try:

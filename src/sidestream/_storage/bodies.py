@@ -10,9 +10,7 @@ from typing import Protocol, runtime_checkable
 from .._format.checksum import digest_of
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window
 from .._runtime.threads import (
-    Deadline,
     Stop,
-    current_deadline,
     holding_gil,
     wait_for_change,
     yielding_gil,
@@ -107,9 +105,9 @@ class Image(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
-        """Block until ``end`` bytes are there, and return the memory. Raises the error that ended the filling, and
-        ``ClosedError`` when ``stop`` is set."""
+    def wait(self, end: int, *, stop: Stop) -> memoryview:
+        """Block until ``end`` bytes are there, and return the memory. Raises the error that ended the filling,
+        ``DeadlineExceededError``, and ``ClosedError`` when ``stop`` is set."""
 
     def release(self) -> None:
         """Give the memory back: the reader does not use it any more."""
@@ -162,8 +160,7 @@ class _WindowPart:
         return self.take_showing(stop, None)
 
     def take_showing(self, stop: Stop, seen: Callable[[memoryview], object] | None) -> memoryview:
-        deadline = current_deadline()
-        view = self.image.wait(self.nbytes, deadline=deadline, stop=stop)
+        view = self.image.wait(self.nbytes, stop=stop)
         wait = partial(wait_for_change, stop=stop, name="checksums of the windows before")
         for _ in yielding_gil(self.sealer.seal(view, self.window, wait=wait, seen=seen), every=1):
             stop.check()

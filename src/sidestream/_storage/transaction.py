@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.marks import is_stuck
 from .._runtime.tasks import run_shielded
-from .._runtime.threads import Deadline, Stop, Threads, io_threads, time_limit
+from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from ..errors import (
     CheckpointExistsError,
     ClosedError,
@@ -155,20 +155,10 @@ class Transaction(ABC):
         """Write a small file. With ``durability="fsync"``, its content is durable when this returns, and its name after
         the commit. Raises ``CheckpointExistsError`` if it exists."""
 
-    async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
-        """``put`` all files but the last in turn, then ``put_last``, and return the files."""
-        made = await io_threads().run(_files, files) if callable(files) else files
-        bodies = bodies_of(made)
-        for name, body in bodies[:-1]:
-            await self.put(name, body)
-        if bodies:
-            await self.put_last(*bodies[-1])
-        return made
-
     @abstractmethod
-    async def put_last(self, name: str, body: Body) -> None:
-        """Keep the file that readers look for, and write it in ``make_visible``. A store that commits by a rename
-        writes it now."""
+    async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
+        """Write the files of a commit, and return them. A store that does not commit by a rename keeps the last one,
+        for which readers look, until ``make_visible``."""
 
     @abstractmethod
     async def make_visible(self) -> None:
@@ -297,7 +287,9 @@ class Transaction(ABC):
             self._note_replaced(error)
             raise
         except (Exception, asyncio.CancelledError) as error:
-            outcome = await self._after_failure(name, tail, error)
+            stuck = is_stuck(error)
+            await run_shielded(lambda: self._read_back(name, tail, stuck))
+            outcome: Outcome = self.outcome
             if isinstance(error, asyncio.CancelledError) or outcome == "absent":
                 raise
             if outcome == "committed":
@@ -313,10 +305,6 @@ class Transaction(ABC):
         finally:
             if asyncio._get_running_loop() is not None:  # otherwise the loop has ended, and ``settle`` reads back
                 self._look = None  # breaks a reference cycle
-
-    async def _after_failure(self, name: str, tail: bytes, error: BaseException) -> Outcome:
-        await run_shielded(lambda: self._read_back(name, tail, is_stuck(error)))
-        return self.outcome
 
     async def _read_back(self, name: str, tail: bytes, stuck: bool) -> None:
         try:
@@ -397,10 +385,6 @@ class _Ends(Protocol):
 async def marker_in(files: _Ends, name: str) -> Marker | None:
     """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``."""
     return find_marker(await files.tail(name, TAIL_BYTES))
-
-
-def _files(make: MakeFiles) -> CommitFiles:
-    return make()
 
 
 def bodies_of(files: CommitFiles) -> list[tuple[str, Body]]:

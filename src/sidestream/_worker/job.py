@@ -255,7 +255,7 @@ class _Exchange:
     def _window(self, file: _File, image: Any) -> tuple[Any, _Allocation, Any]:
         """Wait until a window is complete, and return its array, its allocation and its image."""
         try:
-            image.wait(image.nbytes, deadline=self._order.deadline, stop=self._halt)
+            image.wait(image.nbytes, stop=self._halt)
             lease: _Allocation = image.lease()
             array = lease.array
         except ClosedError as error:

@@ -15,7 +15,7 @@ from typing import Any
 from .._format.layout_bytes import pack_sums, unpack_layout
 from .._runtime.error_data import data_of
 from .._runtime.rate import RateLimiter
-from .._runtime.threads import Deadline, Stop, time_limit
+from .._runtime.threads import Deadline, Stop, current_deadline, time_limit
 from .._storage import Attempt, Body, BytesBody, ShardBody, Store
 from ..errors import ClosedError
 from .wire import Outbox, WorkerMessage, WorkerMessageKind, pack, unpack
@@ -47,7 +47,7 @@ class _TrainerWindow:
             self._anchor = None if self._gone else anchor
             self._changed.notify_all()
 
-    def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
+    def wait(self, end: int, *, stop: Stop) -> memoryview:
         """Wait until the window is available, and return its bytes. Raises ``ClosedError`` and
         ``DeadlineExceededError``."""
         with stop.waking(self._wake), self._changed:
@@ -55,8 +55,8 @@ class _TrainerWindow:
                 stop.check()
                 if self._gone:
                     raise ClosedError("this window was released")
-                if not self._changed.wait(deadline.remaining_s()):
-                    raise deadline.exceeded(f"staging of {self.nbytes} bytes")
+                if not self._changed.wait(current_deadline().remaining_s()):
+                    raise current_deadline().exceeded(f"staging of {self.nbytes} bytes")
             view = memoryview(self._anchor).cast("B")
         self._rate.spend(self.nbytes, stop)
         return view

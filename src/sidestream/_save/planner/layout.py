@@ -9,8 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..._format.records import Manifest
-from ..layouts import sidecar_files, with_sidecars
+from ..layouts import about_save, sidecar_files
 from ..operation import RankReceipt, SaveOrder
 from .independent import part_id_of
 from .metadata import as_stock, complete, files_of_commit, files_of_part
@@ -36,10 +35,7 @@ class PlannerLayout:
         assert self.metadata is not None
         results = [receipt.content for receipt in receipts]
         self.metadata = complete(self.metadata, results, order.location.url, order.reported_id)
-        sizes = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
-        crcs = {name: crc for receipt in receipts for name, crc in receipt.crcs.items()}
-        about = Manifest(order.save_id, {}, sizes, order.step, order.generation, None, order.metadata, file_crcs=crcs)
-        about = with_sidecars(about, order)
+        about = about_save(order, receipts)
         if order.part is None:
             files = files_of_commit(self.metadata, about, order.saved_at)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -64,7 +64,7 @@ class DecidingTogether:
         rank has failed."""
         operation = self.operation
         local = local_save_plan(self.planner, state, self.url, first=operation.rank == 0)
-        first = operation.exchange("plan", json.dumps(self.terms.pack()).encode(), self._agree)
+        first = operation.exchange("plan", json.dumps(asdict(self.terms)).encode(), self._agree)
         raw = operation.exchange("merge plans", packed(self.planner, local), self._merge)
         final = self.planner.finish_plan(unpacked(self.planner, raw))
         metadata = self._metadata[0] if self._metadata else None

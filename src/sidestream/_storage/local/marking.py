@@ -40,7 +40,7 @@ from .directories import (
     storage_time,
     sync_directory,
 )
-from .publishing import NO_RENAME, check_whole, occupied
+from .publishing import NO_RENAME, check_whole, occupied, sync_visible
 from .read import read_tail
 from .transaction import LocalTransaction, Naming, unlink
 
@@ -300,12 +300,6 @@ class MarkedTransaction(LocalTransaction):
     def _writes_last(self) -> bool:
         return not self._in_place and super()._writes_last
 
-    async def put_last(self, name: str, body: Body) -> None:
-        if self._in_place:
-            self._last = name, body
-        else:
-            await super().put_last(name, body)
-
     async def make_visible(self) -> None:
         if self.attempt.kind == "files":
             await io_threads().run(_publish_files, self._hidden, self._target, tuple(self._names), self.attempt)
@@ -333,12 +327,8 @@ class MarkedTransaction(LocalTransaction):
         except OSError as error:
             raise from_os_error(error, "publishing", str(path)) from error
         if durable:
-            try:
-                sync_names(self._target)
-            except OSError as error:
-                raise NotDurableError(
-                    error.errno, "the checkpoint is committed, but the sync of its directory failed", str(self._target)
-                ) from error
+            failed = "the checkpoint is committed, but the sync of its directory failed"
+            sync_visible(self._target, self._target, failed, sync_names)
 
     def _create_marker(self, path: Path, body: Body, durable: bool) -> None:
         """Write the marker: first all but its last bytes, then these. If anything fails before the last bytes are
@@ -482,10 +472,7 @@ def _publish_files(hidden: Path, target: Path, names: Sequence[str], attempt: At
         raise from_os_error(error, "publishing", str(target)) from error
     try:
         if durable:
-            sync_names(target)
-    except OSError as error:
-        raise NotDurableError(
-            error.errno, "the files are complete, but the sync of their directory failed", str(target)
-        ) from error
+            failed = "the files are complete, but the sync of their directory failed"
+            sync_visible(target, target, failed, sync_names)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)

@@ -88,12 +88,16 @@ def publish(
             raise StorageError(error.errno, f"publishing failed: {error.strerror}. {_REMEDY}", str(target)) from error
         raise from_os_error(error, "publishing", str(target)) from error
     if durability == "fsync":
-        try:
-            sync_directory(target.parent)
-        except OSError as error:
-            raise NotDurableError(
-                error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
-            ) from error
+        sync_visible(target.parent, target, "the checkpoint is committed, but the sync of its parent directory failed")
+
+
+def sync_visible(directory: Path, path: Path, failed: str, sync: Callable[[Path], None] = sync_directory) -> None:
+    """Sync ``directory``, in which ``path`` has become visible. Raises ``NotDurableError`` with the message
+    ``failed``."""
+    try:
+        sync(directory)
+    except OSError as error:
+        raise NotDurableError(error.errno, failed, str(path)) from error
 
 
 def move_there(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None) -> None:

@@ -187,8 +187,7 @@ def _retire(root: Path, directory: str, durability: Durability) -> None:
 
 def _leftovers(root: Path) -> list[Leftover]:
     try:
-        with os.scandir(root) as entries:
-            names = [one.name for one in entries if one.name.startswith(".") and one.is_dir(follow_symlinks=False)]
+        names = _directories(root)
         found = [(name, "retired") for name in names if name.startswith(RETIRED)]
         found += [(name, "attempt") for name in names if _ATTEMPT.fullmatch(name)]
         if not found:
@@ -278,15 +277,10 @@ def _finish_retiring(directory: Path) -> None:
 
 
 def _unmarked(root: Path) -> list[Leftover]:
-    try:
-        with os.scandir(root) as entries:
-            directories = [one.name for one in entries if one.name[0] != "." and one.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise from_os_error(error, "listing", str(root)) from error
     found = []
-    for name in directories:
+    for name in _directories(root):
+        if name.startswith("."):
+            continue
         files = files_in(root / name)
         if NOTE in files and _MARKER not in files:
             found.append(Leftover(f"{name}/{NOTE}", "retired", 0.0))

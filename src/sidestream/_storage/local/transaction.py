@@ -32,7 +32,7 @@ from ...errors import (
 from ...options import Durability
 from ..bodies import Body, FilePart
 from ..names import ABANDONED_AFTER_S
-from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of
+from ..transaction import WRITE_THREADS, Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of
 from .directories import (
     collect_orphans,
     is_directory,
@@ -43,14 +43,13 @@ from .directories import (
     sync_directory,
     take_away,
 )
-from .publishing import Step, can_exchange, may_be_replaced, move_there, occupied, publish, replace
+from .publishing import Step, can_exchange, may_be_replaced, move_there, occupied, publish, replace, sync_visible
 from .read import read_tail
 
 __all__ = ["LocalTransaction", "Naming", "unlink", "write_file"]
 
 
 _MAX_TRANSFER_BYTES = 0x7FFFF000  # the most that one write on Linux transfers
-_WRITERS = 4  # this many direct writes in flight keep a fast disk busy
 _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -104,7 +103,7 @@ class _Parts:
             stop.check()
             try:
                 if threads is not None:
-                    for _ in range(min(len(self._parts), _WRITERS) - 1):
+                    for _ in range(min(len(self._parts), WRITE_THREADS) - 1):
                         others.append(threads.submit(self._work, failed))
                 self._work(failed)
             except BaseException:
@@ -290,7 +289,7 @@ class LocalTransaction(Transaction):
         stop = Stop()
         made, bodies = await io_threads().run(self._write_files, files, stop, stop=stop)
         if bodies and not self._writes_last:
-            await self.put_last(*bodies[-1])
+            self._last = bodies[-1]
         return made
 
     @property
@@ -299,7 +298,7 @@ class LocalTransaction(Transaction):
         return self.attempt.kind != "part"
 
     def _write_files(self, files: CommitFiles | MakeFiles, stop: Stop) -> tuple[CommitFiles, list[tuple[str, Body]]]:
-        """Write the files, and return them. The last one may be left to ``put_last``."""
+        """Write the files, and return them. The last one may be left to ``make_visible``."""
         made = files() if callable(files) else files
         bodies = bodies_of(made)
         for name, body in bodies if self._writes_last else bodies[:-1]:
@@ -307,12 +306,6 @@ class LocalTransaction(Transaction):
             self._names[name] = None
             self._write_file(name, body, stop)
         return made, bodies
-
-    async def put_last(self, name: str, body: Body) -> None:
-        if self.attempt.kind == "part":
-            self._last = name, body
-        else:
-            await self.put(name, body)
 
     async def make_visible(self) -> None:
         attempt = self.attempt
@@ -406,11 +399,8 @@ def _publish_file(attempt: Path, target: Path, durability: Durability, naming: N
         raise from_os_error(error, "publishing", str(target)) from error
     try:
         if durability == "fsync":
-            naming.sync(target.parent)
-    except OSError as error:
-        raise NotDurableError(
-            error.errno, "the file is complete, but the sync of its directory failed", str(target)
-        ) from error
+            failed = "the file is complete, but the sync of its directory failed"
+            sync_visible(target.parent, target, failed, naming.sync)
     finally:
         shutil.rmtree(attempt, ignore_errors=True)
 
@@ -442,12 +432,8 @@ def _publish_part(path: Path, body: Body, durability: Durability, naming: Naming
         with suppress(OSError):
             hidden.unlink()
     if durability == "fsync":
-        try:
-            naming.sync(path.parent)
-        except OSError as error:
-            raise NotDurableError(
-                error.errno, "the part is committed, but the sync of its directory failed", str(path)
-            ) from error
+        failed = "the part is committed, but the sync of its directory failed"
+        sync_visible(path.parent, path, failed, naming.sync)
 
 
 def _check_joined(attempt: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from mmap import mmap
 from typing import Any, TypeVar
 
@@ -65,7 +65,7 @@ class ObjectStore:
     # --- saving ---
 
     async def connect(self) -> None:
-        await self._io(self._bucket.connect, "connecting")
+        await on_io_loop(self._bucket.connect, "connecting")
 
     def begin(self, attempt: Attempt) -> Transaction:
         return ObjectTransaction(self._bucket, self.address, attempt)
@@ -77,10 +77,10 @@ class ObjectStore:
         content = await content_of(body)
         if not self.capabilities.listing:
             raise AccessDeniedError(errno.EROFS, "it can be read and not written", f"{self.url}/{name}")
-        await self._io(lambda: self._bucket.create(name, content), f"writing {name}")
+        await on_io_loop(lambda: self._bucket.create(name, content), f"writing {name}")
 
     async def discard(self, leftover: str) -> None:
-        await self._io(lambda: self._discard(leftover), f"removing {leftover}")
+        await on_io_loop(lambda: self._discard(leftover), f"removing {leftover}")
 
     async def _discard(self, leftover: str) -> None:
         if "?upload=" in leftover:
@@ -96,7 +96,7 @@ class ObjectStore:
     async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
         runs = await io_threads().run(_runs, ranges)
         if runs:
-            await self._io(lambda: self._read(name, runs), f"reading {name}")
+            await on_io_loop(lambda: self._read(name, runs), f"reading {name}")
 
     def source(self, directory: str) -> StoreSource:
         return StoreSource(self, directory)
@@ -154,7 +154,7 @@ class ObjectStore:
         return await self._bucket.tail(name, nbytes)
 
     async def size(self, name: str) -> int:
-        return await self._io(lambda: self._bucket.size(name), f"looking at {name}")
+        return await on_io_loop(lambda: self._bucket.size(name), f"looking at {name}")
 
     async def map(self, name: str, nbytes: int) -> mmap:
         key = self._bucket.key(name)
@@ -162,7 +162,7 @@ class ObjectStore:
         async def map_file() -> mmap:
             return await self._bucket.run("mapping", name, lambda engine: engine.map(key, nbytes))
 
-        mapped = await self._io(map_file, f"mapping {name}")
+        mapped = await on_io_loop(map_file, f"mapping {name}")
         if len(mapped) < nbytes:
             raise CorruptCheckpointError(
                 f"{self.url}/{name} is shorter than the {nbytes} bytes that were saved", file=name.rpartition("/")[2]
@@ -170,19 +170,19 @@ class ObjectStore:
         return mapped
 
     async def sizes(self, directory: str) -> dict[str, int]:
-        listing = await self._io(lambda: self._bucket.listing(directory), f"listing {directory}")
+        listing = await on_io_loop(lambda: self._bucket.listing(directory), f"listing {directory}")
         if not listing.files and not listing.directories:
             raise FileNotFoundError(errno.ENOENT, "nothing there", f"{self.url}/{directory}")
         return {name: info.nbytes for name, info in listing.files.items()}
 
     async def directories(self, directory: str = ".") -> list[str]:
         shown = "listing" if directory == "." else f"listing {directory}"
-        return list((await self._io(lambda: self._bucket.listing(directory), shown)).directories)
+        return list((await on_io_loop(lambda: self._bucket.listing(directory), shown)).directories)
 
     # --- removal ---
 
     async def remove(self, names: Sequence[str]) -> None:
-        await self._io(lambda: self._bucket.delete("", names), "removing")
+        await on_io_loop(lambda: self._bucket.delete("", names), "removing")
 
     async def retire(self, directory: str, *, durability: Durability) -> None:
         """Write the note, and delete the marker before the other files, so that readers never find an incomplete
@@ -195,7 +195,7 @@ class ObjectStore:
             await self._bucket.delete(directory, [_MARKER])
             await self._finish_retiring(directory)
 
-        await self._io(retire, f"removing {directory}")
+        await on_io_loop(retire, f"removing {directory}")
 
     async def _finish_retiring(self, directory: str) -> None:
         """Delete the files of a retired checkpoint. The note is deleted last, because it distinguishes these files from
@@ -207,10 +207,10 @@ class ObjectStore:
         await self._bucket.forget(directory)
 
     async def collect(self, target: str, *, after_s: float) -> list[str]:
-        return await self._io(lambda: collect_orphans(self._bucket, target, after_s), f"looking at {target}")
+        return await on_io_loop(lambda: collect_orphans(self._bucket, target, after_s), f"looking at {target}")
 
     async def leftovers(self) -> list[Leftover]:
-        return await self._io(self._leftovers, "looking for leftovers")
+        return await on_io_loop(self._leftovers, "looking for leftovers")
 
     async def _leftovers(self) -> list[Leftover]:
         now = await clock_of(self._bucket)
@@ -242,10 +242,7 @@ class ObjectStore:
             listing = await self._bucket.listing(directory)
             return {name: age_s(now, info.modified) for name, info in listing.files.items()}
 
-        return await self._io(look, f"listing {directory}")
-
-    async def _io(self, work: Callable[[], Coroutine[Any, Any, T]], doing: str) -> T:
-        return await on_io_loop(work, doing)
+        return await on_io_loop(look, f"listing {directory}")
 
 
 def _runs(ranges: Sequence[ReadRange]) -> list[list[ReadRange]]:

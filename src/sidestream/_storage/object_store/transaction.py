@@ -30,7 +30,7 @@ from ...options import Listing
 from ..bodies import Body
 from ..clients.requests import LoopCall, on_io_loop, translated
 from ..names import ABANDONED_AFTER_S
-from ..transaction import Attempt, StoreAddress, Transaction, marker_in
+from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of, marker_in
 from .bucket import READ_FIRST, Bucket, clear_export, collect_orphans
 from .names import NOTE, id_of, is_plain_shard, name_with_id, sidecar_with_id
 from .parts import part_bytes_for
@@ -250,9 +250,16 @@ class ObjectTransaction(Transaction):
         self._sizes[name] = len(content)
         await on_io_loop(lambda: bucket.put(key, memoryview(content)), f"writing {self._shown(name)}")
 
-    async def put_last(self, name: str, body: Body) -> None:
-        self._last = name, await content_of(body)
-        self._check_writable(name)
+    async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
+        made = await io_threads().run(_made, files) if callable(files) else files
+        bodies = bodies_of(made)
+        for name, body in bodies[:-1]:
+            await self.put(name, body)
+        if bodies:
+            name, last = bodies[-1]
+            self._last = name, await content_of(last)
+            self._check_writable(name)
+        return made
 
     def _check_writable(self, name: str) -> None:
         if not self._bucket.capabilities.listing:
@@ -476,3 +483,7 @@ def _in_one_piece(body: Body, stop: Stop) -> memoryview:
         del piece
         part.release()
     return memoryview(content).toreadonly()
+
+
+def _made(files: MakeFiles) -> CommitFiles:
+    return files()
