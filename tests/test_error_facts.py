@@ -82,6 +82,13 @@ def test_notes_and_causes_travel(through: str) -> None:
     assert (type(again.__cause__.__cause__), str(again.__cause__.__cause__)) == (RuntimeError, "from s3://bucket/key")
 
 
+def test_an_error_that_needs_more_than_data_travels_as_text() -> None:
+    before = errors.RankFailuresError([failure_of(1, "read", fully_known())])
+    (again,) = unpack_all(pack_all([failure_of(0, "start", before)])).failures
+    assert (again.kind, again.text, again.error) == ("RankFailuresError", str(before), None)
+    assert type(error_from(data_of(before, "here"))) is RuntimeError
+
+
 def test_what_is_known_stays() -> None:
     error = fully_known().about(phase="open", fqn="other", left_behind="attempt")
     assert (error.phase, error.fqn, error.left_behind) == ("read", "w", "attempt")

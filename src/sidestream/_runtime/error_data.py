@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from .. import errors
@@ -65,8 +66,7 @@ def _made(data: Mapping[str, Any]) -> BaseException:
     home = {errors.__name__: errors, "builtins": builtins}.get(data["module"])
     kind = None if home is None else getattr(home, data["type"], None)  # no other type is looked up by name
     if isinstance(kind, type) and issubclass(kind, Exception) and data["args"] is not None:
-        try:
-            return kind(*data["args"])
-        except TypeError:
-            pass
+        with suppress(Exception):  # some need more than data, such as RankFailuresError
+            made: Exception = kind(*data["args"])
+            return made
     return RuntimeError(f"{data['type']}: {data['message']}")
