@@ -60,17 +60,17 @@ _DIRECTORIES = "_storage/local/directories.py"
 _STORE = "_storage/local/store.py"
 _WRITE = "_storage/local/transaction.py"
 _TRANSACTION = "_storage/transaction.py"
-_RENAME = "    os.rename(attempt, target)\n    try:\n"
+_RENAME = "    os.rename(hidden, target)\n    try:\n"
 _TRY = "    try:\n"
-_MOVE = "        move(attempt, target, names, made)\n"
+_MOVE = "        move(hidden, target, names, made)\n"
 _SYNC_AND_MOVE = (
     """        if durability == "fsync":
-            sync_directory(attempt)
+            sync_directory(hidden)
 """
     + _MOVE
 )
-_EXCHANGE = "                _exchange(attempt, target, names)\n"
-_EXCHANGED = "        exchange(attempt, target)\n        try:\n"
+_EXCHANGE = "                _exchange(hidden, target, names)\n"
+_EXCHANGED = "        exchange(hidden, target)\n        try:\n"
 _SYNC_NEW_DIRECTORY = """        made.append(path)
         if durability == "fsync":
             sync(path.parent)
@@ -88,7 +88,7 @@ _READ_FILE = "            await self._read(files, NewTensors({}, wanted), None, 
 MUTANTS = (
     # syncs left out, or in the wrong place
     Mutant("files are not synced", _WRITE, _SYNC_NEW, _SYNC_NEW.replace("os.fsync(descriptor)", "pass"), "cuts"),
-    Mutant("the attempt's directory is not synced", _LOCAL, "            sync_directory(attempt)\n",
+    Mutant("the attempt's directory is not synced", _LOCAL, "            sync_directory(hidden)\n",
            "            pass\n", "cuts"),
     Mutant("the parent is not synced after the rename", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
            "sync_visible", "None and sync_visible"), "cuts"),
@@ -99,12 +99,12 @@ MUTANTS = (
     Mutant("the rename comes before the sync of what it moves", _LOCAL, _SYNC_AND_MOVE,
            _MOVE + "        if durability == 'fsync':\n            sync_directory(target)\n", "cuts"),
     Mutant("the parent is synced before the rename", _LOCAL, _SYNC_AND_MOVE,
-           "        sync_directory(attempt)\n        sync_directory(target.parent)\n" + _MOVE + "        return\n",
+           "        sync_directory(hidden)\n        sync_directory(target.parent)\n" + _MOVE + "        return\n",
            "cuts"),
     Mutant("the parent is not synced after an exchange", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
            "sync_visible", "move is move_there and sync_visible"), "cuts", _OVER),
     Mutant("what is replaced is deleted before the exchange is synced", _LOCAL, _EXCHANGED,
-           f"        exchange(attempt, target)\n        {_REMOVE_TREE}; remove_tree(attempt)\n        try:\n",
+           f"        exchange(hidden, target)\n        {_REMOVE_TREE}; remove_tree(hidden)\n        try:\n",
            "cuts", _OVER),
     Mutant("a removal is not synced", _STORE, "            sync_directory(root)\n        except",
            "            pass\n        except", "cuts", "a removal"),
@@ -120,29 +120,29 @@ MUTANTS = (
            'order["save_id"], "flush")', "saver_cuts"),
     # what is visible when
     Mutant("a step is written in place", _LOCAL, _RENAME,
-           "    import shutil\n    shutil.copytree(attempt, target)\n    shutil.rmtree(attempt)\n" + _TRY, "kills"),
+           "    import shutil\n    shutil.copytree(hidden, target)\n    shutil.rmtree(hidden)\n" + _TRY, "kills"),
     Mutant("a deletion begins with the files", _STORE, "    hidden = take_away(root, directory)\n",
            "    remove_tree(root / directory)\n    hidden = take_away(root, directory)\n", "kills",
            "a retention pass"),
     Mutant("the marker is written first and published alone", _LOCAL, _RENAME,
-           "    target.mkdir()\n    for one in sorted(attempt.iterdir()):\n"
-           "        os.rename(one, target / one.name)\n    attempt.rmdir()\n" + _TRY, "kills"),
+           "    target.mkdir()\n    for one in sorted(hidden.iterdir()):\n"
+           "        os.rename(one, target / one.name)\n    hidden.rmdir()\n" + _TRY, "kills"),
     Mutant("an occupied target is replaced", _LOCAL, _RENAME,
            "    import shutil\n    shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
     Mutant("a generation that is there is taken again", "_run/steps.py",
            "        return max(self._started.get(step, 0), *(found.generation for found in found), 0) + 1",
            "        return 1", "conflicts"),
     Mutant("what is replaced is deleted before the exchange", _LOCAL, _EXCHANGE,
-           f"                {_REMOVE_TREE}; remove_tree(target)\n                os.rename(attempt, target)\n",
+           f"                {_REMOVE_TREE}; remove_tree(target)\n                os.rename(hidden, target)\n",
            "kills", _OVER),
     Mutant("what is replaced is written over", _LOCAL, _EXCHANGE,
-           "                import shutil; shutil.copytree(attempt, target, dirs_exist_ok=True)\n", "kills", _OVER),
+           "                import shutil; shutil.copytree(hidden, target, dirs_exist_ok=True)\n", "kills", _OVER),
     Mutant("an export is replaced in two steps", _LOCAL, _EXCHANGE,
            "                os.rename(target, target.with_name('.old.partial'))\n"
-           "                os.rename(attempt, target)\n", "kills", "an export over another"),
+           "                os.rename(hidden, target)\n", "kills", "an export over another"),
     # others come between the look and the step
     Mutant("a save that is faster fails another one that overwrites", _LOCAL,
-           "            if not left or not lost or not os.path.isdir(attempt):\n", "            if True:\n", "rivals"),
+           "            if not left or not lost or not os.path.isdir(hidden):\n", "            if True:\n", "rivals"),
     Mutant("a save that came after the rename is taken away", _LOCAL, "if made is None or _is(made, target):  #",
            "if True:  #", "rivals"),
     Mutant("whatever has come meanwhile is replaced", _LOCAL, "                if not checked:\n",

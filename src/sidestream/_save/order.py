@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .._format.records import Node
 from .._group import Operation
-from .._runtime.threads import Deadline, Stop, Threads
-from .._storage import Attempt, Body, FileSource, Kind, Location, Outcome, Space, Transaction, read_sources
+from .._runtime.threads import Deadline
+from .._storage import Attempt, FileSource, Kind, Location, Outcome, Space, Transaction, read_sources
 from .._worker.client import Worker
 from ..errors import SidestreamError, SkippedError
 from ..events import (
@@ -191,18 +191,3 @@ class SaveOrder:
     def reported_id(self) -> str:
         """The save id that is reported to the caller."""
         return self.save_id if self.part is None else self.part.save_id
-
-    def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
-        """Write ``files`` into the attempt, in ``threads`` or in the writer process. Blocks. Raises what
-        ``Transaction.write`` raises, and ``WriterProcessError``."""
-        if self.worker is None:
-            self.transaction.write(files, threads=threads, stop=stop)
-        else:
-            self.worker.write(
-                self.transaction,
-                files,
-                threads=threads,
-                stop=stop,
-                fall_back=self.fall_back,
-                url=self.location.url,
-            )

@@ -42,7 +42,7 @@ from ..options import Dtypes, Names, Stager
 from .order import Lifecycle, SaveOrder
 from .pending import SaveProgress
 
-__all__ = ["FirstCopy", "LaidOutStage", "LiveWriter", "SavedAs", "Stage", "Stager"]
+__all__ = ["FirstCopy", "LaidOutStage", "LiveWriter", "SavedAs", "Stage", "Stager", "write_files"]
 
 
 _GRACE_S = 5.0
@@ -249,13 +249,24 @@ class LiveWriter:
             order.space.take(order.transaction, nbytes, alone=True)
         if self._ready is not None:
             self._ready(stop)
-        order.write(stage.files(plan), threads=self._threads, stop=stop)  # after planning: it needs the id of the save
+        write_files(order, stage.files(plan), self._threads, stop)  # after planning: it needs the id of the save
         return plan, stage.written()
 
     def _discard(self) -> None:
         """Remove what was written, and free the memory of a save whose caller was interrupted. Called in a thread."""
         self._order.transaction.discard_here()
         self._close_own()
+
+
+def write_files(order: SaveOrder, files: Iterable[tuple[str, Body]], threads: Threads, stop: Stop) -> None:
+    """Write ``files`` into the attempt, in ``threads`` or in the writer process. Blocks. Raises what
+    ``Transaction.write`` raises, and ``WriterProcessError``."""
+    transaction, worker = order.transaction, order.worker
+    if worker is None:
+        transaction.write(files, threads=threads, stop=stop)
+    else:
+        url = order.location.url
+        worker.write(transaction, files, threads=threads, stop=stop, fall_back=order.fall_back, url=url)
 
 
 async def _ended(copied: Future[Any], patience_s: float) -> None:

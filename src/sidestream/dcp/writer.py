@@ -25,6 +25,7 @@ from .._save.order import Lifecycle, SaveOrder
 from .._save.planner.independent import Independent, tag_of
 from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.layout import PlannerLayout, receipt_for
+from .._save.writer import write_files
 from .._storage import WRITE_THREADS, Kind, Location, Transaction
 from .._storage.clients.requests import in_io_thread
 from .._worker.client import choose_worker
@@ -303,7 +304,7 @@ class StorageWriter(DcpStorageWriter):
         )
         threads, stop = Threads("sidestream-write", WRITE_THREADS), Stop()
         try:
-            order.write(outgoing.files(), threads=threads, stop=stop)
+            write_files(order, outgoing.files(), threads, stop)
             self._warn(outgoing, order.location.url)
             return outgoing.results(order.transaction.committed_name)
         finally:

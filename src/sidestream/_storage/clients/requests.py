@@ -170,9 +170,9 @@ class Requests:
         it is unknown whether the request was carried out, ``is_uncertain`` is true of the error.
         """
         timeout_s = request_timeout_s or self.policy.request_timeout_s
-        attempt, uncertain, deadline = 0, False, current_deadline()
+        tries, uncertain, deadline = 0, False, current_deadline()
         while True:
-            attempt += 1
+            tries += 1
             await self._wait_for_quiet(deadline, f"{operation} {self._at(name)}")
             try:
                 async with asyncio.timeout(min(timeout_s, deadline.remaining_s())):
@@ -184,26 +184,26 @@ class Requests:
                 if fate == "taken" and not isinstance(error, Taken):
                     fate = "transient"  # 409 or 412 in answer to a request without a condition
                 uncertain = uncertain or fate == "transient"
-                wait_s = self._pause(fate, attempt)
+                wait_s = self._pause(fate, tries)
                 if wait_s is None:
                     raise _marked(translated(error, operation, self._at(name)), uncertain) from error
                 if deadline.remaining_s() <= wait_s:
                     late = deadline.exceeded(f"{operation} {self._at(name)} ({_reason(error)})")
                     raise _marked(late, uncertain) from error
-                self._tell(fate, operation, name, attempt, wait_s, error)
+                self._tell(fate, operation, name, tries, wait_s, error)
             if fate != "throttled":
                 await asyncio.sleep(wait_s)
 
-    def _pause(self, fate: Fate, attempt: int) -> float | None:
-        """Return how long to wait before the next attempt; None if there is none. A throttled request is
+    def _pause(self, fate: Fate, tries: int) -> float | None:
+        """Return how long to wait before the next try; None if there is none. A throttled request is
         repeated until its deadline, whatever the policy says."""
         if fate == "throttled":
-            wait_s = _jittered(_THROTTLED_BASE_S, attempt)
+            wait_s = _jittered(_THROTTLED_BASE_S, tries)
             self._quiet_until = max(self._quiet_until, time.monotonic() + wait_s)
             return wait_s
-        if fate != "transient" or attempt > self.policy.retries:
+        if fate != "transient" or tries > self.policy.retries:
             return None
-        return _jittered(_BASE_S, attempt)
+        return _jittered(_BASE_S, tries)
 
     async def _wait_for_quiet(self, deadline: Deadline, doing: str) -> None:
         while (wait_s := self._quiet_until - time.monotonic()) > 0:
@@ -211,18 +211,18 @@ class Requests:
             await asyncio.sleep(min(wait_s, deadline.remaining_s()))
         deadline.check(doing)
 
-    def _tell(self, fate: Fate, operation: str, name: str, attempt: int, wait_s: float, error: Exception) -> None:
+    def _tell(self, fate: Fate, operation: str, name: str, tries: int, wait_s: float, error: Exception) -> None:
         kind = Throttled if fate == "throttled" else Retried
-        emit(kind(operation, self._at(name), attempt, wait_s, _reason(error)))
+        emit(kind(operation, self._at(name), tries, wait_s, _reason(error)))
 
     def _at(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
 
 
-def _jittered(base_s: float, attempt: int) -> float:
-    """Return a random time between half and all of a limit that doubles with each attempt. Writers that failed at the
+def _jittered(base_s: float, tries: int) -> float:
+    """Return a random time between half and all of a limit that doubles with each try. Writers that failed at the
     same time do not try again at the same time."""
-    return min(_MOST_S, base_s * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
+    return min(_MOST_S, base_s * 2.0 ** min(tries, 10)) * random.uniform(0.5, 1.0)
 
 
 def _marked(error: Exception, uncertain: bool) -> Exception:

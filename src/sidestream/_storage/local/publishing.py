@@ -63,7 +63,7 @@ _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
 
 def publish(
-    attempt: Path,
+    hidden: Path,
     target: Path,
     names: frozenset[str],
     made: os.stat_result | None,
@@ -75,10 +75,10 @@ def publish(
     A concurrent ``rm -r`` of the run may remove files of the attempt, before the rename or just after it. Then the
     directory is not published, or is hidden again."""
     try:
-        attempt.chmod(0o700 if made is None else stat.S_IMODE(made.st_mode))
+        hidden.chmod(0o700 if made is None else stat.S_IMODE(made.st_mode))
         if durability == "fsync":
-            sync_directory(attempt)
-        move(attempt, target, names, made)
+            sync_directory(hidden)
+        move(hidden, target, names, made)
     except SidestreamError:
         raise
     except OSError as error:
@@ -100,21 +100,21 @@ def sync_visible(directory: Path, path: Path, failed: str, sync: Callable[[Path]
         raise NotDurableError(error.errno, failed, str(path)) from error
 
 
-def move_there(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None) -> None:
+def move_there(hidden: Path, target: Path, names: frozenset[str], made: os.stat_result | None) -> None:
     """Rename the attempt to the target, which does not exist or is empty."""
-    check_whole(attempt, names, target)
-    os.rename(attempt, target)
+    check_whole(hidden, names, target)
+    os.rename(hidden, target)
     try:
         check_whole(target, names, target)
     except FileNotFoundError:
         pass  # retention or another process has removed the whole directory
     except StorageError:
         if made is None or _is(made, target):  # otherwise another save has replaced it already
-            os.rename(target, attempt)
+            os.rename(target, hidden)
             raise
 
 
-def replace(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None, *, checked: bool) -> None:
+def replace(hidden: Path, target: Path, names: frozenset[str], made: os.stat_result | None, *, checked: bool) -> None:
     """Exchange the attempt with the target, or rename the attempt if there is no target. Raises
     ``CheckpointExistsError`` if the target may not be replaced.
 
@@ -125,32 +125,32 @@ def replace(attempt: Path, target: Path, names: frozenset[str], made: os.stat_re
         checked = checked and not vacant  # a target that appears from now on was not checked
         try:
             if vacant:
-                move_there(attempt, target, names, made)
+                move_there(hidden, target, names, made)
             else:
                 if not checked:
                     _check_replaceable(target)
-                _exchange(attempt, target, names)
+                _exchange(hidden, target, names)
             return
         except SidestreamError:
             raise
         except OSError as error:
             lost = error.errno in (errno.ENOTEMPTY, errno.EEXIST) if vacant else error.errno == errno.ENOENT
-            if not left or not lost or not os.path.isdir(attempt):
+            if not left or not lost or not os.path.isdir(hidden):
                 raise
 
 
-def _exchange(attempt: Path, target: Path, names: frozenset[str]) -> None:
+def _exchange(hidden: Path, target: Path, names: frozenset[str]) -> None:
     """Exchange the attempt with the target. The files of the attempt are listed through a descriptor, because another
     save may replace and delete the directory at once."""
-    directory = os.open(attempt, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         check_whole(directory, names, target)
-        exchange(attempt, target)
+        exchange(hidden, target)
         try:
             check_whole(directory, names, target)
         except StorageError:
             if _is(os.fstat(directory), target):
-                exchange(attempt, target)
+                exchange(hidden, target)
                 raise
     finally:
         os.close(directory)
@@ -210,8 +210,8 @@ def _check_replaceable(target: Path) -> None:
         )
 
 
-def can_exchange(attempt: Path) -> bool:
+def can_exchange(directory: Path) -> bool:
     try:
-        return exchanges(attempt)
+        return exchanges(directory)
     except OSError as error:
-        raise from_os_error(error, "trying to exchange two directories", str(attempt)) from error
+        raise from_os_error(error, "trying to exchange two directories", str(directory)) from error

@@ -390,9 +390,9 @@ def _create(root: Path, hidden: Path, attempt: Attempt, naming: Naming) -> os.st
     return found
 
 
-def _publish_file(attempt: Path, target: Path, durability: Durability, naming: Naming) -> None:
+def _publish_file(hidden: Path, target: Path, durability: Durability, naming: Naming) -> None:
     try:
-        naming.appear(attempt / target.name, target)
+        naming.appear(hidden / target.name, target)
     except FileExistsError as error:
         raise CheckpointExistsError(f"{target} already exists: choose another name, or delete it first") from error
     except OSError as error:
@@ -402,7 +402,7 @@ def _publish_file(attempt: Path, target: Path, durability: Durability, naming: N
             failed = "the file is complete, but the sync of its directory failed"
             sync_visible(target.parent, target, failed, naming.sync)
     finally:
-        shutil.rmtree(attempt, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _make_shared(directory: Path, durability: Durability, naming: Naming) -> None:
@@ -436,13 +436,13 @@ def _publish_part(path: Path, body: Body, durability: Durability, naming: Naming
         sync_visible(path.parent, path, failed, naming.sync)
 
 
-def _check_joined(attempt: Path) -> None:
+def _check_joined(directory: Path) -> None:
     try:
-        there = is_directory(attempt)
+        there = is_directory(directory)
     except FileNotFoundError:
         there = False
     if not there:
         raise StorageNotSharedError(
             errno.ENOENT, "rank 0 has made this directory, and it is not here: save to storage that all ranks share",
-            str(attempt),
+            str(directory),
         )  # fmt: skip
