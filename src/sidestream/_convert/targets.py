@@ -30,7 +30,6 @@ from .._format.values import pickle_node, pickle_part
 from .._layout.assemble import assemble
 from .._runtime.threads import (
     Stop,
-    current_deadline,
     holding_gil,
     run_sliced,
     wait_for_change,
@@ -140,7 +139,9 @@ class Written:
                 yield Slice(piece, begin, nbytes, at)
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
-        self._wait_for(index, stop)
+        with self._changed:
+            while self._turn != index:
+                wait_for_change(self._changed, stop, "the part of a file before")
         for (number, begin, nbytes, piece), at in yielding_gil(zip(self._parts[index], self._at[index], strict=True)):
             if isinstance(piece, OutTensor):
                 self._crcs[number] = crc32(view[at : at + nbytes], self._crcs.get(number, 0))
@@ -150,17 +151,6 @@ class Written:
         with self._changed:
             self._turn += 1
             self._changed.notify_all()
-
-    def _wait_for(self, index: int, stop: Stop) -> None:
-        def wake() -> None:
-            with self._changed:
-                self._changed.notify_all()
-
-        with stop.waking(wake), self._changed:
-            while self._turn != index:
-                stop.check()
-                if not self._changed.wait(current_deadline().remaining_s()):
-                    raise current_deadline().exceeded("the part of a file before")
 
 
 # --- torch.save -----------------------------------------------------------------------------------------------------
