@@ -82,6 +82,28 @@ def test_notes_and_causes_travel(through: str) -> None:
     assert (type(again.__cause__.__cause__), str(again.__cause__.__cause__)) == (RuntimeError, "from s3://bucket/key")
 
 
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("cause", [FileNotFoundError(Path("/data/vocab"), "gone"), Unreadable(), OSError(Unreadable())])
+def test_any_cause_travels(cause: Exception) -> None:
+    error = fully_known()
+    error.__cause__ = cause
+    (again,) = unpack_all(pack_all([failure_of(1, "plan", error)])).failures
+    assert (again.text, type(again.error)) == (str(error), errors.CorruptCheckpointError)
+    assert str(error_from(unpack(pack(data_of(error, "the writer process"))))) == str(error)
+
+
+def test_no_secret_reaches_other_ranks() -> None:
+    error = errors.CorruptCheckpointError("s3://user:secret@bucket/key?sig=secret is altered")
+    error.add_note("read from s3://user:secret@bucket/key")
+    error.__cause__ = RuntimeError("s3://user:secret@bucket")
+    assert b"secret" not in pack_all([failure_of(1, "read", error)])
+    assert b"secret" not in pack(data_of(error, "the writer process"))
+
+
 def test_an_error_that_needs_more_than_data_travels_as_text() -> None:
     before = errors.RankFailuresError([failure_of(1, "read", fully_known())])
     (again,) = unpack_all(pack_all([failure_of(0, "start", before)])).failures

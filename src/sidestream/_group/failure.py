@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .._runtime.error_data import data_of, error_from
+from .._runtime.error_data import data_of, error_from, text_of
 from ..errors import RankFailure, RankFailuresError, SidestreamError
 
 __all__ = ["Stopped", "failure_of", "pack", "pack_all", "rank_died", "unpack", "unpack_all"]
 
-_MAX_CHARS = 4000
+_MOST_CHARS = 4000
 
 
 class Stopped(Exception):
@@ -38,12 +38,12 @@ def pack(rank: int, step: str, error: BaseException) -> dict[str, Any]:
     if isinstance(error, asyncio.CancelledError):
         return _packed(RankFailure(rank, step, "CancelledError", "the call was cancelled"))
     ours = error if isinstance(error, SidestreamError) else None
-    return _packed(RankFailure(rank, step, type(error).__name__, str(error)[:_MAX_CHARS], ours))
+    return _packed(RankFailure(rank, step, type(error).__name__, text_of(error, _MOST_CHARS), ours))
 
 
 def _packed(failure: RankFailure) -> dict[str, Any]:
     packed = {"rank": failure.rank, "step": failure.step, "kind": failure.kind, "text": failure.text}
-    return packed if failure.error is None else {**packed, "error": data_of(failure.error, f"rank {failure.rank}")}
+    return packed if failure.error is None else {**packed, "error": data_of(failure.error)}
 
 
 def unpack(packed: Mapping[str, Any]) -> RankFailure:

@@ -13,21 +13,23 @@ from ..errors import SidestreamError
 from .marks import is_stuck, is_uncertain, mark_stuck, mark_uncertain
 from .redact import redacted
 
-__all__ = ["data_of", "error_from"]
+__all__ = ["data_of", "error_from", "text_of"]
 
 _DEPTH = 5  # of causes
+_MOST_CHARS = 1 << 16
 
 
-def data_of(error: BaseException, where: str, depth: int = _DEPTH) -> dict[str, Any]:
+def data_of(error: BaseException, where: str | None = None, depth: int = _DEPTH) -> dict[str, Any]:
     """Return ``error`` with its facts, marks, notes and causes as data that JSON can hold. URLs in it are redacted.
-    ``where`` names this process in the note with the traceback that errors from outside of sidestream get."""
+    Never raises. With ``where``, which names this process, errors from outside of sidestream get a note with their
+    traceback."""
     kind = type(error)
     found: dict[str, Any] = {"module": kind.__module__, "type": kind.__qualname__, "args": _args(error)}
-    found["message"] = redacted(str(error))
+    found["message"] = text_of(error)
     found["facts"] = error.facts() if isinstance(error, SidestreamError) else {}
     found["marks"] = [is_stuck(error), is_uncertain(error)]
-    found["notes"] = [str(note) for note in getattr(error, "__notes__", ())]
-    if not isinstance(error, (SidestreamError, OSError)):
+    found["notes"] = [text_of(note) for note in getattr(error, "__notes__", None) or ()]
+    if where is not None and not isinstance(error, (SidestreamError, OSError)):
         found["notes"].append(f"in {where}:\n{''.join(traceback.format_tb(error.__traceback__))}")
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     found["cause"] = None if cause is None or depth == 0 else data_of(cause, where, depth - 1)
@@ -36,12 +38,20 @@ def data_of(error: BaseException, where: str, depth: int = _DEPTH) -> dict[str, 
 
 def _args(error: BaseException) -> list[Any] | None:
     """Return the arguments from which an error with the same message can be made. None if there are no such ones."""
-    if isinstance(error, OSError) and error.errno is not None:
-        filename = [] if error.filename is None else [str(error.filename)]
-        return [error.errno, redacted(str(error.strerror)), *filename]
+    if isinstance(error, OSError) and isinstance(error.errno, int):
+        filename = [] if error.filename is None else [text_of(error.filename)]
+        return [int(error.errno), text_of(error.strerror), *filename]
     if isinstance(error, SidestreamError) and any(type(one) not in (str, int, type(None)) for one in error.args):
         return None
-    return [redacted(str(error))]
+    return [text_of(error)]
+
+
+def text_of(value: object, most_chars: int = _MOST_CHARS) -> str:
+    """Return the first ``most_chars`` of ``str(value)``, redacted. Never raises, although ``value`` may be of any class."""
+    try:
+        return redacted(str(value))[:most_chars]
+    except Exception:
+        return f"(a {type(value).__name__} without text)"
 
 
 def error_from(data: Mapping[str, Any]) -> BaseException:

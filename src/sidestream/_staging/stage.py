@@ -315,7 +315,7 @@ class SnapshotReader(Generic[P]):
     @contextmanager
     def window(self, index: int, stop: Stop) -> Iterator[memoryview]:
         """Block until a window has been staged, and return its memory for the duration of the context. Only payloads
-        have defined contents. Raises what ``plan`` raises, and ``SnapshotLostError``."""
+        have defined contents. Raises what ``plan`` raises, ``ArenaExhaustedError`` and ``SnapshotLostError``."""
         image = self._staging.images[index]
         try:
             view = image.read(self._number, stop=stop)

@@ -186,8 +186,8 @@ def _retire(root: Path, directory: str, durability: Durability) -> None:
 
 
 def _leftovers(root: Path) -> list[Leftover]:
+    names = _directories(root)
     try:
-        names = _directories(root)
         found = [(name, "retired") for name in names if name.startswith(RETIRED)]
         found += [(name, "attempt") for name in names if _ATTEMPT.fullmatch(name)]
         if not found:

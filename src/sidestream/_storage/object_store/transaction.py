@@ -251,7 +251,7 @@ class ObjectTransaction(Transaction):
         await on_io_loop(lambda: bucket.put(key, memoryview(content)), f"writing {self._shown(name)}")
 
     async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
-        made = await io_threads().run(_made, files) if callable(files) else files
+        made = await io_threads().run(_files, files) if callable(files) else files
         bodies = bodies_of(made)
         for name, body in bodies[:-1]:
             await self.put(name, body)
@@ -485,5 +485,5 @@ def _in_one_piece(body: Body, stop: Stop) -> memoryview:
     return memoryview(content).toreadonly()
 
 
-def _made(files: MakeFiles) -> CommitFiles:
-    return files()
+def _files(make: MakeFiles) -> CommitFiles:
+    return make()
