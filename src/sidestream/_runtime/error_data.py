@@ -47,7 +47,8 @@ def _args(error: BaseException) -> list[Any] | None:
 
 
 def text_of(value: object, most_chars: int = _MOST_CHARS) -> str:
-    """Return the first ``most_chars`` of ``str(value)``, redacted. Never raises, although ``value`` may be of any class."""
+    """Return the first ``most_chars`` of ``str(value)``, redacted. Never raises, although ``value`` may be of any
+    class."""
     try:
         return redacted(str(value))[:most_chars]
     except Exception:
