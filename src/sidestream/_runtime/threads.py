@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, InvalidStateError
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -109,20 +109,28 @@ class Deadline:
 _deadline: ContextVar[Deadline | None] = ContextVar("sidestream_deadline", default=None)
 
 
-@contextmanager
-def time_limit(deadline: Deadline | None) -> Iterator[None]:
+def time_limit(deadline: Deadline | None) -> AbstractContextManager[None]:
     """Set the deadline of all waits in the ``with`` block: of this task, of the tasks that it creates, and of the
     threads in which ``Threads.run`` works for it. None: these waits have no deadline.
 
     The innermost limit counts, also where it is later than the one around it, because cleaning up after a deadline has
     passed needs time of its own.
     """
-    token = _deadline.set(deadline)
-    try:
-        yield
-    finally:
+    return _TimeLimit(deadline)
+
+
+class _TimeLimit:  # not a generator, which takes three times as long
+    __slots__ = ("_deadline", "_token")
+
+    def __init__(self, deadline: Deadline | None) -> None:
+        self._deadline = deadline
+
+    def __enter__(self) -> None:
+        self._token = _deadline.set(self._deadline)
+
+    def __exit__(self, *_: object) -> None:
         with suppress(ValueError):  # the coroutine is closed outside of its task, because its loop has ended
-            _deadline.reset(token)
+            _deadline.reset(self._token)
 
 
 def current_deadline() -> Deadline:
@@ -249,12 +257,12 @@ class Threads(Executor):
             raise ForkedProcessError("this handle was made before os.fork(); make a new one in the child")
         end_abandoned()
         future: Future[T] = Future()
-        deadline, name = _deadline.get(), getattr(fn, "__name__", "work").strip("_")
+        deadline = _deadline.get()
 
         def work() -> None:
             if not future.set_running_or_notify_cancel():
                 return
-            _work.name = name
+            _work.name = getattr(fn, "__name__", "work").strip("_")
             try:
                 with time_limit(deadline):
                     result = fn(*args, **kwargs)

@@ -42,6 +42,8 @@ _unused: deque[torch.Tensor] = deque()
 def aliases_of(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
     """Return an alias of each of ``tensors``, which are plain: a tensor on the same memory, without a gradient. Memory
     that the original is bound to later does not change the alias. Also returns True if all are known to be dense."""
+    if not _unused:
+        return list(map(_ALIAS, tensors)), False
     count = min(len(_unused), len(tensors))
     try:
         found = list(map(_TAKE, repeat(_unused, count)))

@@ -57,6 +57,7 @@ __all__ = ["AsyncStager", "half_of_memory"]
 _GRACE_S = 5.0
 _STOPPED_S = 1.0
 _HELD_SHARE = 4  # the part of the budget for windows that further readers are reading
+_NO_LIMIT = RateLimiter(None)
 P = TypeVar("P", bound=Laid)
 _Image: TypeAlias = tuple[ImageLayout, StagedImage]
 _IS_CPU = attrgetter("is_cpu")
@@ -554,7 +555,7 @@ class AsyncStager:
             )
             captured.held.update(stage.held)
         host = len(on_device) < len(captured.tensors)
-        pace = RateLimiter(self._bytes_per_second)
+        pace = RateLimiter(self._bytes_per_second) if self._bytes_per_second is not None else _NO_LIMIT
         staging: Staging[P] = Staging(
             captured, deadline, pace, device=stage, host=host, outcome=outcome, readers=readers
         )
