@@ -120,13 +120,13 @@ def time_limit(deadline: Deadline | None) -> AbstractContextManager[None]:
 
 
 class _TimeLimit:  # not a generator, which takes three times as long
-    __slots__ = ("_deadline", "_token")
+    __slots__ = ("_limit", "_token")
 
-    def __init__(self, deadline: Deadline | None) -> None:
-        self._deadline = deadline
+    def __init__(self, limit: Deadline | None) -> None:
+        self._limit = limit
 
     def __enter__(self) -> None:
-        self._token = _deadline.set(self._deadline)
+        self._token = _deadline.set(self._limit)
 
     def __exit__(self, *_: object) -> None:
         with suppress(ValueError):  # the coroutine is closed outside of its task, because its loop has ended
