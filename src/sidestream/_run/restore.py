@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .._group import Member, Operation, run_together
 from .._load.open.steps import Step, look_at
@@ -35,6 +36,8 @@ from .steps import check_run, list_steps, named_steps, still_listed
 __all__ = ["Latest", "Reading", "Wish", "choose"]
 
 
+E = TypeVar("E", bound=SidestreamError)
+
 _log = logging.getLogger("sidestream")
 
 _PAUSE_S = 0.05
@@ -54,8 +57,8 @@ class Wish:
 
 
 @dataclass(slots=True)
-class Restoring:
-    """One ``restore`` by one process. ``run`` may be called once. Afterwards ``step`` is the step that was loaded."""
+class Restoring(ABC, Generic[E]):
+    """One ``restore``. ``run`` may be called once. Afterwards ``step`` is the step that was loaded."""
 
     store: Store
     url: str
@@ -63,12 +66,20 @@ class Restoring:
     wish: Wish
     request: LoadRequest
     step: int | None = None
-    _passed: list[tuple[Step, CorruptCheckpointError]] = field(default_factory=list)
+    _passed: list[tuple[Step, E]] = field(default_factory=list)
 
     @property
     def passed_over(self) -> dict[str, str]:
         """The errors of the damaged directories, by name."""
         return {step.name: str(error) for step, error in self._passed}
+
+    @abstractmethod
+    async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
+        """Return the report of the load; None if there is no step that the wish admits."""
+
+
+class RestoringAlone(Restoring[CorruptCheckpointError]):
+    """A ``restore`` by one process."""
 
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
         """Return the report of the load; None if there is no step that the wish admits. Raises
@@ -119,60 +130,48 @@ class Restoring:
 
 
 @dataclass(slots=True)
-class RestoringTogether:
-    """One ``restore`` by all ranks of a group, where rank 0 chooses the step. ``run`` may be called once. Afterwards
-    ``step`` is the step that was loaded."""
+class RestoringTogether(Restoring[RankFailuresError]):
+    """A ``restore`` by all ranks of a group, where rank 0 chooses the step."""
 
-    member: Member
-    store: Store
-    url: str
-    leases: Leases
-    wish: Wish
-    request: LoadRequest
-    step: int | None = None
-    _passed: list[tuple[Step, SidestreamError]] = field(default_factory=list)
+    member: Member = field(kw_only=True)
     _missed: tuple[Step, RankFailuresError] | None = None
     """The step that ranks other than rank 0 did not find in the last round, and their failures."""
-
-    @property
-    def passed_over(self) -> dict[str, str]:
-        return {step.name: str(error) for step, error in self._passed}
 
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
         """Return the report of the load; None if there is no step that the wish admits. Raises ``RankFailuresError``.
         If rank 0 sees a step that other ranks do not find, the failure is ``StorageNotSharedError`` on rank 0."""
         while True:
-            attempt = _Attempt(self, state)
+            one_round = _Round(self, state)
             operation = self.member.begin("restore", current_deadline(), self.request.options.rank_wait_s)
             self._missed = None
             try:
-                report = await run_together(attempt.run, operation)
+                report = await run_together(one_round.run, operation)
             except RankFailuresError as failures:
                 kinds = {failure.kind for failure in failures.failures}
-                if attempt.step is not None and kinds == {CheckpointNotFoundError.__name__}:
+                if one_round.step is not None and kinds == {CheckpointNotFoundError.__name__}:
                     if all(failure.rank for failure in failures.failures):
-                        self._missed = attempt.step, failures
+                        self._missed = one_round.step, failures
                     continue  # the step was deleted before it was leased; if not, rank 0 finds that out
-                if attempt.step is None or kinds != {CorruptCheckpointError.__name__}:
+                if one_round.step is None or kinds != {CorruptCheckpointError.__name__}:
                     raise
-                self._passed.append((attempt.step, failures))
+                self._passed.append((one_round.step, failures))
                 if not self.wish.or_older:
                     raise
                 continue
             finally:
-                if attempt.lease is not None:
-                    await attempt.lease.release()
+                if one_round.lease is not None:
+                    await one_round.lease.release()
             if report is None:
                 if self._passed:
                     raise self._passed[0][1]
                 return None
-            assert attempt.step is not None
-            self.step = attempt.step.step
-            passed = _fell_back(self.url, self._passed, attempt.step, rank=operation.rank, world=operation.world)
-            return replace(report, passed_over=passed, leased=attempt.leased)
+            assert one_round.step is not None
+            self.step = one_round.step.step
+            passed = _fell_back(self.url, self._passed, one_round.step, rank=operation.rank, world=operation.world)
+            return replace(report, passed_over=passed, leased=one_round.leased)
 
 
-class _Attempt:
+class _Round:
     """The load of one step, which rank 0 chooses and leases and all ranks load."""
 
     def __init__(self, restoring: RestoringTogether, state: Mapping[str, Any]) -> None:
@@ -325,11 +324,8 @@ class Reading:
     ) -> int | None:
         """As ``Checkpointer.restore``."""
         run, member, wish = self._run, self._run.together(), wish_for(step, fallback)
-        restoring: Restoring | RestoringTogether
-        if member is None:
-            restoring = Restoring(run.store, run.url, run.leases, wish, request)
-        else:
-            restoring = RestoringTogether(member, run.store, run.url, run.leases, wish, request)
+        given = (run.store, run.url, run.leases, wish, request)
+        restoring = RestoringAlone(*given) if member is None else RestoringTogether(*given, member=member)
         with run.time_limit(request.options.timeout_s):
             self.restored = await restoring.run(state)
         self.passed_over = restoring.passed_over
