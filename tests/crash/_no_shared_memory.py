@@ -54,8 +54,8 @@ def refuse(call: str, number: int) -> None:
         raise OSError(ctypes.get_errno(), "this kernel or container takes no seccomp filter")
 
 
-async def lack_in_saver(options: sidestream.WriterProcess, lack: str) -> None:
-    """The process is up, and may have nothing more than it has."""
+async def lack_in_saver(options: sidestream.WriterProcess, lack: str) -> int:
+    """The process is up, and may have nothing more than it has. Returns its number."""
     process = worker_for(options)
     with time_limit(Deadline.after(60)):
         await process.up()
@@ -67,14 +67,15 @@ async def lack_in_saver(options: sidestream.WriterProcess, lack: str) -> None:
         pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
         limit = pages * resource.getpagesize()
         resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
+    return process.pid
 
 
 async def work(run: Path, saver: Any, lack: str) -> dict[str, Any]:
     """Save, and load what was saved; a failure has to be one of ours."""
     told: dict[str, Any] = {"wrong": [], "acked": [], "refused": []}
     options = sidestream.WriterProcess(retries=0)
-    if "writer process" in lack:
-        await lack_in_saver(options if saver == "process" else sidestream.WriterProcess(), lack)
+    used = options if saver == "process" else sidestream.WriterProcess()
+    lacking = await lack_in_saver(used, lack) if "writer process" in lack else None
     if saver == "process":
         saver = options
     for step in (1, 2, 3):
@@ -95,6 +96,8 @@ async def work(run: Path, saver: Any, lack: str) -> dict[str, Any]:
             await checkpoints.restore(state, step)
             if not same(state, make_state(step)):
                 told["wrong"].append(f"step {step} holds something else")
+    # It may end for what it lacks before a save needs it, which starts another one.
+    told["replaced"] = lacking is not None and worker_for(used).pid != lacking
     told["wrong"] += [f"left: {one}" for one in attempts_in(run)]
     return told
 
