@@ -12,7 +12,8 @@ import torch
 
 import sidestream
 from sidestream import errors
-from sidestream._group.failure import failure_of, pack_all, unpack_all
+from sidestream._group import failure
+from sidestream._group.failure import pack_all, unpack_all
 from sidestream._runtime.error_data import data_of, error_from
 from sidestream._worker.wire import pack, unpack
 
@@ -58,7 +59,7 @@ def test_facts_travel(through: str) -> None:
     again: Any = {
         "copy": lambda: copy.copy(error),
         "pickle": lambda: pickle.loads(pickle.dumps(error)),
-        "ranks": lambda: unpack_all(pack_all([failure_of(2, "read", error)])).failures[0].error,
+        "ranks": lambda: unpack_all(pack_all([failure.unpack(failure.pack(2, "read", error))])).failures[0].error,
         "writer process": lambda: error_from(unpack(pack(data_of(error, "the writer process")))),
     }[through]()
     assert type(again) is errors.CorruptCheckpointError
@@ -74,7 +75,7 @@ def test_notes_and_causes_travel(through: str) -> None:
     error.__cause__ = OSError(5, "Input/output error", "/c/__0_0.distcp")
     error.__cause__.__cause__ = RuntimeError("from s3://user:secret@bucket/key?signature=secret")
     again: Any = {
-        "ranks": lambda: unpack_all(pack_all([failure_of(2, "read", error)])).failures[0].error,
+        "ranks": lambda: unpack_all(pack_all([failure.unpack(failure.pack(2, "read", error))])).failures[0].error,
         "writer process": lambda: error_from(unpack(pack(data_of(error, "the writer process")))),
     }[through]()
     assert again.__notes__ == ["seen twice"]
@@ -91,7 +92,7 @@ class Unreadable(Exception):
 def test_any_cause_travels(cause: Exception) -> None:
     error = fully_known()
     error.__cause__ = cause
-    (again,) = unpack_all(pack_all([failure_of(1, "plan", error)])).failures
+    (again,) = unpack_all(pack_all([failure.unpack(failure.pack(1, "plan", error))])).failures
     assert (again.text, type(again.error)) == (str(error), errors.CorruptCheckpointError)
     assert str(error_from(unpack(pack(data_of(error, "the writer process"))))) == str(error)
 
@@ -100,13 +101,13 @@ def test_no_secret_reaches_other_ranks() -> None:
     error = errors.CorruptCheckpointError("s3://user:secret@bucket/key?sig=secret is altered")
     error.add_note("read from s3://user:secret@bucket/key")
     error.__cause__ = RuntimeError("s3://user:secret@bucket")
-    assert b"secret" not in pack_all([failure_of(1, "read", error)])
+    assert b"secret" not in pack_all([failure.unpack(failure.pack(1, "read", error))])
     assert b"secret" not in pack(data_of(error, "the writer process"))
 
 
 def test_an_error_that_needs_more_than_data_travels_as_text() -> None:
-    before = errors.RankFailuresError([failure_of(1, "read", fully_known())])
-    (again,) = unpack_all(pack_all([failure_of(0, "start", before)])).failures
+    before = errors.RankFailuresError([failure.unpack(failure.pack(1, "read", fully_known()))])
+    (again,) = unpack_all(pack_all([failure.unpack(failure.pack(0, "start", before))])).failures
     assert (again.kind, again.text, again.error) == ("RankFailuresError", str(before), None)
     assert type(error_from(data_of(before, "here"))) is RuntimeError
 

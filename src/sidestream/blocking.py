@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import partial, update_wrapper
+from functools import partial, update_wrapper, wraps
 from inspect import cleandoc
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -259,30 +259,21 @@ def _blocking(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[[Callable[.
 
 
 def _starting(verb: Callable[P, _saving.PendingSave]) -> Callable[[Callable[..., Any]], Callable[P, PendingSave]]:
-    def decorate(own: Callable[..., Any]) -> Callable[P, PendingSave]:
-        def call(*args: P.args, **kwargs: P.kwargs) -> PendingSave:
-            async def start() -> _saving.PendingSave:
-                return verb(*args, **kwargs)
+    @wraps(verb)
+    async def start(*args: P.args, **kwargs: P.kwargs) -> PendingSave:
+        return PendingSave(verb(*args, **kwargs))
 
-            return PendingSave(_run(start))
-
-        _twin(verb, call, own)
-        return call
-
-    return decorate
+    return _blocking(start)
 
 
 def _opening(
     verb: Callable[P, Coroutine[Any, Any, _checkpoint.Checkpoint]],
 ) -> Callable[[Callable[..., Any]], Callable[P, Checkpoint]]:
-    def decorate(own: Callable[..., Any]) -> Callable[P, Checkpoint]:
-        def call(*args: P.args, **kwargs: P.kwargs) -> Checkpoint:
-            return Checkpoint(_run(lambda: verb(*args, **kwargs)))
+    @wraps(verb)
+    async def opened(*args: P.args, **kwargs: P.kwargs) -> Checkpoint:
+        return Checkpoint(await verb(*args, **kwargs))
 
-        _twin(verb, call, own)
-        return call
-
-    return decorate
+    return _blocking(opened)
 
 
 def _method(
@@ -303,14 +294,11 @@ def _method(
 def _saving_method(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, _saving.PendingSave]],
 ) -> Callable[[Callable[..., Any]], Callable[Concatenate[_Holder[Any], P], PendingSave]]:
-    def decorate(own: Callable[..., Any]) -> Callable[Concatenate[_Holder[Any], P], PendingSave]:
-        def call(self: _Holder[Any], /, *args: P.args, **kwargs: P.kwargs) -> PendingSave:
-            return PendingSave(_run(lambda: method(self._held, *args, **kwargs)))
+    @wraps(method)
+    async def start(held: Any, /, *args: P.args, **kwargs: P.kwargs) -> PendingSave:
+        return PendingSave(await method(held, *args, **kwargs))
 
-        _twin(method, call, own)
-        return call
-
-    return decorate
+    return _method(start)
 
 
 def _entering(
@@ -402,7 +390,7 @@ class PendingSave(_Waiting[_saving.SaveInfo]):
 
     def __init__(self, pending: _saving.PendingSave) -> None:
         super().__init__(partial(_awaited, pending))
-        self.staged: _Waiting[None] = _Waiting(partial(_awaited_staged, pending))
+        self.staged: _Waiting[None] = _Waiting(partial(_awaited, pending.staged))
         self.exports: tuple[_Waiting[Any], ...] = tuple(
             _Waiting(partial(_awaited, export)) for export in pending.exports
         )
@@ -447,10 +435,6 @@ class PendingSave(_Waiting[_saving.SaveInfo]):
 
 async def _awaited(pending: Awaitable[T]) -> T:
     return await pending
-
-
-async def _awaited_staged(pending: _saving.PendingSave) -> None:
-    await pending.staged
 
 
 class Checkpoint(_Holder[_checkpoint.Checkpoint], Mapping[str, "_checkpoint.TensorInfo | None"]):

@@ -242,12 +242,6 @@ def _names(manifest: Manifest) -> list[str]:
     return [fqn for fqn, one in yielding_gil(manifest.entries.items()) if not isinstance(one, EmptyEntry)]
 
 
-def _without_leftovers(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
-    """Return the files without those of uncommitted attempts, which have another id in their names on object
-    storage."""
-    return {name: nbytes for name, nbytes in yielding_gil(listed.items()) if id_of(name) in (None, manifest.save_id)}
-
-
 def _gone(listed: Mapping[str, int], manifest: Manifest) -> str:
     """Return a file that existed when the checkpoint was opened and is not in the listing. Empty if there is none."""
     expected = [*manifest.files, *([METADATA_NAME] if manifest.own and not manifest.parts else [])]
@@ -256,7 +250,8 @@ def _gone(listed: Mapping[str, int], manifest: Manifest) -> str:
 
 def _in_order(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
     """Return the files to copy. The file that makes them a checkpoint for readers is the last one."""
-    sizes = _without_leftovers(listed, manifest)
+    # Without the files of uncommitted attempts, which have another id in their names on object storage.
+    sizes = {name: nbytes for name, nbytes in yielding_gil(listed.items()) if id_of(name) in (None, manifest.save_id)}
     markers = [name for name in (METADATA_NAME, INDEX_NAME, part_metadata_name(0)) if name in sizes]
     last = markers[0] if markers else max(sizes, key=lambda name: sizes[name])
     return {**{name: nbytes for name, nbytes in sizes.items() if name != last}, last: sizes[last]}

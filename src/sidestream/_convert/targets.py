@@ -97,8 +97,8 @@ class Written:
         self.name = name
         self.nbytes = pieces[-1][0] + pieces[-1][1] if pieces else 0
         self.windows: list[tuple[int, int]] = []
-        self._parts: list[list[tuple[int, int, int, Piece]]] = []  # of each window: index, begin, nbytes, piece
-        self._at: list[list[int]] = []
+        self._parts: list[list[tuple[int, int, int, Piece, int]]] = []
+        """For each window: index, begin, nbytes and piece, and the place in the window."""
         self._cut(pieces, window_bytes)
         self._turn = 0
         self._changed = threading.Condition()
@@ -107,8 +107,7 @@ class Written:
     def _cut(self, pieces: Sequence[tuple[int, int, Piece]], window_bytes: int) -> None:
         """Divide the pieces into windows. Payloads are cut at multiples of 1 MiB, which are whole elements."""
         start = 0
-        parts: list[tuple[int, int, int, Piece]] = []
-        at: list[int] = []
+        parts: list[tuple[int, int, int, Piece, int]] = []
         number = -1
         for offset, nbytes, piece in pieces:
             number += isinstance(piece, OutTensor)
@@ -117,24 +116,22 @@ class Written:
                 room = start + window_bytes - offset - begin
                 take = min(nbytes - begin, room if room >= nbytes - begin else room // BLOCK_BYTES * BLOCK_BYTES)
                 if take <= 0 and nbytes:
-                    self._close(start, offset + begin, parts, at)
-                    start, parts, at = offset + begin, [], []
+                    self._close(start, offset + begin, parts)
+                    start, parts = offset + begin, []
                     continue
-                parts.append((number, begin, take, piece))
-                at.append(offset + begin - start)
+                parts.append((number, begin, take, piece, offset + begin - start))
                 begin += take
                 if nbytes == 0:
                     break
-        self._close(start, self.nbytes, parts, at)
+        self._close(start, self.nbytes, parts)
 
-    def _close(self, start: int, end: int, parts: list[tuple[int, int, int, Piece]], at: list[int]) -> None:
+    def _close(self, start: int, end: int, parts: list[tuple[int, int, int, Piece, int]]) -> None:
         if end > start or not self.windows:
             self.windows.append((start, end))
             self._parts.append(parts)
-            self._at.append(at)
 
     def slices(self, index: int) -> Iterator[Slice]:
-        for (_, begin, nbytes, piece), at in zip(self._parts[index], self._at[index], strict=True):
+        for _, begin, nbytes, piece, at in self._parts[index]:
             if isinstance(piece, OutTensor):
                 yield Slice(piece, begin, nbytes, at)
 
@@ -142,7 +139,7 @@ class Written:
         with self._changed:
             while self._turn != index:
                 wait_for_change(self._changed, stop, "the part of a file before")
-        for (number, begin, nbytes, piece), at in yielding_gil(zip(self._parts[index], self._at[index], strict=True)):
+        for number, begin, nbytes, piece, at in yielding_gil(self._parts[index]):
             if isinstance(piece, OutTensor):
                 self._crcs[number] = crc32(view[at : at + nbytes], self._crcs.get(number, 0))
             else:

@@ -49,7 +49,7 @@ def remedy(kind: str) -> str:
 def warn_of_missing(operation: Operation, missing: Sequence[int]) -> None:
     """Log that this rank waits for the ranks in ``missing``. Called in the connection thread."""
     waited_s = time.monotonic() - operation.began_at
-    at_most = min(("rank_wait_s", operation.rank_wait_s), ("timeout_s", operation.deadline.timeout_s), key=_seconds)
+    limit_s, limit = min((operation.rank_wait_s, "rank_wait_s"), (operation.deadline.timeout_s, "timeout_s"))
     _log.warning(
         "rank %d has waited %.0f s for %s, which did not join this %s: %s. It waits for at most %s=%g",
         operation.rank,
@@ -57,13 +57,10 @@ def warn_of_missing(operation: Operation, missing: Sequence[int]) -> None:
         _listed(missing),
         operation.kind,
         remedy(operation.kind),
-        *at_most,
+        limit,
+        limit_s,
     )
     emit(RanksMissing(operation.kind, operation.rank, tuple(missing), waited_s))
-
-
-def _seconds(option: tuple[str, float]) -> float:
-    return option[1]
 
 
 def _listed(ranks: Sequence[int]) -> str:

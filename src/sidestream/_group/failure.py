@@ -10,7 +10,7 @@ from typing import Any
 from .._runtime.error_data import data_of, error_from, text_of
 from ..errors import RankFailure, RankFailuresError, SidestreamError
 
-__all__ = ["Stopped", "failure_of", "pack", "pack_all", "rank_died", "unpack", "unpack_all"]
+__all__ = ["Stopped", "pack", "pack_all", "rank_died", "unpack", "unpack_all"]
 
 _MOST_CHARS = 4000
 
@@ -20,12 +20,6 @@ class Stopped(Exception):
 
     written: tuple[str, ...] = ()
     """For a load: as in ``SidestreamError``."""
-
-
-def failure_of(rank: int, step: str, error: BaseException) -> RankFailure:
-    """Return ``error`` as the other ranks receive it: an error of sidestream as an object of its class, any other as
-    its class name and message."""
-    return unpack(pack(rank, step, error))
 
 
 def rank_died(rank: int, step: str) -> RankFailure:

@@ -75,14 +75,14 @@ class Leases:
     async def take(self, directory: str, kind: Kind) -> Lease:
         """Put a lease, and renew it until it is released. Raises what the storage raises, such as ``AccessDeniedError``
         if this process may not write. A cancel leaves at most a file that expires."""
-        lease = Lease(self, self._store, directory, kind, self._ttl_s / 10 if kind == "delete" else self._ttl_s)
+        lease = Lease(self, directory, kind, self._ttl_s / 10 if kind == "delete" else self._ttl_s)
         await lease.put()
         return lease
 
-    def announce(self, directory: str, kind: Kind) -> Lease:
+    def announce(self, directory: str) -> Lease:
         """Return a lease whose file is only put after the first renewal interval. Before that its holder needs no
         lease, because its attempt is too new to count as abandoned."""
-        lease = Lease(self, self._store, directory, kind, self._ttl_s)
+        lease = Lease(self, directory, "save", self._ttl_s)
         lease.renew()
         return lease
 
@@ -120,10 +120,10 @@ class Leases:
 class Lease:
     """One lease that this process holds."""
 
-    def __init__(self, leases: Leases, store: Store, directory: str, kind: Kind, ttl_s: float) -> None:
+    def __init__(self, leases: Leases, directory: str, kind: Kind, ttl_s: float) -> None:
         self.directory = directory
         self._leases = leases
-        self._store = store
+        self._store = leases._store
         self._kind = kind
         self._ttl_s = ttl_s
         self._files: list[str] = []

@@ -197,7 +197,9 @@ class Pruner:
                     metadata = await metadata_of(source, step.marker)
             except (CorruptCheckpointError, FileNotFoundError) as error:
                 if await look_at(self.store, step) is not None:  # otherwise another process has deleted it
-                    self._damaged[step.name] = _unreadable(step, error)
+                    self._damaged[step.name] = CorruptCheckpointError(
+                        f"{step.name}: its manifest cannot be read ({error}); it is not counted, and not deleted"
+                    )
         return SavedStep(step.step, step.generation, step.marker.saved_at, metadata)
 
     async def _verifies(self, step: Step) -> bool:
@@ -240,9 +242,3 @@ class Pruner:
     async def _in_use(self, name: str) -> bool:
         seen = await self.leases.seen()
         return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)
-
-
-def _unreadable(step: Step, error: Exception) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{step.name}: its manifest cannot be read ({error}); it is not counted, and not deleted"
-    )

@@ -423,7 +423,8 @@ class Saves:
         if operation is None:
             turn = Turn(self._queue, when_full)
         else:
-            turn = self._joint_turn(operation, step, promised=promised)
+            claim, deadline = self._claim, run.deadline
+            turn = JointTurn(self._queue, self._when_full, operation, step, deadline, claim, promised=promised)
 
         async def check() -> _Asked:
             check_step(step)
@@ -464,10 +465,6 @@ class Saves:
                 )
         return replace(options, writer=mine.writer, streaming=mine.streaming)
 
-    def _joint_turn(self, operation: Operation, step: int, *, promised: bool) -> JointTurn:
-        deadline = self._run.deadline
-        return JointTurn(self._queue, self._when_full, operation, step, deadline, self._claim, promised=promised)
-
     async def _start(
         self,
         turn: Turn,
@@ -488,10 +485,10 @@ class Saves:
         launch = partial(self._launch, asked, generation, exports, target)
         if operation is not None:
             work = start_together(launch, operation, target.url)
-            return work, None if operation.rank else run.leases.announce(target.name, "save")
+            return work, None if operation.rank else run.leases.announce(target.name)
         work = launch(None)
         self._generations.started(asked.step, generation)
-        return work, run.leases.announce(target.name, "save")
+        return work, run.leases.announce(target.name)
 
     def _launch(
         self,

@@ -114,8 +114,7 @@ class _Memory(mmap.mmap):
     _registration: Registration | None = None
 
     def pin(self, pinner: Pinner, device: Hashable, ended: Callable[[Fate], None]) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
-        self._registration = register(pinner, device, address, len(self), ended)
+        self._registration = register(pinner, device, _address(self), len(self), ended)
         # On older kernels, the parent's next write after a fork may give the parent a new page, while the device still
         # uses the old one. The child therefore does not inherit the mapping.
         with suppress(OSError, AttributeError):
@@ -308,7 +307,7 @@ class Arena:
                 self._drop_private()
             excess = self._staying() + sum(wanted) - self.budget_bytes
             idle = sum(segment.nbytes for segment in self._segments if segment.idle())
-            if 0 < excess <= idle and not _hold(self._free_sizes(), wanted):
+            if 0 < excess <= idle and _missing(self._free_sizes(), wanted):
                 self._drop_idle_segments(excess)
 
     def grow_for(self, sizes: Sequence[int], busy: Callable[[], bool], most: int) -> bool:
@@ -663,11 +662,6 @@ def _segment_bytes(sizes: Sequence[int], room: int, least: int, most: int) -> in
     return min(wanted, max(sizes[0], room))
 
 
-def _hold(free: list[int], sizes: Iterable[int]) -> bool:
-    """Return whether leases of ``sizes`` fit into extents of ``free`` bytes."""
-    return not _missing(free, sizes)
-
-
 def _missing(free: list[int], sizes: Iterable[int]) -> list[int]:
     """Return those of ``sizes`` that do not fit into extents of ``free`` bytes, with each in the best-fitting one."""
     free, missing = sorted(free), list[int]()
@@ -690,10 +684,8 @@ def _map(nbytes: int, backing: Backing) -> _Memory:
     try:
         if backing == "shared":
             memory = _map_memfd(nbytes)
-        elif hasattr(mmap, "MAP_ANONYMOUS"):
-            memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            memory = _Memory(-1, nbytes)
+            memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise ArenaExhaustedError(f"the system did not grant {nbytes} bytes of memory: {error}") from error
     with suppress(OSError, AttributeError):

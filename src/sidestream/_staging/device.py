@@ -103,10 +103,8 @@ class _Side:
 class DeviceStage:
     """The device parts of one stage, from the call until the last read of a source."""
 
-    def __init__(
-        self, sides: dict[Hashable, _Side], tensors: list[torch.Tensor], root: Mapping[Any, Any] | None
-    ) -> None:
-        self.sides: dict[Hashable, _Side] = sides
+    def __init__(self, tensors: list[torch.Tensor], root: Mapping[Any, Any] | None) -> None:
+        self.sides: dict[Hashable, _Side] = {}
         self._tensors: list[torch.Tensor] | None = tensors  # keeps their memory from being allocated again
         self._root = root
 
@@ -198,41 +196,31 @@ class DeviceEngine:
         ``root`` has the names of the tensors, for messages. Raises ``ArenaExhaustedError`` if the device has too little
         memory for the copies, ``GraphCaptureError`` before anything is enqueued, and ``DeviceError``.
         """
-        stage = DeviceStage({}, tensors, root)
+        stage = DeviceStage(tensors, root)
         try:
             with failing("at the call", stage.names):
-                self._begin(stage, tensors, mode, volatile, lazily_bytes, wait_streams)
+                groups: dict[Hashable, dict[int, torch.Tensor]] = {}
+                for tensor in tensors:
+                    if tensor.untyped_storage().nbytes():
+                        group = groups.setdefault(self.driver.device_of(tensor), {})
+                        key = storage_key(tensor)
+                        if key not in group or not _covers(group[key]):
+                            group[key] = tensor
+                currents = {device: self.driver.current_stream(device) for device in groups}
+                try:
+                    self.check_not_capturing([*currents.values(), *wait_streams])
+                except (AttributeError, TypeError) as error:
+                    problem = f"wait_streams={wait_streams!r} must be streams of the device: {error}"
+                    raise InvalidOptionError(problem) from error
+                for device, views in groups.items():
+                    current = currents[device]
+                    for stream in wait_streams:
+                        self.driver.wait(current, self.driver.record(stream))
+                    stage.sides[device] = self._hold(device, current, views, mode, volatile, lazily_bytes)
         except BaseException:
             stage.drop()
             raise
         return stage
-
-    def _begin(
-        self,
-        stage: DeviceStage,
-        tensors: list[torch.Tensor],
-        mode: StageMode,
-        volatile: Collection[int],
-        lazily_bytes: float,
-        wait_streams: Sequence[Any],
-    ) -> None:
-        groups: dict[Hashable, dict[int, torch.Tensor]] = {}
-        for tensor in tensors:
-            if tensor.untyped_storage().nbytes():
-                group = groups.setdefault(self.driver.device_of(tensor), {})
-                key = storage_key(tensor)
-                if key not in group or not _covers(group[key]):
-                    group[key] = tensor
-        currents = {device: self.driver.current_stream(device) for device in groups}
-        try:
-            self.check_not_capturing([*currents.values(), *wait_streams])
-        except (AttributeError, TypeError) as error:
-            raise InvalidOptionError(f"wait_streams={wait_streams!r} must be streams of the device: {error}") from error
-        for device, views in groups.items():
-            current = currents[device]
-            for stream in wait_streams:
-                self.driver.wait(current, self.driver.record(stream))
-            stage.sides[device] = self._hold(device, current, views, mode, volatile, lazily_bytes)
 
     def _hold(
         self,

@@ -321,7 +321,7 @@ def raw_start(copy: Copy) -> int | None:
     if copy.storage_start is not None:
         return copy.storage_start
     if copy.dtype is None and _flat(copy.source):
-        return _start(copy.source) + copy.skip
+        return int(copy.source.storage_offset()) * copy.source.itemsize + copy.skip
     return None
 
 
@@ -355,7 +355,3 @@ def rows_with(tensor: torch.Tensor, skip: int, nbytes: int) -> tuple[torch.Tenso
             return tensor[first:last], skip
         tensor = tensor[first]
     return tensor, skip
-
-
-def _start(tensor: torch.Tensor) -> int:
-    return int(tensor.storage_offset()) * tensor.itemsize

@@ -103,7 +103,7 @@ class Staging(Generic[P]):
         self._captured: Captured | None = captured
         self._lock = threading.Lock()
         self._parts = 1
-        self._committed = self._superseded = self._released = self._never_began = False
+        self.committed = self._superseded = self._released = self._never_began = False
         self._resolved: set[int] = set()
         self._fenced = False
         self._error: BaseException | None = None
@@ -137,12 +137,8 @@ class Staging(Generic[P]):
         """Begin: from now on a newer stage does not supersede this one. Raises ``SkippedError`` if one has before."""
         with self._lock:
             if self._superseded:
-                raise SkippedError("a newer stage has taken the place of this one, which had not begun")
-            self._committed = True
-
-    @property
-    def committed(self) -> bool:
-        return self._committed
+                raise given_up(self)
+            self.committed = True
 
     def abandon(self) -> None:
         """Drop all references of a stage that could not be launched."""
@@ -234,14 +230,10 @@ class Staging(Generic[P]):
     def supersede(self) -> None:
         """Give way to a newer stage, unless this one has begun."""
         with self._lock:
-            if self._committed:
+            if self.committed:
                 return
             self._superseded = True
         self._give_up()
-
-    @property
-    def superseded(self) -> bool:
-        return self._superseded
 
     def release(self) -> None:
         """Stop the copies, and release the memory when nothing writes into it any more. Idempotent."""
@@ -286,7 +278,7 @@ def clean(error: BaseException, where: str) -> BaseException:
 
 def given_up(staging: Staging[Any]) -> SidestreamError:
     """The error of a stage that was stopped before it began."""
-    if staging.superseded:
+    if staging._superseded:
         return SkippedError("a newer stage has taken the place of this one, which had not begun")
     return ClosedError("this stage was given up before it had ended")
 

@@ -483,15 +483,12 @@ class AsyncStager:
         self._threads.close()
         self._host.close()
         self._arena.close()
-        if ended:
-            self._join_threads(Deadline.after(_GRACE_S))
+        # No thread may refer to staged memory: one that resolves a future refers to the result until it has returned
+        # from that call, and released memory is unregistered only after that.
+        grace = Deadline.after(_GRACE_S)
+        if ended and self._threads.join(grace) and self._device is not None:
+            self._device.join(grace)
         self._arena.settle(Deadline(max(deadline.at, Deadline.after(_GRACE_S).at), deadline.timeout_s))
-
-    def _join_threads(self, deadline: Deadline) -> None:
-        """Wait until no thread refers to staged memory. The thread that resolves a future refers to the result until it
-        has returned from that call, and released memory is unregistered only after that."""
-        if self._threads.join(deadline) and self._device is not None:
-            self._device.join(deadline)
 
     def _stop_stages(self) -> bool:
         """Stop the stages. Returns whether all have ended. Stages that wait for memory or copy in threads end when they
@@ -581,18 +578,15 @@ class AsyncStager:
     def _split(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors on a device, and make the engine of the device if there is none yet."""
         with self._lock:
-            return self._split_locked(tensors)
-
-    def _split_locked(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self._device is not None:
-            where = self._device.driver.device_of
-            return [tensor for tensor in tensors if where(tensor) is not None and not tensor.is_meta]
-        if all(map(_IS_CPU, tensors)):
-            return []
-        found = [tensor for tensor in tensors if not tensor.is_cpu and not tensor.is_meta]
-        if found:
-            self._device = DeviceEngine(driver_for(found[0].device), self._host)
-        return found
+            if self._device is not None:
+                where = self._device.driver.device_of
+                return [tensor for tensor in tensors if where(tensor) is not None and not tensor.is_meta]
+            if all(map(_IS_CPU, tensors)):
+                return []
+            found = [tensor for tensor in tensors if not tensor.is_cpu and not tensor.is_meta]
+            if found:
+                self._device = DeviceEngine(driver_for(found[0].device), self._host)
+            return found
 
     # --- private: the stager's thread ---
 

@@ -27,7 +27,8 @@ class Finding:
 
 def machine(directory: str) -> list[Finding]:
     """Return what this machine and the file system of ``directory`` support."""
-    found = [Finding("torch", torch.__version__), Finding("checksums", *_checksums())]
+    advice = "" if CRC_ENGINE == "isal" else "pip install isal for several times the speed"
+    found = [Finding("torch", torch.__version__), Finding("checksums", CRC_ENGINE, advice)]
     found += [Finding(extra, *_package(package, extra)) for package, extra in _EXTRAS]
     found.append(Finding("accelerator", str(torch.accelerator.current_accelerator() or "none")))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -73,10 +74,6 @@ def _copies() -> Finding:
         return Finding("copies by a writer process", "yes" if available() else "no: there is none")
     advice = "host memory is copied by the trainer's threads; sysctl kernel.yama.ptrace_scope=0 lets the process do it"
     return Finding("copies by a writer process", f"not without privileges (ptrace_scope={here})", advice)
-
-
-def _checksums() -> tuple[str, str]:
-    return CRC_ENGINE, "" if CRC_ENGINE == "isal" else "pip install isal for several times the speed"
 
 
 def _package(package: str, extra: str) -> tuple[str, str]:

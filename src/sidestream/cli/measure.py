@@ -63,14 +63,15 @@ async def measure(directory: str, nbytes: int, progress: Progress) -> list[Measu
 class _Bench:
     def __init__(self, place: Path, nbytes: int, progress: Progress) -> None:
         self._place, self._nbytes, self._progress = place, nbytes, progress
+        self._path = place / "plain"
         count = nbytes // _TENSORS // 4
         self._state = {f"t{number}": torch.full((count,), float(number)) for number in range(_TENSORS)}
         self._done = 0
 
     async def run(self) -> list[Measured]:
         self._progress(0, 5 * _ROUNDS * self._nbytes)
-        written = await self._best(lambda _: self._disk(_write_block, os.O_WRONLY | os.O_CREAT))
-        read = await self._best(lambda _: self._disk(_read_block, os.O_RDONLY))
+        written = await self._best(lambda _: self._disk(os.pwritev, os.O_WRONLY | os.O_CREAT))
+        read = await self._best(lambda _: self._disk(os.preadv, os.O_RDONLY))
         self._path.unlink()
         async with AsyncStager() as stager:
             staged = await self._best(lambda _: self._stage(stager))
@@ -84,10 +85,6 @@ class _Bench:
             self._row("load, verified", loaded, read),
         ]
 
-    @property
-    def _path(self) -> Path:
-        return self._place / "plain"
-
     async def _best(self, work: Callable[[int], Coroutine[Any, Any, float]]) -> float:
         best = float("inf")
         for number in range(_ROUNDS):
@@ -100,7 +97,7 @@ class _Bench:
         share = None if disk_s is None else disk_s / seconds
         return Measured(what, self._nbytes, seconds, self._nbytes / seconds / (1 << 30), share, _ROUNDS)
 
-    async def _disk(self, move: Callable[[int, mmap.mmap, int], None], flags: int) -> float:
+    async def _disk(self, move: Callable[[int, list[mmap.mmap], int], int], flags: int) -> float:
         """Move blocks of 16 MiB in four threads, with direct I/O if the file system supports it."""
 
         def work() -> float:
@@ -150,19 +147,11 @@ def _open_direct(path: Path, flags: int) -> int:
         return os.open(path, flags, 0o600)
 
 
-def _lane(descriptor: int, lane: int, nbytes: int, move: Callable[[int, mmap.mmap, int], None]) -> None:
+def _lane(descriptor: int, lane: int, nbytes: int, move: Callable[[int, list[mmap.mmap], int], int]) -> None:
     memory = mmap.mmap(-1, _BLOCK_BYTES)
     memory[:8] = b"measured"
     for offset in range(lane * _BLOCK_BYTES, nbytes, _THREADS * _BLOCK_BYTES):
-        move(descriptor, memory, offset)
-
-
-def _write_block(descriptor: int, memory: mmap.mmap, offset: int) -> None:
-    os.pwrite(descriptor, memory, offset)
-
-
-def _read_block(descriptor: int, memory: mmap.mmap, offset: int) -> None:
-    os.preadv(descriptor, [memory], offset)
+        move(descriptor, [memory], offset)
 
 
 def _forget(directory: Path) -> None:

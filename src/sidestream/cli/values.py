@@ -39,13 +39,13 @@ def value_differences(one: Any, other: Any) -> Iterator[Inside]:
 
     Each description has a bounded length.
     """
-    return _compare(one, other, "")
+    return (Inside(_short(found.path, _PATH_CHARS), found.what) for found in _compare(one, other, ""))
 
 
 def _compare(one: Any, other: Any, path: str) -> Iterator[Inside]:
     kind = type(one)
     if kind is not type(other):
-        yield Inside(_short(path, _PATH_CHARS), f"{_typed(one)} against {_typed(other)}")
+        yield Inside(path, f"{_typed(one)} against {_typed(other)}")
     elif isinstance(one, dict):
         yield from _dicts(one, other, path)
     elif isinstance(one, (list, tuple)) and kind is not torch.Size:
@@ -61,9 +61,9 @@ def _compare(one: Any, other: Any, path: str) -> Iterator[Inside]:
     elif isinstance(one, io.BytesIO):
         yield from _texts(one.getvalue(), other.getvalue(), path)
         if one.tell() != other.tell():
-            yield Inside(_short(path, _PATH_CHARS), f"at position {one.tell()} against {other.tell()}")
+            yield Inside(path, f"at position {one.tell()} against {other.tell()}")
     elif _exact(one) != _exact(other):
-        yield Inside(_short(path, _PATH_CHARS), _against(one, other))
+        yield Inside(path, _against(one, other))
 
 
 def _dicts(one: dict[Any, Any], other: dict[Any, Any], path: str) -> Iterator[Inside]:
@@ -75,15 +75,15 @@ def _dicts(one: dict[Any, Any], other: dict[Any, Any], path: str) -> Iterator[In
         if form in theirs:
             yield from _compare(item, theirs[form][1], inner)
         else:
-            yield Inside(_short(inner, _PATH_CHARS), "only in the first")
+            yield Inside(inner, "only in the first")
     for form, (key, _) in theirs.items():
         if form not in mine:
-            yield Inside(_short(f"{path}[{_shown(key)}]", _PATH_CHARS), "only in the second")
+            yield Inside(f"{path}[{_shown(key)}]", "only in the second")
 
 
 def _sequences(one: Any, other: Any, path: str) -> Iterator[Inside]:
     if len(one) != len(other):
-        yield Inside(_short(path, _PATH_CHARS), f"{len(one)} elements against {len(other)}")
+        yield Inside(path, f"{len(one)} elements against {len(other)}")
     for position, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         yield from _compare(mine, theirs, f"{path}[{position}]")
 
@@ -91,15 +91,14 @@ def _sequences(one: Any, other: Any, path: str) -> Iterator[Inside]:
 def _sets(one: Any, other: Any, path: str) -> Iterator[Inside]:
     mine = {_exact(element): element for element in one}
     theirs = {_exact(element): element for element in other}
-    place = _short(path, _PATH_CHARS)
-    yield from (Inside(place, f"{_shown(mine[form])} only in the first") for form in mine if form not in theirs)
-    yield from (Inside(place, f"{_shown(theirs[form])} only in the second") for form in theirs if form not in mine)
+    yield from (Inside(path, f"{_shown(mine[form])} only in the first") for form in mine if form not in theirs)
+    yield from (Inside(path, f"{_shown(theirs[form])} only in the second") for form in theirs if form not in mine)
 
 
 def _tensors(one: torch.Tensor, other: torch.Tensor, path: str) -> Iterator[Inside]:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         what = f"{one.dtype} {list(one.shape)} against {other.dtype} {list(other.shape)}"
-        yield Inside(_short(path, _PATH_CHARS), what.replace("torch.", ""))
+        yield Inside(path, what.replace("torch.", ""))
         return
     mine, theirs = _raw(one), _raw(other)
     if mine == theirs:
@@ -108,7 +107,7 @@ def _tensors(one: torch.Tensor, other: torch.Tensor, path: str) -> Iterator[Insi
     index = [int(each) for each in torch.unravel_index(torch.tensor(element), one.shape)]
     place = f"{path}{''.join(f'[{each}]' for each in index)}"
     what = _elements(_item(one, index), _item(other, index), mine, theirs, element, one.element_size())
-    yield Inside(_short(place, _PATH_CHARS), what + _of_how_many(number, one.numel()))
+    yield Inside(place, what + _of_how_many(number, one.numel()))
 
 
 def _arrays(one: Any, other: Any, path: str) -> Iterator[Inside]:
@@ -117,7 +116,7 @@ def _arrays(one: Any, other: Any, path: str) -> Iterator[Inside]:
 
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         what = f"{one.dtype} {list(one.shape)} against {other.dtype} {list(other.shape)}"
-        yield Inside(_short(path, _PATH_CHARS), what)
+        yield Inside(path, what)
         return
     mine, theirs = np.ascontiguousarray(one).tobytes(), np.ascontiguousarray(other).tobytes()
     if mine == theirs:
@@ -127,7 +126,7 @@ def _arrays(one: Any, other: Any, path: str) -> Iterator[Inside]:
     place = f"{path}{''.join(f'[{each}]' for each in index)}"
     first, second = (_shown(np.asarray(each)[tuple(index)].item()) for each in (one, other))
     what = _elements(first, second, mine, theirs, element, one.dtype.itemsize)
-    yield Inside(_short(place, _PATH_CHARS), what + _of_how_many(number, one.size))
+    yield Inside(place, what + _of_how_many(number, one.size))
 
 
 def _texts(one: Any, other: Any, path: str) -> Iterator[Inside]:
@@ -139,7 +138,7 @@ def _texts(one: Any, other: Any, path: str) -> Iterator[Inside]:
     what = f"{_shown(one[start:])} against {_shown(other[start:])}"
     if start:
         what += f", from {'character' if isinstance(one, str) else 'byte'} {start} on"
-    yield Inside(_short(path, _PATH_CHARS), what)
+    yield Inside(path, what)
 
 
 # --- equality -------------------------------------------------------------------------------------------------------

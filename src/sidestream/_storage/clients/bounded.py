@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from fsspec.asyn import mirror_sync_methods, sync_wrapper
@@ -50,10 +51,8 @@ class Bounded:
         call = filesystem._call_s3
 
         async def call_s3(method: str, *arguments: Any, **keywords: Any) -> Any:
-            return await retrying(f"{keywords.get('Bucket')}/{keywords.get('Key')}", send(method, arguments, keywords))
-
-        def send(method: str, arguments: Any, keywords: Any) -> Callable[[], Awaitable[Any]]:
-            return lambda: call(method, *arguments, **keywords)
+            name = f"{keywords.get('Bucket')}/{keywords.get('Key')}"
+            return await retrying(name, partial(call, method, *arguments, **keywords))
 
         self._timeout_s = 0.0  # each attempt has a time limit in ``retrying``
         filesystem.call_s3 = sync_wrapper(call_s3, obj=filesystem)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeVar
 
 from fsspec.implementations.dirfs import DirFileSystem
@@ -14,7 +15,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...errors import InvalidOptionError, StorageError
 from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
-from ..bodies import Body, FilePart
+from ..bodies import Body
 from ..object_store.parts import part_bytes_for
 from .bounded import Bounded, is_asynchronous
 from .engine import Engine
@@ -72,13 +73,8 @@ class FsspecEngine(Engine):
     def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
         """Send the object in the calling thread, one part after the other: file objects of fsspec do not send several
         parts at once. The content is copied once."""
-        part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
-
-        def take(part: FilePart) -> memoryview:
-            return part.take(stop)
-
         if not self._asynchronous:
-            self._upload(self.filesystem, key, body, part_bytes, take, lambda: _check(None, key, stop))
+            self._upload(None, key, body, stop)
             return
 
         async def retrying(name: str, send: Callable[[], Awaitable[Any]]) -> Any:
@@ -86,19 +82,13 @@ class FsspecEngine(Engine):
 
         bounded = Bounded(self.filesystem, self._policy.request_timeout_s, retrying)
         with stop.waking(bounded.stop):  # ``stop`` is also set when the deadline of the waiting caller passes
-            self._upload(bounded.filesystem, key, body, part_bytes, take, lambda: _check(bounded, key, stop))
+            self._upload(bounded, key, body, stop)
 
-    def _upload(
-        self,
-        filesystem: Any,
-        key: str,
-        body: Body,
-        part_bytes: int,
-        take: Callable[[FilePart], memoryview],
-        check: Callable[[], None],
-    ) -> None:
-        """Send the object through a file of ``filesystem``. An error of ``check`` takes precedence over the errors of
-        the file that result from the same cause."""
+    def _upload(self, bounded: Bounded | None, key: str, body: Body, stop: Stop) -> None:
+        """Send the object through a file. An error of ``check`` takes precedence over the errors of the file that
+        result from the same cause."""
+        filesystem = self.filesystem if bounded is None else bounded.filesystem
+        part_bytes, check = part_bytes_for(body.nbytes, self._policy.part_bytes), partial(_check, bounded, key, stop)
         self._make_parents(key)
         file = None
         written = 0
@@ -107,7 +97,7 @@ class FsspecEngine(Engine):
             file = filesystem.open(key, "wb", block_size=part_bytes, autocommit=False)
             for part in body.parts:
                 try:
-                    view = take(part)
+                    view = part.take(stop)
                     while view:
                         check()
                         # A piece ends where a part ends. The file would keep the rest and copy it again and again.

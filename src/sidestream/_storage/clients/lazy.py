@@ -33,9 +33,6 @@ class Kept:
     def __reduce__(self) -> Any:
         raise TypeError("clients hold credentials: they are not pickled")
 
-    def __len__(self) -> int:
-        return len(self._engines)
-
     def get(self, key: Hashable, make: Callable[[], Engine]) -> Engine:
         """Return the engine with this key, or the one that ``make`` returns. Called in a thread. Calls of ``make`` do
         not wait for each other. If two threads make the same engine at once, the first one is kept."""

@@ -230,8 +230,7 @@ class ObstoreEngine(Engine):
     async def tail(self, key: str, nbytes: int) -> bytes:
         self._check_process()
         if self._kind == "azure":  # Azure has no suffix ranges
-            size = await self.size(key)
-            return bytes(await self.read(key, max(0, size - nbytes), size)) if size else b""
+            return await super().tail(key, nbytes)
         try:
             found = await obstore.get_async(self._store, self._name(key), options={"range": {"suffix": nbytes}})
             return bytes(await found.bytes_async())

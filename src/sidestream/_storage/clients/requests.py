@@ -190,7 +190,8 @@ class Requests:
                 if deadline.remaining_s() <= wait_s:
                     late = deadline.exceeded(f"{operation} {self._at(name)} ({_reason(error)})")
                     raise _marked(late, uncertain) from error
-                self._tell(fate, operation, name, tries, wait_s, error)
+                kind = Throttled if fate == "throttled" else Retried
+                emit(kind(operation, self._at(name), tries, wait_s, _reason(error)))
             if fate != "throttled":
                 await asyncio.sleep(wait_s)
 
@@ -210,10 +211,6 @@ class Requests:
             deadline.check(doing)
             await asyncio.sleep(min(wait_s, deadline.remaining_s()))
         deadline.check(doing)
-
-    def _tell(self, fate: Fate, operation: str, name: str, tries: int, wait_s: float, error: Exception) -> None:
-        kind = Throttled if fate == "throttled" else Retried
-        emit(kind(operation, self._at(name), tries, wait_s, _reason(error)))
 
     def _at(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url

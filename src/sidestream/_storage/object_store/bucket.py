@@ -18,7 +18,7 @@ from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import LoopCall, Requests, Taken, fate_of, is_refused, on_io_loop
 from ..names import ABANDONED_AFTER_S
-from .names import NOTE, id_of, is_plain_shard
+from .names import MARKER, NOTE, id_of, is_plain_shard
 
 __all__ = ["READ_FIRST", "Bucket", "age_s", "clear_export", "clock_of", "collect_orphans"]
 
@@ -236,7 +236,6 @@ async def _has_replaced(engine: Engine, key: str, end: bytes, version: str) -> b
     return False
 
 
-_MARKER = ".metadata"
 READ_FIRST = frozenset({"model.safetensors", "model.safetensors.index.json"})
 """The files that mark an export as complete. They are written last and deleted first."""
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
@@ -265,7 +264,7 @@ async def collect_orphans(bucket: Bucket, target: str, after_s: float) -> list[s
     Does nothing if there is a checkpoint. Then the version of its marker decides which saves can still be committed,
     and a replacement deletes the files of the others."""
     listing = await bucket.listing(target)
-    if _MARKER in listing.files or NOTE in listing.files:
+    if MARKER in listing.files or NOTE in listing.files:
         return []
     owned: dict[str, list[str]] = {}
     for file in listing.files:
@@ -295,7 +294,7 @@ async def clear_export(bucket: Bucket, target: str, listing: Listing) -> bool:
     files = listing.files
     complete = not READ_FIRST.isdisjoint(files)
     shards = [info for name, info in files.items() if _SHARD.fullmatch(name)]
-    if listing.directories or _MARKER in files or not (complete or shards):
+    if listing.directories or MARKER in files or not (complete or shards):
         return False
     if not bucket.capabilities.create_only:
         raise CheckpointExistsError(

@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["NOTE", "id_of", "is_plain_shard", "is_unfinished", "name_with_id", "sidecar_with_id"]
+__all__ = ["MARKER", "NOTE", "id_of", "is_plain_shard", "is_unfinished", "name_with_id", "sidecar_with_id"]
 
+MARKER = ".metadata"
 NOTE = "retired"
 """The object beside the files of a checkpoint that is being deleted."""
 
@@ -39,5 +40,5 @@ def is_unfinished(files: Iterable[str]) -> bool:
     """Return whether a directory without a complete marker, which contains these files, is an attempt of saves that
     commit with a marker, or a checkpoint that is being deleted. Otherwise, if it has a manifest, it is a checkpoint
     whose marker was lost."""
-    names = frozenset(files) - {".metadata"}
+    names = frozenset(files) - {MARKER}
     return NOTE in names or all(id_of(name) is not None for name in names)

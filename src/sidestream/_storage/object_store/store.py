@@ -20,14 +20,13 @@ from ..store import Leftover, ReadRange, StoreSource
 from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket, age_s, clock_of, collect_orphans
-from .names import NOTE, id_of
+from .names import MARKER, NOTE, id_of
 from .transaction import ObjectTransaction, check_replaces, content_of
 
 __all__ = ["ObjectStore"]
 
 T = TypeVar("T")
 
-_MARKER = ".metadata"
 _GAP_BYTES = 256 << 10  # reading this many unneeded bytes costs less than another request
 _RUN_BYTES = 16 << 20
 _RUN_RANGES = 4096
@@ -192,7 +191,7 @@ class ObjectStore:
             if not (await self._bucket.listing(directory)).files:
                 return
             await self._bucket.put(self._bucket.key(f"{directory}/{NOTE}"), memoryview(b"is being deleted"))
-            await self._bucket.delete(directory, [_MARKER])
+            await self._bucket.delete(directory, [MARKER])
             await self._finish_retiring(directory)
 
         await on_io_loop(retire, f"removing {directory}")
@@ -201,7 +200,7 @@ class ObjectStore:
         """Delete the files of a retired checkpoint. The note is deleted last, because it distinguishes these files from
         an attempt. Does nothing if the marker is still there."""
         listing = await self._bucket.listing(directory)
-        if _MARKER in listing.files:
+        if MARKER in listing.files:
             return
         await self._bucket.delete(directory, sorted(listing.files, key=lambda name: name == NOTE))
         await self._bucket.forget(directory)
@@ -217,7 +216,7 @@ class ObjectStore:
         found: list[Leftover] = []
         for directory in (await self._bucket.listing("")).directories:
             listing = await self._bucket.listing(directory)
-            if _MARKER in listing.files:
+            if MARKER in listing.files:
                 continue
             if (note := listing.files.get(NOTE)) is not None:
                 found.append(Leftover(f"{directory}/{NOTE}", "retired", age_s(now, note.modified)))

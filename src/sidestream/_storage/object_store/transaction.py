@@ -32,12 +32,11 @@ from ..clients.requests import LoopCall, on_io_loop, translated
 from ..names import ABANDONED_AFTER_S
 from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of, marker_in
 from .bucket import READ_FIRST, Bucket, clear_export, collect_orphans
-from .names import NOTE, id_of, is_plain_shard, name_with_id, sidecar_with_id
+from .names import MARKER, NOTE, id_of, is_plain_shard, name_with_id, sidecar_with_id
 from .parts import part_bytes_for
 
 __all__ = ["ObjectTransaction", "check_replaces", "content_of"]
 
-_MARKER = ".metadata"
 _CLEAN_UP_S = 60.0
 _warned: set[str] = set()
 
@@ -141,7 +140,7 @@ class ObjectTransaction(Transaction):
         listing = await bucket.listing(target)
         if self.attempt.replaces_export and await clear_export(bucket, target, listing):
             return
-        if self.attempt.kind == "replacement" and _MARKER in listing.files:
+        if self.attempt.kind == "replacement" and MARKER in listing.files:
             self._replaced = await self._look_at_replaced(listing.files)
             return
         if self.attempt.kind == "replacement" and not self.attempt.in_run:
@@ -165,7 +164,7 @@ class ObjectTransaction(Transaction):
     async def _look_at_replaced(self, listed: Collection[str]) -> _Replaced:
         bucket, save_id = self._bucket, self.attempt.save_id
         check_replaces(bucket)
-        name = f"{self.attempt.target}/{_MARKER}"
+        name = f"{self.attempt.target}/{MARKER}"
         if NOTE in listed:
             raise CheckpointExistsError(
                 f"{bucket.url}/{self.attempt.target} is being removed: save when remove() has ended, and call it again "
@@ -200,7 +199,7 @@ class ObjectTransaction(Transaction):
         await on_io_loop(self._check_not_overtaken, f"looking at {self.attempt.target}")
 
     async def _check_not_overtaken(self) -> None:
-        replaced, name = self._replaced, f"{self.attempt.target}/{_MARKER}"
+        replaced, name = self._replaced, f"{self.attempt.target}/{MARKER}"
         if replaced is None:
             return
         try:
@@ -413,7 +412,7 @@ class ObjectTransaction(Transaction):
         committed = False
         if shared:
             listing = await bucket.listing(attempt.target)
-            committed = _MARKER in listing.files
+            committed = MARKER in listing.files
             with suppress(CheckpointExistsError):
                 self._check_export_not_overtaken(listing)
         try:
