@@ -490,6 +490,12 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else _escape(char) for char in text)
 
 
+def listed(lines: Sequence[str], most: int = 50) -> str:
+    """Return the first of ``lines`` as an indented list in a message."""
+    more = [f"... and {len(lines) - most} more"] if len(lines) > most else []
+    return "\n  ".join([*map(printable, lines[:most]), *more])
+
+
 def printable_lines(text: str) -> str:
     """Return ``text`` as ``printable`` does, but keep a line break if the next line is indented by two spaces or a tab.
 

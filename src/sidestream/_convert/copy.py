@@ -388,28 +388,28 @@ class _Copy:
         await self._read_back(files, into)
 
     async def _read_back(self, files: Sequence[_CopiedFile], into: Transaction) -> None:
-        queue = ((file, index) for file in files for index in range(len(file.windows)))
+        windows = ((file, index) for file in files for index in range(len(file.windows)))
         scratch = Scratch()
 
-        async def work() -> None:
-            for file, index in queue:
-                start, end = file.windows[index]
-                memory = scratch.take(end - start)
-                view = memoryview(memory)[: end - start]
-                name = into.path_of(file.name)
-                try:
-                    await self.where.store.read(name, [ReadRange(start, view)])
-                except (CorruptCheckpointError, FileNotFoundError) as error:
-                    raise StorageError(errno.EIO, f"the written file cannot be read back: {error}", name) from error
-                if await io_threads().run(crc32, view) != file.crcs[index]:
-                    raise StorageError(
-                        errno.EIO, f"other bytes were read back than were written, from offset {start} on", name
-                    )
-                del view
-                scratch.give_back(memory)
-                self._tell(end - start)
+        async def work(window: tuple[_CopiedFile, int]) -> None:
+            file, index = window
+            start, end = file.windows[index]
+            memory = scratch.take(end - start)
+            view = memoryview(memory)[: end - start]
+            name = into.path_of(file.name)
+            try:
+                await self.where.store.read(name, [ReadRange(start, view)])
+            except (CorruptCheckpointError, FileNotFoundError) as error:
+                raise StorageError(errno.EIO, f"the written file cannot be read back: {error}", name) from error
+            if await io_threads().run(crc32, view) != file.crcs[index]:
+                raise StorageError(
+                    errno.EIO, f"other bytes were read back than were written, from offset {start} on", name
+                )
+            del view
+            scratch.give_back(memory)
+            self._tell(end - start)
 
-        await in_parallel(work)
+        await in_parallel(windows, work)
 
     def _tell(self, nbytes: int) -> None:
         self._done_bytes += nbytes

@@ -298,17 +298,15 @@ class Pipeline:
 
     async def check(self, pieces: Sequence[Piece]) -> None:
         """Compare checksums that cover more than one piece. Called before anything is written."""
-        queue = iter(pieces)
 
-        async def work() -> None:
-            for piece in queue:
-                memory = self._scratch.take(piece.nbytes)
-                view = memoryview(memory)[: piece.nbytes]
-                read = ReadRange(piece.offset, view, partial(piece.check, view, holding_gil))
-                await self.source.files.read(piece.file, [read])
-                self._scratch.give_back(memory)
+        async def work(piece: Piece) -> None:
+            memory = self._scratch.take(piece.nbytes)
+            view = memoryview(memory)[: piece.nbytes]
+            read = ReadRange(piece.offset, view, partial(piece.check, view, holding_gil))
+            await self.source.files.read(piece.file, [read])
+            self._scratch.give_back(memory)
 
-        await in_parallel(work)
+        await in_parallel(pieces, work)
 
     async def write(self, files: Sequence[TargetFile], into: Transaction) -> None:
         """Write all of ``files``. When this returns or raises, no thread works on them any more."""

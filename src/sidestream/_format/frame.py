@@ -18,11 +18,11 @@ from zlib import crc32
 from .pickles import write as p
 from .records import DTYPES, itemsize, written_dtype
 
-__all__ = ["Frame", "frame_tensor", "frame_value"]
+__all__ = ["CRC_FOLLOWS", "DOS_DATE", "MAX_32", "Frame", "end_of_directory", "frame_tensor", "frame_value"]
 
-_DOS_DATE = 0x21  # 1980-01-01, the earliest date of a zip, so that files do not depend on the clock
-_CRC_FOLLOWS = 0x08
-_MAX_32 = 0xFFFFFFFF
+DOS_DATE = 0x21  # 1980-01-01, the earliest date of a zip, so that files do not depend on the clock
+CRC_FOLLOWS = 0x08
+MAX_32 = 0xFFFFFFFF
 _ARCHIVE = "archive"
 
 
@@ -32,22 +32,19 @@ class Frame:
 
     header: bytes
     payload_bytes: int
-    _trailer: bytes
-    _crc_at: tuple[int, int]
+    blank: bytes
+    """The trailer without the CRC."""
+    crc_at: tuple[int, int]
+    """The two offsets of the CRC in the trailer."""
     item_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "item_bytes", len(self.header) + self.payload_bytes + len(self._trailer))
-
-    @property
-    def blank_trailer(self) -> tuple[bytes, tuple[int, int]]:
-        """The trailer without the CRC, and the two offsets of the CRC in it."""
-        return self._trailer, self._crc_at
+        object.__setattr__(self, "item_bytes", len(self.header) + self.payload_bytes + len(self.blank))
 
     def trailer(self, crc: int) -> bytes:
         """Return the trailer with the CRC-32 of the payload, in the descriptor and in the central directory."""
-        trailer = bytearray(self._trailer)
-        for position in self._crc_at:
+        trailer = bytearray(self.blank)
+        for position in self.crc_at:
             struct.pack_into("<I", trailer, position, crc)
         return bytes(trailer)
 
@@ -62,29 +59,17 @@ class _Record:
 
     @property
     def zip64(self) -> bool:
-        return self.nbytes >= _MAX_32
+        return self.nbytes >= MAX_32
 
     def local_header(self) -> bytes:
         name = f"{_ARCHIVE}/{self.name}".encode()
-        sizes = (0, 0) if self.flags & _CRC_FOLLOWS else (self.nbytes, self.nbytes)
+        sizes = (0, 0) if self.flags & CRC_FOLLOWS else (self.nbytes, self.nbytes)
         # With a zip64 field in the local header, readers expect a descriptor with 8-byte sizes.
         extra = struct.pack("<HHQQ", 1, 16, 0, 0) if self.zip64 else b""
         if self.zip64:
-            sizes = (_MAX_32, _MAX_32)
-        version = 45 if self.zip64 else 20
-        head = struct.pack(
-            "<4sHHHHHIIIHH",
-            b"PK\x03\x04",
-            version,
-            self.flags,
-            0,
-            0,
-            _DOS_DATE,
-            self.crc,
-            *sizes,
-            len(name),
-            len(extra),
-        )
+            sizes = (MAX_32, MAX_32)
+        fixed = (b"PK\x03\x04", 45 if self.zip64 else 20, self.flags, 0, 0, DOS_DATE, self.crc, *sizes)
+        head = struct.pack("<4sHHHHHIIIHH", *fixed, len(name), len(extra))
         return head + name + extra
 
     def descriptor(self) -> bytes:
@@ -93,10 +78,10 @@ class _Record:
     def directory_entry(self) -> bytes:
         name = f"{_ARCHIVE}/{self.name}".encode()
         extra = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.zip64 else b""
-        size = _MAX_32 if self.zip64 else self.nbytes
+        size = MAX_32 if self.zip64 else self.nbytes
         version = 45 if self.zip64 else 20
         head = struct.pack(
-            "<4sHHHHHHIII", b"PK\x01\x02", version, version, self.flags, 0, 0, _DOS_DATE, self.crc, size, size
+            "<4sHHHHHHIII", b"PK\x01\x02", version, version, self.flags, 0, 0, DOS_DATE, self.crc, size, size
         )
         return head + struct.pack("<HHHHHII", len(name), len(extra), 0, 0, 0, 0, self.offset) + name + extra
 
@@ -107,14 +92,14 @@ def frame_tensor(dtype: str, shape: tuple[int, ...]) -> Frame:
     training run has few distinct ones."""
     payload_bytes = math.prod(shape) * itemsize(dtype)
     header, records = _lead(b"\x80\x02" + tensor_pickle(written_dtype(dtype), shape, "0") + b".")
-    payload = _Record("data/0", payload_bytes, 0, len(header), _CRC_FOLLOWS)
+    payload = _Record("data/0", payload_bytes, 0, len(header), CRC_FOLLOWS)
     header += payload.local_header()
     trailer = payload.descriptor()
     directory_at = len(header) + payload_bytes + len(trailer)
     before = b"".join(record.directory_entry() for record in records)
     crc_at = (4, len(trailer) + len(before) + 16)
     directory = before + payload.directory_entry()
-    trailer += directory + _end_of_directory(len(records) + 1, len(directory), directory_at)
+    trailer += directory + end_of_directory(len(records) + 1, len(directory), directory_at)
     return Frame(header, payload_bytes, trailer, crc_at)
 
 
@@ -126,7 +111,7 @@ def frame_value(pickled: bytes, storages: Sequence[bytes] = ()) -> bytes:
         body += record.local_header() + raw
         records.append(record)
     directory = b"".join(record.directory_entry() for record in records)
-    return body + directory + _end_of_directory(len(records), len(directory), len(body))
+    return body + directory + end_of_directory(len(records), len(directory), len(body))
 
 
 def tensor_pickle(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
@@ -166,9 +151,10 @@ def _lead(pickled: bytes) -> tuple[bytes, list[_Record]]:
     return body, records
 
 
-def _end_of_directory(count: int, nbytes: int, offset: int) -> bytes:
+def end_of_directory(count: int, nbytes: int, offset: int) -> bytes:
     end = b""
-    if offset >= _MAX_32:
+    if offset >= MAX_32 or count >= 0xFFFF:
         end = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, nbytes, offset)
         end += struct.pack("<4sIQI", b"PK\x06\x07", 0, offset + nbytes, 1)
-    return end + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, count, count, nbytes, min(offset, _MAX_32), 0)
+    shown = min(count, 0xFFFF)
+    return end + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, shown, shown, nbytes, min(offset, MAX_32), 0)

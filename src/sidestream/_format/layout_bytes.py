@@ -51,8 +51,8 @@ def _pack(layout: ShardLayout) -> Steps[bytes]:
 
 def _packed(frames: Iterable[Frame]) -> Iterator[bytes]:
     for frame in frames:
-        trailer, crc_at = frame.blank_trailer
-        yield _FRAME.pack(frame.payload_bytes, len(frame.header), len(trailer), *crc_at) + frame.header + trailer
+        sizes = frame.payload_bytes, len(frame.header), len(frame.blank)
+        yield _FRAME.pack(*sizes, *frame.crc_at) + frame.header + frame.blank
 
 
 def unpack_layout(packed: memoryview) -> ShardLayout:

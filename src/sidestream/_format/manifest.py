@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, TypeVar, cast, get_args
 
 from .._runtime.steps import Steps, chunked, collected
@@ -28,7 +29,7 @@ from .records import (
     ValueEntry,
 )
 from .rows import Rows
-from .shared import PartName, Root, Shared, SharedRow, parse_patterns, pattern_lines, row_lines
+from .shared import PartName, Root, Shared, SharedRow, chunk_fields, line_of, parse_patterns, row_lines
 
 __all__ = [
     "entry_line",
@@ -64,7 +65,7 @@ def head_line(manifest: Manifest, torch_version: str, entries: int, *, composite
     """Return the first line. ``entries`` is the number of entries, and ``composite`` whether composite tensors are
     among them."""
     version = _COMPOSITE_VERSION if composite else _VERSION
-    return _line(
+    return line_of(
         {
             **_head(manifest, version, torch_version, entries),
             **({} if manifest.planner == "sidestream" else {"planner": manifest.planner}),
@@ -74,7 +75,7 @@ def head_line(manifest: Manifest, torch_version: str, entries: int, *, composite
 
 
 def entry_line(fqn: str, entry: Entry) -> bytes:
-    return _line([*_entry(entry), fqn, _path(entry)])
+    return line_of([*_entry(entry), fqn, _path(entry)])
 
 
 def line_around_checksums(fqn: str, entry: TensorEntry) -> tuple[bytes, bytes]:
@@ -92,14 +93,14 @@ def write_root(root: Root, torch_version: str, body: bytes) -> Iterator[bytes]:
     """Yield the root of a manifest in parts. ``body`` has its patterns and rows, which are the same in every save."""
     version = _SHARED_COMPOSITE_VERSION if root.shared.composite else _SHARED_VERSION
     head = _head(root.manifest, version, torch_version, len(root.shared.rows))
-    yield _line({**head, "patterns": len(root.shared.patterns), "parts": root.parts})
+    yield line_of({**head, "patterns": len(root.shared.patterns), "parts": root.parts})
     yield body
     yield metadata_line(root.manifest)
 
 
 def root_body(shared: Shared) -> Steps[bytes]:
     """Return the lines of the patterns, and after them those of the rows."""
-    patterns = yield from collected(pattern_lines(shared), 1)
+    patterns = yield from collected(map(line_of, shared.patterns), 1)
     rows = yield from collected(row_lines(shared))
     return b"".join(patterns + rows)
 
@@ -123,13 +124,13 @@ def _head(manifest: Manifest, version: int, torch_version: str, entries: int) ->
 
 def _sidecar(name: str, entry: TensorEntry) -> list[object]:
     (chunk,) = entry.chunks
-    _, _, file, _, nbytes, _, *checksums = _chunk(chunk)
+    _, _, file, _, nbytes, _, *checksums = chunk_fields(chunk)
     return [name, file, nbytes, *checksums]
 
 
 def metadata_line(manifest: Manifest) -> bytes:
     """Return the last line, which can be read without the others. It is empty without metadata."""
-    return b"" if manifest.metadata is None else _line({"metadata": manifest.metadata})
+    return b"" if manifest.metadata is None else line_of({"metadata": manifest.metadata})
 
 
 def parse_metadata_line(line: bytes) -> Node:
@@ -147,18 +148,10 @@ def _metadata(line: Any) -> Node:
     return node
 
 
-def _line(content: object) -> bytes:
-    return _encode(content).encode() + b"\n"
-
-
-# Made once, and without the check for cycles, a line takes half of the time.
-_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
-
-
 def _entry(entry: Entry) -> tuple[object, ...]:
     match entry:
         case TensorEntry():
-            return "tensor", [entry.dtype, entry.shape, [_chunk(chunk) for chunk in entry.chunks]]
+            return "tensor", [entry.dtype, entry.shape, [chunk_fields(chunk) for chunk in entry.chunks]]
         case ValueEntry():
             return "value", [entry.file, entry.item_offset, entry.item_bytes, entry.node]
         case EmptyEntry():
@@ -167,13 +160,6 @@ def _entry(entry: Entry) -> tuple[object, ...]:
             return "composite", entry.content
         case OpaqueEntry():
             raise TypeError("an entry that cannot be read cannot be written")
-
-
-def _chunk(chunk: Chunk) -> list[object]:
-    crcs = base64.b64encode(chunk.crcs).decode() if chunk.crcs else ""
-    digests = [] if chunk.digests is None else [base64.b64encode(chunk.digests).decode()]
-    place = (chunk.file, chunk.item_offset, chunk.item_bytes, chunk.payload_offset)
-    return [chunk.offsets, chunk.sizes, *place, crcs, *digests]
 
 
 def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
@@ -199,7 +185,7 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
             )
         if head["sidestream"] in (_SHARED_VERSION, _SHARED_COMPOSITE_VERSION):
             return (yield from _parse_root(head, lines[1:], digest, metadata))
-        files, step = _files(head), _step(head)
+        files = _files(head)
         rows = Rows(files, digests=digest is not None, key_of=_parse_key)
         entries: dict[str, Entry | Row] = {}
         composite = head["sidestream"] == _COMPOSITE_VERSION
@@ -213,21 +199,8 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
             raise UnsupportedCheckpointError(
                 f"the manifest has the unknown planner {planner!a:.40}: upgrade sidestream"
             )
-        generation, planner_data = _is(int, head["generation"]), head.get("planner_data")
-        save_id = _is(str, head["save_id"])
-        return Manifest(
-            save_id,
-            Entries(entries),
-            files,
-            step,
-            generation,
-            digest,
-            metadata,
-            planner,
-            planner_data,
-            sidecars=_sidecars(head),
-            file_crcs=_file_crcs(head),
-        )
+        made = _manifest(head, files, digest, metadata)
+        return replace(made, entries=Entries(entries), planner=planner, planner_data=head.get("planner_data"))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         if isinstance(error, (CorruptCheckpointError, UnsupportedCheckpointError)):
             raise
@@ -258,8 +231,12 @@ def _sidecars(head: dict[str, Any]) -> dict[str, TensorEntry]:
     return found
 
 
-def _step(head: dict[str, Any]) -> int | None:
-    return None if head["step"] is None else _is(int, head["step"])
+def _manifest(head: dict[str, Any], files: dict[str, int], digest: str | None, metadata: Node) -> Manifest:
+    """Return the manifest that the first line describes, without entries."""
+    step = None if head["step"] is None else _is(int, head["step"])
+    save_id, generation = _is(str, head["save_id"]), _is(int, head["generation"])
+    sidecars, crcs = _sidecars(head), _file_crcs(head)
+    return Manifest(save_id, {}, files, step, generation, digest, metadata, sidecars=sidecars, file_crcs=crcs)
 
 
 def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, metadata: Node) -> Steps[Root]:
@@ -277,20 +254,7 @@ def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, me
             raise CorruptCheckpointError(
                 f"{row.fqn}: the manifest has boxes with another number of dimensions for it", fqn=row.fqn
             )
-    save_id, generation = _is(str, head["save_id"]), _is(int, head["generation"])
-    made = Manifest(
-        save_id,
-        {},
-        _files(head),
-        _step(head),
-        generation,
-        digest,
-        metadata,
-        ranks=len(parts),
-        sidecars=_sidecars(head),
-        file_crcs=_file_crcs(head),
-    )
-    return Root(made, shared, parts)
+    return Root(replace(_manifest(head, _files(head), digest, metadata), ranks=len(parts)), shared, parts)
 
 
 def _parse_row(line: list[Any], patterns: int, ranks: int, composite: bool) -> SharedRow:

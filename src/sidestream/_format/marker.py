@@ -228,7 +228,7 @@ def whole(found: Mapping[int, PartMarker | None]) -> Steps[list[PartMarker]]:
         f"the save {save_id!r} of {world} ranks, each by itself, is not whole: {'; '.join(problems)}",
         save_id=save_id,
         missing=missing,
-        others={rank: "" if found[rank] is None else _id_of(found[rank]) for rank in others},
+        others={rank: "" if (one := found[rank]) is None else one.save_id for rank in others},
     )
 
 
@@ -250,10 +250,6 @@ def _by_text(others: Mapping[int, str]) -> Steps[dict[str, list[int]]]:
         found.setdefault(text, []).append(rank)
         yield
     return dict(islice(found.items(), _SHOWN))
-
-
-def _id_of(one: PartMarker | None) -> str:
-    return "" if one is None else one.save_id
 
 
 def _description(one: PartMarker | None, save_id: str) -> str:

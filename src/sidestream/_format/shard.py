@@ -60,7 +60,7 @@ def seal_run(
         tail = payload + size
         crc = crc32(view[payload:tail])
         found.append(crc)
-        blank, (one, two) = frame.blank_trailer
+        blank, (one, two) = frame.blank, frame.crc_at
         before = at + frame.item_bytes
     if found:
         view[tail : before - base] = blank

@@ -4,7 +4,8 @@ far."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from .._runtime.steps import Steps
 from ..errors import CorruptCheckpointError, MissingExtraError, UnsupportedCheckpointError
@@ -71,11 +72,6 @@ class UnpackBudget:
         return content
 
 
-def require() -> None:
-    """Raise ``MissingExtraError`` unless there is a package that can decompress."""
-    _zstandard() or _pyzstd()
-
-
 def unpack(raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
     """Decompress zstd frames. The allocated memory grows with the decompressed content, not with what a header claims.
 
@@ -83,7 +79,7 @@ def unpack(raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
     ``MissingExtraError``.
     """
     window_bytes = max(_WINDOW_BYTES, min(most_bytes, _MOST_WINDOW_BYTES))
-    frames = _with_zstandard if _zstandard() else _with_pyzstd
+    frames, failure = require()
     content = bytearray()
     try:
         for piece in frames(raw, window_bytes):
@@ -93,7 +89,7 @@ def unpack(raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
                 raise CorruptCheckpointError(
                     f"malformed zstd: it expands to more than the {most_bytes} bytes that it may have"
                 )
-    except _errors() as error:
+    except failure as error:
         raise CorruptCheckpointError(f"malformed zstd: {ascii(str(error)[:200])[1:-1]}") from None
     return content
 
@@ -122,32 +118,18 @@ def _with_pyzstd(raw: bytes | bytearray, window_bytes: int) -> Iterator[bytes]:
         left = decompressor.unused_data
 
 
-def _zstandard() -> bool:
-    try:
-        import zstandard  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def _pyzstd() -> bool:
-    try:
-        import pyzstd  # noqa: F401
-    except ImportError:
-        raise MissingExtraError(
-            "the checkpoint is compressed with zstd, and neither zstandard nor pyzstd is installed: "
-            "pip install 'sidestream[zstd]'",
-            extra="zstd",
-        ) from None
-    return True
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    """Return the errors of the package in use."""
-    if _zstandard():
+def require() -> tuple[Callable[[bytes | bytearray, int], Iterator[bytes]], type[Exception]]:
+    """Return the decoder of an installed package, and the error that it raises. Raises ``MissingExtraError``."""
+    with suppress(ImportError):
         import zstandard
 
-        return (zstandard.ZstdError,)
-    import pyzstd
+        return _with_zstandard, zstandard.ZstdError
+    with suppress(ImportError):
+        import pyzstd
 
-    return (pyzstd.ZstdError,)
+        return _with_pyzstd, pyzstd.ZstdError
+    raise MissingExtraError(
+        "the checkpoint is compressed with zstd, and neither zstandard nor pyzstd is installed: "
+        "pip install 'sidestream[zstd]'",
+        extra="zstd",
+    )

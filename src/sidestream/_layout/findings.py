@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from .._runtime.steps import Steps
-from ..errors import DtypeMismatchError, MissingKeysError, StateMismatchError, UnexpectedKeysError, printable
+from ..errors import DtypeMismatchError, MissingKeysError, StateMismatchError, UnexpectedKeysError, listed
 from ..options import Tolerance
 from .names import Renamed, castable
 from .prefixes import prefix_hint
@@ -70,13 +70,9 @@ class Findings:
             return
         lines = [line for found in self.offenders.values() for line in found]
         kind = next(iter(self.offenders)) if len(self.offenders) == 1 else StateMismatchError
-        shown = [printable(line) for line in lines[:50]] + (
-            [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
-        )
-        text = "\n  ".join(shown)
         hint = (yield from prefix_hint(self.absent, targets(), saved)) if self.absent else ""
         raise kind(
-            f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {text}"
+            f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {listed(lines)}"
             + (f"\n  {hint}" if hint else ""),
             lines,
         )

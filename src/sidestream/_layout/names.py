@@ -16,7 +16,7 @@ from .._format.records import DictKey, Entries, Entry, Key, Manifest, Row, path_
 from .._runtime.steps import Steps, collected
 from .._runtime.torch_probes import dtype_from_name, dtype_name, view_key
 from .._staging import Captured, Composite
-from ..errors import InvalidOptionError, KeyCollisionError, MissingKeysError, UnsupportedTensorError, printable
+from ..errors import InvalidOptionError, KeyCollisionError, MissingKeysError, UnsupportedTensorError, listed
 from ..options import Dtypes, Names
 from .assemble import assemble
 from .flatten import CompositeLeaf, Leaf, StatefulRoot, leaves_of
@@ -64,7 +64,6 @@ def selected(names: Iterable[str], select: str | Collection[str] | None, url: st
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-_SHOWN = 50
 _FEW = 5
 
 
@@ -102,10 +101,7 @@ def new_names(
             collisions.append(f"{new}: the name of {', '.join(olds)}")
         yield
     if collisions:
-        shown = [printable(line) for line in collisions[:_SHOWN]]
-        more = [f"... and {len(collisions) - _SHOWN} more"] if len(collisions) > _SHOWN else []
-        text = "\n  ".join([*shown, *more])
-        raise KeyCollisionError(f"{url}: names= gives one name to several entries:\n  {text}")
+        raise KeyCollisionError(f"{url}: names= gives one name to several entries:\n  {listed(collisions)}")
     return found
 
 
@@ -341,7 +337,10 @@ def renamed_state(
             (new, renamed_path(leaf.path, leaf.fqn, new, nested=True)) for new, leaf in first.items()
         )
         paths = yield from consistent(dict(moved), url)
-        root = yield from assemble((path, _captured(first[new].value)) for new, path in paths.items())
+        values = ((path, first[new].value) for new, path in paths.items())
+        root = yield from assemble(
+            (path, one.composite if isinstance(one, CompositeLeaf) else one) for path, one in values
+        )
         leaves = first
     dtypes: dict[str, str] = {}
     for fqn, leaf in leaves.items():
@@ -350,10 +349,6 @@ def renamed_state(
             dtypes[fqn] = wanted
         yield
     return replace(captured, root=root, dtypes=dtypes)
-
-
-def _captured(value: object) -> object:
-    return value.composite if isinstance(value, CompositeLeaf) else value
 
 
 def _dtype(value: object) -> str | None:

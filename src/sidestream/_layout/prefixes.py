@@ -28,8 +28,6 @@ def prefix_hint(absent: Sequence[str], targets: Collection[str], saved: Collecti
     A prefix is at the same depth of every name: ``module.`` of ``model.module.weight``. The advice names the call of
     ``add_prefix`` or ``strip_prefix`` that makes the target fit, if there is one.
     """
-    if not absent:
-        return ""
     found = yield from _prefix(absent, saved)
     if found is not None:
         at, prefix = found

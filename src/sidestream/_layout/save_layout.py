@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -49,7 +49,16 @@ from .flatten import CompositeLeaf, Leaf, LeafKind, leaves_of
 from .structure import outline_of
 from .values import encode_value
 
-__all__ = ["SHARD_BYTES", "SavePlan", "converted_to", "plan_save", "shard_name", "window_bytes_for", "window_copies"]
+__all__ = [
+    "SHARD_BYTES",
+    "PlannedFiles",
+    "SavePlan",
+    "converted_to",
+    "plan_save",
+    "shard_name",
+    "window_bytes_for",
+    "window_copies",
+]
 
 SHARD_BYTES = 2 << 30
 """The most that a shard file holds, unless it holds one larger tensor."""
@@ -195,26 +204,19 @@ def _chunk(shape: tuple[int, ...], placed: Placed, file: str) -> Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class SavePlan:
-    """The plan of a save of one process. ``shards[i]`` is the layout of the file ``shard_name(i)``. ``images`` have the
-    copies, one image for each window of each shard, in this order.
+class PlannedFiles:
+    """The data files of one rank. ``shards[i]`` is the layout of the file ``shard_file(i)``. ``images`` have the
+    copies, one image for each window of each shard, in this order. ``values`` is the content of the file of plain
+    values (empty: no such file). ``nbytes`` is the size of all data files."""
 
-    ``values`` is the content of the file of plain values (empty: no such file). ``value_entries`` also has the
-    composite tensors. ``nbytes`` is the size of all data files.
-    """
-
-    description: _Description
+    rank: int
+    shards: tuple[ShardLayout, ...]
     images: tuple[ImageLayout, ...]
     values: bytes
-    value_entries: Mapping[str, ValueEntry | CompositeEntry]
 
-    def without_sources(self) -> SavePlan:
+    def without_sources(self) -> Self:
         """Return the plan without the copies, which refer to the sources."""
         return replace(self, images=())
-
-    @property
-    def shards(self) -> tuple[ShardLayout, ...]:
-        return self.description.shards
 
     @property
     def nbytes(self) -> int:
@@ -222,16 +224,24 @@ class SavePlan:
 
     @property
     def files(self) -> dict[str, int]:
-        files = {_VALUES_FILE: len(self.values)} if self.values else {}
-        files.update((shard_name(index), shard.nbytes) for index, shard in enumerate(self.shards))
+        files = {self.values_file: len(self.values)} if self.values else {}
+        files.update((self.shard_file(index), shard.nbytes) for index, shard in enumerate(self.shards))
         return files
 
     @property
     def values_file(self) -> str:
-        return _VALUES_FILE
+        return f"__{self.rank}_0.distcp"
 
     def shard_file(self, index: int) -> str:
-        return shard_name(index)
+        return f"__{self.rank}_{index + 1}.distcp"
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan(PlannedFiles):
+    """The plan of a save of one process. ``value_entries`` also has the composite tensors."""
+
+    description: _Description
+    value_entries: Mapping[str, ValueEntry | CompositeEntry]
 
     def named_tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """Yield FQN, dtype, shape and item of each plain tensor that is not part of another one. Items are numbered
@@ -289,7 +299,7 @@ def plan_save(
                 entries[fqn] = _place_value(fqn, path, value, content)
             yield
     images = yield from layout.images(plans, tensors)
-    return SavePlan(description, tuple(images), bytes(content), entries)
+    return SavePlan(_RANK, description.shards, tuple(images), bytes(content), description, entries)
 
 
 def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Steps[Sequence[Leaf]]:

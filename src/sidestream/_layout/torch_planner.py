@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from .._runtime.caller import calling_thread_state
 from ..errors import InvalidOptionError, PlannerError, SidestreamError, indented
 
-__all__ = ["Asked", "asked_load_planner", "asked_save_planner", "local_save_plan", "packed", "unpacked"]
+__all__ = ["Asked", "local_save_plan", "packed", "unpacked"]
 
 
 _ANSWERS: dict[str, tuple[type, ...]] = {
@@ -28,10 +28,13 @@ _ANSWERS: dict[str, tuple[type, ...]] = {
 
 class Asked:
     """A wrapper with the methods of ``planner``. Their exceptions become ``PlannerError``, except errors of
-    sidestream. They are called in worker threads, with the device and the modes of the thread that made the call."""
+    sidestream. They are called in worker threads, with the device and the modes of the thread that made the call.
+    Raises ``InvalidOptionError`` if ``planner`` is not of the class ``kind``."""
 
-    def __init__(self, planner: Any) -> None:
-        self.planner = planner
+    def __init__(self, planner: Any, kind: type) -> None:
+        if not isinstance(planner, kind):
+            raise InvalidOptionError(f"planner={planner!r} has to be a {kind.__name__} of torch.distributed.checkpoint")
+        self.planner: Any = planner
         self._thread_state = calling_thread_state()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -51,22 +54,6 @@ class Asked:
                 ) from error
 
         return ask
-
-
-def asked_save_planner(planner: Any) -> Asked:
-    """Wrap a save planner. Raises ``InvalidOptionError`` for another object."""
-    return _asked(planner, SavePlanner)
-
-
-def asked_load_planner(planner: Any) -> Asked:
-    """Wrap a load planner. Raises ``InvalidOptionError`` for another object."""
-    return _asked(planner, LoadPlanner)
-
-
-def _asked(planner: Any, kind: type) -> Asked:
-    if not isinstance(planner, kind):
-        raise InvalidOptionError(f"planner={planner!r} has to be a {kind.__name__} of torch.distributed.checkpoint")
-    return Asked(planner)
 
 
 def local_save_plan(asked: Asked, state: Any, url: str, *, first: bool) -> SavePlan:

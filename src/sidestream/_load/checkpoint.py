@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import ChainMap
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -490,20 +490,17 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             CorruptCheckpointError: Another checkpoint has taken the place of this one.
             StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
         """
-        with self._time_limit(), self._all_there():
+        with time_limit(Deadline.after(self._timeout_s)), self._all_there():
             async with aclosing(self._location.source()) as source:
                 report = await verify_manifest(source, self.url, self._manifest, progress)
             if not report.ok and await was_replaced(self._location, self._manifest):
                 raise replaced(self.url)
             return report
 
-    def _time_limit(self) -> AbstractContextManager[None]:
-        return time_limit(Deadline.after(self._timeout_s))
-
     @asynccontextmanager
     async def _files(self, call: ReadCall) -> AsyncIterator[_Files]:
         """Open the files of the checkpoint for one call, with its time limit. Raises ``CorruptCheckpointError``."""
-        with reading(call, self.url) as lifecycle, self._time_limit():
+        with reading(call, self.url) as lifecycle, time_limit(Deadline.after(self._timeout_s)):
             async with aclosing(self._location.source()) as source:
                 with self._all_there():
                     await check_not_replaced(source, self._location, self._manifest)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from .._format.records import Manifest, ValueEntry
 from .._format.shared import RankPart, Root, join
@@ -17,12 +17,10 @@ from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
 from .._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
 from .._storage import Location, RangeSource
-from ..errors import InvalidOptionError, SidestreamError, StorageNotSharedError, UnexpectedKeysError, printable
+from ..errors import InvalidOptionError, SidestreamError, StorageNotSharedError, UnexpectedKeysError, listed
 from .open.manifest import open_root, read_parts
 
 __all__ = ["ManifestOutline", "agree_on", "one_checkpoint", "open_outline"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +187,4 @@ def _check_unexpected(manifest: Manifest, received: Sequence[Mapping[str, Any]])
             for position, fqn in enumerate(manifest.entries)
             if rest >> position & 1
         ]
-        shown = [printable(line) for line in lines[:50]] + (
-            [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
-        )
-        text = "\n  ".join(shown)
-        raise UnexpectedKeysError(f"the target does not fit the checkpoint (nothing was changed):\n  {text}")
+        raise UnexpectedKeysError(f"the target does not fit the checkpoint (nothing was changed):\n  {listed(lines)}")

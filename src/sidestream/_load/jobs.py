@@ -243,8 +243,7 @@ class Batches(Generic[T]):
         jobs = Jobs(batches, self._work, self.progress)
         self._files = self.source.files(jobs.waiting)
         if self._files is None:
-            queue = iter(batches)
-            await in_parallel(lambda: self._request(queue))
+            await in_parallel(batches, self._request)
             return
         try:
             await jobs.run()
@@ -259,15 +258,11 @@ class Batches(Generic[T]):
         self.scratch.give_back(reads.scratch)
         return reads.nbytes
 
-    def _reads(self, batch: T) -> Reads:
-        return self.reads(batch, self.scratch, None)
-
-    async def _request(self, queue: Iterator[T]) -> None:
-        for batch in queue:
-            reads = await io_threads().run(self._reads, batch)
-            with self.noting(batch):
-                await self.source.read(reads.file, reads.ranges)
-            self.scratch.give_back(reads.scratch)
-            self.nbytes += reads.nbytes
-            if self.progress is not None:
-                self.progress(self.nbytes)
+    async def _request(self, batch: T) -> None:
+        reads = await io_threads().run(self.reads, batch, self.scratch, None)
+        with self.noting(batch):
+            await self.source.read(reads.file, reads.ranges)
+        self.scratch.give_back(reads.scratch)
+        self.nbytes += reads.nbytes
+        if self.progress is not None:
+            self.progress(self.nbytes)

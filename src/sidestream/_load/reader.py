@@ -106,7 +106,7 @@ class Reader:
         When this raises, no thread writes into a target any more. The exception is a thread that hangs in a system
         call, which may still fill the memory of that call.
         """
-        targets = await io_threads().run(_by_fqn, wanted)
+        targets = await io_threads().run(lambda: dict(gathered((one.fqn, one) for one in wanted)))
         packed = [] if own else await io_threads().run(_packed, targets)
         foreign = None if own else located or await self._locate(targets)
         verified = self.verify == "always"
@@ -114,8 +114,7 @@ class Reader:
         total += sum(chunk.item_bytes for _, chunk in packed)
         self._tell(total)
         await self._read_batches(planned, targets, total)
-        items = iter(packed)
-        await in_parallel(lambda: self._work_packed(items, total))
+        await in_parallel(packed, lambda item: self._read_packed(*item, total))
         await io_threads().run(self._finish, planned, targets, wanted)
 
     def _finish(self, planned: list[_Batch], targets: dict[str, Wanted], wanted: list[Wanted]) -> None:
@@ -136,7 +135,7 @@ class Reader:
         if isinstance(batch, StraightBatch):
             ranges, memory = straight_reads(batch, self.straight.tensors, self.verify, self.touched, scratch, stop)
             return Reads(batch.file, ranges, batch.nbytes, memory)
-        buffers = _buffers(batch, targets, scratch)
+        views, memory = _buffers(batch, targets, scratch)
         self.touched.update([one.fqn for one in batch.ranges if isinstance(one.into, Direct)])
         ranges = [
             ReadRange(
@@ -145,9 +144,9 @@ class Reader:
                 partial(self._arrived, one, buffer, targets[one.fqn]),
                 Check(one) if self.verify == "always" else None,
             )
-            for one, buffer in zip(batch.ranges, buffers.views, strict=True)
+            for one, buffer in zip(batch.ranges, views, strict=True)
         ]
-        return Reads(batch.file, ranges, batch.nbytes, buffers.scratch)
+        return Reads(batch.file, ranges, batch.nbytes, memory)
 
     def _tell(self, total: int) -> None:
         if self.progress is not None:
@@ -164,12 +163,11 @@ class Reader:
             self.touched.add(one.fqn)
             _place(one, buffer, wanted.entry, wanted.target, self.streams)
 
-    async def _work_packed(self, queue: Iterator[tuple[Wanted, Chunk]], total: int) -> None:
-        for one, chunk in queue:
-            raw = await read_item(self.source, chunk)
-            await io_threads().run(self._finish_packed, one, chunk, raw)
-            self.nbytes += len(raw)
-            self._tell(total)
+    async def _read_packed(self, one: Wanted, chunk: Chunk, total: int) -> None:
+        raw = await read_item(self.source, chunk)
+        await io_threads().run(self._finish_packed, one, chunk, raw)
+        self.nbytes += len(raw)
+        self._tell(total)
 
     def _finish_packed(self, one: Wanted, chunk: Chunk, raw: bytearray) -> None:
         """Check a compressed item, which contains one chunk as a whole, and put its elements into their places. Called
@@ -186,18 +184,11 @@ class Reader:
 
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Return the places of the payloads of another writer. Only the zips of the items contain them."""
-        located, errors = await locate(self.source, await io_threads().run(_entries, targets))
+        entries = await io_threads().run(lambda: dict(gathered((fqn, one.entry) for fqn, one in targets.items())))
+        located, errors = await locate(self.source, entries)
         for error in errors.values():
             raise error
         return located
-
-
-def _entries(targets: Mapping[str, Wanted]) -> dict[str, TensorEntry]:
-    return dict(gathered((fqn, one.entry) for fqn, one in targets.items()))
-
-
-def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
-    return dict(gathered((one.fqn, one) for one in wanted))
 
 
 @sliced
@@ -231,15 +222,9 @@ def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """The views into which the ranges of a batch are read, and the scratch memory behind some of these views."""
+def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: Scratch) -> tuple[list[memoryview], Memory | None]:
+    """Return the views into which the ranges of a batch are read, and the scratch memory behind some of these views."""
 
-    views: list[memoryview]
-    scratch: Memory | None
-
-
-def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: Scratch) -> _Buffers:
     def aside(one: Range) -> bool:
         return not isinstance(one.into, Direct) or targets[one.fqn].target is None
 
@@ -255,7 +240,7 @@ def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: Scratch) -> _
             assert memory is not None
             views.append(memoryview(memory)[position : position + one.nbytes])
             position += _aligned(one.nbytes)
-    return _Buffers(views, memory)
+    return views, memory
 
 
 def _aligned(nbytes: int) -> int:

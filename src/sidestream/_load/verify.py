@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from .._format.checksum import DigestCheck, digest_check
 from .._format.dcp.metadata import read_dcp_description
@@ -78,8 +78,6 @@ from .open.manifest import open_manifest
 from .operation import LoadLifecycle, reading
 
 __all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
-
-T = TypeVar("T")
 
 _RUN_PIECES = 256
 
@@ -315,7 +313,7 @@ class Verification:
         await self._check_items(await io_threads().run(self._whole_items))
 
     async def _check_items(self, whole: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]) -> None:
-        await self._in_parallel(whole, lambda item: self._check_whole(*item))
+        await in_parallel(whole, lambda item: self._check_whole(*item))
         for fqn, chunk in self._opaque:
             with self._noting(fqn):
                 await check_opaque_item(self.source, fqn, chunk)
@@ -492,15 +490,6 @@ class Verification:
         self.done_bytes += nbytes
         if self.progress is not None:
             run_in_calling_thread(self.progress, self.done_bytes, self.total_bytes)
-
-    async def _in_parallel(self, items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, None]]) -> None:
-        queue = iter(items)
-
-        async def worker() -> None:
-            for item in queue:
-                await work(item)
-
-        await in_parallel(worker)
 
 
 class _Noting:

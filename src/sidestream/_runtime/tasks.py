@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 import anyio
 
@@ -24,6 +24,8 @@ __all__ = [
     "supervise",
     "wait_for_supervised",
 ]
+
+T = TypeVar("T")
 
 
 _WORKERS = 4
@@ -142,12 +144,18 @@ def _begin(work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
     return task
 
 
-async def in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run ``work`` in several tasks, which share a queue. Raises the ``first_error`` of their errors."""
+async def in_parallel(items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, None]]) -> None:
+    """Run ``work`` for each of ``items``, in several tasks. Raises the ``first_error`` of their errors."""
+    queue = iter(items)
+
+    async def worker() -> None:
+        for item in queue:
+            await work(item)
+
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(_WORKERS):
-                group.create_task(work())
+                group.create_task(worker())
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .._format.checksum import crc32, join_blocks, unpack_crcs
-from .._format.dcp.write import Described, describe, described, places_of_chunks, places_of_values, shared_metadata
+from .._format.dcp.write import Described, describe, described, metadata_end, places_of_chunks, places_of_values
 from .._format.manifest import metadata_line, root_body, write_root
 from .._format.marker import METADATA_NAME, Marker, manifest_name
 from .._format.records import Chunk, Manifest, TensorEntry
@@ -460,7 +460,7 @@ class AgreedLayout:
         return {
             **sidecar_files(self._order),
             manifest_name(about.save_id): [raw],
-            METADATA_NAME: list(shared_metadata(agreement.head, places, marker)),
+            METADATA_NAME: [agreement.head, *places, *metadata_end(marker)],
         }
 
 

@@ -47,10 +47,10 @@ __all__ = [
     "describe",
     "described",
     "index_of",
+    "metadata_end",
     "metadata_of",
     "places_of_chunks",
     "places_of_values",
-    "shared_metadata",
 ]
 
 
@@ -85,22 +85,23 @@ class MetadataHead:
     def __init__(self, dtypes: Iterable[str]) -> None:
         # Only dtypes in use are named, so that a version of torch without one of the others reads the file.
         names = sorted(set(map(written_dtype, dtypes)))
-        self._dtypes = {name: b"h%c" % (NAMES.first_dtype + index) for index, name in enumerate(names)}
+        self.dtypes = {name: b"h%c" % (NAMES.first_dtype + index) for index, name in enumerate(names)}
         begin = NAMES.metadata + _NEW + b"}(" + p.text("state_dict_metadata") + b"}("
         self._entries = [b"\x80\x04", prelude(names), begin]
         self._paths = [b"u" + p.text("planner_data") + b"}("]
 
     def add(self, fqn: str, entry: Entry) -> None:
         """Add an entry. Entries are added in their order."""
-        if isinstance(entry, EmptyEntry | CompositeEntry):
-            return
-        name = p.text(fqn)
         if isinstance(entry, TensorEntry):
             boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
-            self._entries.append(name + _tensor(self._dtypes[written_dtype(entry.dtype)], entry.shape, boxes))
-        else:
-            self._entries.append(name + NAMES.value + _NEW)
-        self._paths.append(name + p.tuple_of(*map(path_item, entry.path)))
+            self.put(fqn, entry.path, _tensor(self.dtypes[written_dtype(entry.dtype)], entry.shape, boxes))
+        elif not isinstance(entry, EmptyEntry | CompositeEntry):
+            self.put(fqn, entry.path, NAMES.value + _NEW)
+
+    def put(self, fqn: str, path: tuple[Key, ...], described: bytes) -> None:
+        name = p.text(fqn)
+        self._entries.append(name + described)
+        self._paths.append(name + p.tuple_of(*map(path_item, path)))
 
     def pieces(self) -> list[bytes]:
         return [*self._entries, *self._paths, b"u" + p.text("storage_data") + b"}("]
@@ -352,11 +353,9 @@ def _base64(raw: bytes | bytearray) -> bytes:
 
 def described(shared: Shared) -> Steps[bytes]:
     """Return the beginning of the file, up to the places. It is the same in every save of one plan."""
-    names = sorted({written_dtype(row.dtype) for row in shared.rows if row.kind == "tensor"})
-    dtypes = {name: b"h%c" % (NAMES.first_dtype + index) for index, name in enumerate(names)}
-    first = NAMES.first_dtype + len(names)  # the memo index of the first list of chunks
+    head = MetadataHead(row.dtype for row in shared.rows if row.kind == "tensor")
+    first = NAMES.first_dtype + len(head.dtypes)  # the memo index of the first list of chunks
     known: dict[int, int] = {}
-    out = [b"\x80\x04", prelude(names), NAMES.metadata, b")\x81}(", p.text("state_dict_metadata"), b"}("]
     for row in shared.rows:
         yield
         if row.kind == "tensor":
@@ -366,16 +365,10 @@ def described(shared: Shared) -> Steps[bytes]:
                 known[row.pattern] = first + len(known)
                 boxes = (chunk_at(one.offsets, one.sizes) for one in shared.patterns[row.pattern])
                 chunks = p.list_of((yield from collected(boxes))) + _MEMOIZE
-            out.append(p.text(row.fqn) + tensor_of(dtypes[written_dtype(row.dtype)], row.shape, chunks))
-        elif row.kind == "value":
-            out.append(p.text(row.fqn) + NAMES.value + b")\x81")
-    out += [b"u", p.text("planner_data"), b"}("]
-    for row in shared.rows:
-        yield
-        if row.kind in ("tensor", "value"):  # DCP knows no others
-            out.append(p.text(row.fqn) + p.tuple_of(*map(path_item, row.path)))
-    out += [b"u", p.text("storage_data"), b"}("]
-    return b"".join(out)
+            head.put(row.fqn, row.path, tensor_of(head.dtypes[written_dtype(row.dtype)], row.shape, chunks))
+        elif row.kind == "value":  # DCP knows no others
+            head.put(row.fqn, row.path, NAMES.value + _NEW)
+    return b"".join(head.pieces())
 
 
 def places_of_chunks(chunks: Iterable[tuple[str, Chunk]]) -> Steps[bytes]:
@@ -392,11 +385,3 @@ def places_of_values(values: Iterable[tuple[str, str, int, int]]) -> bytes:
     return b"".join(
         index_of(p.text(fqn), None, None) + info_of(file, offset, nbytes) for fqn, file, offset, nbytes in values
     )
-
-
-def shared_metadata(head: bytes, places: Sequence[bytes], marker: Marker) -> Iterator[bytes]:
-    """Yield the file in pieces. ``head`` is the result of ``described``."""
-    yield head
-    yield from places
-    yield b"u" + p.text("storage_meta") + p.NONE + p.text("version") + p.text("1.0.0")
-    yield marker_attribute(marker)

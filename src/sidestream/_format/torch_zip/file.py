@@ -16,9 +16,9 @@ from zlib import crc32
 
 from ..._runtime.steps import Steps, at_once
 from ...errors import CorruptCheckpointError, KeyCollisionError, UnsafeObjectError, UnsupportedCheckpointError
-from ..pickles.machine import Global, Limits, Pairs, PickledCall
+from ..frame import CRC_FOLLOWS, DOS_DATE, MAX_32, end_of_directory
 from ..pickles.tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, StoredTensor, read_tensor
-from ..pickles.unpickle import decode
+from ..pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
 from ..pickles.values import VALUE_GLOBALS, ValueBudget, node_of, value_globals
 from ..records import DictKey, Key, Node, itemsize
 from .legacy import LegacyFile, read_legacy
@@ -328,9 +328,6 @@ def _holds(value: object) -> bool:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 _ALIGN_BYTES = 64
-_DOS_DATE = 0x21
-_CRC_FOLLOWS = 0x08
-_MAX_32 = 0xFFFFFFFF
 _PADDING = 0x4246  # the extra field that torch also uses for padding
 
 
@@ -343,7 +340,7 @@ class _Record:
 
     @property
     def zip64(self) -> bool:
-        return self.nbytes >= _MAX_32
+        return self.nbytes >= MAX_32
 
     def header(self) -> bytes:
         """Return the local header, padded so that the payload begins at a multiple of 64 bytes."""
@@ -351,20 +348,20 @@ class _Record:
         bare = self.offset + 30 + len(self.name) + len(extra) + 4
         padding = -bare % _ALIGN_BYTES
         extra += struct.pack("<HH", _PADDING, padding) + bytes(padding)
-        size = _MAX_32 if self.zip64 else 0 if self.crc is None else self.nbytes
-        flags = _CRC_FOLLOWS if self.crc is None else 0
-        fixed = (b"PK\x03\x04", 45 if self.zip64 else 20, flags, 0, 0, _DOS_DATE, self.crc or 0, size, size)
+        size = MAX_32 if self.zip64 else 0 if self.crc is None else self.nbytes
+        flags = CRC_FOLLOWS if self.crc is None else 0
+        fixed = (b"PK\x03\x04", 45 if self.zip64 else 20, flags, 0, 0, DOS_DATE, self.crc or 0, size, size)
         return struct.pack("<4sHHHHHIIIHH", *fixed, len(self.name), len(extra)) + self.name + extra
 
     def descriptor(self, crc: int) -> bytes:
         return struct.pack("<4sIQQ" if self.zip64 else "<4sIII", b"PK\x07\x08", crc, self.nbytes, self.nbytes)
 
     def directory_entry(self, crc: int) -> bytes:
-        large = [field for field in (self.nbytes, self.nbytes, self.offset) if field >= _MAX_32]
+        large = [field for field in (self.nbytes, self.nbytes, self.offset) if field >= MAX_32]
         extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-        size, offset = min(self.nbytes, _MAX_32), min(self.offset, _MAX_32)
-        flags = _CRC_FOLLOWS if self.crc is None else 0
-        fixed = (b"PK\x01\x02", 45, 45 if large else 20, flags, 0, 0, _DOS_DATE, crc, size, size)
+        size, offset = min(self.nbytes, MAX_32), min(self.offset, MAX_32)
+        flags = CRC_FOLLOWS if self.crc is None else 0
+        fixed = (b"PK\x01\x02", 45, 45 if large else 20, flags, 0, 0, DOS_DATE, crc, size, size)
         rest = (len(self.name), len(extra), 0, 0, 0, 0, offset)
         return struct.pack("<4sHHHHHHIIIHHHHHII", *fixed, *rest) + self.name + extra
 
@@ -384,31 +381,24 @@ class TorchArchive:
         small = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
         small += [(f"data/{len(sizes) + number}", raw) for number, raw in enumerate(storages)]
         for name, raw in small:
-            record = self._start(name, len(raw), crc32(raw))
-            self._add(record.header() + raw)
+            content = self._start(name, len(raw), crc32(raw)).header() + raw
+            self._add(len(content), content)
         for number, nbytes in enumerate(sizes):
             record = self._start(f"data/{number}", nbytes, None)
-            self._add(record.header())
-            self.pieces.append((self.nbytes, number))
-            self.nbytes += nbytes
-            self._late(len(record.descriptor(0)), self._descriptor(number, record))
-        self._late(len(self._end({}, self.nbytes)), lambda crcs, at=self.nbytes: self._end(crcs, at))  # type: ignore[misc]
+            header = record.header()
+            self._add(len(header), header)
+            self._add(nbytes, number)
+            self._add(len(record.descriptor(0)), lambda crcs, n=number, of=record: of.descriptor(crcs.get(n, 0)))  # type: ignore[misc]
+        self._add(len(self._end({}, self.nbytes)), lambda crcs, at=self.nbytes: self._end(crcs, at))  # type: ignore[misc]
 
     def _start(self, name: str, nbytes: int, crc: int | None) -> _Record:
         record = _Record(f"archive/{name}".encode(), nbytes, self.nbytes, crc)
         self._records.append(record)
         return record
 
-    def _add(self, content: bytes) -> None:
-        self.pieces.append((self.nbytes, content))
-        self.nbytes += len(content)
-
-    def _late(self, nbytes: int, content: Callable[[Mapping[int, int]], bytes]) -> None:
+    def _add(self, nbytes: int, content: bytes | int | Callable[[Mapping[int, int]], bytes]) -> None:
         self.pieces.append((self.nbytes, content))
         self.nbytes += nbytes
-
-    def _descriptor(self, number: int, record: _Record) -> Callable[[Mapping[int, int]], bytes]:
-        return lambda crcs: record.descriptor(crcs.get(number, 0))
 
     def _end(self, crcs: Mapping[int, int], at: int) -> bytes:
         first = sum(record.crc is not None for record in self._records)
@@ -416,12 +406,4 @@ class TorchArchive:
             record.directory_entry(crcs.get(number - first, 0) if record.crc is None else record.crc)
             for number, record in enumerate(self._records)
         )
-        count, nbytes = len(self._records), len(directory)
-        end = b""
-        if at >= _MAX_32 or count >= 0xFFFF:
-            end = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, nbytes, at)
-            end += struct.pack("<4sIQI", b"PK\x06\x07", 0, at + nbytes, 1)
-        shown = min(count, 0xFFFF)
-        return (
-            directory + end + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, shown, shown, nbytes, min(at, _MAX_32), 0)
-        )
+        return directory + end_of_directory(len(self._records), len(directory), at)

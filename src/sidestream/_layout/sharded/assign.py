@@ -328,11 +328,8 @@ def _share(
         take = 0 if n >= count else rows * (n + 1) // count - rows * n // count
         table = work.table_of[holder.rank]
         item = _base(work, holder.rank, table)[rows_in[table]] + holder.ordinal
-        if count == 1:
-            if n:
-                work.pieces[holder.rank][item] = (0, 0)
-            else:
-                result.append(PlacedBox(holder.rank, *box))
+        if count == 1 and not n:
+            result.append(PlacedBox(holder.rank, *box))
         elif take:
             work.pieces[holder.rank][item] = (first, take)
             offsets, sizes = box

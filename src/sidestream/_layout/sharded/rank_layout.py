@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import view_key
 from ..._staging import Composite, ImageLayout, PlanCache
 from ...errors import InvalidOptionError
-from ..save_layout import SHARD_BYTES, converted_to, window_bytes_for, window_copies
+from ..save_layout import SHARD_BYTES, PlannedFiles, converted_to, window_bytes_for, window_copies
 from ..values import encode_value
 from .assign import Assignment
 from .rank_table import Box, LocalTable
@@ -73,39 +73,12 @@ class RankLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlan:
-    """The plan for the files of one rank, like ``SavePlan``."""
+class RankPlan(PlannedFiles):
+    """The plan of one rank, like ``SavePlan``."""
 
-    rank: int
     layout: RankLayout
-    images: tuple[ImageLayout, ...]
-    values: bytes
     value_places: tuple[tuple[int, str, int, int, Node], ...]
     """Row among the rows of all ranks, FQN, offset, length, node."""
-
-    @property
-    def shards(self) -> tuple[ShardLayout, ...]:
-        return self.layout.shards
-
-    def without_sources(self) -> RankPlan:
-        return replace(self, images=())
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.values) + sum(shard.nbytes for shard in self.shards)
-
-    @property
-    def files(self) -> dict[str, int]:
-        files = {self.values_file: len(self.values)} if self.values else {}
-        files.update((self.shard_file(index), shard.nbytes) for index, shard in enumerate(self.shards))
-        return files
-
-    @property
-    def values_file(self) -> str:
-        return f"__{self.rank}_0.distcp"
-
-    def shard_file(self, index: int) -> str:
-        return f"__{self.rank}_{index + 1}.distcp"
 
     def chunks(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Iterator[tuple[int, str, Chunk]]:
         """Yield row among the rows of all ranks, FQN and chunk. ``sums`` has the checksums of each shard, and ``names``
@@ -169,7 +142,7 @@ def lay_out_rank(
         places.append((row, table.held.rows[number].fqn, len(raw), len(item), node))
         raw += item
     images = yield from _images(layout, tensors)
-    return RankPlan(rank, layout, tuple(images), bytes(raw), tuple(places))
+    return RankPlan(rank, layout.shards, tuple(images), bytes(raw), layout, tuple(places))
 
 
 def _tensor(source: torch.Tensor, piece: _Source) -> torch.Tensor:

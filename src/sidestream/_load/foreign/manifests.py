@@ -81,14 +81,12 @@ async def read_part_markers(source: RangeSource, names: Mapping[str, int]) -> di
     Raises ``CorruptCheckpointError``."""
     ranks = await io_threads().run_sliced(ranks_among, names)
     found: dict[int, PartMarker | None] = dict.fromkeys(ranks)
-    queue = iter(ranks)
 
-    async def work() -> None:
-        for rank in queue:
-            tail = await source.read_tail(part_metadata_name(rank), TAIL_BYTES)
-            found[rank] = find_part_marker(tail, rank)
+    async def read(rank: int) -> None:
+        tail = await source.read_tail(part_metadata_name(rank), TAIL_BYTES)
+        found[rank] = find_part_marker(tail, rank)
 
-    await in_parallel(work)
+    await in_parallel(ranks, read)
     return found
 
 
@@ -117,13 +115,11 @@ async def read_apart(
     ``IncompleteCheckpointError`` and ``CorruptCheckpointError``."""
     found = await io_threads().run_sliced(whole, markers)
     read: dict[int, Manifest] = {}
-    queue = iter(found)
 
-    async def work() -> None:
-        for marker in queue:
-            read[marker.rank] = await read_part(source, sizes, marker)
+    async def work(marker: PartMarker) -> None:
+        read[marker.rank] = await read_part(source, sizes, marker)
 
-    await in_parallel(work)
+    await in_parallel(found, work)
     parts = [read[marker.rank] for marker in found]
     manifest, replicas, files = await io_threads().run(_merged, parts)
     for replica in replicas:
@@ -204,7 +200,6 @@ _ONE_OF_MANY = re.compile(rf"(?!shard-)(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape
 MOST_MANIFEST_BYTES = 1 << 32
 MOST_METADATA_BYTES = 1 << 30
 MOST_JSON_BYTES = 100_000_000
-_PIECE_BYTES = 16 << 20
 _PAGE_BYTES = 4096
 _EMPTY_PAGE = bytes(_PAGE_BYTES)
 _MOST_EMPTY_PAGES = 4096
@@ -341,13 +336,6 @@ def _wanted(stem: str, count: str) -> Iterator[str]:
     return (f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in yielding_gil(range(1, int(count) + 1)))
 
 
-async def read_safetensors_file(source: RangeSource, file: str, sizes: Mapping[str, int]) -> Manifest:
-    """Return the manifest of one safetensors file. It is not validated yet."""
-    header = await _read_header(source, file, 0, sizes[file])
-    manifest = await io_threads().run_sliced(manifest_of_headers, {file: header}, None)
-    return replace(manifest, files={file: sizes[file]})
-
-
 async def _read_header(source: RangeSource, file: str, start: int, file_bytes: int) -> Header:
     prefix = bytearray(PREFIX_BYTES)
     begin = start + PREFIX_BYTES
@@ -400,9 +388,9 @@ async def read_file(source: RangeSource, file: str, nbytes: int, *, most_bytes: 
     if nbytes > most_bytes:
         raise CorruptCheckpointError(f"{name} has {nbytes} bytes, more than the limit of {most_bytes}", file=name)
     content = _Content(name)
-    for start in range(0, nbytes, _PIECE_BYTES):
+    for start in range(0, nbytes, PIECE_BYTES):
         with allocating(f"reading {name}"):
-            piece = bytearray(min(_PIECE_BYTES, nbytes - start))
+            piece = bytearray(min(PIECE_BYTES, nbytes - start))
         read = ReadRange(start, memoryview(piece), partial(content.take, piece))
         await source.read(file, [read])
     return content.raw
@@ -444,7 +432,9 @@ async def read_file_manifest(source: RangeSource, name: str, nbytes: int) -> Man
 
     Raises ``CorruptCheckpointError``, ``UnsafeObjectError``, ``UnsupportedCheckpointError``, ``KeyCollisionError``."""
     if name.endswith(SUFFIX):
-        return await read_safetensors_file(source, name, {name: nbytes})
+        header = await _read_header(source, name, 0, nbytes)
+        manifest = await io_threads().run_sliced(manifest_of_headers, {name: header}, None)
+        return replace(manifest, files={name: nbytes})
     reader = SourceFile(source, name, nbytes)
 
     def read(file: BinaryIO) -> Manifest:

@@ -29,7 +29,7 @@ from ..foreign.manifests import (
     read_foreign_manifest,
     read_part_markers,
 )
-from .steps import Step, about, committed_marker, newest_committed, own_manifest_among, read_marker, steps_among
+from .steps import Step, committed_marker, newest_committed, own_manifest_among, read_marker, steps_among
 
 __all__ = [
     "all_there",
@@ -220,7 +220,7 @@ async def _read_single(source: RangeSource, location: Location) -> Manifest:
             f"{what or _INTERRUPTED}"
         ) from error
     except SidestreamError as error:
-        raise about(error, url) from error
+        raise error.within(url) from error
     return manifest
 
 
@@ -292,7 +292,7 @@ async def read_root(
             f"no committed checkpoint at {url}: {_lacking(error)}. {what or _INTERRUPTED}"
         ) from error
     except CorruptCheckpointError as error:
-        raise about(error, url) from error
+        raise error.within(url) from error
     with _naming(url):
         if marker is None:
             ours = await io_threads().run(own_manifest_among, sizes)
@@ -354,7 +354,7 @@ def _naming(url: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CorruptCheckpointError(f"{url}: {error.filename} is missing") from error
     except SidestreamError as error:
-        raise about(error, url) from error
+        raise error.within(url) from error
 
 
 async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
@@ -366,7 +366,7 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"no committed checkpoint at {url}: there is no {METADATA_NAME}") from error
     except CorruptCheckpointError as error:
-        raise about(error, url) from error
+        raise error.within(url) from error
     if marker is None:
         raise UnsupportedCheckpointError(
             f"{url} was written by another writer, and a server without listings does not say which files it has: copy "

@@ -6,17 +6,15 @@ import errno
 from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, is_complete
 from ..._runtime.threads import gathered, io_threads, yielding_gil
 from ..._storage import LocalStore, RangeSource, Store, is_unfinished, parse_step
-from ...errors import CorruptCheckpointError, IncompleteCheckpointError, SidestreamError
+from ...errors import CorruptCheckpointError, IncompleteCheckpointError
 from ..foreign.manifests import is_whole
 
 __all__ = [
     "Step",
-    "about",
     "committed_marker",
     "look_at",
     "newest_committed",
@@ -24,8 +22,6 @@ __all__ = [
     "read_marker",
     "steps_among",
 ]
-
-E = TypeVar("E", bound=SidestreamError)
 
 _FEW_NAMES = 256
 _MOST_LOOKED_AT = 8
@@ -53,19 +49,18 @@ async def read_marker(source: RangeSource) -> Marker | None:
     return find_marker(await source.read_tail(METADATA_NAME, TAIL_BYTES))
 
 
-async def committed_marker(source: RangeSource, store: Store, names: Iterable[str] | None = None) -> Marker | None:
+async def committed_marker(source: RangeSource, store: Store) -> Marker | None:
     """Do ``read_marker``, also for saves that create the marker in place. If such a marker lacks its last bytes, raise
-    ``FileNotFoundError``: its save is committing at this moment, or has died in the commit. ``names`` are the names of
-    the files in the directory, if they are known."""
+    ``FileNotFoundError``: its save is committing at this moment, or has died in the commit."""
     try:
         marker = await read_marker(source)
         if marker is not None or not isinstance(store, LocalStore):
             return marker
     except CorruptCheckpointError:
-        if not isinstance(store, LocalStore) or not await _is_marked_in_place(source, names):
+        if not isinstance(store, LocalStore) or not await _is_marked_in_place(source):
             raise
     else:
-        if not await _is_marked_in_place(source, names):
+        if not await _is_marked_in_place(source):
             return None
     tail = await source.read_tail(METADATA_NAME, TAIL_BYTES)
     if not is_complete(tail):
@@ -73,9 +68,8 @@ async def committed_marker(source: RangeSource, store: Store, names: Iterable[st
     return find_marker(tail)
 
 
-async def _is_marked_in_place(source: RangeSource, names: Iterable[str] | None) -> bool:
-    found = await source.sizes() if names is None else names
-    return await io_threads().run(is_unfinished, found)
+async def _is_marked_in_place(source: RangeSource) -> bool:
+    return await io_threads().run(is_unfinished, await source.sizes())
 
 
 async def look_at(store: Store, found: Step) -> Step | None:
@@ -95,7 +89,7 @@ async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | Non
         marker = None
         missing = True
     except CorruptCheckpointError as damage:
-        return replace(found, damage=about(damage, found.name))
+        return replace(found, damage=damage.within(found.name))
     else:
         missing = False
     if marker is None:
@@ -117,7 +111,7 @@ async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | Non
         except IncompleteCheckpointError:
             return None
         except CorruptCheckpointError as damage:
-            return replace(found, damage=about(damage, found.name))
+            return replace(found, damage=damage.within(found.name))
     if (marker.step, marker.generation) != found.order:
         return replace(
             found, damage=CorruptCheckpointError(f"{found.name}: its marker says step {marker.step}; was it renamed?")
@@ -145,8 +139,3 @@ def steps_among(names: Iterable[str]) -> list[Step]:
 def own_manifest_among(names: Iterable[str]) -> str | None:
     """Return the first name of a manifest, which only sidestream writes; None if there is none."""
     return next((name for name in yielding_gil(names) if name.startswith("manifest-")), None)
-
-
-def about(error: E, url: str) -> E:
-    """Return ``error`` after adding ``url`` at the beginning of its message."""
-    return error.within(url)

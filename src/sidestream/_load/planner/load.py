@@ -43,7 +43,7 @@ from ..._format.transforms import unpack
 from ..._group import Operation
 from ..._layout.names import castable
 from ..._layout.ranges import Box
-from ..._layout.torch_planner import Asked, asked_load_planner, packed, unpacked
+from ..._layout.torch_planner import Asked, packed, unpacked
 from ..._layout.values import Allowed, decode_value
 from ..._runtime.caller import run_in_calling_thread
 from ..._runtime.state_dict_calls import FoundObject, call_state_dict, in_order, key_order, monitored
@@ -309,7 +309,7 @@ class PlannerTarget:
             raise InvalidOptionError(
                 "a planner is given the keys of the state in order, and these cannot be compared"
             ) from None
-        self._planner = asked_load_planner(self.request.options.planner)
+        self._planner = Asked(self.request.options.planner, LoadPlanner)
         answers = {id(one.instance): call_state_dict(one) for one in self._objects()}
         self._state_dict = {key: answers.get(id(self.state[key]), self.state[key]) for key in keys}
 

@@ -11,9 +11,10 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..._layout.torch_planner import Asked, asked_save_planner
+from ..._layout.torch_planner import Asked
 from ..._layout.values import encode_metadata
 from ..._runtime.tasks import running_loop
 from ..._runtime.threads import Deadline, Stop, result_of
@@ -94,7 +95,7 @@ def start_planned(
     """Launch the copies of a save that ``planner`` plans.
 
     Raises ``InvalidOptionError`` if ``planner`` is not a planner, and for options that cannot be used with one."""
-    asked = asked_save_planner(planner)
+    asked = Asked(planner, SavePlanner)
     _check(order)
     url, operation, part, layout = order.location.url, order.operation, order.part, PlannerLayout(order)
     if operation is not None:
