@@ -258,8 +258,11 @@ class Batches(Generic[T]):
         self.scratch.give_back(reads.scratch)
         return reads.nbytes
 
+    def _reads(self, batch: T) -> Reads:  # errors show the name of what a thread runs, and a partial has none
+        return self.reads(batch, self.scratch, None)
+
     async def _request(self, batch: T) -> None:
-        reads = await io_threads().run(self.reads, batch, self.scratch, None)
+        reads = await io_threads().run(self._reads, batch)
         with self.noting(batch):
             await self.source.read(reads.file, reads.ranges)
         self.scratch.give_back(reads.scratch)

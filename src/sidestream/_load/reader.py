@@ -106,7 +106,7 @@ class Reader:
         When this raises, no thread writes into a target any more. The exception is a thread that hangs in a system
         call, which may still fill the memory of that call.
         """
-        targets = await io_threads().run(lambda: dict(gathered((one.fqn, one) for one in wanted)))
+        targets = await io_threads().run(_by_fqn, wanted)
         packed = [] if own else await io_threads().run(_packed, targets)
         foreign = None if own else located or await self._locate(targets)
         verified = self.verify == "always"
@@ -184,8 +184,7 @@ class Reader:
 
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Return the places of the payloads of another writer. Only the zips of the items contain them."""
-        entries = await io_threads().run(lambda: dict(gathered((fqn, one.entry) for fqn, one in targets.items())))
-        located, errors = await locate(self.source, entries)
+        located, errors = await locate(self.source, await io_threads().run(_entries, targets))
         for error in errors.values():
             raise error
         return located
@@ -220,6 +219,14 @@ def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
     if found:
         require()
     return found
+
+
+def _entries(targets: Mapping[str, Wanted]) -> dict[str, TensorEntry]:
+    return dict(gathered((fqn, one.entry) for fqn, one in targets.items()))
+
+
+def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
+    return dict(gathered((one.fqn, one) for one in wanted))
 
 
 def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: Scratch) -> tuple[list[memoryview], Memory | None]:
