@@ -26,16 +26,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seed", type=int, default=None, help="replay; 0 in the short form, by chance in the long one")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput") and config.getoption("--long", False) and config.option.seed is None:
-        config.option.seed = random.SystemRandom().randrange(1 << 32)  # workers are handed the options after this
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give all workers of pytest-xdist one seed. They do not see options that are changed in this process."""
+    node.workerinput["campaign_seed"] = _seed_of(node.config)
 
 
 @pytest.fixture(scope="session")
 def size(pytestconfig: pytest.Config) -> Size:
-    seed = pytestconfig.getoption("--seed", None)
+    seed = getattr(pytestconfig, "workerinput", {}).get("campaign_seed")
     long, quick = (bool(pytestconfig.getoption(option, False)) for option in ("--long", "--quick"))
-    return Size(long, _SHORT_SEED if seed is None else seed, quick)
+    return Size(long, _seed_of(pytestconfig) if seed is None else seed, quick)
+
+
+def _seed_of(config: pytest.Config) -> int:
+    """Return the seed that was given, or one drawn by chance in the long form."""
+    given: int | None = config.getoption("--seed", None)
+    if given is None:
+        given = random.SystemRandom().randrange(1 << 32) if config.getoption("--long", False) else _SHORT_SEED
+        config.option.seed = given
+    return given
 
 
 @pytest.fixture
