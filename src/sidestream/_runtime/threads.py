@@ -64,7 +64,6 @@ with suppress(ImportError):
 
 P = ParamSpec("P")
 T = TypeVar("T")
-E = TypeVar("E", bound=BaseException)
 Ts = TypeVarTuple("Ts")
 
 _GRACE_S = 5.0

@@ -7,7 +7,7 @@ import asyncio
 import errno
 from collections.abc import Sequence
 from mmap import mmap
-from typing import Any, TypeVar
+from typing import Any
 
 from ..._runtime.threads import current_deadline, io_threads
 from ...errors import AccessDeniedError, CorruptCheckpointError
@@ -25,7 +25,6 @@ from .transaction import ObjectTransaction, check_replaces, content_of
 
 __all__ = ["ObjectStore"]
 
-T = TypeVar("T")
 
 _GAP_BYTES = 256 << 10  # reading this many unneeded bytes costs less than another request
 _RUN_BYTES = 16 << 20
