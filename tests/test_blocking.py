@@ -117,6 +117,7 @@ def test_the_classes_have_the_methods_of_the_async_ones(kind: str) -> None:
         "preempted",
         "watch",
         "mark_retrieved",
+        "settled",
         "unretrieved",
         "when_done",
     }

@@ -396,7 +396,7 @@ async def test_each_error_is_told_once() -> None:
         await asyncio.sleep(0)
     with pytest.raises(RuntimeError, match="failure 3") as caught:
         stager.close()
-    assert "another stage failed as well: RuntimeError: failure 4" in caught.value.__notes__
+    assert "another operation failed as well: RuntimeError: failure 4" in caught.value.__notes__
     stager.close()
     await stager.aclose()
 

@@ -35,6 +35,9 @@ class Upkeep:
         self.error: Exception | None = None
         self.unretrieved: Exception | None = None
 
+    def mark_retrieved(self) -> None:
+        self.unretrieved = None
+
     def request(self) -> None:
         """Request a run. Returns at once. Called on the loop."""
         self._requested = True

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 from .._format.records import Node
 from .._group import Deadline, Operation, prepare_together, stoppable
 from .._layout.values import encode_metadata
+from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from .._save.api import (
     PendingExport,
     PendingSave,
@@ -385,7 +386,7 @@ class Saves:
         self._upkeep = upkeep
         self._check_usable = check_usable
         self._queue = SaveQueue(slots)
-        self._pending: list[PendingSave] = []
+        self._pending: UnretrievedErrors[PendingSave] = UnretrievedErrors()
         self._generations = Generations(run.store, slots)
         self._orders = itertools.count()
         self._under_way: dict[int, int] = {}  # the steps of saves that have not ended, by the order of their calls
@@ -518,7 +519,7 @@ class Saves:
         order = next(self._orders)
         self._under_way[order] = step
         pending.when_done(lambda: self._on_done(pending, order, step))
-        self._pending = [one for one in self._pending if not one.done() or one.unretrieved is not None] + [pending]
+        self._pending.track(pending)
         self._exports.watch_over(pending.exports, deletes=self._run.leads)
 
     def _on_done(self, pending: PendingSave, order: int, step: int) -> None:
@@ -537,27 +538,17 @@ class Saves:
     @property
     def pending(self) -> int:
         """The number of saves that have not ended."""
-        return sum(not save.done() for save in self._pending)
+        return sum(not save.done() for save in self._pending.operations())
 
     @property
     def failures(self) -> list[BaseException]:
         """The errors of saves that were not retrieved."""
-        return [save.unretrieved for save in self._pending if save.unretrieved is not None]
+        return self._pending.errors()
 
     def raise_unretrieved(self) -> None:
         """Raise the unretrieved errors of saves and of upkeep: the first one, with the others as its notes. They are
         retrieved then."""
-        errors = self.failures
-        for save in self._pending:
-            if save.unretrieved is not None:
-                save.mark_retrieved()
-        if self._upkeep.unretrieved is not None:
-            errors.append(self._upkeep.unretrieved)
-            self._upkeep.unretrieved = None
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"besides: {type(other).__name__}: {other}")
-            raise errors[0]
+        raise_all([*self._pending.operations(), self._upkeep])
 
     def _raise_unretrieved_to_all(self, operation: Operation) -> None:
         """Raise the unretrieved errors of this rank, which ends this save on all ranks.
@@ -565,18 +556,20 @@ class Saves:
         Another rank may receive the failure of this save after its own call has returned. It does not raise that
         failure in its next call, because then one failure would end one save after another, on one rank after another.
         Closing raises it."""
-        self._pending = [save for save in self._pending if not _ended_by_earlier(save.unretrieved)]
+        for save in self._pending.operations():
+            if _ended_by_earlier(save.unretrieved):
+                self._pending.forget(save)
         operation.step = EARLIER
         self.raise_unretrieved()
         operation.step = "start"
 
     def cancel(self) -> None:
-        for save in self._pending:
+        for save in self._pending.operations():
             save.cancel()
 
     async def ended(self) -> None:
         """Wait until all saves have ended. Never raises their errors."""
-        for save in self._pending:
+        for save in self._pending.operations():
             await save.ended()
 
 

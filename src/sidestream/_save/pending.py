@@ -183,11 +183,16 @@ class PendingSave(Displayed):
         error = self._result.exception()
         return None if isinstance(error, SkippedError) else error
 
+    @property
+    def settled(self) -> bool:
+        """True if the save is ``done()`` and has no error that was not retrieved."""
+        return self.done() and self.unretrieved is None
+
     def mark_retrieved(self) -> None:
         """Count the error as retrieved."""
         self._retrieved = True
 
-    def when_done(self, callback: Callable[[], None]) -> None:
+    def when_done(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` on the loop when the save is ``done()``."""
         self._task.add_done_callback(lambda _: callback())
 

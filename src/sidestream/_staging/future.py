@@ -43,9 +43,22 @@ class StagingFuture(Future[T], Generic[T]):
         """Count the error as retrieved."""
         self._retrieval.mark_retrieved()
 
-    def on_retrieved(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the error is retrieved."""
+    @property
+    def unretrieved(self) -> BaseException | None:
+        """The error that the stage ended with, if it was not retrieved. A stage that was skipped has none."""
+        error = None if self.retrieved else self.failure()
+        return None if isinstance(error, SkippedError) else error
+
+    @property
+    def settled(self) -> bool:
+        """True if the stage needs no attention: it has ended without an error, or its error was retrieved or will not
+        be needed."""
+        return self.retrieved or (self.done() and self.unretrieved is None)
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` when the stage ends, and when its error is retrieved."""
         self._retrieval.callback = callback
+        self.add_done_callback(lambda _: callback())
 
     def failure(self) -> BaseException | None:
         """Return the error that the stage ended with, if it has ended, without retrieving it."""
@@ -98,7 +111,7 @@ class _Retrieval:
 
     def __init__(self) -> None:
         self.retrieved = False
-        self.callback: Callable[[], None] | None = None
+        self.callback: Callable[[], object] | None = None
 
     def mark_retrieved(self) -> None:
         self.retrieved = True

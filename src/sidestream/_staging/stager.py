@@ -25,6 +25,7 @@ from .._runtime.public import public
 from .._runtime.rate import RateLimiter
 from .._runtime.tasks import run_shielded, running_loop
 from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, run_sliced, time_limit
+from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from ..errors import (
     ArenaExhaustedError,
     AsyncOnlyError,
@@ -50,7 +51,6 @@ from .image import Copy, ImageLayout, StagedImage
 from .plans import PlanCache
 from .stage import Forecast, Laid, Staging, clean, given_up, guard, hold_back
 from .tree import StagedState, StagePlan, plan_stage
-from .unretrieved import UnretrievedErrors, raise_all
 
 __all__ = ["AsyncStager", "half_of_memory"]
 
@@ -127,7 +127,7 @@ class AsyncStager:
         self._threads = TorchThreads("sidestream-stage", 1, self._idle)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._unretrieved = UnretrievedErrors()
+        self._unretrieved: UnretrievedErrors[StagingFuture[Any]] = UnretrievedErrors()
         self._stagings: list[Staging[Any]] = []
         self._read: list[Staging[Any]] = []  # the stages with further readers
         self._closed = False
@@ -183,7 +183,7 @@ class AsyncStager:
         for staging in stagings:
             staging.pace.lift_limit()
         return Copied(
-            [one for one in self._unretrieved.unretrieved() if one.done()] + [staging.free for staging in stagings]
+            [one for one in self._unretrieved.operations() if one.done()] + [staging.free for staging in stagings]
         )
 
     def fence(self, timeout_s: float | None = None) -> None:
@@ -209,7 +209,7 @@ class AsyncStager:
         for staging in stagings:
             self._forecast.fenced(staging)
         hold_back(stagings, self._device, deadline)
-        raise_first(self._unretrieved.unretrieved())
+        raise_first(self._unretrieved.operations())
 
     def guard(self, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Call ``fence()`` before each step of an optimizer.
@@ -422,7 +422,7 @@ class AsyncStager:
             return
         self._closed = True
         ended = self._unretrieved.wait(deadline.remaining_s())
-        stages = self._unretrieved.unretrieved()
+        stages = self._unretrieved.operations()
         self._shut_down(deadline)
         if not ended:
             raise self._not_ended()
@@ -452,12 +452,12 @@ class AsyncStager:
         grace = Deadline.after(_GRACE_S)
         try:
             async with asyncio.timeout(deadline.remaining_s()):
-                await self._unretrieved.settled()
+                await self._unretrieved.ended()
             grace = deadline
         except TimeoutError as error:
             raise self._not_ended() from error
         finally:
-            stages = self._unretrieved.unretrieved()
+            stages = self._unretrieved.operations()
             await run_shielded(partial(self._shut_down_off_loop, grace))
         raise_all(stages)
 
