@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestream._format.checksum import crc32
-from sidestream._format.dcp.write import described, places_of_chunks, shared_metadata
+from sidestream._format.dcp.write import described, metadata_end, places_of_chunks
 from sidestream._format.frame import frame_tensor
 from sidestream._format.manifest import parse_manifest, root_body, write_root
 from sidestream._format.marker import Marker
@@ -83,7 +83,7 @@ def commit(shared: Shared, head: bytes, body: bytes, places: list[bytes], parts:
     root = Root(Manifest(SAVE_ID, {}, files), shared, tuple(parts))
     raw = b"".join(write_root(root, TORCH_VERSION, body))
     marker = Marker(SAVE_ID, len(raw), crc32(raw))
-    return [raw, *shared_metadata(head, places, marker)]  # a store is given the pieces
+    return [raw, head, *places, *metadata_end(marker)]  # a store is given the pieces
 
 
 def ours(world: int, tensors: int) -> dict[str, float]:

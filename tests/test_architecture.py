@@ -376,6 +376,16 @@ def test_an_attempt_is_described_and_not_named(sources: dict[str, str]) -> None:
     assert {annotation for _, annotation in with_parameter("attempt", sources)} == {"Attempt"}
 
 
+def test_names_that_scripts_import_exist() -> None:
+    root, missing = Path(__file__).parents[1], []
+    for path in [*root.glob("benchmarks/*.py"), *root.glob("examples/*.py")]:
+        for node in nodes_of(path.read_text()):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+                module = importlib.import_module(str(node.module))
+                missing += [f"{path.name}: {one.name}" for one in node.names if not hasattr(module, one.name)]
+    assert missing == []
+
+
 def test_root_is_lazy(sources: dict[str, str]) -> None:
     assert eager_root(sources[PACKAGE]) == []
 

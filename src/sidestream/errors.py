@@ -491,7 +491,7 @@ def printable(text: str) -> str:
 
 
 def listed(lines: Sequence[str], most: int = 50) -> str:
-    """Return the first of ``lines`` as an indented list in a message."""
+    """Return the first ``most`` of ``lines``, one a line, indented, and how many more there are."""
     more = [f"... and {len(lines) - most} more"] if len(lines) > most else []
     return "\n  ".join([*map(printable, lines[:most]), *more])
 

@@ -258,7 +258,8 @@ class Batches(Generic[T]):
         self.scratch.give_back(reads.scratch)
         return reads.nbytes
 
-    def _reads(self, batch: T) -> Reads:  # errors show the name of what a thread runs, and a partial has none
+    # A method, because errors show the name of what a thread runs, and a partial has none.
+    def _reads(self, batch: T) -> Reads:
         return self.reads(batch, self.scratch, None)
 
     async def _request(self, batch: T) -> None:

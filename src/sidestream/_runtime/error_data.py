@@ -16,22 +16,25 @@ from .redact import redacted
 __all__ = ["data_of", "error_from", "text_of"]
 
 _DEPTH = 5  # of causes
-_MOST_CHARS = 1 << 16
+_MOST_CHARS = 1 << 14
 
 
 def data_of(error: BaseException, where: str | None = None, depth: int = _DEPTH) -> dict[str, Any]:
-    """Return ``error`` with its facts, marks, notes and causes as data that JSON can hold. URLs in it are redacted.
-    Never raises. With ``where``, which names this process, errors from outside of sidestream get a note with their
+    """Return ``error`` with its facts, marks, notes and causes as data that JSON can hold. URLs in its texts are
+    redacted. With ``where``, which names this process, errors from outside of sidestream get a note with their
     traceback."""
     kind = type(error)
     found: dict[str, Any] = {"module": kind.__module__, "type": kind.__qualname__, "args": _args(error)}
     found["message"] = text_of(error)
     found["facts"] = error.facts() if isinstance(error, SidestreamError) else {}
     found["marks"] = [is_stuck(error), is_uncertain(error)]
-    found["notes"] = [text_of(note) for note in getattr(error, "__notes__", None) or ()]
+    notes = getattr(error, "__notes__", ())
+    found["notes"] = [text_of(note) for note in notes] if isinstance(notes, (list, tuple)) else []
     if where is not None and not isinstance(error, (SidestreamError, OSError)):
         found["notes"].append(f"in {where}:\n{''.join(traceback.format_tb(error.__traceback__))}")
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    cause = error.__cause__
+    if cause is None and not error.__suppress_context__:
+        cause = error.__context__
     found["cause"] = None if cause is None or depth == 0 else data_of(cause, where, depth - 1)
     return found
 

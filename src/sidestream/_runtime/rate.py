@@ -22,6 +22,8 @@ class RateLimiter:
 
     def lift_limit(self) -> None:
         """Remove the limit, also for threads that wait in ``spend``."""
+        if self._lifted:
+            return  # without the lock: all stages without a limit share one limiter, and a fork may find its lock taken
         with self._changed:
             self._lifted = True
             self._changed.notify_all()

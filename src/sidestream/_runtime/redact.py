@@ -6,9 +6,11 @@ import re
 
 __all__ = ["redacted"]
 
-_URL = r"\b[a-z][a-z0-9+.-]*://"
+# Messages hold names from checkpoints, and ``re`` keeps the GIL. So each pattern looks at a character a bounded number
+# of times: a match begins where a run of these characters begins, and a URL without a query is a match, too.
+_URL = r"(?<![a-z0-9+.-])[a-z0-9+.-]+://"
 _USER = re.compile(rf"({_URL})[^\s/\"'<>]+@", re.IGNORECASE)
-_QUERY = re.compile(rf"({_URL}[^\s\"'<>?#]+)[?#][^\s\"'<>]*", re.IGNORECASE)
+_QUERY = re.compile(rf"({_URL}[^\s\"'<>?#]+)(?:[?#][^\s\"'<>]*)?", re.IGNORECASE)
 
 
 def redacted(text: str) -> str:

@@ -261,8 +261,8 @@ class Threads(Executor):
         def work() -> None:
             if not future.set_running_or_notify_cancel():
                 return
-            _work.name = getattr(fn, "__name__", "work").strip("_")
             try:
+                _work.name = getattr(fn, "__name__", "work").strip("_")
                 with time_limit(deadline):
                     result = fn(*args, **kwargs)
             except BaseException as error:

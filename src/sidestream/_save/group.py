@@ -57,7 +57,10 @@ def maker_of_attempt(order: SaveOrder) -> Callable[[], None]:
     """Return the function with which rank 0 makes the attempt. The name of the attempt is unique, so a rank that finds
     a directory of that name sees the same storage. A rank that does not find it raises an error."""
 
-    return lambda: order.transaction.write_here(())
+    def make_attempt() -> None:
+        order.transaction.write_here(())
+
+    return make_attempt
 
 
 @dataclass(slots=True)

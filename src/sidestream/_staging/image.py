@@ -178,7 +178,7 @@ class StagedImage:
             return self._lease.view
 
     def _wait_for(self, end: int, stop: Stop) -> None:
-        """Do ``wait``. The caller holds the lock."""
+        """Block until ``end`` bytes have been staged. Raises what ``wait`` raises. The caller holds the lock."""
         deadline = current_deadline()
         while self._filled < end:
             stop.check()

@@ -103,7 +103,7 @@ class Staging(Generic[P]):
         self._captured: Captured | None = captured
         self._lock = threading.Lock()
         self._parts = 1
-        self.committed = self._superseded = self._released = self._never_began = False
+        self.committed = self.superseded = self._released = self._never_began = False
         self._resolved: set[int] = set()
         self._fenced = False
         self._error: BaseException | None = None
@@ -136,7 +136,7 @@ class Staging(Generic[P]):
     def commit(self) -> None:
         """Begin: from now on a newer stage does not supersede this one. Raises ``SkippedError`` if one has before."""
         with self._lock:
-            if self._superseded:
+            if self.superseded:
                 raise given_up(self)
             self.committed = True
 
@@ -232,7 +232,7 @@ class Staging(Generic[P]):
         with self._lock:
             if self.committed:
                 return
-            self._superseded = True
+            self.superseded = True
         self._give_up()
 
     def release(self) -> None:
@@ -278,7 +278,7 @@ def clean(error: BaseException, where: str) -> BaseException:
 
 def given_up(staging: Staging[Any]) -> SidestreamError:
     """The error of a stage that was stopped before it began."""
-    if staging._superseded:
+    if staging.superseded:
         return SkippedError("a newer stage has taken the place of this one, which had not begun")
     return ClosedError("this stage was given up before it had ended")
 

@@ -157,8 +157,8 @@ class Transaction(ABC):
 
     @abstractmethod
     async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
-        """Write the files of a commit, and return them. The last one, for which readers look, is kept until
-        ``make_visible`` unless that makes all files visible in one step."""
+        """Write the files of a commit, and return them. The last one, for which readers look, is kept for
+        ``make_visible``. A store whose commit is one rename writes it now."""
 
     @abstractmethod
     async def make_visible(self) -> None:

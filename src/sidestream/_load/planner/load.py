@@ -168,7 +168,7 @@ async def read_bytes(
             'StorageReader(safe_globals=[...]) takes its type, trust="pickle" hands its bytes to the planner'
         )
         raise
-    return await io_threads().run(lambda: {fqn: _saved(value) for fqn, value in values.items()})
+    return await io_threads().run(_saved, values)
 
 
 async def _as_saved(source: RangeSource, entry: ValueEntry) -> bytes:
@@ -183,10 +183,13 @@ async def _as_saved(source: RangeSource, entry: ValueEntry) -> bytes:
     return await io_threads().run(checked)
 
 
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def _saved(values: Mapping[str, Any]) -> dict[str, bytes]:
+    saved = {}
+    for fqn, value in values.items():
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        saved[fqn] = buffer.getvalue()
+    return saved
 
 
 def _check_target(item: ReadItem, entry: TensorEntry, target: torch.Tensor) -> None:
