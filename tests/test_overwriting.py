@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -282,6 +283,31 @@ async def test_a_removal_just_before_the_exchange(tmp_path: Path, monkeypatch: p
     assert removed
     assert await loaded(tmp_path / "last") == 1
     assert os.listdir(tmp_path) == ["last"]
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_removal_just_after_the_exchange(missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one is in the attempt then. It is not published again, although its files have the same names. Not every
+    file system lists a directory that was removed."""
+    attempt, target = tmp_path / ".attempt", tmp_path / "last"
+    for directory in (attempt, target):
+        directory.mkdir()
+        (directory / "model.safetensors").write_text(directory.name)
+    real, removed = publishing.exchange, []
+
+    def exchange(one: Path, other: Path) -> None:
+        real(one, other)
+        if not removed:
+            removed.append(other)
+            shutil.rmtree(other)
+
+    monkeypatch.setattr(publishing, "exchange", exchange)
+    if missing:
+        Once(monkeypatch, "listdir", lambda _: removed, lambda: os.stat(target))
+    publishing.replace(attempt, target, frozenset({"model.safetensors"}), None, checked=True)
+    assert removed == [target]
+    assert not target.exists()
+    assert (attempt / "model.safetensors").read_text() == "last"
 
 
 @pytest.mark.parametrize("name", ["posix_fallocate", "rename"])

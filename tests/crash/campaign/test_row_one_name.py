@@ -168,6 +168,8 @@ async def test_one_name_with_a_fault_at_every_operation(
             hit = intercept.log[at - 1] if len(intercept.log) >= at else None
             if way in (once, sticky) and hit is not None and hit.changes and error is None and not logged:
                 harmless = hit.path.endswith((".one", ".other")) or "/.retired-" in hit.target
+                # The exchange is repeated, because another process may have removed the target meanwhile.
+                harmless |= hit.name == "exchange" and number == errno.ENOENT
                 wrong += [] if harmless else ["a fault that nobody was told of"]
             if way is short and error is not None:
                 wrong.append(f"a short transfer became {error!r}")

@@ -148,12 +148,15 @@ def _exchange(hidden: Path, target: Path, names: frozenset[str]) -> None:
         exchange(hidden, target)
         try:
             check_whole(directory, names, target)
+        except FileNotFoundError:
+            pass  # it was visible, and has been removed since: ``hidden`` is now the old checkpoint, which stays hidden
         except StorageError:
             if _is(os.fstat(directory), target):
                 exchange(hidden, target)
                 raise
     finally:
-        os.close(directory)
+        with suppress(OSError):  # raised here, it would be taken for an error of the exchange
+            os.close(directory)
 
 
 def _is(directory: os.stat_result, path: Path) -> bool:
