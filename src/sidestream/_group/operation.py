@@ -94,6 +94,8 @@ class Operation:
         its own."""
         self.step_completed: bool = False
         """Whether a cancel came too late: the step has been completed on all ranks."""
+        self.first: Any = None
+        """The process of rank 0, from when the ranks have planned a save."""
         self._lock = threading.Lock()
         self._stopping = False
         self._on_stop: list[Callable[[], None]] = []
