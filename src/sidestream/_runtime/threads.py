@@ -29,10 +29,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 import anyio
 
-from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, out_of_memory
+from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, mark_stuck, out_of_memory
 from .abandoned import put_back, take_abandoned, waiting_for_thread
 from .gil import give_turns, holding_gil, slice_s, stop_turns, yield_gil
-from .marks import mark_stuck
 from .steps import Steps, collected
 
 __all__ = [
