@@ -20,8 +20,7 @@ from .._storage import Attempt, Body, BytesBody, ShardBody, StoreAddress, Transa
 from ..errors import ClosedError, InvalidOptionError, SidestreamError, WriterProcessError, without_frames
 from ..events import WriterProcessLost, emit
 from .link import ACKNOWLEDGE_S, SharedSegment, WorkerLink
-from .wire import WorkerMessage, WorkerMessageKind, pack, unpack
-from .work import READY, SUMS, UNUSED
+from .wire import READY, SUMS, UNUSED, WorkerMessage, WorkerMessageKind, pack, unpack, with_length
 
 __all__ = ["Job", "JobOrder"]
 
@@ -232,11 +231,11 @@ class _Exchange:
         if isinstance(body, ShardBody):
             head = pack([file.name, body.digest])
             packed = run_sliced(pack_layout(body.layout))
-            self._held.append((WorkerMessageKind.SHARD_FILE, _text(head) + packed))
+            self._held.append((WorkerMessageKind.SHARD_FILE, with_length(head) + packed))
             self._send_windows(file, index, body.images)
         else:
             assert isinstance(body, BytesBody)
-            self._held.append((WorkerMessageKind.BYTES_FILE, _text(file.name.encode()) + body.content))
+            self._held.append((WorkerMessageKind.BYTES_FILE, with_length(file.name.encode()) + body.content))
 
     def _send_windows(self, file: _File, index: int, images: Sequence[Any]) -> None:
         """Send the windows of a file as they become complete. Those that are complete already share a message."""
@@ -409,7 +408,3 @@ def _umask() -> int:
             if line.startswith(b"Umask:"):
                 return int(line.split()[1], 8)
     return 0o077
-
-
-def _text(raw: bytes) -> bytes:
-    return len(raw).to_bytes(4, "little") + raw

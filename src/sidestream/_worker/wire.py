@@ -25,6 +25,9 @@ from .. import events
 from .._runtime.messages import Message, MessageDecoder, message_head
 
 __all__ = [
+    "READY",
+    "SUMS",
+    "UNUSED",
     "Channel",
     "Outbox",
     "PackedPiece",
@@ -32,12 +35,14 @@ __all__ = [
     "Unsendable",
     "WorkerMessage",
     "WorkerMessageKind",
+    "head_and_rest",
     "pack",
     "pack_event",
     "pack_fill",
     "unpack",
     "unpack_event",
     "unpack_fill",
+    "with_length",
 ]
 
 PackedPiece: TypeAlias = tuple[int, int, int, int]
@@ -46,6 +51,9 @@ PackedTable: TypeAlias = tuple[int, int, int, bytes]
 """Copies into an image: number of the memory, offset of the image in it, and the rows and columns of a
 ``FillTable``."""
 
+READY = struct.Struct("<IIQQQ")  # file, window, number of the memory, offset in it, bytes
+UNUSED = struct.Struct("<II")  # file, window
+SUMS = struct.Struct("<IQ")  # file, bytes of CRCs
 _PIECES = struct.Struct("<I")
 _PIECE = struct.Struct("<QQQQ")
 _TABLE = struct.Struct("<QQI")
@@ -112,6 +120,17 @@ def unpack_fill(body: bytes) -> tuple[list[PackedPiece], list[PackedTable]]:
         at = start + rows * _ROW_BYTES
         tables.append((memory, offset, rows, body[start:at]))
     return pieces, tables
+
+
+def with_length(head: bytes) -> bytes:
+    """Return ``head``, preceded by its length, so that ``head_and_rest`` finds its end."""
+    return len(head).to_bytes(4, "little") + head
+
+
+def head_and_rest(body: bytes) -> tuple[bytes, memoryview]:
+    """Split ``body`` into what ``with_length`` was given, and the bytes that follow."""
+    end = 4 + int.from_bytes(body[:4], "little")
+    return body[4:end], memoryview(body)[end:]
 
 
 class Channel:
