@@ -26,6 +26,8 @@ from .._save.api import (
     PendingExport,
     PendingSave,
     SavedAs,
+    SaveInfo,
+    SaveProgress,
     SaveWork,
     Stager,
     Worker,
@@ -34,11 +36,9 @@ from .._save.api import (
     start_save,
     start_together,
 )
-from .._save.order import Lifecycle
-from .._save.pending import SaveInfo, SaveProgress
 from .._storage import FileSource, Location, Outcome, check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
-from ..events import SaveContext
+from ..events import SaveContext, SaveSkipped, emit
 from ..options import SaveOptions, WhenFull, check_step, options_of
 from .exports import Exports, Upkeep
 from .leases import Lease
@@ -315,7 +315,7 @@ class QueuedSave:
         try:
             if self._work is None and not await self.begin():
                 error = SkippedError(f"{self.url} was not saved: {self._turn.why}")
-                Lifecycle(self._save).skipped(str(error))
+                emit(SaveSkipped(self._save, str(error)))
                 raise error
             assert self._work is not None
             return await self._work.run(staged)
