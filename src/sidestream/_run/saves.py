@@ -341,7 +341,7 @@ class QueuedSave:
                 self._work.leave(stuck=stuck)
         finally:
             if self._lease is not None:
-                self._lease.drop()
+                self._lease.leave(stuck=stuck)
 
 
 EARLIER = "an earlier save"

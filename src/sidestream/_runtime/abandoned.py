@@ -308,5 +308,4 @@ def _forget_after_fork() -> None:
 
 
 _of_the_parent: list[Any] = []
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -214,5 +214,4 @@ def _forget_after_fork() -> None:
     _gil_holders.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -397,12 +397,12 @@ class Threads(Executor):
 def result_of(future: Future[T], stop: Stop, name: str) -> T:
     """Wait in a thread for the result of ``future``, which ``name`` describes in errors. Raises ``ClosedError`` when
     ``stop`` is set, and ``DeadlineExceededError``."""
-    woken: Future[None] = Future()
+    woken: Future[Any] = Future()
     deadline = current_deadline()
     try:
         with stop.waking(partial(_wake, woken)):
             stop.check()
-            _wait_for_either(future, woken, deadline.remaining_s())
+            wait_for([future, woken], deadline.remaining_s(), FIRST_COMPLETED)
         if not future.done() and deadline.remaining_s() == 0:  # first: the deadline may also have set ``stop``
             raise deadline.exceeded(name)
         stop.check()
@@ -426,10 +426,6 @@ def wait_for_change(changed: threading.Condition, stop: Stop, name: str) -> None
         stop.check()
         if not changed.wait(deadline.remaining_s()):
             raise deadline.exceeded(name)
-
-
-def _wait_for_either(one: Future[Any], other: Future[Any], patience_s: float) -> None:
-    wait_for([one, other], patience_s, FIRST_COMPLETED)
 
 
 def _wake(woken: Future[None]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import aclosing
@@ -16,7 +15,7 @@ from .._load.open.steps import read_marker
 from .._runtime.threads import Deadline, Steps, io_threads, sliced, time_limit
 from .._storage import Outcome
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
-from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared
+from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared, join_pieces, split_pieces
 from .order import Lifecycle, SaveOrder
 from .pending import SaveInfo, SaveProgress
 
@@ -243,18 +242,17 @@ class Group:
 def _pack(receipt: RankReceipt, layout: SharedLayout, seconds: Mapping[str, float]) -> bytes:
     """Return the receipt of this rank, and the times of its phases, as bytes. Called in a worker thread."""
     head = json.dumps({"files": receipt.files, "crcs": receipt.crcs, "seconds": seconds}).encode()
-    return struct.pack("<Q", len(head)) + head + layout.pack(receipt)
+    return join_pieces(head, layout.pack(receipt))
 
 
 @sliced
 def _unpack(packed: Sequence[bytes], layout: SharedLayout) -> Steps[list[tuple[RankReceipt, Mapping[str, float]]]]:
     """Return the receipts of all ranks, and the times of their phases. Called in a worker thread."""
     received = []
-    start = struct.calcsize("<Q")
     for rank, raw in enumerate(packed):
         yield
-        (end,) = struct.unpack_from("<Q", raw)
-        told = json.loads(raw[start : start + end])
-        content = layout.unpack(rank, raw[start + end :])
-        received.append((RankReceipt(told["files"], content, told["crcs"]), told["seconds"]))
+        head, content = split_pieces(raw, 2)
+        told = json.loads(head)
+        receipt = RankReceipt(told["files"], layout.unpack(rank, content), told["crcs"])
+        received.append((receipt, told["seconds"]))
     return received

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,14 +25,14 @@ from .._format.shared import PartName, Root, Shared, part_name, write_part
 from .._group import Operation, this_process
 from .._layout.save_layout import SavePlan
 from .._layout.sharded.assign import Assignment, RankReport, assign
-from .._layout.sharded.rank_layout import EncodedValues, RankPlan, encode_values, lay_out_rank
-from .._layout.sharded.rank_table import LocalTable, Row, local_table, parse_rows
+from .._layout.sharded.rank_layout import RankPlan, encode_values, lay_out_rank
+from .._layout.sharded.rank_table import Row, local_table, parse_rows
 from .._runtime.threads import gathered, io_threads, run_sliced
 from .._runtime.torch_probes import TORCH_VERSION
 from .._staging import Captured, PlanCache
 from .._storage import BytesBody, free_space
 from ..errors import InvalidOptionError, NoSpaceError, SidestreamError
-from .operation import RankReceipt, SaveOrder
+from .operation import RankReceipt, SaveOrder, join_pieces, split_pieces
 
 __all__ = [
     "AgreedLayout",
@@ -129,7 +128,8 @@ class AgreedLayout:
         )
         agreement = None
         if answer["detail"]:
-            detail = _pack_detail(table, values, rows=bool(answer["rows"]))
+            rows, digests = table.held.raw_rows if answer["rows"] else b"", json.dumps(dict(values.digests)).encode()
+            detail = join_pieces(rows, table.held.raw_boxes, digests)
             raw = operation.exchange("assign", detail, lambda parts: self._second(heard, parts))
             if raw:
                 agreement = heard.made or Agreement(answer["agreement"], Assignment.unpack(raw))
@@ -177,12 +177,12 @@ class AgreedLayout:
     def _second(self, heard: _Heard, parts: Sequence[bytes]) -> bytes | Sequence[bytes]:
         """Compare the plain values of all ranks, and assign the tensors to ranks if there is no agreement yet. Called
         on rank 0."""
-        details = [_unpack_detail(part) for part in parts]
+        details = [split_pieces(part, 3) for part in parts]
         tables: dict[str, Sequence[Row]] = {}
         for table, (rows, _, _) in zip(heard.tables, details, strict=True):
             if table not in tables:
                 tables[table] = run_sliced(parse_rows(rows))
-        _compare_values([tables[table] for table in heard.tables], [values for _, _, values in details])
+        _compare_values([tables[table] for table in heard.tables], [json.loads(values) for _, _, values in details])
         if heard.known:
             return b""
         ranks = [RankReport(table, boxes) for table, (_, boxes, _) in zip(heard.tables, details, strict=True)]
@@ -207,19 +207,14 @@ class AgreedLayout:
     def pack(self, receipt: RankReceipt) -> bytes:
         content: _Content = receipt.content
         facts = {"new": content.new, "stable": content.stable, "layout": content.layout, "part": list(content.part)}
-        head = json.dumps(facts).encode()
-        sizes = struct.pack("<3Q", len(head), len(content.chunks), len(content.values))
-        return sizes + head + content.chunks + content.values
+        return join_pieces(json.dumps(facts).encode(), content.chunks, content.values)
 
     def unpack(self, rank: int, content: bytes) -> _Content:
         """Return what ``rank`` has packed, with the places of its tensors. New places are kept for the next save if
         they are valid for it."""
         planned = self._planned
-        head, chunks_bytes, values_bytes = struct.unpack_from("<3Q", content)
-        start = struct.calcsize("<3Q")
-        facts: dict[str, Any] = json.loads(content[start : start + head])
-        middle = start + head + chunks_bytes
-        chunks, values = content[start + head : middle], content[middle : middle + values_bytes]
+        head, chunks, values = split_pieces(content, 3)
+        facts: dict[str, Any] = json.loads(head)
         if facts["new"] and facts["stable"]:
             planned.agreement.fragments[rank] = (facts["layout"], chunks)
         elif not facts["new"]:
@@ -346,18 +341,6 @@ def _compare_values(tables: Sequence[Sequence[Row]], digests: Sequence[Mapping[s
             f"{len(differ)} plain values differ between ranks, and one of each could be saved: {', '.join(shown)}; "
             'give what belongs to a rank a name of its own, such as {"rng": {f"rank{rank}": ...}}'
         )
-
-
-def _pack_detail(table: LocalTable, values: EncodedValues, *, rows: bool) -> bytes:
-    pieces = (table.held.raw_rows if rows else b"", table.held.raw_boxes, json.dumps(dict(values.digests)).encode())
-    return struct.pack("<3Q", *map(len, pieces)) + b"".join(pieces)
-
-
-def _unpack_detail(raw: bytes) -> tuple[bytes, bytes, Mapping[str, str]]:
-    rows, boxes, values = struct.unpack_from("<3Q", raw)
-    start = struct.calcsize("<3Q")
-    middle, end = start + rows, start + rows + boxes
-    return raw[start:middle], raw[middle:end], json.loads(raw[end : end + values])
 
 
 def commit_files(manifest: Manifest, saved_at: int = 0, described: Described | None = None) -> dict[str, list[bytes]]:

@@ -7,7 +7,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, TracebackType
 from typing import Any, Unpack
 
@@ -257,10 +257,7 @@ class StorageWriter(DcpStorageWriter):
     def save_id(self) -> str:
         """The id of the current or last save in this thread. Once ``write_data`` has begun it is the same on every
         rank, and readers identify the checkpoint by it."""
-        session = self._sessions.current()
-        if not session.save_id:
-            session.save_id = uuid.uuid4().hex
-        return session.save_id
+        return self._sessions.current().save_id
 
     # --- implementation ---
 
@@ -340,7 +337,7 @@ class _Session:
     last attempt."""
 
     wanted: str | os.PathLike[str] | None = None
-    save_id: str = ""
+    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     used: str | None = None
     save: _Save | None = None
 
