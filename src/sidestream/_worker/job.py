@@ -311,7 +311,11 @@ class _Exchange:
 
     @property
     def finished(self) -> bool:
-        return self._lost is not None or ((self._done or self._failure is not None) and not self._in_use)
+        return self._lost is not None or (self._ended and not self._in_use)
+
+    @property
+    def _ended(self) -> bool:
+        return self._done or self._failure is not None or self._lost is not None
 
     def on_message(self, message: WorkerMessage) -> None:
         with self._changed:
@@ -354,16 +358,15 @@ class _Exchange:
     def _wait(self) -> None:
         deadline = self._order.deadline
         with self._changed:
-            while not (self._done or self._failure or self._lost or self._halt.is_set()):
-                if not self._changed.wait(deadline.remaining_s()):
-                    raise deadline.exceeded("writing")
-            if not (self._done or self._failure or self._lost):
-                raise ClosedError("stopped before the work was done")
+            self._changed.wait_for(lambda: self._ended or self._halt.is_set(), deadline.remaining_s())
+            if not self._ended:
+                self._halt.check()
+                raise deadline.exceeded("writing")
 
     def _give_up(self, error: BaseException) -> None:
         """End the request after ``error``. When this returns, the process writes nothing of it any more."""
         with self._changed:
-            ended = self._done or self._failure is not None or self._lost is not None
+            ended = self._ended
         self._held.clear()
         self._ready.clear()
         if not self._requested:
@@ -383,13 +386,10 @@ class _Exchange:
             self._raise_end()
 
     def _acknowledged(self) -> None:
-        patience = Deadline.after(ACKNOWLEDGE_S)
         with self._changed:
-            while not (self._done or self._failure or self._lost) and patience.remaining_s():
-                self._changed.wait(patience.remaining_s())
-            if self._done or self._failure or self._lost:
-                return
-        self._link.end("the writer process did not end a save that was cancelled, and was killed", ACKNOWLEDGE_S)
+            ended = self._changed.wait_for(lambda: self._ended, ACKNOWLEDGE_S)
+        if not ended:
+            self._link.end("the writer process did not end a save that was cancelled, and was killed", ACKNOWLEDGE_S)
 
     def _raise_end(self) -> None:
         if self._done:

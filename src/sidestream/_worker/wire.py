@@ -161,16 +161,13 @@ class Channel:
         self, kind: WorkerMessageKind, number: int = 0, body: bytes = b"", *, descriptor: int | None = None
     ) -> None:
         """Send a message. Blocks while the other end does not read. Raises ``OSError`` if it is closed."""
-        head = message_head(kind, number, len(body))
+        if descriptor is None:
+            self.send_all([(kind, number, body)])
+            return
+        message = message_head(kind, number, len(body)) + body
         with self._lock:
-            if descriptor is not None:
-                sent = socket.send_fds(self.socket, [head], [descriptor])
-                head = head[sent:]
-            elif len(body) < _READ_BYTES:
-                head, body = head + body, b""
-            self.socket.sendall(head)
-            if body:
-                self.socket.sendall(body)
+            sent = socket.send_fds(self.socket, [message], [descriptor])
+            self.socket.sendall(message[sent:])
 
     def set_timeout(self, seconds: float) -> None:
         """Make ``receive`` raise ``TimeoutError`` when no message has arrived for ``seconds``."""
