@@ -36,7 +36,7 @@ from .._save.api import (
     start_save,
     start_together,
 )
-from .._storage import FileSource, Location, Outcome, check_sources, step_name
+from .._storage import FileSource, Outcome, check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
 from ..events import SaveContext, SaveSkipped, emit
 from ..options import SaveOptions, WhenFull, check_step, options_of
@@ -482,35 +482,28 @@ class Saves:
                 self._check_usable()  # the Checkpointer may have been closed while this save waited
                 self.raise_unretrieved()
         target = run.at(step_name(asked.step, generation))
-        launch = partial(self._launch, asked, generation, exports, target)
+
+        def launch(operation: Operation | None) -> SaveWork:
+            return start_save(
+                asked.state,
+                target,
+                asked.options,
+                stager=self._stager,
+                step=asked.step,
+                generation=generation,
+                metadata=asked.metadata,
+                worker=self._worker,
+                operation=operation,
+                exports=exports,
+                files=asked.files,
+            )
+
         if operation is not None:
             work = start_together(launch, operation, target.url)
             return work, None if operation.rank else run.leases.announce(target.name)
         work = launch(None)
         self._generations.started(asked.step, generation)
         return work, run.leases.announce(target.name)
-
-    def _launch(
-        self,
-        asked: _Asked,
-        generation: int,
-        exports: tuple[PendingExport, ...],
-        target: Location,
-        operation: Operation | None,
-    ) -> SaveWork:
-        return start_save(
-            asked.state,
-            target,
-            asked.options,
-            stager=self._stager,
-            step=asked.step,
-            generation=generation,
-            metadata=asked.metadata,
-            worker=self._worker,
-            operation=operation,
-            exports=exports,
-            files=asked.files,
-        )
 
     # --- all saves ---
 
