@@ -99,6 +99,16 @@ class Deadline:
         if self.remaining_s() == 0.0:
             raise self.exceeded(doing)
 
+    def result(self, future: Future[T], doing: str, grace_s: float = 0.0) -> T:
+        """Block until ``future`` is done, for at most ``grace_s`` past the deadline, and return its result. Raises
+        ``DeadlineExceededError`` for ``doing``."""
+        try:
+            return future.result(self.remaining_s() + grace_s)
+        except TimeoutError as error:
+            if future.done():
+                raise
+            raise self.exceeded(doing) from error
+
     def exceeded(self, doing: str) -> DeadlineExceededError:
         """Return the error to raise for ``doing``."""
         return DeadlineExceededError(f"{doing}: not done within timeout_s={self.timeout_s:g}")
@@ -331,9 +341,7 @@ class Threads(Executor):
     ) -> T:
         """Run the steps that ``fn`` returns in a thread, in slices of time, and return their result, as ``run``
         does."""
-        name = fn.__name__.strip("_")
-        future = self.submit(lambda: _within(name, lambda: run_sliced(fn(*args))))
-        return await self.wait(future, name)
+        return await self.run(sliced(fn), *args)
 
     async def wait(
         self,

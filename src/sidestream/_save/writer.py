@@ -457,12 +457,7 @@ class LaidOutStage(Stage):
             staging = self._launch_second(stop)
         # In a group rank 0 raises at the deadline, and its error names the ranks that have not made the call.
         patience_s = 0.0 if self._order.operation is None else _PATIENCE_S
-        try:
-            plan: FilePlan = staging.laid.result(deadline.remaining_s() + patience_s)
-        except TimeoutError as error:
-            if staging.laid.done():
-                raise
-            raise deadline.exceeded("waiting for earlier stages") from error
+        plan: FilePlan = deadline.result(staging.laid, "waiting for earlier stages", patience_s)
         return plan
 
     def _launch_second(self, stop: Stop) -> Staging[Any]:

@@ -228,12 +228,7 @@ class Outgoing:
         return _Group(items, [dtype_name(tensor.dtype) for tensor in tensors.values()], staging)
 
     def _shard(self, group: _Group) -> tuple[str, Body]:
-        try:
-            plan = group.staging.laid.result(self._deadline.remaining_s())
-        except TimeoutError as error:
-            if group.staging.laid.done():
-                raise
-            raise self._deadline.exceeded("planning a file") from error
+        plan = self._deadline.result(group.staging.laid, "planning a file")
         name, body = self._name(), ShardBody(plan.shard, group.staging.images, None)
         self._receipts.append(lambda: _receipts(name, group, plan.shard, body.sums))
         return name, body
