@@ -13,7 +13,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
-from ._group import GroupChoice
 from ._load.checkpoint import Checkpoint, open_from
 from ._load.open.manifest import read_metadata
 from ._load.operation import LoadReport, LoadRequest
@@ -37,6 +36,7 @@ from ._worker.client import choose_worker
 from .errors import AsyncOnlyError, InvalidOptionError
 from .options import (
     Fallback,
+    GroupChoice,
     LoadOptions,
     Progress,
     SaveOptions,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 __all__ = [
     "AccessDeniedError",
@@ -476,6 +476,50 @@ def from_os_error(error: OSError, doing: str, path: str) -> StorageError:
 
 _UNINDENTED = re.compile(r"\n(?!  |\t)")
 _LINE_BREAK = re.compile(r"\n")
+
+
+# --- two marks on exceptions of any class, which decide how a failed save is cleaned up ---
+
+E = TypeVar("E", bound=BaseException)
+
+_STUCK, _UNCERTAIN = "_sidestream_stuck", "_sidestream_uncertain"
+
+
+def mark_stuck(error: E) -> E:
+    """Mark an error: a thread was left behind in a system call, or a request may still take effect."""
+    setattr(error, _STUCK, True)
+    return error
+
+
+def is_stuck(error: BaseException) -> bool:
+    """Return whether ``mark_stuck`` has marked ``error``."""
+    return getattr(error, _STUCK, False) is True
+
+
+def mark_uncertain(error: E) -> E:
+    """Mark an error: an earlier attempt of the request may have taken effect, because its response was lost."""
+    setattr(error, _UNCERTAIN, True)
+    return error
+
+
+def is_uncertain(error: BaseException) -> bool:
+    """Return whether ``mark_uncertain`` has marked ``error``."""
+    return getattr(error, _UNCERTAIN, False) is True
+
+
+# --- text ---
+
+# Messages hold names from checkpoints, and ``re`` keeps the GIL. So each pattern looks at a character a bounded number
+# of times: a match begins where a run of these characters begins, and a URL without a query is a match, too.
+_URL = r"(?<![a-z0-9+.-])[a-z0-9+.-]+://"
+_USER = re.compile(rf"({_URL})[^\s/\"'<>]+@", re.IGNORECASE)
+_QUERY = re.compile(rf"({_URL}[^\s\"'<>?#]+)(?:[?#][^\s\"'<>]*)?", re.IGNORECASE)
+
+
+def redacted(text: str) -> str:
+    """Return ``text`` without the user, password, query and fragment of the URLs in it, which may hold secrets. Local
+    paths and all other text stay unchanged."""
+    return _USER.sub(r"\1", _QUERY.sub(r"\1", text))
 
 
 def printable(text: str) -> str:

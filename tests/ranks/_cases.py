@@ -248,7 +248,7 @@ def arm(phase: str, how: str) -> Fault:
     if phase == "plan":
         fault.before(planning, "encode_values")
     elif phase == "assign":
-        fault.before(planning, "_pack_detail")
+        fault.before(planning, "join_pieces")
     elif phase == "stage":
         fault.before(HostEngine, "fill")
     elif phase == "write":

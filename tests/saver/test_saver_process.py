@@ -40,8 +40,8 @@ from sidestream._runtime.threads import (
 from sidestream._storage import Attempt, LocalStore, locate_run
 from sidestream._worker.client import close_all, worker_for
 from sidestream._worker.job import Job, JobOrder
-from sidestream._worker.wire import Channel, Outbox, WorkerMessage, WorkerMessageKind, pack
-from sidestream._worker.work import READY, Request, _WindowCounts
+from sidestream._worker.wire import READY, Channel, Outbox, WorkerMessage, WorkerMessageKind, pack
+from sidestream._worker.work import Request, _WindowCounts
 from sidestream.errors import (
     CheckpointExistsError,
     ClosedError,

@@ -13,10 +13,10 @@ import torch
 
 import sidestream
 from sidestream import errors
-from sidestream._runtime.redact import redacted
 from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, LocalStore
 from sidestream._storage.bodies import BytesBody
+from sidestream.errors import redacted
 
 CANARY = "c4n4ry"
 

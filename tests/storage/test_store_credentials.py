@@ -14,9 +14,9 @@ from keywords import for_load, for_save
 
 import sidestream
 from sidestream import errors, events
-from sidestream._runtime.redact import redacted
 from sidestream._storage import locate_directory, locate_run
 from sidestream._storage.clients.credentials import Unmapped, client_for
+from sidestream.errors import redacted
 
 
 def test_s3_options_of_both_worlds() -> None:

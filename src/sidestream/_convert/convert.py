@@ -276,7 +276,7 @@ async def _run_divided(
     origin = [[new, old] for new, (old, _) in pipeline.origin.items()]
     divided = DividedFiles(order, ranks, tensors, last, origin)
     nbytes = 0 if ranks.rank else sum(file.nbytes for file in files)
-    await run_here(order, partial(divided.write, pipeline), divided, nbytes, Divided(order, ranks))
+    await run_here(order, partial(divided.write, pipeline), divided, nbytes, Divided(order))
     return {**{file.name: file.nbytes for file in tensors}, **divided.others}
 
 

@@ -6,11 +6,11 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .._group import Operation, prepare_together, stoppable
 from .._runtime.threads import io_threads
-from .._save.group import Group, maker_of_attempt
+from .._save.group import Group
 from .._save.operation import RankReceipt, SaveOrder
 from .._storage import Outcome, Transaction
 from ..errors import InvalidOptionError, RankFailuresError
@@ -82,7 +82,7 @@ class DividedFiles:
                 f"ranks that export together have to say the same: select=, names=, dtype= and max_shard_bytes= make "
                 f"other files on rank {differs[0]} than on rank 0"
             )
-        await io_threads().run(maker_of_attempt(self.order))
+        await io_threads().run(self.order.make_attempt)
         return json.dumps({one.name: one.nbytes for one in self.last}).encode()
 
 
@@ -107,9 +107,6 @@ class Divided(Group):
     """The coordinator of such an export. Rank 0 commits when all ranks have written their files. If one fails, all
     fail."""
 
-    def __init__(self, order: SaveOrder, operation: Operation) -> None:
-        super().__init__(order, operation, _Unplanned())
-
     async def _look_back(self, verdict: RankFailuresError) -> None:
         """Delete the files that this rank has written, if they have their final names. The outcome is unknown if rank 0
         died during the commit, because an export has no marker."""
@@ -121,9 +118,3 @@ class Divided(Group):
 
     async def _seen(self) -> Outcome:
         return "unknown"
-
-
-class _Unplanned:
-    """The plan for ``Group``. There is none, so it does not affect the outcome of a failure."""
-
-    planned: Any = None

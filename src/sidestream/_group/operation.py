@@ -94,6 +94,8 @@ class Operation:
         its own."""
         self.step_completed: bool = False
         """Whether a cancel came too late: the step has been completed on all ranks."""
+        self.first: Any = None
+        """The process of rank 0, from when the ranks have planned a save."""
         self._lock = threading.Lock()
         self._stopping = False
         self._on_stop: list[Callable[[], None]] = []
@@ -186,12 +188,7 @@ class Operation:
     def _result(self, future: Future[T]) -> T:
         """Wait for ``future``. Rank 0 concludes the operation at the deadline, so a longer wait, plus a grace, means
         that rank 0 does not respond."""
-        try:
-            return future.result(self.deadline.remaining_s() + VERDICT_GRACE_S)
-        except TimeoutError as error:
-            if future.done():
-                raise
-            raise self.deadline.exceeded(f"waiting for the other ranks ({self.step})") from error
+        return self.deadline.result(future, f"waiting for the other ranks ({self.step})", VERDICT_GRACE_S)
 
     async def _await(self, future: Future[T], *, final: bool = False) -> T:
         """Await ``future``. A cancel is sent to the other ranks, and raised when it is known whether the step was

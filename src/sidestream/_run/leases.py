@@ -33,7 +33,6 @@ __all__ = ["Lease", "Leases", "Seen", "parse_lease"]
 
 Kind = Literal["read", "save", "delete"]
 
-_DIRECTORY = LEASES
 _NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>read|save|delete)(?P<ttl>[0-9]{1,9})\.[0-9a-f]{32}")
 _RENEWALS = 4  # per lifetime of a lease
 _CALL_S = 30.0
@@ -96,7 +95,7 @@ class Leases:
 
     async def seen(self) -> list[Seen]:
         """Return all leases of the run, including those of this process."""
-        ages = await self._store.ages(_DIRECTORY)
+        ages = await self._store.ages(LEASES)
         found = [seen for name, age_s in ages.items() if (seen := parse_lease(name, age_s)) is not None]
         now = time.monotonic()
         self._first_seen = {seen.name: self._first_seen.get(seen.name, now) for seen in found}
@@ -112,7 +111,7 @@ class Leases:
 
     async def forget(self, dead: Iterable[Seen]) -> None:
         """Remove the leases of dead holders."""
-        names = [f"{_DIRECTORY}/{seen.name}" for seen in dead]
+        names = [f"{LEASES}/{seen.name}" for seen in dead]
         if names:
             await self._store.remove(names)
 
@@ -174,9 +173,6 @@ class Lease:
                 self._renewing.cancel()
 
     def leave(self, *, stuck: bool) -> None:
-        self.drop()
-
-    def drop(self) -> None:
         """Remove the files of the lease. Files that cannot be removed expire. Called in a thread."""
         from .._storage.clients.requests import LoopCall  # imports fsspec
 
@@ -186,7 +182,7 @@ class Lease:
                 LoopCall(partial(self._store.remove, names)).result("releasing a lease")
 
     async def _put_one(self) -> None:
-        name = f"{_DIRECTORY}/{self.directory}.{self._kind}{max(1, round(self._ttl_s))}.{uuid.uuid4().hex}"
+        name = f"{LEASES}/{self.directory}.{self._kind}{max(1, round(self._ttl_s))}.{uuid.uuid4().hex}"
         self._files.append(name)  # before the put: after a cancel the file may exist
         put_at = time.monotonic()
         await self._store.put(name, BytesBody(_content(self._kind)), durability="flush")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import weakref
 from contextlib import suppress
-from dataclasses import dataclass
 
 from .._runtime.abandoned import RegisteredOperation, register
 from .._runtime.tasks import run_shielded, running_loop
@@ -17,63 +17,36 @@ from ..errors import ClosedError, ForkedProcessError, SidestreamError, WrongLoop
 __all__ = ["Opened"]
 
 
-@dataclass(slots=True)
-class _Holding:
-    """The resources of an open ``Checkpointer``, registered so that they are released if its loop ends. It has no
-    reference to that loop."""
-
-    url: str
-    stager: AsyncStager | None
-    worker: Worker | None
-    expires_at: float = math.inf
-
-    def release(self) -> None:
-        """Release the writer process."""
-        worker, self.worker = self.worker, None
-        if worker is not None:
-            worker.release()
-
-    @property
-    def what(self) -> str:
-        return f"the Checkpointer of {self.url} was not closed"
-
-    def abandon(self) -> None:
-        """Do nothing: saves are registered separately."""
-
-    def leave(self, *, stuck: bool) -> str:
-        self.release()
-        if self.stager is not None:
-            with suppress(SidestreamError):  # reported elsewhere
-                self.stager.close()
-        return "its staging memory and its writer process were released"
-
-
 class Opened:
     """The state of the ``Checkpointer`` of the run at ``url``: not entered, open, or closed. ``stager`` and ``worker``
-    are those that the ``Checkpointer`` owns."""
+    are those that the ``Checkpointer`` owns.
+
+    While it is open it is registered, so that its resources are released if its loop ends. So it refers to the loop
+    weakly.
+    """
+
+    expires_at = math.inf
 
     def __init__(self, url: str, stager: AsyncStager | None, worker: Worker | None) -> None:
         self._url = url
         self._stager = stager
         self._worker = worker
         self._pid = os.getpid()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._holding: _Holding | None = None
-        self._watch: RegisteredOperation | None = None
+        self._loop: weakref.ref[asyncio.AbstractEventLoop] | None = None
+        self._registration: RegisteredOperation | None = None
         self.closed = False
 
     def enter(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = weakref.ref(loop)
         if self._worker is not None:
             self._worker.acquire()
-        self._holding = _Holding(self._url, self._stager, self._worker)
-        self._watch = register(self._holding, holds_loop=False)
+        self._registration = register(self, holds_loop=False)
 
     async def release(self) -> None:
         """Release the resources. A cancel does not interrupt this."""
-        if self._holding is not None and self._watch is not None:
-            self._holding.release()
-            self._watch.end()
+        if self._registration is not None:
+            self._release_worker()
+            self._registration.end()
         if self._stager is not None:
             await run_shielded(self._stager.aclose)
 
@@ -86,5 +59,26 @@ class Opened:
             raise ClosedError(f"the Checkpointer of {self._url} is closed")
         if self._loop is None:
             raise ClosedError("enter the Checkpointer first: async with sidestream.Checkpointer(...) as checkpoints")
-        if running_loop("Checkpointer") is not self._loop:
+        if running_loop("Checkpointer") is not self._loop():
             raise WrongLoopError(f"the Checkpointer of {self._url} belongs to another event loop")
+
+    def _release_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.release()
+
+    # --- after the end of the loop ---
+
+    @property
+    def what(self) -> str:
+        return f"the Checkpointer of {self._url} was not closed"
+
+    def abandon(self) -> None:
+        """Do nothing: saves are registered separately."""
+
+    def leave(self, *, stuck: bool) -> str:
+        self._release_worker()
+        if self._stager is not None:
+            with suppress(SidestreamError):  # reported elsewhere
+                self._stager.close()
+        return "its staging memory and its writer process were released"

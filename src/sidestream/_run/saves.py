@@ -27,6 +27,8 @@ from .._save.api import (
     PendingExport,
     PendingSave,
     SavedAs,
+    SaveInfo,
+    SaveProgress,
     SaveWork,
     Stager,
     Worker,
@@ -35,11 +37,9 @@ from .._save.api import (
     start_save,
     start_together,
 )
-from .._save.order import Lifecycle
-from .._save.pending import SaveInfo, SaveProgress
-from .._storage import FileSource, Location, Outcome, check_sources, step_name
+from .._storage import FileSource, Outcome, check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
-from ..events import SaveContext
+from ..events import SaveContext, SaveSkipped, emit
 from ..options import SaveOptions, WhenFull, check_step, options_of
 from .exports import Exports, Upkeep
 from .leases import Lease
@@ -316,7 +316,7 @@ class QueuedSave:
         try:
             if self._work is None and not await self.begin():
                 error = SkippedError(f"{self.url} was not saved: {self._turn.why}")
-                Lifecycle(self._save).skipped(str(error))
+                emit(SaveSkipped(self._save, str(error)))
                 raise error
             assert self._work is not None
             return await self._work.run(staged)
@@ -342,7 +342,7 @@ class QueuedSave:
                 self._work.leave(stuck=stuck)
         finally:
             if self._lease is not None:
-                self._lease.drop()
+                self._lease.leave(stuck=stuck)
 
 
 EARLIER = "an earlier save"
@@ -483,35 +483,28 @@ class Saves:
                 self._check_usable()  # the Checkpointer may have been closed while this save waited
                 self.raise_unretrieved()
         target = run.at(step_name(asked.step, generation))
-        launch = partial(self._launch, asked, generation, exports, target)
+
+        def launch(operation: Operation | None) -> SaveWork:
+            return start_save(
+                asked.state,
+                target,
+                asked.options,
+                stager=self._stager,
+                step=asked.step,
+                generation=generation,
+                metadata=asked.metadata,
+                worker=self._worker,
+                operation=operation,
+                exports=exports,
+                files=asked.files,
+            )
+
         if operation is not None:
             work = start_together(launch, operation, target.url)
             return work, None if operation.rank else run.leases.announce(target.name)
         work = launch(None)
         self._generations.started(asked.step, generation)
         return work, run.leases.announce(target.name)
-
-    def _launch(
-        self,
-        asked: _Asked,
-        generation: int,
-        exports: tuple[PendingExport, ...],
-        target: Location,
-        operation: Operation | None,
-    ) -> SaveWork:
-        return start_save(
-            asked.state,
-            target,
-            asked.options,
-            stager=self._stager,
-            step=asked.step,
-            generation=generation,
-            metadata=asked.metadata,
-            worker=self._worker,
-            operation=operation,
-            exports=exports,
-            files=asked.files,
-        )
 
     # --- all saves ---
 

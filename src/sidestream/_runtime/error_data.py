@@ -9,9 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from .. import errors
-from ..errors import SidestreamError
-from .marks import is_stuck, is_uncertain, mark_stuck, mark_uncertain
-from .redact import redacted
+from ..errors import SidestreamError, is_stuck, is_uncertain, mark_stuck, mark_uncertain, redacted
 
 __all__ = ["data_of", "error_from", "text_of"]
 

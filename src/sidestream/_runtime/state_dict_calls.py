@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from .caller import run_in_calling_thread
-from .torch_probes import PLAIN_TENSORS, attributes_of
+from .torch_probes import PLAIN_TENSORS, Stateful, attributes_of
 
 __all__ = [
     "LEAVES",
@@ -35,6 +35,7 @@ __all__ = [
     "key_order",
     "monitored",
     "state_dicts_in_order",
+    "with_state_dicts",
 ]
 
 _log = logging.getLogger("sidestream")
@@ -125,6 +126,15 @@ def state_dicts_in_order(
             level.append(one._replace(instance=answer))
             yield False
         yield True
+
+
+def with_state_dicts(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return ``state`` with the state dict of each object in place of the object, as DCP hands it to a stager."""
+    objects = in_order(
+        FoundObject((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
+    )
+    answers = {id(one.instance): call_state_dict(one) for one in objects}
+    return {key: answers.get(id(item), item) for key, item in state.items()}
 
 
 def call_state_dict(one: FoundObject) -> Any:

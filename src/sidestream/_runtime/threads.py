@@ -29,10 +29,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 import anyio
 
-from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, out_of_memory
+from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, mark_stuck, out_of_memory
 from .abandoned import put_back, take_abandoned, waiting_for_thread
 from .gil import give_turns, holding_gil, slice_s, stop_turns, yield_gil
-from .marks import mark_stuck
 from .steps import Steps, collected
 
 __all__ = [
@@ -99,6 +98,16 @@ class Deadline:
         """Raise ``DeadlineExceededError`` if the deadline has passed. ``doing`` names the work in its message."""
         if self.remaining_s() == 0.0:
             raise self.exceeded(doing)
+
+    def result(self, future: Future[T], doing: str, grace_s: float = 0.0) -> T:
+        """Block until ``future`` is done, for at most ``grace_s`` past the deadline, and return its result. Raises
+        ``DeadlineExceededError`` for ``doing``."""
+        try:
+            return future.result(self.remaining_s() + grace_s)
+        except TimeoutError as error:
+            if future.done():
+                raise
+            raise self.exceeded(doing) from error
 
     def exceeded(self, doing: str) -> DeadlineExceededError:
         """Return the error to raise for ``doing``."""
@@ -332,9 +341,7 @@ class Threads(Executor):
     ) -> T:
         """Run the steps that ``fn`` returns in a thread, in slices of time, and return their result, as ``run``
         does."""
-        name = fn.__name__.strip("_")
-        future = self.submit(lambda: _within(name, lambda: run_sliced(fn(*args))))
-        return await self.wait(future, name)
+        return await self.run(sliced(fn), *args)
 
     async def wait(
         self,
@@ -398,12 +405,12 @@ class Threads(Executor):
 def result_of(future: Future[T], stop: Stop, name: str) -> T:
     """Wait in a thread for the result of ``future``, which ``name`` describes in errors. Raises ``ClosedError`` when
     ``stop`` is set, and ``DeadlineExceededError``."""
-    woken: Future[None] = Future()
+    woken: Future[Any] = Future()
     deadline = current_deadline()
     try:
         with stop.waking(partial(_wake, woken)):
             stop.check()
-            _wait_for_either(future, woken, deadline.remaining_s())
+            wait_for([future, woken], deadline.remaining_s(), FIRST_COMPLETED)
         if not future.done() and deadline.remaining_s() == 0:  # first: the deadline may also have set ``stop``
             raise deadline.exceeded(name)
         stop.check()
@@ -427,10 +434,6 @@ def wait_for_change(changed: threading.Condition, stop: Stop, name: str) -> None
         stop.check()
         if not changed.wait(deadline.remaining_s()):
             raise deadline.exceeded(name)
-
-
-def _wait_for_either(one: Future[Any], other: Future[Any], patience_s: float) -> None:
-    wait_for([one, other], patience_s, FIRST_COMPLETED)
 
 
 def _wake(woken: Future[None]) -> None:

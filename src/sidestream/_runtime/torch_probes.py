@@ -17,7 +17,6 @@ __all__ = [
     "TORCH_VERSION",
     "HeldShard",
     "Stateful",
-    "TransformedStreams",
     "attributes_of",
     "check_tensor",
     "convert_all",
@@ -40,6 +39,7 @@ __all__ = [
     "storage_info",
     "storage_key",
     "tensor_class",
+    "transformed_stream",
     "view_key",
     "with_attributes",
     "with_shards_of",
@@ -79,9 +79,8 @@ def empty_kernel() -> None:
     torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
 
 
-_NAMES = {value: name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 # Aliases (torch.float, torch.half ...) map to the same object: the spelling of repr() is the canonical one.
-_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _NAMES}
+_NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -411,16 +410,10 @@ def storage_info(file: str, offset: int, nbytes: int, transforms: Sequence[str] 
     return _StorageInfo(file, offset, nbytes, list(transforms) or None)
 
 
-class TransformedStreams:
-    """The bytes of items as DCP's stream extensions transform them."""
+def transformed_stream(extensions: Sequence[Any], item: Any, stream: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return a stream that writes to ``stream`` the bytes of ``item`` as DCP's stream extensions transform them, and
+    the descriptors that readers of the item need. Closing the returned stream leaves ``stream`` open."""
+    from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 
-    def __init__(self, extensions: Sequence[Any]) -> None:
-        from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
-
-        self._transforms = _StorageWriterTransforms(list(extensions))
-
-    def transform(self, item: Any, stream: Any) -> tuple[Any, tuple[str, ...]]:
-        """Return a stream that writes transformed bytes to ``stream``, and the descriptors that readers of the item
-        need. Closing the returned stream leaves ``stream`` open."""
-        transformed, descriptors = self._transforms.transform_save_stream(item, stream)
-        return transformed, tuple(descriptors)
+    transformed, descriptors = _StorageWriterTransforms(list(extensions)).transform_save_stream(item, stream)
+    return transformed, tuple(descriptors)

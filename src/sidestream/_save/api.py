@@ -23,7 +23,7 @@ from .._storage import FileSource, Location, check_sources, locate_directory
 from .._worker.client import Worker, choose_worker
 from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError
 from ..options import SaveOptions, Storage, options_of, storage_of
-from .group import FailedSave, Group, planning_of
+from .group import FailedSave, Group
 from .layouts import AgreedLayout, NativeLayout
 from .operation import SaveOperation, SaveOrder, Solo
 from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
@@ -288,9 +288,7 @@ def start_save(
     if options.planner is not None:
         from .planner.save import start_planned  # imports DCP, as the planner has done
 
-        planned = start_planned(order, state, options.planner, stager)
-        planned.exports = exports
-        return planned
+        return start_planned(order, state, options.planner, stager, exports)
     if operation is None:
         lay_out = saved_as.applied(plan_alone, location.url, others=False)
         stage = LaidOutStage(order, state, captured, stager, lay_out, len(exports))
@@ -302,12 +300,10 @@ def start_save(
             exports=exports,
             snapshots=stage.snapshots,
         )
-    planning = planning_of(order, operation)
-    lay_out = saved_as.applied(planning.lay_out, location.url, others=True)
+    layout = AgreedLayout(order)
+    lay_out = saved_as.applied(layout.lay_out, location.url, others=True)
     writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, lay_out))
-    group = Group(order, operation, planning)
-    layout = AgreedLayout(order, planning)
-    return SaveOperation(order=order, writer=writer, layout=layout, coordinator=group, exports=exports)
+    return SaveOperation(order=order, writer=writer, layout=layout, coordinator=Group(order), exports=exports)
 
 
 async def prewarm(

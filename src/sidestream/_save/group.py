@@ -4,63 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
 from .._group import Operation, Stopped, has_ended
 from .._load.open.steps import read_marker
-from .._runtime.threads import (
-    Deadline,
-    Steps,
-    io_threads,
-    sliced,
-    time_limit,
-)
-from .._storage import Outcome, free_space
+from .._runtime.threads import Deadline, Steps, io_threads, sliced, time_limit
+from .._storage import Outcome
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
-from .layouts import Planning, Terms
-from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared
+from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared, join_pieces, split_pieces
 from .order import Lifecycle, SaveOrder
 from .pending import SaveInfo, SaveProgress
 
-__all__ = ["FailedSave", "Group", "maker_of_attempt", "planning_of", "terms_of"]
+__all__ = ["FailedSave", "Group"]
 
 _READ_BACK_S = 10.0
 _LOOK_S = 0.1
-
-
-class Agreeing(Protocol):
-    """The planning of a save by all ranks. ``planned`` is set when it has ended."""
-
-    @property
-    def planned(self) -> Any: ...
-
-
-def planning_of(order: SaveOrder, operation: Operation) -> Planning:
-    """Return the planning of ``order`` by all ranks."""
-    location = order.location
-    free = partial(free_space, location.store, location.name)
-    return Planning(operation, terms_of(order), maker_of_attempt(order), free)
-
-
-def terms_of(order: SaveOrder, *, planner: bool = False) -> Terms:
-    exports = ", ".join(url.rpartition("/")[2] for url in order.exports)
-    return Terms(order.location.name, order.durability, order.digest, planner, exports)
-
-
-def maker_of_attempt(order: SaveOrder) -> Callable[[], None]:
-    """Return the function with which rank 0 makes the attempt. The name of the attempt is unique, so a rank that finds
-    a directory of that name sees the same storage. A rank that does not find it raises an error."""
-
-    def make_attempt() -> None:
-        order.transaction.write_here(())
-
-    return make_attempt
 
 
 @dataclass(slots=True)
@@ -92,12 +54,12 @@ class FailedSave:
 
 
 class Group:
-    """The coordinator of a save by several ranks, on one of them. ``planning`` is the planning by all ranks."""
+    """The coordinator of a save by several ranks, on one of them."""
 
-    def __init__(self, order: SaveOrder, operation: Operation, planning: Agreeing) -> None:
+    def __init__(self, order: SaveOrder) -> None:
+        assert order.operation is not None
         self._order = order
-        self._operation = operation
-        self._planning = planning
+        self._operation = order.operation
         self._reply: bytes | None = None
         """The reply to the other ranks if the commit takes place. Set on rank 0 before the commit is sent."""
 
@@ -204,13 +166,13 @@ class Group:
         alone = first.rank == 0 and first.kind in ("RankDied", "DeadlineExceededError") and first.step != "commit"
         if self._operation.step != "commit" or not alone:
             return
-        planned = self._planning.planned
-        assert planned is not None
+        first_process = self._operation.first
+        assert first_process is not None
         deadline = Deadline.after(_READ_BACK_S)
         order.transaction.outcome = "unknown"
         while True:
             # Checked first: a process that has ended before the look cannot commit after it.
-            ended = order.location.store.capabilities.rename and has_ended(planned.first)
+            ended = order.location.store.capabilities.rename and has_ended(first_process)
             with time_limit(deadline):
                 order.transaction.outcome = await self._seen()
             if order.outcome == "absent" and not ended:
@@ -280,18 +242,17 @@ class Group:
 def _pack(receipt: RankReceipt, layout: SharedLayout, seconds: Mapping[str, float]) -> bytes:
     """Return the receipt of this rank, and the times of its phases, as bytes. Called in a worker thread."""
     head = json.dumps({"files": receipt.files, "crcs": receipt.crcs, "seconds": seconds}).encode()
-    return struct.pack("<Q", len(head)) + head + layout.pack(receipt)
+    return join_pieces(head, layout.pack(receipt))
 
 
 @sliced
 def _unpack(packed: Sequence[bytes], layout: SharedLayout) -> Steps[list[tuple[RankReceipt, Mapping[str, float]]]]:
     """Return the receipts of all ranks, and the times of their phases. Called in a worker thread."""
     received = []
-    start = struct.calcsize("<Q")
     for rank, raw in enumerate(packed):
         yield
-        (end,) = struct.unpack_from("<Q", raw)
-        told = json.loads(raw[start : start + end])
-        content = layout.unpack(rank, raw[start + end :])
-        received.append((RankReceipt(told["files"], content, told["crcs"]), told["seconds"]))
+        head, content = split_pieces(raw, 2)
+        told = json.loads(head)
+        receipt = RankReceipt(told["files"], layout.unpack(rank, content), told["crcs"])
+        received.append((receipt, told["seconds"]))
     return received

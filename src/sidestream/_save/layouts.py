@@ -10,10 +10,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._format.checksum import crc32, join_blocks, unpack_crcs
@@ -26,30 +25,30 @@ from .._format.shared import PartName, Root, Shared, part_name, write_part
 from .._group import Operation, this_process
 from .._layout.save_layout import SavePlan
 from .._layout.sharded.assign import Assignment, RankReport, assign
-from .._layout.sharded.rank_layout import EncodedValues, RankPlan, encode_values, lay_out_rank
-from .._layout.sharded.rank_table import LocalTable, Row, local_table, parse_rows
+from .._layout.sharded.rank_layout import RankPlan, encode_values, lay_out_rank
+from .._layout.sharded.rank_table import Row, local_table, parse_rows
 from .._runtime.threads import gathered, io_threads, run_sliced
 from .._runtime.torch_probes import TORCH_VERSION
 from .._staging import Captured, PlanCache
-from .._storage import BytesBody, FreeSpace
+from .._storage import BytesBody, free_space
 from ..errors import InvalidOptionError, NoSpaceError, SidestreamError
-from .operation import RankReceipt, SaveOrder
+from .operation import RankReceipt, SaveOrder, join_pieces, split_pieces
 
 __all__ = [
     "AgreedLayout",
     "NativeLayout",
-    "Planning",
-    "Terms",
     "about_save",
     "check_terms",
     "commit_files",
     "sidecar_files",
+    "terms_of",
     "with_sidecars",
 ]
 
 
 _KEPT = 4
 _LISTED = 10
+_TERMS = ("target", "durability", "digest", "planner", "exports")
 
 
 @dataclass(slots=True)
@@ -89,19 +88,6 @@ class _Agreements:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """The options of a save that have to be the same on all ranks."""
-
-    target: str
-    durability: str
-    digest: str | None
-    planner: bool = False
-    """Whether the caller has passed a planner."""
-    exports: str = ""
-    """The names of the exports, which all ranks write together."""
-
-
-@dataclass(frozen=True, slots=True)
 class Planned:
     """The plan of this rank, and the agreement behind it. ``known_layout`` is the digest of the layout of this rank
     whose places rank 0 has. ``fragments`` are these places on rank 0, in a copy that other saves do not change."""
@@ -110,38 +96,40 @@ class Planned:
     agreement: Agreement
     known_layout: str | None
     fragments: Mapping[int, tuple[str, bytes]]
-    first: Mapping[str, Any]
-    """The process of rank 0."""
 
 
-@dataclass(slots=True)
-class Planning:
-    """The planning of one save. ``prepare`` makes the attempt on rank 0 before other ranks write into it. ``free``
-    returns the file system on which this rank writes, and the free space there."""
+class AgreedLayout:
+    """The layout of a save of ranks that plan together. Each rank writes its own part of the manifest."""
 
-    operation: Operation
-    terms: Terms
-    prepare: Callable[[], None]
-    free: Callable[[], FreeSpace | None] = lambda: None
-    planned: Planned | None = None
+    def __init__(self, order: SaveOrder) -> None:
+        assert order.operation is not None
+        self._order = order
+        self._operation = order.operation
+        self._agreed: Planned | None = None
+
+    @property
+    def _planned(self) -> Planned:
+        assert self._agreed is not None
+        return self._agreed
 
     def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> RankPlan:
         """Return the plan of this rank. Called in the stager's thread. Raises ``Stopped`` if another rank has
         failed."""
-        operation = self.operation
+        operation, location = self._operation, self._order.location
         table = run_sliced(local_table(plans, captured))
         values = run_sliced(encode_values(table))
         agreements = _agreements(operation)
         heard: _Heard = _Heard(agreements)
-        part = {**asdict(self.terms), "held": table.held.digest, "table": table.held.table, "values": values.digest}
+        part = {**terms_of(self._order), "held": table.held.digest, "table": table.held.table, "values": values.digest}
         part["knows"] = agreements.ids
-        part["space"] = self.free(), table.held.most_bytes + values.nbytes
+        part["space"] = free_space(location.store, location.name), table.held.most_bytes + values.nbytes
         answer = json.loads(
             operation.exchange("plan", json.dumps(part).encode(), lambda parts: self._first(heard, parts))
         )
         agreement = None
         if answer["detail"]:
-            detail = _pack_detail(table, values, rows=bool(answer["rows"]))
+            rows, digests = table.held.raw_rows if answer["rows"] else b"", json.dumps(dict(values.digests)).encode()
+            detail = join_pieces(rows, table.held.raw_boxes, digests)
             raw = operation.exchange("assign", detail, lambda parts: self._second(heard, parts))
             if raw:
                 agreement = heard.made or Agreement(answer["agreement"], Assignment.unpack(raw))
@@ -153,7 +141,8 @@ class Planning:
         )
         if answer["tight"]:
             operation.exchange("space", json.dumps(plan.nbytes).encode(), heard.check_space)
-        self.planned = Planned(plan, agreement, answer["layout"], heard.fragments, answer["first"])
+        self._agreed = Planned(plan, agreement, answer["layout"], heard.fragments)
+        operation.first = answer["first"]
         operation.step = "write"
         return plan
 
@@ -161,10 +150,10 @@ class Planning:
         """Compare the terms of all ranks, and look up the agreement for their state dicts. Called on rank 0."""
         told = [json.loads(part) for part in parts]
         check_terms(told)
-        self.prepare()
+        self._order.make_attempt()
         heard.name = hashlib.blake2b("".join(one["held"] for one in told).encode(), digest_size=16).hexdigest()
         heard.tables = [one["table"] for one in told]
-        heard.places = _places([one["space"] for one in told], self.terms.target)
+        heard.places = _places([one["space"] for one in told], self._order.location.name)
         heard.known = all(heard.name in one["knows"] for one in told)
         detail = not heard.known or len({(one["table"], one["values"]) for one in told}) > 1
         if heard.known:
@@ -188,12 +177,12 @@ class Planning:
     def _second(self, heard: _Heard, parts: Sequence[bytes]) -> bytes | Sequence[bytes]:
         """Compare the plain values of all ranks, and assign the tensors to ranks if there is no agreement yet. Called
         on rank 0."""
-        details = [_unpack_detail(part) for part in parts]
+        details = [split_pieces(part, 3) for part in parts]
         tables: dict[str, Sequence[Row]] = {}
         for table, (rows, _, _) in zip(heard.tables, details, strict=True):
             if table not in tables:
                 tables[table] = run_sliced(parse_rows(rows))
-        _compare_values([tables[table] for table in heard.tables], [values for _, _, values in details])
+        _compare_values([tables[table] for table in heard.tables], [json.loads(values) for _, _, values in details])
         if heard.known:
             return b""
         ranks = [RankReport(table, boxes) for table, (_, boxes, _) in zip(heard.tables, details, strict=True)]
@@ -201,6 +190,55 @@ class Planning:
         body, head = run_sliced(root_body(shared)), run_sliced(described(shared))
         heard.made = Agreement(heard.name, assignments[0], shared, body, head)
         return [assignment.pack() for assignment in assignments]
+
+    # --- the layout, when all is written ---
+
+    async def receipt(self, plan: RankPlan, written: Sequence[BlockSums]) -> RankReceipt:
+        """Return the receipt of this rank, and write its part of the manifest to storage. So rank 0 need not receive
+        the part."""
+        order, operation = self._order, self._operation
+        made = await io_threads().run(_make_part, self._planned, written, order)
+        receipt, part = made
+        if part:
+            name = part_name(manifest_name(order.save_id), operation.rank)
+            await order.transaction.put(name, BytesBody(part))
+        return receipt
+
+    def pack(self, receipt: RankReceipt) -> bytes:
+        content: _Content = receipt.content
+        facts = {"new": content.new, "stable": content.stable, "layout": content.layout, "part": list(content.part)}
+        return join_pieces(json.dumps(facts).encode(), content.chunks, content.values)
+
+    def unpack(self, rank: int, content: bytes) -> _Content:
+        """Return what ``rank`` has packed, with the places of its tensors. New places are kept for the next save if
+        they are valid for it."""
+        planned = self._planned
+        head, chunks, values = split_pieces(content, 3)
+        facts: dict[str, Any] = json.loads(head)
+        if facts["new"] and facts["stable"]:
+            planned.agreement.fragments[rank] = (facts["layout"], chunks)
+        elif not facts["new"]:
+            layout, chunks = planned.fragments.get(rank, ("", b""))
+            if layout != facts["layout"]:
+                raise SidestreamError(f"rank {rank} relies on places of its tensors that rank 0 does not have")
+        return _Content(PartName(*facts["part"]), facts["layout"], facts["new"], facts["stable"], chunks, values)
+
+    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
+        """Return the root of the manifest, and ``.metadata``. The latter has 100 MB if 512 ranks save 2,000 tensors. So
+        it is returned as the pieces that the ranks have sent, which are not joined."""
+        agreement = self._planned.agreement
+        assert agreement.shared is not None
+        contents: list[_Content] = [receipt.content for receipt in receipts]
+        about = about_save(self._order, receipts)
+        root = Root(about, agreement.shared, tuple(content.part for content in contents))
+        raw = b"".join(write_root(root, TORCH_VERSION, agreement.body))
+        places = [content.chunks for content in contents] + [content.values for content in contents]
+        marker = _marker(about, raw, self._order.saved_at)
+        return {
+            **sidecar_files(self._order),
+            manifest_name(about.save_id): [raw],
+            METADATA_NAME: [agreement.head, *places, *metadata_end(marker)],
+        }
 
 
 @dataclass(slots=True)
@@ -266,9 +304,17 @@ def _agreements(operation: Operation) -> _Agreements:
     return found
 
 
+def terms_of(order: SaveOrder, *, planner: bool = False) -> dict[str, Any]:
+    """Return the options of a save that have to be the same on all ranks, by their names in errors. ``planner``: the
+    caller has passed one."""
+    exports = ", ".join(url.rpartition("/")[2] for url in order.exports)
+    options = (order.location.name, order.durability, order.digest, planner, exports)
+    return dict(zip(_TERMS, options, strict=True))
+
+
 def check_terms(told: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``InvalidOptionError`` if the terms of the ranks differ. Called on rank 0."""
-    for name in ("target", "durability", "digest", "planner", "exports"):
+    for name in _TERMS:
         said = {one[name]: rank for rank, one in reversed(list(enumerate(told)))}
         if len(said) > 1:
             (one, rank), (other, another) = list(said.items())[:2]
@@ -295,18 +341,6 @@ def _compare_values(tables: Sequence[Sequence[Row]], digests: Sequence[Mapping[s
             f"{len(differ)} plain values differ between ranks, and one of each could be saved: {', '.join(shown)}; "
             'give what belongs to a rank a name of its own, such as {"rng": {f"rank{rank}": ...}}'
         )
-
-
-def _pack_detail(table: LocalTable, values: EncodedValues, *, rows: bool) -> bytes:
-    pieces = (table.held.raw_rows if rows else b"", table.held.raw_boxes, json.dumps(dict(values.digests)).encode())
-    return struct.pack("<3Q", *map(len, pieces)) + b"".join(pieces)
-
-
-def _unpack_detail(raw: bytes) -> tuple[bytes, bytes, Mapping[str, str]]:
-    rows, boxes, values = struct.unpack_from("<3Q", raw)
-    start = struct.calcsize("<3Q")
-    middle, end = start + rows, start + rows + boxes
-    return raw[start:middle], raw[middle:end], json.loads(raw[end : end + values])
 
 
 def commit_files(manifest: Manifest, saved_at: int = 0, described: Described | None = None) -> dict[str, list[bytes]]:
@@ -397,71 +431,6 @@ class _Content:
     stable: bool
     chunks: bytes
     values: bytes
-
-
-class AgreedLayout:
-    """The layout of a save of ranks that have planned together. Each rank writes its own part of the manifest."""
-
-    def __init__(self, order: SaveOrder, planning: Planning) -> None:
-        self._order = order
-        self._planning = planning
-
-    @property
-    def _planned(self) -> Planned:
-        assert self._planning.planned is not None
-        return self._planning.planned
-
-    async def receipt(self, plan: RankPlan, written: Sequence[BlockSums]) -> RankReceipt:
-        """Return the receipt of this rank, and write its part of the manifest to storage. So rank 0 need not receive
-        the part."""
-        order, operation = self._order, self._planning.operation
-        made = await io_threads().run(_make_part, self._planned, written, order)
-        receipt, part = made
-        if part:
-            name = part_name(manifest_name(order.save_id), operation.rank)
-            await order.transaction.put(name, BytesBody(part))
-        return receipt
-
-    def pack(self, receipt: RankReceipt) -> bytes:
-        content: _Content = receipt.content
-        facts = {"new": content.new, "stable": content.stable, "layout": content.layout, "part": list(content.part)}
-        head = json.dumps(facts).encode()
-        sizes = struct.pack("<3Q", len(head), len(content.chunks), len(content.values))
-        return sizes + head + content.chunks + content.values
-
-    def unpack(self, rank: int, content: bytes) -> _Content:
-        """Return what ``rank`` has packed, with the places of its tensors. New places are kept for the next save if
-        they are valid for it."""
-        planned = self._planned
-        head, chunks_bytes, values_bytes = struct.unpack_from("<3Q", content)
-        start = struct.calcsize("<3Q")
-        facts: dict[str, Any] = json.loads(content[start : start + head])
-        middle = start + head + chunks_bytes
-        chunks, values = content[start + head : middle], content[middle : middle + values_bytes]
-        if facts["new"] and facts["stable"]:
-            planned.agreement.fragments[rank] = (facts["layout"], chunks)
-        elif not facts["new"]:
-            layout, chunks = planned.fragments.get(rank, ("", b""))
-            if layout != facts["layout"]:
-                raise SidestreamError(f"rank {rank} relies on places of its tensors that rank 0 does not have")
-        return _Content(PartName(*facts["part"]), facts["layout"], facts["new"], facts["stable"], chunks, values)
-
-    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
-        """Return the root of the manifest, and ``.metadata``. The latter has 100 MB if 512 ranks save 2,000 tensors. So
-        it is returned as the pieces that the ranks have sent, which are not joined."""
-        agreement = self._planned.agreement
-        assert agreement.shared is not None
-        contents: list[_Content] = [receipt.content for receipt in receipts]
-        about = about_save(self._order, receipts)
-        root = Root(about, agreement.shared, tuple(content.part for content in contents))
-        raw = b"".join(write_root(root, TORCH_VERSION, agreement.body))
-        places = [content.chunks for content in contents] + [content.values for content in contents]
-        marker = _marker(about, raw, self._order.saved_at)
-        return {
-            **sidecar_files(self._order),
-            manifest_name(about.save_id): [raw],
-            METADATA_NAME: [agreement.head, *places, *metadata_end(marker)],
-        }
 
 
 def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) -> tuple[RankReceipt, bytes]:

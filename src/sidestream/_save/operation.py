@@ -8,10 +8,12 @@ group.
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -34,6 +36,8 @@ __all__ = [
     "Solo",
     "Writer",
     "check_shared",
+    "join_pieces",
+    "split_pieces",
 ]
 
 
@@ -131,6 +135,17 @@ class Coordinator(Protocol):
 
     def close(self) -> None:
         """End the coordination of a save that was committed."""
+
+
+def join_pieces(*pieces: bytes) -> bytes:
+    """Return ``pieces`` as the bytes that one rank sends, for ``split_pieces``."""
+    return b"".join((struct.pack(f"<{len(pieces)}Q", *map(len, pieces)), *pieces))
+
+
+def split_pieces(joined: bytes, count: int) -> list[bytes]:
+    """Return the ``count`` pieces that ``join_pieces`` was given."""
+    sizes = struct.unpack_from(f"<{count}Q", joined)
+    return [joined[start:end] for start, end in pairwise(accumulate(sizes, initial=8 * count))]
 
 
 async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> None:

@@ -92,10 +92,6 @@ class Lifecycle:
                 self._emit(SaveFailed(self._save, self._phase, type(error).__name__, str(error), outcome))
             self._open = False
 
-    def skipped(self, why: str) -> None:
-        """Emit that the save was skipped before it could start."""
-        emit(SaveSkipped(self._save, why))
-
     def _emit(self, event: SaveEvent) -> None:
         """Emit ``event`` if the save has started and not ended. A thread that was left behind emits nothing."""
         if self._open:
@@ -146,14 +142,21 @@ class SaveOrder:
         object.__setattr__(self, "lifecycle", Lifecycle(self._context()))
 
     def _context(self) -> SaveContext:
-        rank, world = 0, 1
+        world = 1
         if self.operation is not None:
-            rank, world = self.operation.rank, self.operation.world
+            world = self.operation.world
         elif self.part is not None:
-            rank, world = self.part.rank, self.part.world_size
+            world = self.part.world_size
         run = None if self.step is None else self.location.store.url
-        url = self.location.url
+        rank, url = self.rank, self.location.url
         return SaveContext(self.verb, url, run=run, step=self.step, generation=self.generation, rank=rank, world=world)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those whose files the checkpoint has."""
+        if self.operation is not None:
+            return self.operation.rank
+        return 0 if self.part is None else self.part.rank
 
     @property
     def transaction(self) -> Transaction:
@@ -173,6 +176,12 @@ class SaveOrder:
                 attempt = Attempt(self.location.name, kind, self.save_id, self.durability, in_run, replaces)
                 self._begun.append(self.location.store.begin(attempt))
             return self._begun[0]
+
+    def make_attempt(self) -> None:
+        """Make the attempt, on rank 0 before the other ranks write. Its name is unique, so a rank that finds a
+        directory of that name sees the same storage. A rank that does not find it raises an error. Called in a
+        thread."""
+        self.transaction.write_here(())
 
     async def read_files(self) -> None:
         """Read the sidecar files. Raises what ``read_sources`` raises."""

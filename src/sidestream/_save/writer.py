@@ -25,9 +25,8 @@ from .._format.shard import BlockSums, ShardLayout
 from .._layout.names import renamed_state
 from .._layout.values import copy_value
 from .._runtime.caller import withdraw_if_interrupted
-from .._runtime.state_dict_calls import FoundObject, call_state_dict, in_order, key_order
+from .._runtime.state_dict_calls import with_state_dicts
 from .._runtime.threads import Deadline, Stop, Threads, release_in_background, result_of, run_sliced, time_limit
-from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager, Captured, PlanCache, SnapshotReader, Staging, borrow, capture, give_back
 from .._storage import WRITE_THREADS, Body, BytesBody, ShardBody
 from ..errors import (
@@ -299,12 +298,8 @@ class FirstCopy:
             raise InvalidOptionError(f"stager={stager!r} has no plain method stage(state_dict)")
         if not isinstance(state, Mapping):
             raise InvalidOptionError(f"state is a mapping, not a {type(state).__name__}")
-        objects = in_order(
-            FoundObject((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
-        )
-        answers = {id(one.instance): call_state_dict(one) for one in objects}
         self._stager: Any = stager
-        self._copy: Any = stager.stage({key: answers.get(id(item), item) for key, item in state.items()})
+        self._copy: Any = stager.stage(with_state_dicts(state))
 
     @property
     def future(self) -> Future[Any] | None:
@@ -462,12 +457,7 @@ class LaidOutStage(Stage):
             staging = self._launch_second(stop)
         # In a group rank 0 raises at the deadline, and its error names the ranks that have not made the call.
         patience_s = 0.0 if self._order.operation is None else _PATIENCE_S
-        try:
-            plan: FilePlan = staging.laid.result(deadline.remaining_s() + patience_s)
-        except TimeoutError as error:
-            if staging.laid.done():
-                raise
-            raise deadline.exceeded("waiting for earlier stages") from error
+        plan: FilePlan = deadline.result(staging.laid, "waiting for earlier stages", patience_s)
         return plan
 
     def _launch_second(self, stop: Stop) -> Staging[Any]:

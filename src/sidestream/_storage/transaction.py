@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from .._format.marker import TAIL_BYTES, Marker, find_marker
-from .._runtime.marks import is_stuck
 from .._runtime.tasks import run_shielded
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from ..errors import (
@@ -29,6 +28,7 @@ from ..errors import (
     NotDurableError,
     OutcomeUnknownError,
     SidestreamError,
+    is_stuck,
 )
 from ..options import Durability, Outcome, Storage
 from .bodies import Body, BytesBody, PiecesBody

@@ -13,8 +13,7 @@ from fsspec.core import strip_protocol, url_to_fs
 from fsspec.registry import known_implementations, registry
 from fsspec.utils import get_protocol
 
-from .._runtime.redact import redacted
-from ..errors import InvalidOptionError, MissingExtraError
+from ..errors import InvalidOptionError, MissingExtraError, redacted
 from ..options import BlobStore, Storage, StorePolicy, is_fsspec
 from .clients.credentials import CLOUDS, Client, Unmapped, client_for
 from .clients.engine import Engine, LateEngine, StoreEngine

@@ -113,14 +113,12 @@ class _Fill:
         return time.monotonic() - self._late_since > ACKNOWLEDGE_S
 
     def on_message(self, message: WorkerMessage) -> None:
-        with self._changed:
-            self._answer = WorkerMessageKind(message.kind)
-            self._changed.notify_all()
+        self._answer = WorkerMessageKind(message.kind)
+        self._wake()
 
     def on_lost(self, reason: str) -> None:
-        with self._changed:
-            self._lost = True
-            self._changed.notify_all()
+        self._lost = True
+        self._wake()
 
 
 _CLOSE_S = 1.0

@@ -20,8 +20,7 @@ from .._storage import Attempt, Body, BytesBody, ShardBody, StoreAddress, Transa
 from ..errors import ClosedError, InvalidOptionError, SidestreamError, WriterProcessError, without_frames
 from ..events import WriterProcessLost, emit
 from .link import ACKNOWLEDGE_S, SharedSegment, WorkerLink
-from .wire import WorkerMessage, WorkerMessageKind, pack, unpack
-from .work import READY, SUMS, UNUSED
+from .wire import READY, SUMS, UNUSED, WorkerMessage, WorkerMessageKind, pack, unpack, with_length
 
 __all__ = ["Job", "JobOrder"]
 
@@ -232,11 +231,11 @@ class _Exchange:
         if isinstance(body, ShardBody):
             head = pack([file.name, body.digest])
             packed = run_sliced(pack_layout(body.layout))
-            self._held.append((WorkerMessageKind.SHARD_FILE, _text(head) + packed))
+            self._held.append((WorkerMessageKind.SHARD_FILE, with_length(head) + packed))
             self._send_windows(file, index, body.images)
         else:
             assert isinstance(body, BytesBody)
-            self._held.append((WorkerMessageKind.BYTES_FILE, _text(file.name.encode()) + body.content))
+            self._held.append((WorkerMessageKind.BYTES_FILE, with_length(file.name.encode()) + body.content))
 
     def _send_windows(self, file: _File, index: int, images: Sequence[Any]) -> None:
         """Send the windows of a file as they become complete. Those that are complete already share a message."""
@@ -312,7 +311,11 @@ class _Exchange:
 
     @property
     def finished(self) -> bool:
-        return self._lost is not None or ((self._done or self._failure is not None) and not self._in_use)
+        return self._lost is not None or (self._ended and not self._in_use)
+
+    @property
+    def _ended(self) -> bool:
+        return self._done or self._failure is not None or self._lost is not None
 
     def on_message(self, message: WorkerMessage) -> None:
         with self._changed:
@@ -355,16 +358,15 @@ class _Exchange:
     def _wait(self) -> None:
         deadline = self._order.deadline
         with self._changed:
-            while not (self._done or self._failure or self._lost or self._halt.is_set()):
-                if not self._changed.wait(deadline.remaining_s()):
-                    raise deadline.exceeded("writing")
-            if not (self._done or self._failure or self._lost):
-                raise ClosedError("stopped before the work was done")
+            self._changed.wait_for(lambda: self._ended or self._halt.is_set(), deadline.remaining_s())
+            if not self._ended:
+                self._halt.check()
+                raise deadline.exceeded("writing")
 
     def _give_up(self, error: BaseException) -> None:
         """End the request after ``error``. When this returns, the process writes nothing of it any more."""
         with self._changed:
-            ended = self._done or self._failure is not None or self._lost is not None
+            ended = self._ended
         self._held.clear()
         self._ready.clear()
         if not self._requested:
@@ -384,13 +386,10 @@ class _Exchange:
             self._raise_end()
 
     def _acknowledged(self) -> None:
-        patience = Deadline.after(ACKNOWLEDGE_S)
         with self._changed:
-            while not (self._done or self._failure or self._lost) and patience.remaining_s():
-                self._changed.wait(patience.remaining_s())
-            if self._done or self._failure or self._lost:
-                return
-        self._link.end("the writer process did not end a save that was cancelled, and was killed", ACKNOWLEDGE_S)
+            ended = self._changed.wait_for(lambda: self._ended, ACKNOWLEDGE_S)
+        if not ended:
+            self._link.end("the writer process did not end a save that was cancelled, and was killed", ACKNOWLEDGE_S)
 
     def _raise_end(self) -> None:
         if self._done:
@@ -409,7 +408,3 @@ def _umask() -> int:
             if line.startswith(b"Umask:"):
                 return int(line.split()[1], 8)
     return 0o077
-
-
-def _text(raw: bytes) -> bytes:
-    return len(raw).to_bytes(4, "little") + raw

@@ -22,8 +22,8 @@ from .._storage import Store, locate_run
 from ..events import Event, observe
 from ..options import Storage, StorePolicy
 from .copying import Copier, read_memory
-from .wire import Channel, Outbox, WorkerMessage, WorkerMessageKind, pack, pack_event, unpack
-from .work import READY, UNUSED, Request
+from .wire import READY, UNUSED, Channel, Outbox, WorkerMessage, WorkerMessageKind, pack, pack_event, unpack
+from .work import Request
 
 __all__ = ["main"]
 

@@ -25,6 +25,9 @@ from .. import events
 from .._runtime.messages import Message, MessageDecoder, message_head
 
 __all__ = [
+    "READY",
+    "SUMS",
+    "UNUSED",
     "Channel",
     "Outbox",
     "PackedPiece",
@@ -32,12 +35,14 @@ __all__ = [
     "Unsendable",
     "WorkerMessage",
     "WorkerMessageKind",
+    "head_and_rest",
     "pack",
     "pack_event",
     "pack_fill",
     "unpack",
     "unpack_event",
     "unpack_fill",
+    "with_length",
 ]
 
 PackedPiece: TypeAlias = tuple[int, int, int, int]
@@ -46,6 +51,9 @@ PackedTable: TypeAlias = tuple[int, int, int, bytes]
 """Copies into an image: number of the memory, offset of the image in it, and the rows and columns of a
 ``FillTable``."""
 
+READY = struct.Struct("<IIQQQ")  # file, window, number of the memory, offset in it, bytes
+UNUSED = struct.Struct("<II")  # file, window
+SUMS = struct.Struct("<IQ")  # file, bytes of CRCs
 _PIECES = struct.Struct("<I")
 _PIECE = struct.Struct("<QQQQ")
 _TABLE = struct.Struct("<QQI")
@@ -114,6 +122,17 @@ def unpack_fill(body: bytes) -> tuple[list[PackedPiece], list[PackedTable]]:
     return pieces, tables
 
 
+def with_length(head: bytes) -> bytes:
+    """Return ``head``, preceded by its length, so that ``head_and_rest`` finds its end."""
+    return len(head).to_bytes(4, "little") + head
+
+
+def head_and_rest(body: bytes) -> tuple[bytes, memoryview]:
+    """Split ``body`` into what ``with_length`` was given, and the bytes that follow."""
+    end = 4 + int.from_bytes(body[:4], "little")
+    return body[4:end], memoryview(body)[end:]
+
+
 class Channel:
     """One end of the socket pair. Any thread may send, and one thread receives."""
 
@@ -142,16 +161,13 @@ class Channel:
         self, kind: WorkerMessageKind, number: int = 0, body: bytes = b"", *, descriptor: int | None = None
     ) -> None:
         """Send a message. Blocks while the other end does not read. Raises ``OSError`` if it is closed."""
-        head = message_head(kind, number, len(body))
+        if descriptor is None:
+            self.send_all([(kind, number, body)])
+            return
+        message = message_head(kind, number, len(body)) + body
         with self._lock:
-            if descriptor is not None:
-                sent = socket.send_fds(self.socket, [head], [descriptor])
-                head = head[sent:]
-            elif len(body) < _READ_BYTES:
-                head, body = head + body, b""
-            self.socket.sendall(head)
-            if body:
-                self.socket.sendall(body)
+            sent = socket.send_fds(self.socket, [message], [descriptor])
+            self.socket.sendall(message[sent:])
 
     def set_timeout(self, seconds: float) -> None:
         """Make ``receive`` raise ``TimeoutError`` when no message has arrived for ``seconds``."""

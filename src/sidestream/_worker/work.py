@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import queue
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,16 +14,12 @@ from typing import Any
 from .._format.layout_bytes import pack_sums, unpack_layout
 from .._runtime.error_data import data_of
 from .._runtime.rate import RateLimiter
-from .._runtime.threads import Deadline, Stop, current_deadline, time_limit
+from .._runtime.threads import Deadline, Stop, time_limit, wait_for_change
 from .._storage import Attempt, Body, BytesBody, ShardBody, Store
 from ..errors import ClosedError
-from .wire import Outbox, WorkerMessage, WorkerMessageKind, pack, unpack
+from .wire import READY, SUMS, UNUSED, Outbox, WorkerMessage, WorkerMessageKind, head_and_rest, pack, unpack
 
-__all__ = ["READY", "Request", "name_and_rest"]
-
-READY = struct.Struct("<IIQQQ")  # file, window, number of the memory, offset in it, bytes
-UNUSED = struct.Struct("<II")  # file, window
-SUMS = struct.Struct("<IQ")  # file, bytes of CRCs
+__all__ = ["Request"]
 
 
 class _TrainerWindow:
@@ -50,13 +45,11 @@ class _TrainerWindow:
     def wait(self, end: int, *, stop: Stop) -> memoryview:
         """Wait until the window is available, and return its bytes. Raises ``ClosedError`` and
         ``DeadlineExceededError``."""
-        with stop.waking(self._wake), self._changed:
+        with self._changed:
             while self._anchor is None:
-                stop.check()
                 if self._gone:
                     raise ClosedError("this window was released")
-                if not self._changed.wait(current_deadline().remaining_s()):
-                    raise current_deadline().exceeded(f"staging of {self.nbytes} bytes")
+                wait_for_change(self._changed, stop, f"staging of {self.nbytes} bytes")
             view = memoryview(self._anchor).cast("B")
         self._rate.spend(self.nbytes, stop)
         return view
@@ -65,10 +58,6 @@ class _TrainerWindow:
         """Drop the reference to the memory."""
         with self._changed:
             self._anchor, self._gone = None, True
-            self._changed.notify_all()
-
-    def _wake(self) -> None:
-        with self._changed:
             self._changed.notify_all()
 
 
@@ -136,15 +125,15 @@ class Request:
             self._all_there = True
             self._files.put(None)
         elif message.kind == WorkerMessageKind.BYTES_FILE:
-            name, rest = name_and_rest(message.body)
+            name, rest = head_and_rest(message.body)
             self._images.append([])
-            self._files.put((name, BytesBody(bytes(rest))))
+            self._files.put((name.decode(), BytesBody(bytes(rest))))
         elif message.kind == WorkerMessageKind.SHARD_FILE:
             self._files.put(self._shard(message.body))
 
     def _shard(self, packed: bytes) -> tuple[str, Body]:
-        head, rest = name_and_rest(packed)
-        name, digest = unpack(head.encode())
+        head, rest = head_and_rest(packed)
+        name, digest = unpack(head)
         layout = unpack_layout(rest)
         file = len(self._images)
         images = [
@@ -210,9 +199,3 @@ class Request:
             raise self._deadline.exceeded("waiting for the next file") from None
         self._stop.check()
         return item
-
-
-def name_and_rest(body: bytes) -> tuple[str, memoryview]:
-    """Split ``body`` into a text, which its length precedes, and the bytes that follow."""
-    end = 4 + int.from_bytes(body[:4], "little")
-    return body[4:end].decode(), memoryview(body)[end:]

@@ -63,7 +63,7 @@ class _Session:
 
     wanted: str | os.PathLike[str] | None = None
     load: _Load | None = None
-    load_id: str = ""
+    load_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def end(self) -> None:
         """Release the resources of the load. A load that has not ended has failed."""
@@ -209,10 +209,7 @@ class StorageReader(DcpStorageReader):
     @property
     def load_id(self) -> str:
         """The id of the current or last load in this thread. Each ``reset`` creates a new one."""
-        session = self._sessions.current()
-        if not session.load_id:
-            session.load_id = uuid.uuid4().hex
-        return session.load_id
+        return self._sessions.current().load_id
 
     # --- implementation ---
 

@@ -7,7 +7,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, TracebackType
 from typing import Any, Unpack
 
@@ -20,13 +20,12 @@ from torch.futures import Future
 
 from .._layout.values import allowed_types
 from .._runtime.threads import Deadline, Stop, Threads, io_threads, time_limit
-from .._save.operation import RankReceipt, Solo, check_shared
-from .._save.order import Lifecycle, SaveOrder
+from .._save.operation import RankReceipt, SaveOrder, Solo, check_shared
 from .._save.planner.independent import Independent, tag_of
 from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.layout import PlannerLayout, receipt_for
 from .._save.writer import write_files
-from .._storage import WRITE_THREADS, Kind, Location, Transaction
+from .._storage import WRITE_THREADS, Kind, Location
 from .._storage.clients.requests import in_io_thread
 from .._worker.client import choose_worker
 from ..blocking import run_anywhere
@@ -198,11 +197,11 @@ class StorageWriter(DcpStorageWriter):
         try:
             with time_limit(save.deadline):
                 save.coordinator = self._coordinator(order)
-                order.transaction.write_here(())
+                order.make_attempt()
         except BaseException as error:
             order.lifecycle.failed(error, order.outcome)
             raise
-        save.cleanup = weakref.finalize(self, _discard, order.transaction, order.lifecycle)
+        save.cleanup = weakref.finalize(self, _discard, order)
         return [replace(plan, storage_data=one) for plan, one in zip(plans, sent, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -258,10 +257,7 @@ class StorageWriter(DcpStorageWriter):
     def save_id(self) -> str:
         """The id of the current or last save in this thread. Once ``write_data`` has begun it is the same on every
         rank, and readers identify the checkpoint by it."""
-        session = self._sessions.current()
-        if not session.save_id:
-            session.save_id = uuid.uuid4().hex
-        return session.save_id
+        return self._sessions.current().save_id
 
     # --- implementation ---
 
@@ -341,7 +337,7 @@ class _Session:
     last attempt."""
 
     wanted: str | os.PathLike[str] | None = None
-    save_id: str = ""
+    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     used: str | None = None
     save: _Save | None = None
 
@@ -367,18 +363,18 @@ async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, lay
         await order.transaction.remove_replaced()
 
 
-def _discard(transaction: Transaction, lifecycle: Lifecycle) -> None:
+def _discard(order: SaveOrder) -> None:
     """Remove the leftovers of an attempt. Called once, after DCP has sent the outcome to every rank, so that no rank
     writes there any more.
 
     The garbage collector may call it in any thread. In the thread of the storage clients' loop, it must not wait for
     that loop.
     """
-    lifecycle.failed(SaveAbortedError("DCP has not finished this save"), transaction.outcome)
-    if transaction.outcome != "absent":
+    order.lifecycle.failed(SaveAbortedError("DCP has not finished this save"), order.outcome)
+    if order.outcome != "absent":
         return
     if in_io_thread():
-        io_threads().submit(transaction.discard_here)
+        io_threads().submit(order.transaction.discard_here)
         return
     with suppress(SidestreamError):
-        transaction.discard_here()
+        order.transaction.discard_here()

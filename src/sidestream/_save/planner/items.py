@@ -22,7 +22,7 @@ from ..._format.torch_zip.file import check_value_item, open_value_item
 from ..._layout.save_layout import window_bytes_for, window_copies
 from ..._load.foreign.items import MAX_VALUE_BYTES
 from ..._runtime.threads import Deadline, Steps, gathered, run_sliced, sliced
-from ..._runtime.torch_probes import TransformedStreams, check_tensor, dtype_name, storage_key
+from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, transformed_stream
 from ..._staging import AsyncStager, Captured, ImageLayout, Staging, capture
 from ..._storage import Body, BytesBody, ShardBody
 from ...errors import (
@@ -32,7 +32,7 @@ from ...errors import (
     UnsupportedCheckpointError,
     UnsupportedTensorError,
 )
-from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
+from .metadata import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
 __all__ = ["Outgoing", "warn_of_refused"]
 
@@ -97,9 +97,9 @@ class Outgoing:
         self._planner = planner
         self._rank = rank
         self._deadline = deadline
-        self._transforms = TransformedStreams(extensions) if extensions else None
-        self._in_order = [item for item in plan.items if self._transforms or item.type == WriteItemType.BYTE_IO]
-        self._tensors = [] if self._transforms else [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        self._extensions = extensions
+        self._in_order = [item for item in plan.items if extensions or item.type == WriteItemType.BYTE_IO]
+        self._tensors = [] if extensions else [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         stager = partial(AsyncStager, budget_bytes=_BUDGET_BYTES, timeout_s=deadline.timeout_s)
         self._stager = stager(backing="shared" if shared else "private") if self._tensors else None
         self._stagings: list[Staging[_GroupPlan]] = []
@@ -159,7 +159,7 @@ class Outgoing:
         data = self._planner.resolve_data(item)
         node = self._inspected(item.index.fqn, data) if isinstance(data, io.BytesIO) else None
         start = content.tell()
-        if self._transforms is not None:
+        if self._extensions:
             descriptors = self._pack(item, data, content)
             dtype = dtype_name(data.dtype) if isinstance(data, torch.Tensor) else None
             return PackedReceipt("", 0, 0, start, content.tell() - start, descriptors, dtype)
@@ -196,8 +196,7 @@ class Outgoing:
             self.refused[fqn] = str(error)
 
     def _pack(self, item: WriteItem, data: torch.Tensor | io.BytesIO, content: io.BytesIO) -> tuple[str, ...]:
-        assert self._transforms is not None
-        stream, descriptors = self._transforms.transform(item, content)
+        stream, descriptors = transformed_stream(self._extensions, item, content)
         if isinstance(data, io.BytesIO):
             stream.write(data.getbuffer())
         else:
@@ -229,12 +228,7 @@ class Outgoing:
         return _Group(items, [dtype_name(tensor.dtype) for tensor in tensors.values()], staging)
 
     def _shard(self, group: _Group) -> tuple[str, Body]:
-        try:
-            plan = group.staging.laid.result(self._deadline.remaining_s())
-        except TimeoutError as error:
-            if group.staging.laid.done():
-                raise
-            raise self._deadline.exceeded("planning a file") from error
+        plan = self._deadline.result(group.staging.laid, "planning a file")
         name, body = self._name(), ShardBody(plan.shard, group.staging.images, None)
         self._receipts.append(lambda: _receipts(name, group, plan.shard, body.sums))
         return name, body

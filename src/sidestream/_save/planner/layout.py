@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..layouts import about_save, sidecar_files
 from ..operation import RankReceipt, SaveOrder
 from .independent import part_id_of
 from .metadata import as_stock, complete, files_of_commit, files_of_part
-from .plan import Decided
 
-__all__ = ["PlannerLayout", "receipt_for"]
+__all__ = ["Decided", "PlannerLayout", "receipt_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The plan of this rank. On the rank that commits, ``metadata`` is that of all ranks."""
+
+    plan: SavePlan
+    metadata: Metadata | None
 
 
 class PlannerLayout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -28,12 +28,58 @@ from ..._runtime.threads import Steps, gathered, run_sliced, sliced
 from ..._runtime.torch_probes import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
 from ...errors import InvalidOptionError, UnsafeObjectError
 from ...options import IndependentPart
-from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
-__all__ = ["as_stock", "complete", "files_of_commit", "files_of_part"]
+__all__ = [
+    "PackedReceipt",
+    "Receipt",
+    "TensorReceipt",
+    "ValueReceipt",
+    "as_stock",
+    "complete",
+    "files_of_commit",
+    "files_of_part",
+]
 
 _VERSION = "1.0.0"
 _END = b"ub."  # SETITEMS into the state of the Metadata, BUILD, STOP
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The place of an item that a rank has written, in ``file``, which has ``file_bytes`` and the CRC-32
+    ``file_crc``."""
+
+    file: str
+    file_bytes: int
+    file_crc: int
+    item_offset: int
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReceipt(Receipt):
+    """The place of a tensor whose payload is not transformed."""
+
+    payload_offset: int
+    crcs: bytes
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValueReceipt(Receipt):
+    """The place of the bytes that a planner made of a value. ``node`` is the value as plain data."""
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class PackedReceipt(Receipt):
+    """The place of an item that went through ``transforms``."""
+
+    transforms: tuple[str, ...]
+    dtype: str | None = None
+
+
 _Receipts = Mapping[tuple[str, tuple[int, ...] | None], Receipt]
 
 
@@ -175,4 +221,4 @@ def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...] | None]:
 
 
 def _info(receipt: Receipt) -> object:
-    return storage_info(receipt.file, receipt.item_offset, receipt.item_bytes, receipt.transforms)
+    return storage_info(receipt.file, receipt.item_offset, receipt.item_bytes, getattr(receipt, "transforms", ()))

@@ -5,31 +5,35 @@ The planner is that of the caller. If a rank saves its part without the others, 
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..._layout.torch_planner import Asked
+from ..._group import Operation, this_process
+from ..._layout.torch_planner import Asked, local_save_plan, packed, unpacked
 from ..._layout.values import encode_metadata
 from ..._runtime.tasks import running_loop
 from ..._runtime.threads import Deadline, Stop, result_of
 from ..._staging import AsyncStager, StagedState
 from ..._storage import Body, locate_directory
-from ...errors import InvalidOptionError
+from ...errors import InvalidOptionError, PlannerError
 from ...options import Durability, IndependentPart, Storage, check_choice, check_timeout, storage_of
-from ..group import Group, maker_of_attempt, terms_of
-from ..operation import SaveOperation, SaveOrder, Solo
+from ..group import Group
+from ..layouts import check_terms, terms_of
+from ..operation import Coordinator, SaveOperation, SaveOrder, Solo
 from ..pending import PendingSave, SaveProgress
+from ..sinks import PendingExport
 from ..writer import FirstCopy, LiveWriter, Stage, Stager
 from .independent import Independent, tag_of
 from .items import Outgoing, warn_of_refused
-from .layout import PlannerLayout
-from .plan import Decided, DecidingAlone, DecidingTogether
+from .layout import Decided, PlannerLayout
 
 __all__ = ["async_save_part", "start_planned"]
 
@@ -90,26 +94,28 @@ def async_save_part(
 
 
 def start_planned(
-    order: SaveOrder, state: Mapping[str, Any], planner: Any, stager: AsyncStager | Stager | None
+    order: SaveOrder,
+    state: Mapping[str, Any],
+    planner: Any,
+    stager: AsyncStager | Stager | None,
+    exports: Sequence[PendingExport] = (),
 ) -> SaveOperation:
     """Launch the copies of a save that ``planner`` plans.
 
     Raises ``InvalidOptionError`` if ``planner`` is not a planner, and for options that cannot be used with one."""
     asked = Asked(planner, SavePlanner)
     _check(order)
-    url, operation, part, layout = order.location.url, order.operation, order.part, PlannerLayout(order)
-    if operation is not None:
-        together = DecidingTogether(asked, url, operation, terms_of(order, planner=True), maker_of_attempt(order))
-        writer = LiveWriter(order, PlannedStage(order, state, together, stager))
-        group = Group(order, operation, together)
-        return SaveOperation(order=order, writer=writer, layout=layout, coordinator=group)
-    if part is not None:
-        alone = DecidingAlone(asked, url, part.rank, first=part.rank == 0)
-        independent = Independent(order)
-        writer = LiveWriter(order, PlannedStage(order, state, alone, stager), independent.look)
-        return SaveOperation(order=order, writer=writer, layout=layout, coordinator=independent)
-    writer = LiveWriter(order, PlannedStage(order, state, DecidingAlone(asked, url), stager))
-    return SaveOperation(order=order, writer=writer, layout=layout, coordinator=Solo(order))
+    ready: Callable[[Stop], None] | None = None
+    coordinator: Coordinator
+    if order.operation is not None:
+        coordinator = Group(order)
+    elif order.part is not None:
+        coordinator = independent = Independent(order)
+        ready = independent.look
+    else:
+        coordinator = Solo(order)
+    writer, layout = LiveWriter(order, PlannedStage(order, state, asked, stager), ready), PlannerLayout(order)
+    return SaveOperation(order=order, writer=writer, layout=layout, coordinator=coordinator, exports=exports)
 
 
 def _check(order: SaveOrder) -> None:
@@ -119,23 +125,15 @@ def _check(order: SaveOrder) -> None:
         raise InvalidOptionError("a planner plans what has been staged as a whole: leave out streaming=True")
 
 
-class Deciding(Protocol):
-    """The planning of a save. ``decide`` is called once, in a worker thread, with the staged state."""
-
-    planner: Asked
-
-    def decide(self, state: Mapping[str, Any]) -> Decided: ...
-
-
 class PlannedStage(Stage):
     """The stage of a save that a planner plans. The planner may keep references to the staged copy."""
 
     def __init__(
-        self, order: SaveOrder, state: Mapping[str, Any], deciding: Deciding, stager: AsyncStager | Stager | None
+        self, order: SaveOrder, state: Mapping[str, Any], planner: Asked, stager: AsyncStager | Stager | None
     ) -> None:
         super().__init__()
         self._order = order
-        self._deciding = deciding
+        self._planner = planner
         self._state: Mapping[str, Any] | None = state
         if stager is None:
             stager = self.own = AsyncStager(timeout_s=order.deadline.timeout_s)
@@ -164,11 +162,11 @@ class PlannedStage(Stage):
     def plan(self, stop: Stop) -> Decided:
         order = self._order
         self._copy = self._when_copied(stop)
-        decided = self._deciding.decide(self._copy)
+        decided = _decide(self._planner, order, self._copy)
         self._outgoing = Outgoing(
             decided.plan,
-            self._deciding.planner,  # type: ignore[arg-type]
-            decided.rank,
+            self._planner,  # type: ignore[arg-type]
+            order.rank,
             (),
             order.deadline,
             shared=order.worker is not None,
@@ -234,3 +232,53 @@ def _release(staged: Future[Any]) -> None:
         return
     if isinstance(staged.result(), StagedState):
         staged.result().release()
+
+
+# --- the planning ---
+
+
+def _decide(planner: Asked, order: SaveOrder, state: Mapping[str, Any]) -> Decided:
+    """Return the plan of this rank for the staged ``state``. Called once, in a worker thread. Raises ``PlannerError``,
+    and ``Stopped`` if another rank has failed."""
+    local = local_save_plan(planner, state, order.location.url, first=order.rank == 0)
+    if order.operation is not None:
+        return _decide_together(planner, order, order.operation, local)
+    plans, metadata = _merged(planner, [local])
+    return Decided(planner.finish_plan(plans[0]), metadata)
+
+
+def _decide_together(planner: Asked, order: SaveOrder, operation: Operation, local: SavePlan) -> Decided:
+    decided: Metadata | None = None
+
+    def agree(parts: Sequence[bytes]) -> bytes:
+        """Compare the terms of all ranks. Called on rank 0. A plan is only unpickled after all ranks have agreed to use
+        a planner."""
+        check_terms([json.loads(part) for part in parts])
+        order.make_attempt()
+        return json.dumps(this_process()).encode()
+
+    def merge(parts: Sequence[bytes]) -> Sequence[bytes]:
+        nonlocal decided
+        plans, decided = _merged(planner, [unpacked(planner, part) for part in parts])
+        return [packed(planner, plan) for plan in plans]
+
+    terms = json.dumps(terms_of(order, planner=True)).encode()
+    operation.first = json.loads(operation.exchange("plan", terms, agree))
+    raw = operation.exchange("merge plans", packed(planner, local), merge)
+    final = planner.finish_plan(unpacked(planner, raw))
+    operation.step = "write"
+    return Decided(final, decided)
+
+
+def _merged(planner: Asked, local: list[SavePlan]) -> tuple[Sequence[SavePlan], Metadata]:
+    answer = planner.create_global_plan(local)
+    if not (len(answer) == 2 and isinstance(answer[0], Sequence) and isinstance(answer[1], Metadata)):
+        raise PlannerError(
+            f"{type(planner.planner).__qualname__}.create_global_plan returned something else than plans and a Metadata"
+        )
+    plans, metadata = answer
+    if len(plans) != len(local):
+        raise PlannerError(
+            f"{type(planner.planner).__qualname__}.create_global_plan made {len(plans)} plans of {len(local)}"
+        )
+    return plans, metadata

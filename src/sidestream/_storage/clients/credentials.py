@@ -15,8 +15,7 @@ from ipaddress import ip_address
 from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from ..._runtime.redact import redacted
-from ...errors import InvalidOptionError
+from ...errors import InvalidOptionError, redacted
 
 __all__ = ["CLOUDS", "Client", "Unmapped", "client_for"]
 

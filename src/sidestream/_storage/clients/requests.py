@@ -20,10 +20,16 @@ from typing import Any, Generic, Literal, TypeVar
 
 from fsspec.asyn import get_loop, iothread
 
-from ..._runtime.marks import mark_uncertain
-from ..._runtime.redact import redacted
 from ..._runtime.threads import Deadline, Stop, Threads, current_deadline
-from ...errors import AccessDeniedError, ClosedError, CorruptCheckpointError, SidestreamError, StorageError
+from ...errors import (
+    AccessDeniedError,
+    ClosedError,
+    CorruptCheckpointError,
+    SidestreamError,
+    StorageError,
+    mark_uncertain,
+    redacted,
+)
 from ...events import Retried, Throttled, emit
 from ...options import StorePolicy
 

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
-from ..._runtime.marks import is_uncertain, mark_stuck
 from ..._runtime.threads import Deadline, Stop, Threads, current_deadline, io_threads, time_limit
 from ...errors import (
     AccessDeniedError,
@@ -23,6 +22,8 @@ from ...errors import (
     InvalidOptionError,
     SidestreamError,
     StorageError,
+    is_uncertain,
+    mark_stuck,
     without_frames,
 )
 from ...events import GuaranteeLost, emit
