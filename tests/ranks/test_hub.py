@@ -17,8 +17,7 @@ from _hub import LONG_S, Ranks, in_owner, owner_held
 
 from sidestream._group import has_ended, rank_group, this_process
 from sidestream._group.connections import GroupMessage, GroupMessageKind
-from sidestream._group.failure import Stopped
-from sidestream._group.operation import Exchange, Operation
+from sidestream._group.operation import Exchange, Operation, Stopped
 from sidestream._group.rank_group import OtherRank, Rank0
 from sidestream._group.rendezvous import deadline_of
 from sidestream._runtime.threads import Deadline

@@ -14,7 +14,7 @@ from _hub import LONG_S, Ranks, in_owner, owner_held
 
 from sidestream._group import Operation, Stopped, prepare_together
 from sidestream._group.connections import GroupMessage, GroupMessageKind, connection_thread
-from sidestream._group.rank_group import RankGroup
+from sidestream._group.operation import RankGroup
 from sidestream._run.saves import JointTurn, QueuedSave, SaveQueue, Turn
 from sidestream._runtime.threads import Deadline
 from sidestream._save.pending import PendingSave, SaveInfo, SaveProgress

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .._runtime.abandoned import register
-from .failure import Stopped
-from .operation import Operation
+from .operation import Operation, Stopped
 
 __all__ = ["prepare_together", "run_together", "stoppable"]
 

@@ -1,148 +1,29 @@
-"""The messages among the ranks of a process group. Each rank has one connection, to rank 0."""
+"""Rank 0 and the other ranks of a process group, and their messages. Each rank has one connection, to rank 0."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-import threading
 import time
-import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-from .._runtime.threads import Deadline, end_abandoned
-from ..errors import ForkedProcessError, RankFailure, RankFailuresError
-from ..options import RANK_WAIT_S
+from ..errors import RankFailure, RankFailuresError
 from .absence import WARN_AFTER_S, BeginMessage, remedy, warn_of_missing
-from .connections import Connection, ConnectionThread, GroupMessage, GroupMessageKind, connection_thread
-from .failure import Stopped, pack, pack_all, rank_died, unpack, unpack_all
-from .operation import FOLLOWING, VERDICT_GRACE_S, Exchange, Operation
+from .connections import Connection, GroupMessage, GroupMessageKind
+from .failure import pack_all, rank_died, unpack, unpack_all
+from .operation import FOLLOWING, VERDICT_GRACE_S, Exchange, Operation, RankGroup, Stopped
 
-__all__ = ["OtherRank", "Rank0", "RankGroup"]
-
-Gathered: TypeAlias = "Future[Sequence[bytes]]"
+__all__ = ["OtherRank", "Rank0"]
 
 _STOP_S = 10.0
 """How long rank 0 waits for ranks to stop before it sends the verdict without them."""
 _LATER_S = VERDICT_GRACE_S / 3
 """How long past its deadline a rank above 0 waits for the verdict of rank 0."""
-_CHECK_S = 1.0
-"""How often a rank checks for operations on event loops that have ended."""
 _REMEMBERED = 256
 _UNKNOWN = "unknown"  # the step of rank 0, in failures that another rank reports
-
-
-class RankGroup(ABC):
-    """The base of ``Rank0`` and ``OtherRank``. Public methods may be called in any thread, all others run in the
-    connection thread."""
-
-    def __init__(self, rank: int, world: int, token: str) -> None:
-        self.rank = rank
-        self.world = world
-        self.plans: Any = None
-        """The state that planning keeps between operations."""
-        self.token = token
-        self._thread: ConnectionThread = connection_thread()
-        self._lock = threading.Lock()
-        self._number = 0
-        self._pid = os.getpid()
-
-    def begin(self, kind: str, deadline: Deadline, rank_wait_s: float = RANK_WAIT_S) -> Operation:
-        """Begin the next operation of this group. Every rank has to begin the same operations in the same order. Does
-        not block."""
-        if os.getpid() != self._pid:
-            raise ForkedProcessError("ranks do not save from a forked child; save in the process that joined the group")
-        with self._lock:
-            self._number += 1
-            return self._posted(Operation(self, self._number, kind, deadline, rank_wait_s))
-
-    def follow(self, operation: Operation, index: int, kind: str, deadline: Deadline) -> Operation:
-        """Begin an operation whose number is computed from that of ``operation``, so that the ranks may begin such
-        operations in different orders."""
-        number = operation.number + (index + 1) * FOLLOWING
-        return self._posted(Operation(self, number, kind, deadline, operation.rank_wait_s))
-
-    def _posted(self, operation: Operation) -> Operation:
-        self._thread.post(lambda: self._begin(operation))
-        self._check_loops_later(weakref.ref(operation))
-        return operation
-
-    def _check_loops_later(self, operation: weakref.ref[Operation]) -> None:
-        self._thread.post_at(time.monotonic() + _CHECK_S, lambda: self._check_loops(operation))
-
-    def _check_loops(self, operation: weakref.ref[Operation]) -> None:
-        """End the operations of event loops that have ended, once per second until ``operation`` has ended. The other
-        ranks wait for this one, and no other thread of this process may check."""
-        one = operation()
-        if one is not None and not one.ended:
-            self._check_loops_later(operation)  # first, because the next line may fail while a loop starts again
-            end_abandoned()
-
-    def id_of(self, number: int) -> str:
-        """Return an id that is the same on all ranks. It is known once the rank has received an answer of rank 0."""
-        return hashlib.blake2b(f"{self.token} {number}".encode(), digest_size=16).hexdigest()
-
-    def step(self, operation: Operation, exchange: Exchange) -> None:
-        """Send this rank's part of a step, and resolve the futures of ``exchange``."""
-        self._thread.post(lambda: self._step(operation, exchange))
-
-    def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None:
-        """Send the answers of a step, by rank. Only rank 0 does."""
-        raise NotImplementedError
-
-    def make_irrevocable(self, operation: Operation) -> Future[bool]:
-        """Make later failures of other ranks have no effect. Resolves to False if a rank has failed already. Only rank
-        0 does."""
-        raise NotImplementedError
-
-    def fail(self, operation: Operation, error: BaseException, *, undone: bool, start_over: bool = False) -> None:
-        """Report that this rank has failed. ``undone``: it has stopped; otherwise its step continues, and may still be
-        completed. ``start_over``: all ranks start over if no rank has failed for another reason."""
-        packed = {**pack(self.rank, operation.step, error), "start_over": start_over}
-        self._thread.post(lambda: self._fail(operation, packed, undone))
-
-    def leave(self, operation: Operation) -> None:
-        """Report that this rank has stopped because another rank has failed."""
-        self._thread.post(lambda: self._leave(operation))
-
-    def close(self, operation: Operation) -> None:
-        """End an operation that has succeeded on this rank."""
-        self._thread.post(lambda: self._close(operation))
-
-    @abstractmethod
-    def shut(self) -> None:
-        """Close every connection. Runs in the connection thread."""
-
-    def _start_over(self, operation: Operation) -> None:
-        packed = operation.start_over()
-        self._check_loops_later(weakref.ref(operation))
-        self._join(operation)
-        if packed is not None:
-            self._fail(operation, packed, True)
-
-    @abstractmethod
-    def _begin(self, operation: Operation) -> None: ...
-
-    @abstractmethod
-    def _join(self, operation: Operation) -> None:
-        """Take part in an operation that has no verdict yet."""
-
-    @abstractmethod
-    def _step(self, operation: Operation, exchange: Exchange) -> None: ...
-
-    @abstractmethod
-    def _fail(self, operation: Operation, packed: dict[str, Any], undone: bool) -> None: ...
-
-    @abstractmethod
-    def _leave(self, operation: Operation) -> None: ...
-
-    @abstractmethod
-    def _close(self, operation: Operation) -> None: ...
 
 
 # --- rank 0 --------------------------------------------------------------------------------------------------------
@@ -161,7 +42,7 @@ class _State:
     gives_up_at: float = math.inf
     """When the first of the waiting ranks times out (``time.monotonic`` seconds)."""
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
-    gathered: dict[str, Gathered] = field(default_factory=dict)
+    gathered: dict[str, Future[Sequence[bytes]]] = field(default_factory=dict)
     answered: dict[str, Future[bytes]] = field(default_factory=dict)
     steps: dict[int, str] = field(default_factory=dict)  # the last step that each rank has taken part in
     failures: dict[int, RankFailure] = field(default_factory=dict)

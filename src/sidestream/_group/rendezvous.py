@@ -27,8 +27,8 @@ from ..errors import InvalidOptionError, SidestreamError
 from ..options import RANK_WAIT_S, GroupChoice, check_seconds
 from .absence import remedy
 from .connections import Connection, GroupMessage, GroupMessageKind, close_in_children, connection_thread
-from .operation import Operation
-from .rank_group import OtherRank, Rank0, RankGroup
+from .operation import Operation, RankGroup
+from .rank_group import OtherRank, Rank0
 
 __all__ = ["GroupChoice", "Member", "deadline_of", "group_of"]
 
