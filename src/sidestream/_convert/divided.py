@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from .._group import Operation, prepare_together, stoppable
+from .._group import Operation, stoppable
 from .._runtime.threads import io_threads
 from .._save.group import Group, maker_of_attempt
 from .._save.operation import RankReceipt, SaveOrder
@@ -17,17 +17,7 @@ from ..errors import InvalidOptionError, RankFailuresError
 from .source import Pipeline
 from .targets import TargetFile
 
-__all__ = ["Divided", "DividedFiles", "as_one"]
-
-T = TypeVar("T")
-
-
-async def as_one(ranks: Operation | None, work: Callable[[], Awaitable[T]]) -> T:
-    """Do ``work``. If it fails on one of several ranks, it fails on all of them. Raises ``RankFailuresError`` then."""
-    if ranks is None:
-        return await work()
-    result: T = await prepare_together(ranks, work)
-    return result
+__all__ = ["Divided", "DividedFiles"]
 
 
 @dataclass(slots=True)

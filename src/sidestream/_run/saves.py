@@ -434,7 +434,7 @@ class Saves:
             return asked
 
         try:
-            asked = await (check() if operation is None else prepare_together(operation, check))
+            asked = await prepare_together(operation, check)
             queued = when_full == "latest" and (operation is not None or not turn.ask())
             exports = self._exports.of(step, run.at(step_name(step, 1)).url)
             checks = not (promised or queued)
