@@ -5,8 +5,7 @@ from __future__ import annotations
 from .bodies import Body, BytesBody, ShardBody
 from .local.sources import FileSource, check_sources, is_plain_name, read_sources
 from .local.store import LocalStore
-from .names import ABANDONED_AFTER_S, LEASES, parse_step, step_name, target_of_attempt
-from .object_store.names import id_of, is_unfinished
+from .names import ABANDONED_AFTER_S, LEASES, id_of, is_unfinished, parse_step, step_name, target_of_attempt
 from .space import FreeSpace, Space, free_space
 from .store import Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction

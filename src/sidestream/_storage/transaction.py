@@ -32,7 +32,7 @@ from ..errors import (
 )
 from ..options import Durability, Outcome, Storage
 from .bodies import Body, BytesBody, PiecesBody
-from .names import attempt_name
+from .names import attempt_name, name_with_id, sidecar_with_id
 
 __all__ = [
     "WRITE_THREADS",
@@ -105,8 +105,17 @@ class Transaction(ABC):
     """One attempt. Only one thread or task at a time may call its methods, except that ``discard`` may run at the same
     time as ``write``."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    _adds_ids = False
+    """Whether several attempts write the files of checkpoints into one target, under names that contain the id of the
+    save."""
+
+    def __init__(self, attempt: Attempt, address: StoreAddress | None) -> None:
         self.attempt = attempt
+        self.address = address
+        """The address with which another process opens the store to join this attempt. None if only this process has
+        the store."""
+        self._carries_id = self._adds_ids and attempt.kind in ("directory", "replacement", "joined")
+        """Whether the names of the files contain the id of the save."""
         self.outcome: Outcome = "absent"
         """The state of the commit: ``"absent"`` until it has been sent."""
         self._look: Callable[[bool], Coroutine[Any, Any, None]] | None = None
@@ -116,19 +125,9 @@ class Transaction(ABC):
 
     # --- what each store does in its own way ---
 
-    @property
-    @abstractmethod
-    def address(self) -> StoreAddress | None:
-        """The address with which another process opens the store to join this attempt. None if only this process has
-        the store."""
-
     @abstractmethod
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         """Do ``Store.read_tail``."""
-
-    @abstractmethod
-    def committed_name(self, name: str) -> str:
-        """Return the name that the file has once it is visible. ``write`` is given it as ``name``."""
 
     @abstractmethod
     def path_of(self, name: str = "") -> str:
@@ -200,9 +199,13 @@ class Transaction(ABC):
         """Whether nothing more is written: the commit has been sent, or the attempt was discarded."""
         return self._discarded or self.outcome != "absent"
 
+    def committed_name(self, name: str) -> str:
+        """Return the name that the file has once it is visible. ``write`` is given it as ``name``."""
+        return name_with_id(name, self.attempt.save_id) if self._carries_id else name
+
     def sidecar_name(self, name: str) -> str:
         """Return the name of a sidecar file, which is the same before and after the commit."""
-        return name
+        return sidecar_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     def write_here(self, files: Iterable[tuple[str, Body]], *, stop: Stop | None = None) -> None:
         """Do ``write`` in the calling thread and in threads that end with this call."""

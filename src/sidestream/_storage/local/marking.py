@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..._format.marker import END_BYTES, METADATA_NAME, TAIL_BYTES, find_marker, is_complete
+from ..._format.marker import END_BYTES, TAIL_BYTES, find_marker, is_complete
 from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import (
     CheckpointExistsError,
@@ -26,8 +26,7 @@ from ...errors import (
     from_os_error,
 )
 from ..bodies import Body
-from ..names import ABANDONED_AFTER_S
-from ..object_store.names import NOTE, id_of, is_unfinished, name_with_id, sidecar_with_id
+from ..names import ABANDONED_AFTER_S, MARKER, NOTE, id_of, is_unfinished, owner_of
 from ..transaction import Attempt, StoreAddress
 from .directories import (
     RACES,
@@ -65,12 +64,12 @@ def marked_id(target: Path, *, removed: bool = False) -> str | None:
     ``CheckpointExistsError`` if the checkpoint cannot be replaced. With ``removed``, a checkpoint that is being removed
     raises no error."""
     names = files_in(target)
-    if METADATA_NAME not in names or (is_torn(target) and is_unfinished(names)):
+    if MARKER not in names or (is_torn(target) and is_unfinished(names)):
         return None
     if NOTE in names and not removed:
         raise being_removed(target)
     try:
-        marker = find_marker(read_tail(target / METADATA_NAME, None, TAIL_BYTES))
+        marker = find_marker(read_tail(target / MARKER, None, TAIL_BYTES))
     except FileNotFoundError:
         return None
     except CorruptCheckpointError as error:
@@ -99,7 +98,7 @@ def discard_orphans(target: Path, marked: str) -> None:
 def delete_replaced(target: Path, replaced: str) -> None:
     for name in files_in(target):
         path = target / name
-        if name == METADATA_NAME or id_of(name.removesuffix(".sig")) not in (None, replaced):
+        if name == MARKER or owner_of(name) not in (None, replaced):
             continue
         if path.is_dir() and not path.is_symlink():
             remove_tree(path)
@@ -111,7 +110,7 @@ def taken(target: Path) -> CheckpointExistsError:
     if not is_torn(target):
         return occupied(target)
     return CheckpointExistsError(
-        f"{target} has an incomplete {METADATA_NAME}: another save is committing there, or its process has ended. Save "
+        f"{target} has an incomplete {MARKER}: another save is committing there, or its process has ended. Save "
         f"to another directory, or try again {ABANDONED_AFTER_S / 60:.0f} minutes after the last write there"
     )
 
@@ -131,14 +130,14 @@ def files_in(directory: Path) -> list[str]:
 def is_torn(directory: Path) -> bool:
     """Return whether the marker of the directory lacks its last bytes."""
     try:
-        return not is_complete(read_tail(directory / METADATA_NAME, None, TAIL_BYTES))
+        return not is_complete(read_tail(directory / MARKER, None, TAIL_BYTES))
     except FileNotFoundError:
         return False
 
 
 def remove_torn(directory: Path) -> None:
     if is_torn(directory):
-        unlink(directory / METADATA_NAME)
+        unlink(directory / MARKER)
 
 
 def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
@@ -153,7 +152,7 @@ def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
             written = (directory / name).stat(follow_symlinks=False).st_mtime
             if (save_id := id_of(name)) is not None:
                 newest[save_id] = max(newest.get(save_id, 0.0), written)
-            elif name == METADATA_NAME:
+            elif name == MARKER:
                 torn = written
     if not newest and (torn or not names):
         with suppress(FileNotFoundError):
@@ -173,14 +172,14 @@ def make_vacant(target: Path) -> None:
     if not _is_unmarked(target, names):
         raise occupied(target)
     _discard_dead(target, names, ABANDONED_AFTER_S)
-    if METADATA_NAME in names and is_torn(target):
+    if MARKER in names and is_torn(target):
         raise taken(target)
 
 
 def _is_unmarked(directory: Path, names: list[str]) -> bool:
     """Return whether the directory, which contains ``names``, has no other files than those of saves without a complete
     marker."""
-    return NOTE not in names and is_unfinished(names) and (METADATA_NAME not in names or is_torn(directory))
+    return NOTE not in names and is_unfinished(names) and (MARKER not in names or is_torn(directory))
 
 
 def _discard_dead(directory: Path, names: list[str], after_s: float) -> list[str]:
@@ -215,7 +214,7 @@ def discard(directory: Path, save_id: str) -> None:
     """Delete the files of a save of a dead process. An incomplete marker is deleted first, because the files may be
     incomplete from then on. Does nothing if there is a complete marker, which may be the marker of this save."""
     remove_torn(directory)
-    if METADATA_NAME in files_in(directory):
+    if MARKER in files_in(directory):
         return
     remove_files(directory, save_id)
     with suppress(OSError):
@@ -242,29 +241,16 @@ class MarkedTransaction(LocalTransaction):
 
     _naming = Naming(move_new, sync_names, Path)
     _preallocates = False
+    _adds_ids = True
 
     def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
         super().__init__(root, attempt, address)
-        self._in_place = attempt.kind in ("directory", "replacement", "joined")
-        if self._in_place:
-            self._directory = self._target
         self._new: list[Path] = []  # directories that were made
         self._claimed = False  # whether this attempt has created the marker, which may be incomplete
         self._replaced: str | None = None  # the id of the save whose marker this attempt has replaced
 
-    def committed_name(self, name: str) -> str:
-        return name_with_id(name, self.attempt.save_id) if self._in_place else name
-
-    def sidecar_name(self, name: str) -> str:
-        return sidecar_with_id(name, self.attempt.save_id) if self._in_place else name
-
-    def path_of(self, name: str = "") -> str:
-        if not self._in_place:
-            return super().path_of(name)
-        return f"{self.attempt.target}/{name}" if name else self.attempt.target
-
     def _make(self) -> None:
-        if not self._in_place:
+        if not self._carries_id:
             super()._make()
             return
         marked = marked_id(self._target) if self.attempt.kind == "replacement" else None
@@ -289,7 +275,7 @@ class MarkedTransaction(LocalTransaction):
             except StorageError as error:
                 # Another attempt that failed has removed the empty directory. If this attempt has written files
                 # already, another process has removed those, and making the directory again would not help.
-                if error.errno != errno.ENOENT or len(self._names) > 1 or not self._in_place:
+                if error.errno != errno.ENOENT or len(self._names) > 1 or not self._carries_id:
                     raise
                 self._make_target()
             else:
@@ -298,13 +284,13 @@ class MarkedTransaction(LocalTransaction):
 
     @property
     def _writes_last(self) -> bool:
-        return not self._in_place and super()._writes_last
+        return not self._carries_id and super()._writes_last
 
     async def make_visible(self) -> None:
         if self.attempt.kind == "files":
             await io_threads().run(_publish_files, self._hidden, self._target, tuple(self._names), self.attempt)
             self._made = None
-        elif not self._in_place:
+        elif not self._carries_id:
             await super().make_visible()
         else:
             await io_threads().run(self._mark)
@@ -369,7 +355,7 @@ class MarkedTransaction(LocalTransaction):
         """Write the whole marker under another name, and rename that file over the present marker. The present marker
         is read again first, because each of several saves at the same time deletes what it has replaced. The checkpoint
         of the last one is kept."""
-        hidden = path.with_name(self.sidecar_name(METADATA_NAME))
+        hidden = path.with_name(self.sidecar_name(MARKER))
         began = time.monotonic()
         descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
@@ -423,7 +409,7 @@ class MarkedTransaction(LocalTransaction):
             await io_threads().run(delete_replaced, self._target, self._replaced)
 
     def discard_here(self) -> None:
-        if not self._in_place:
+        if not self._carries_id:
             super().discard_here()
             return
         if self.outcome == "committed" or not self._end_making():

@@ -18,6 +18,7 @@ from ...errors import (
     from_os_error,
 )
 from ...options import Durability
+from ..names import MARKER, READ_FIRST
 from .directories import (
     RACES,
     exchange,
@@ -44,7 +45,7 @@ Step: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], 
 and the status of the attempt's directory when it was made."""
 
 
-_REPLACEABLE = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
+_REPLACEABLE = READ_FIRST | {MARKER}
 """The files that mark a directory as a checkpoint or an export. Each of these has at least one of them."""
 
 

@@ -14,7 +14,7 @@ from ..._runtime.threads import Stop
 from ...errors import CheckpointExistsError, SidestreamError, StorageError, from_os_error
 from ...options import Capabilities, Durability, Storage
 from ..bodies import Body
-from ..object_store.names import NOTE, is_unfinished
+from ..names import MARKER, NOTE, is_unfinished
 from ..store import Leftover, ReadRange
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
@@ -33,8 +33,6 @@ from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of
 from .transaction import LocalTransaction, unlink, write_file
 
 __all__ = ["LocalStore", "MarkedStore"]
-
-_MARKER = ".metadata"
 
 _ATTEMPT = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
@@ -249,7 +247,7 @@ def _unmark(directory: Path, durability: Durability) -> None:
         os.close(os.open(directory / NOTE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
         if durability == "fsync":
             sync_names(directory)
-        unlink(directory / _MARKER)
+        unlink(directory / MARKER)
         if durability == "fsync":
             sync_names(directory)
     except SidestreamError:
@@ -263,7 +261,7 @@ def _finish_retiring(directory: Path) -> None:
     """Delete the files of a retired checkpoint. The note is deleted last, because it distinguishes these files from an
     attempt. Does nothing if the marker is still there."""
     names = files_in(directory)
-    if _MARKER in names:
+    if MARKER in names:
         return
     for name in names:
         path = directory / name
@@ -282,7 +280,7 @@ def _unmarked(root: Path) -> list[Leftover]:
         if name.startswith("."):
             continue
         files = files_in(root / name)
-        if NOTE in files and _MARKER not in files:
+        if NOTE in files and MARKER not in files:
             found.append(Leftover(f"{name}/{NOTE}", "retired", 0.0))
         elif is_unfinished(files) and not _is_marked(root / name, files):
             ages = ages_of(root / name, files).items()
@@ -291,4 +289,4 @@ def _unmarked(root: Path) -> list[Leftover]:
 
 
 def _is_marked(directory: Path, files: list[str]) -> bool:
-    return _MARKER in files and not is_torn(directory)
+    return MARKER in files and not is_torn(directory)

@@ -204,20 +204,16 @@ class LocalTransaction(Transaction):
     _preallocates = True
 
     def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
-        super().__init__(attempt)
+        super().__init__(attempt, address)
         self._root = root
-        self._address = address
         self._target = root / attempt.target
         self._hidden = root / attempt.name
-        self._directory = self._target if attempt.kind == "part" else self._hidden
+        self._in_target = self._carries_id or attempt.kind == "part"
+        self._directory = self._target if self._in_target else self._hidden
         self._made: os.stat_result | None = None  # the directory that this transaction has made, as it was then
         self._replaceable = False  # whether the target was checked, and is a checkpoint or an export
         self._names: dict[str, None] = {}  # of the files written, in their order
         self._last: tuple[str, Body] | None = None
-
-    @property
-    def address(self) -> StoreAddress:
-        return self._address
 
     @property
     def place(self) -> Path:
@@ -226,11 +222,8 @@ class LocalTransaction(Transaction):
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         return await io_threads().run(read_tail, self._root / name, None, nbytes)
 
-    def committed_name(self, name: str) -> str:
-        return name
-
     def path_of(self, name: str = "") -> str:
-        directory = self.attempt.target if self.attempt.kind == "part" else self.attempt.name
+        directory = self.attempt.target if self._in_target else self.attempt.name
         return f"{directory}/{name}" if name else directory
 
     def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:

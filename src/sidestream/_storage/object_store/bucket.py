@@ -17,10 +17,9 @@ from ...options import Listing, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import LoopCall, Requests, Taken, fate_of, is_refused, on_io_loop
-from ..names import ABANDONED_AFTER_S
-from .names import MARKER, NOTE, id_of, is_plain_shard
+from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard
 
-__all__ = ["READ_FIRST", "Bucket", "age_s", "clear_export", "clock_of", "collect_orphans"]
+__all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans"]
 
 
 T = TypeVar("T")
@@ -236,8 +235,6 @@ async def _has_replaced(engine: Engine, key: str, end: bytes, version: str) -> b
     return False
 
 
-READ_FIRST = frozenset({"model.safetensors", "model.safetensors.index.json"})
-"""The files that mark an export as complete. They are written last and deleted first."""
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 

@@ -16,11 +16,11 @@ from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import on_io_loop
 from ..coalesce import coalesce
+from ..names import MARKER, NOTE, id_of
 from ..store import Leftover, ReadRange, StoreSource
 from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket, age_s, clock_of, collect_orphans
-from .names import MARKER, NOTE, id_of
 from .transaction import ObjectTransaction, check_replaces, content_of
 
 __all__ = ["ObjectStore"]

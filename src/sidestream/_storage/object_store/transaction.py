@@ -29,10 +29,9 @@ from ...events import GuaranteeLost, emit
 from ...options import Listing
 from ..bodies import Body
 from ..clients.requests import LoopCall, on_io_loop, translated
-from ..names import ABANDONED_AFTER_S
+from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard, owner_of
 from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of, marker_in
-from .bucket import READ_FIRST, Bucket, clear_export, collect_orphans
-from .names import MARKER, NOTE, id_of, is_plain_shard, name_with_id, sidecar_with_id
+from .bucket import Bucket, clear_export, collect_orphans
 from .parts import part_bytes_for
 
 __all__ = ["ObjectTransaction", "check_replaces", "content_of"]
@@ -63,11 +62,11 @@ class _Replaced:
 class ObjectTransaction(Transaction):
     """A ``Transaction`` in ``bucket``."""
 
+    _adds_ids = True
+
     def __init__(self, bucket: Bucket, address: StoreAddress | None, attempt: Attempt) -> None:
-        super().__init__(attempt)
+        super().__init__(attempt, address)
         self._bucket = bucket
-        self._address = address
-        self._carries_id = attempt.kind in ("directory", "replacement", "joined")
         self._made = False
         self._in_parts = False  # whether an upload may have been left open
         self._sizes: dict[str, int] = {}  # of the files that the storage has acknowledged
@@ -75,18 +74,8 @@ class ObjectTransaction(Transaction):
         self._last: tuple[str, bytes] | None = None
         self._replaced: _Replaced | None = None
 
-    @property
-    def address(self) -> StoreAddress | None:
-        return self._address
-
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         return await self._bucket.tail(name, nbytes)
-
-    def committed_name(self, name: str) -> str:
-        return name_with_id(name, self.attempt.save_id) if self._carries_id else name
-
-    def sidecar_name(self, name: str) -> str:
-        return sidecar_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     def path_of(self, name: str = "") -> str:
         target = self.attempt.target
@@ -177,7 +166,7 @@ class ObjectTransaction(Transaction):
             raise CheckpointExistsError(f"{bucket.url}/{name} was removed meanwhile") from error
         if not await bucket.compares_versions(self.path_of(self.committed_name("manifest")), version):
             raise InvalidOptionError(f"{_no_conditions(bucket)}: it puts what it was asked to put on a condition only")
-        ids = {owner for file in listed if (owner := _owner(file)) is not None}
+        ids = {owner for file in listed if (owner := owner_of(file)) is not None}
         if marked_id is not None:
             ids.add(marked_id)
         return _Replaced(version, marked_id, frozenset(ids - {save_id}), frozenset(filter(is_plain_shard, listed)))
@@ -378,7 +367,7 @@ class ObjectTransaction(Transaction):
     async def _collect(self, replaced: _Replaced) -> None:
         bucket, target = self._bucket, self.attempt.target
         listing = await bucket.listing(target)
-        old = [name for name in listing.files if name in replaced.shards or _owner(name) in replaced.ids]
+        old = [name for name in listing.files if name in replaced.shards or owner_of(name) in replaced.ids]
         await bucket.delete(target, old)
         uploads = await bucket.uploads(target) if replaced.ids - {replaced.marked_id} else {}
         await bucket.abort([one for one in uploads if any(f"-{save_id}" in one for save_id in replaced.ids)], target)
@@ -452,11 +441,6 @@ def _no_conditions(bucket: Bucket) -> str:
         f"Google Cloud Storage and Azure through obstore, and {bucket.engine.name} has none: save to a new prefix, and "
         "remove() the old one afterwards"
     )
-
-
-def _owner(file: str) -> str | None:
-    """Return the id of the save that this object belongs to; None if its name has none."""
-    return id_of(file.removesuffix(".sig"))
 
 
 async def content_of(body: Body) -> bytes:
