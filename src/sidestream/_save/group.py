@@ -21,7 +21,7 @@ from .._runtime.threads import (
     sliced,
     time_limit,
 )
-from .._storage import Outcome, free_space
+from .._storage import Outcome, free_space, run_without_loop
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
 from .layouts import Planning, Terms
 from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared
@@ -264,12 +264,10 @@ class Group:
         if operation.step != "commit":
             return
         transaction = self._order.transaction
-        from .._storage.clients.requests import LoopCall  # imports fsspec
-
         wait([operation.verdict], min(operation.deadline.remaining_s(), _READ_BACK_S))
         transaction.outcome = "unknown"
         with time_limit(Deadline.after(_READ_BACK_S)):
-            seen = LoopCall(self._seen).result("reading back")
+            seen = run_without_loop(self._seen, "reading back")
         if seen == "committed" or operation.verdict.done():
             transaction.outcome = seen
 

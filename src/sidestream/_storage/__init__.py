@@ -8,7 +8,7 @@ from .local.store import LocalStore
 from .names import ABANDONED_AFTER_S, LEASES, id_of, is_unfinished, parse_step, step_name, target_of_attempt
 from .space import FreeSpace, Space, free_space
 from .store import Files, Leftover, RangeSource, ReadRange, Store
-from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction
+from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction, run_without_loop
 from .urls import EVERYDAY, Location, locate_directory, locate_run
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "locate_run",
     "parse_step",
     "read_sources",
+    "run_without_loop",
     "step_name",
     "target_of_attempt",
 ]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.marks import is_stuck
@@ -45,7 +45,10 @@ __all__ = [
     "Transaction",
     "bodies_of",
     "marker_in",
+    "run_without_loop",
 ]
+
+T = TypeVar("T")
 
 CommitFiles: TypeAlias = Mapping[str, Sequence[bytes]]
 """The files that a commit adds, each as a sequence of pieces. Readers look for the last one."""
@@ -326,12 +329,10 @@ class Transaction(ABC):
         """Find out the outcome, and delete the files of an attempt that was not committed. Called in a thread, when no
         other code uses the transaction. ``stuck``: a thread is left behind in a system call. Raises what the storage
         raises."""
-        from .clients.requests import LoopCall  # imports fsspec
-
         look = self._look
         if self.outcome == "unknown" and look is not None:
             with time_limit(Deadline.after(_READ_BACK_S)):
-                LoopCall(lambda: look(stuck)).result("reading back the outcome of the commit")
+                run_without_loop(lambda: look(stuck), "reading back the outcome of the commit")
             self._look = None  # breaks a reference cycle
         if self.outcome == "absent":
             self.discard_here()
@@ -379,6 +380,14 @@ class Transaction(ABC):
             await self._discard_replaced()
         except (SidestreamError, OSError) as error:
             _log.warning("what %s replaced could not be removed: %s", self.attempt.target, error)
+
+
+def run_without_loop(work: Callable[[], Coroutine[Any, Any, T]], doing: str, stop: Stop | None = None) -> T:
+    """Run ``work()``, which makes requests to a store, on the event loop of the storage clients, and return its result.
+    Called in a thread that runs no loop. Raises as ``LoopCall.result`` does."""
+    from .clients.requests import LoopCall  # imports fsspec
+
+    return LoopCall(work).result(doing, stop)
 
 
 class _Ends(Protocol):
