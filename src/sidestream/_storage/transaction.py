@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.marks import is_stuck
@@ -31,7 +31,7 @@ from ..errors import (
     SidestreamError,
 )
 from ..options import Durability, Outcome, Storage
-from .bodies import Body, BytesBody, PiecesBody
+from .bodies import Body, PiecesBody
 from .names import attempt_name, name_with_id, sidecar_with_id
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "StoreAddress",
     "Transaction",
     "bodies_of",
-    "marker_in",
     "run_without_loop",
 ]
 
@@ -191,6 +190,10 @@ class Transaction(ABC):
         exist are skipped."""
 
     # --- what is the same for all ---
+
+    async def _marker_in(self, name: str) -> Marker | None:
+        """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``."""
+        return find_marker(await self.read_tail(name, TAIL_BYTES))
 
     @property
     def place(self) -> Path | None:
@@ -390,22 +393,9 @@ def run_without_loop(work: Callable[[], Coroutine[Any, Any, T]], doing: str, sto
     return LoopCall(work).result(doing, stop)
 
 
-class _Ends(Protocol):
-    async def tail(self, name: str, nbytes: int) -> bytes: ...
-
-
-async def marker_in(files: _Ends, name: str) -> Marker | None:
-    """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``."""
-    return find_marker(await files.tail(name, TAIL_BYTES))
-
-
 def bodies_of(files: CommitFiles) -> list[tuple[str, Body]]:
     """Return the name and the content of each file."""
-    return [(name, _body(pieces)) for name, pieces in files.items()]
-
-
-def _body(pieces: Sequence[bytes]) -> Body:
-    return BytesBody(pieces[0]) if len(pieces) == 1 else PiecesBody(pieces)
+    return [(name, PiecesBody(pieces)) for name, pieces in files.items()]
 
 
 def _tail_of(pieces: Sequence[bytes]) -> bytes:

@@ -30,7 +30,7 @@ from ...options import Listing
 from ..bodies import Body
 from ..clients.requests import LoopCall, on_io_loop, translated
 from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard, owner_of
-from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of, marker_in
+from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of
 from .bucket import Bucket, clear_export, collect_orphans
 from .parts import part_bytes_for
 
@@ -174,7 +174,7 @@ class ObjectTransaction(Transaction):
     async def _marked_id(self, name: str) -> str | None:
         """Return the id of the save that wrote this marker; None if it is damaged."""
         try:
-            marker = await marker_in(self._bucket, name)
+            marker = await self._marker_in(name)
         except CorruptCheckpointError:
             return None
         if marker is None:
