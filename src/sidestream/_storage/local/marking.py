@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from .directories import (
 )
 from .publishing import NO_RENAME, check_whole, occupied, sync_visible
 from .read import read_tail
-from .transaction import LocalTransaction, Naming, unlink
+from .transaction import LocalTransaction, unlink
 
 __all__ = [
     "MarkedTransaction",
@@ -225,10 +225,10 @@ _NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _MOST_COMMIT_S = 600.0  # less than ABANDONED_AFTER_S, after which other processes delete the files of this one
 
 
-def sync_names(directory: Path) -> None:
+def sync_names(path: Path) -> None:
     """Do ``sync_directory``, and nothing on file systems that cannot sync directories."""
     try:
-        sync_directory(directory)
+        sync_directory(path)
     except OSError as error:
         if error.errno not in _NO_SYNC:
             raise
@@ -239,13 +239,14 @@ class MarkedTransaction(LocalTransaction):
     ``"files"``, ``"part"``) are written where a ``LocalTransaction`` writes them. They are then moved one after the
     other."""
 
-    _naming = Naming(move_new, sync_names, Path)
+    _appear = staticmethod(move_new)
+    _sync = staticmethod(sync_names)
+    _take = Path
     _preallocates = False
     _adds_ids = True
 
     def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
         super().__init__(root, attempt, address)
-        self._new: list[Path] = []  # directories that were made
         self._claimed = False  # whether this attempt has created the marker, which may be incomplete
         self._replaced: str | None = None  # the id of the save whose marker this attempt has replaced
 
@@ -261,12 +262,6 @@ class MarkedTransaction(LocalTransaction):
         with self._make_once():
             self._make_target()
             self._made = self._target.stat()
-
-    def _make_target(self) -> None:
-        try:
-            make_root(self._target, self.attempt.durability, self._new, sync_names)
-        except OSError as error:
-            raise from_os_error(error, "creating a checkpoint directory", str(self._target)) from error
 
     def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
         for _ in range(RACES):
@@ -288,7 +283,7 @@ class MarkedTransaction(LocalTransaction):
 
     async def make_visible(self) -> None:
         if self.attempt.kind == "files":
-            await io_threads().run(_publish_files, self._hidden, self._target, tuple(self._names), self.attempt)
+            await io_threads().run(self._publish_files)
             self._made = None
         elif not self._carries_id:
             await super().make_visible()
@@ -296,6 +291,37 @@ class MarkedTransaction(LocalTransaction):
             await io_threads().run(self._mark)
             self._last, self._made = None, None
             self._names.clear()
+
+    def _publish_files(self) -> None:
+        """Move the files that other ranks have written into the hidden directory, and then those of this rank in their
+        order. Readers look for the last one."""
+        hidden, target, names = self._hidden, self._target, [*self._names]
+        durable, moved, last = self.attempt.durability == "fsync", [], names[-1]
+        try:
+            check_whole(hidden, frozenset(names), target)
+            names = [*sorted(set(os.listdir(hidden)).difference(names)), *names]
+            if not is_vacant(target):
+                raise occupied(target)
+            make_root(target, self.attempt.durability, self._new, sync_names)
+            for name in names:
+                if durable and name is last:
+                    sync_names(target)
+                move_new(hidden / name, target / name)
+                moved.append(name)
+        except BaseException as error:
+            for name in moved:
+                unlink(target / name)
+            if isinstance(error, SidestreamError) or not isinstance(error, OSError):
+                raise
+            if isinstance(error, FileExistsError):
+                raise occupied(target) from error
+            raise from_os_error(error, "publishing", str(target)) from error
+        try:
+            if durable:
+                failed = "the files are complete, but the sync of their directory failed"
+                sync_visible(target, target, failed, sync_names)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
 
     def _mark(self) -> None:
         assert self._last is not None
@@ -431,34 +457,3 @@ def _write(descriptor: int, content: bytes, position: int) -> None:
     while view:
         done = os.pwrite(descriptor, view, position)
         view, position = view[done:], position + done
-
-
-def _publish_files(hidden: Path, target: Path, names: Sequence[str], attempt: Attempt) -> None:
-    """Move the files that other ranks have written into ``hidden``, and then ``names`` in their order. Readers look for
-    the last one."""
-    durable, moved, last = attempt.durability == "fsync", [], names[-1]
-    try:
-        check_whole(hidden, frozenset(names), target)
-        names = [*sorted(set(os.listdir(hidden)).difference(names)), *names]
-        if not is_vacant(target):
-            raise occupied(target)
-        make_root(target, attempt.durability, [], sync_names)
-        for name in names:
-            if durable and name is last:
-                sync_names(target)
-            move_new(hidden / name, target / name)
-            moved.append(name)
-    except BaseException as error:
-        for name in moved:
-            unlink(target / name)
-        if isinstance(error, SidestreamError) or not isinstance(error, OSError):
-            raise
-        if isinstance(error, FileExistsError):
-            raise occupied(target) from error
-        raise from_os_error(error, "publishing", str(target)) from error
-    try:
-        if durable:
-            failed = "the files are complete, but the sync of their directory failed"
-            sync_visible(target, target, failed, sync_names)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
