@@ -39,6 +39,8 @@ __all__ = [
     "storage_time",
     "sync_directory",
     "take_away",
+    "unlink",
+    "unlink_or_remove",
 ]
 
 
@@ -203,6 +205,21 @@ def remove_tree(path: Path) -> None:
     except OSError as error:
         raise from_os_error(error, "removing", str(path)) from error
     raise from_os_error(failure, "removing", str(path)) from failure
+
+
+def unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise from_os_error(error, "removing", str(path)) from error
+
+
+def unlink_or_remove(path: Path) -> None:
+    """Delete a file, or a directory with everything in it."""
+    if path.is_dir() and not path.is_symlink():
+        remove_tree(path)
+    else:
+        unlink(path)
 
 
 def take_away(root: Path, name: str) -> Path | None:

@@ -35,13 +35,14 @@ from .directories import (
     is_vacant,
     make_root,
     move_new,
-    remove_tree,
     storage_time,
     sync_directory,
+    unlink,
+    unlink_or_remove,
 )
 from .publishing import NO_RENAME, check_whole, occupied, sync_visible
 from .read import read_tail
-from .transaction import LocalTransaction, unlink
+from .transaction import LocalTransaction, write_buffer
 
 __all__ = [
     "MarkedTransaction",
@@ -97,13 +98,8 @@ def discard_orphans(target: Path, marked: str) -> None:
 
 def delete_replaced(target: Path, replaced: str) -> None:
     for name in files_in(target):
-        path = target / name
-        if name == MARKER or owner_of(name) not in (None, replaced):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            remove_tree(path)
-        else:
-            unlink(path)
+        if name != MARKER and owner_of(name) in (None, replaced):
+            unlink_or_remove(target / name)
 
 
 def taken(target: Path) -> CheckpointExistsError:
@@ -345,7 +341,7 @@ class MarkedTransaction(LocalTransaction):
     def _create_marker(self, path: Path, body: Body, durable: bool) -> None:
         """Write the marker: first all but its last bytes, then these. If anything fails before the last bytes are
         written, remove the marker. After that the outcome has to be read back."""
-        content = b"".join(part.take(Stop()) for part in body.parts)
+        content = memoryview(b"".join(part.take(Stop()) for part in body.parts))
         began = time.monotonic()
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -355,7 +351,7 @@ class MarkedTransaction(LocalTransaction):
         try:
             try:
                 end = len(content) - END_BYTES
-                _write(descriptor, content[:end], 0)
+                write_buffer(descriptor, content[:end], 0)
                 if durable:
                     os.fsync(descriptor)
                 check_whole(self._target, frozenset(self._names), self._target)
@@ -363,7 +359,7 @@ class MarkedTransaction(LocalTransaction):
                 if late:
                     raise StorageError(errno.ETIMEDOUT, "writing the marker took too long to go on", str(path))
                 self._claimed = sent = True
-                _write(descriptor, content[end:], end)
+                write_buffer(descriptor, content[end:], end)
                 if durable:
                     os.fsync(descriptor)
             finally:
@@ -385,7 +381,7 @@ class MarkedTransaction(LocalTransaction):
         began = time.monotonic()
         descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            _write(descriptor, b"".join(part.take(Stop()) for part in body.parts), 0)
+            write_buffer(descriptor, memoryview(b"".join(part.take(Stop()) for part in body.parts)), 0)
             if durable:
                 os.fsync(descriptor)
         finally:
@@ -447,13 +443,3 @@ class MarkedTransaction(LocalTransaction):
         if self._target in self._new:
             with suppress(OSError):  # not empty: other attempts have files in it
                 self._target.rmdir()
-
-
-# --- what runs in threads ---
-
-
-def _write(descriptor: int, content: bytes, position: int) -> None:
-    view = memoryview(content)
-    while view:
-        done = os.pwrite(descriptor, view, position)
-        view, position = view[done:], position + done

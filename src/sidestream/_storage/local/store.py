@@ -27,10 +27,12 @@ from .directories import (
     storage_time,
     sync_directory,
     take_away,
+    unlink,
+    unlink_or_remove,
 )
 from .marking import MarkedTransaction, ages_of, collect, discard, files_in, is_torn, sync_names
 from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of, sizes_in
-from .transaction import LocalTransaction, unlink, write_file
+from .transaction import LocalTransaction, write_file
 
 __all__ = ["LocalStore", "MarkedStore"]
 
@@ -199,11 +201,8 @@ def _leftovers(root: Path) -> list[Leftover]:
 
 
 def _remove(root: Path, names: tuple[str, ...]) -> None:
-    for path in [root / name for name in names]:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise from_os_error(error, "removing", str(path)) from error
+    for name in names:
+        unlink(root / name)
     for parent in {(root / name).parent for name in names} - {root}:
         with suppress(OSError):  # not empty
             parent.rmdir()
@@ -264,11 +263,8 @@ def _finish_retiring(directory: Path) -> None:
     if MARKER in names:
         return
     for name in names:
-        path = directory / name
-        if path.is_dir() and not path.is_symlink():
-            remove_tree(path)
-        elif name != NOTE:
-            unlink(path)
+        if name != NOTE:
+            unlink_or_remove(directory / name)
     unlink(directory / NOTE)
     with suppress(OSError):
         directory.rmdir()
@@ -282,11 +278,7 @@ def _unmarked(root: Path) -> list[Leftover]:
         files = files_in(root / name)
         if NOTE in files and MARKER not in files:
             found.append(Leftover(f"{name}/{NOTE}", "retired", 0.0))
-        elif is_unfinished(files) and not _is_marked(root / name, files):
+        elif is_unfinished(files) and (MARKER not in files or is_torn(root / name)):
             ages = ages_of(root / name, files).items()
             found += [Leftover(f"{name}/{save_id}", "attempt", age_s) for save_id, age_s in ages]
     return found
-
-
-def _is_marked(directory: Path, files: list[str]) -> bool:
-    return MARKER in files and not is_torn(directory)

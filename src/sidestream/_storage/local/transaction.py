@@ -41,11 +41,12 @@ from .directories import (
     remove_tree,
     sync_directory,
     take_away,
+    unlink,
 )
 from .publishing import Step, can_exchange, may_be_replaced, move_there, occupied, publish, replace, sync_visible
 from .read import read_tail
 
-__all__ = ["LocalTransaction", "unlink", "write_file"]
+__all__ = ["LocalTransaction", "write_buffer", "write_file"]
 
 
 _MAX_TRANSFER_BYTES = 0x7FFFF000  # the most that one write on Linux transfers
@@ -134,7 +135,7 @@ class _Parts:
     def _write_part(self, part: FilePart, failed: Stop) -> None:
         view = part.take(failed)
         failed.check()
-        self._direct = _write_buffer(self._descriptor, view, part.offset, self._direct)
+        self._direct = write_buffer(self._descriptor, view, part.offset, self._direct)
 
 
 def _open_new(path: Path, *, direct: bool) -> tuple[int, bool]:
@@ -162,7 +163,7 @@ def _preallocate(descriptor: int, nbytes: int) -> None:
             raise
 
 
-def _write_buffer(descriptor: int, buffer: memoryview, position: int, direct: bool) -> bool:
+def write_buffer(descriptor: int, buffer: memoryview, position: int, direct: bool = False) -> bool:
     """Write all of ``buffer``. Returns whether direct I/O still works on this file."""
     done = 0
     while done < len(buffer):
@@ -424,10 +425,3 @@ class LocalTransaction(Transaction):
         if durability == "fsync":
             failed = "the part is committed, but the sync of its directory failed"
             sync_visible(path.parent, path, failed, self._sync)
-
-
-def unlink(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise from_os_error(error, "removing", str(path)) from error
