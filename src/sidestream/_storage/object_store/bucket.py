@@ -39,9 +39,6 @@ class Bucket:
         self.policy = policy
         self.requests = Requests(url, policy)
 
-    def shown(self, key: str) -> str:
-        return f"{self.url}/{key.removeprefix(f'{self.root}/')}"
-
     def key(self, name: str) -> str:
         """Return the key of a name. ``.`` is the root itself."""
         name = name.removeprefix("./") if name != "." else ""
@@ -74,14 +71,14 @@ class Bucket:
         key = self.key(name)
         return await self.run("looking at", name, lambda engine: engine.size(key))
 
-    async def put(self, key: str, content: memoryview) -> None:
-        name = key.removeprefix(f"{self.root}/")
+    async def put(self, name: str, content: memoryview) -> None:
+        key = self.key(name)
         await self.run("writing", name, lambda engine: engine.put(key, content, mode="overwrite"))
 
-    def upload(self, key: str, body: Body, stop: Stop) -> None:
+    def upload(self, name: str, body: Body, stop: Stop) -> None:
         """Do ``Engine.upload``. Called in a thread."""
         engine = LoopCall(self.made).result("connecting", stop)
-        engine.upload(key, body, self.requests, stop)
+        engine.upload(self.key(name), body, self.requests, stop)
 
     async def listing(self, directory: str) -> Listing:
         key = self.key(directory)
@@ -241,7 +238,7 @@ _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 async def clock_of(bucket: Bucket) -> datetime | None:
     """Return the time of the storage, which is that of an object that this writes."""
     name = f".leases/clock-{uuid.uuid4().hex}"  # unique, because each call deletes its object
-    await bucket.put(bucket.key(name), memoryview(b"now"))
+    await bucket.put(name, memoryview(b"now"))
     listing = await bucket.listing(".leases")
     await bucket.delete(".leases", [name.rpartition("/")[2]])
     written = listing.files.get(name.rpartition("/")[2])

@@ -189,7 +189,7 @@ class ObjectStore:
         async def retire() -> None:
             if not (await self._bucket.listing(directory)).files:
                 return
-            await self._bucket.put(self._bucket.key(f"{directory}/{NOTE}"), memoryview(b"is being deleted"))
+            await self._bucket.put(f"{directory}/{NOTE}", memoryview(b"is being deleted"))
             await self._bucket.delete(directory, [MARKER])
             await self._finish_retiring(directory)
 

@@ -32,7 +32,6 @@ from ..clients.requests import LoopCall, on_io_loop, translated
 from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard, owner_of
 from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of
 from .bucket import Bucket, clear_export, collect_orphans
-from .parts import part_bytes_for
 
 __all__ = ["ObjectTransaction", "check_replaces", "content_of"]
 
@@ -113,12 +112,12 @@ class ObjectTransaction(Transaction):
             self._made = True
         for given, body in files:
             name = self.path_of(self.committed_name(given))
-            if body.nbytes <= part_bytes_for(body.nbytes, bucket.policy.part_bytes):
+            if body.nbytes <= bucket.policy.part_bytes:
                 self._send_whole(name, body, stop)
             else:
                 self._in_parts = True
                 self._begun.add(name)
-                self._send_parts(bucket.key(name), body, stop)
+                self._send_parts(name, body, stop)
             self._sizes[name.rpartition("/")[2]] = body.nbytes
             del body
 
@@ -206,7 +205,7 @@ class ObjectTransaction(Transaction):
         try:
             content = _in_one_piece(body, stop)
             if self._carries_id:
-                LoopCall(lambda: bucket.put(key, content)).result(f"writing {key}", stop)
+                LoopCall(lambda: bucket.put(name, content)).result(f"writing {key}", stop)
                 return
             creation = LoopCall(lambda: bucket.create(name, content, whole=True))
             self._begun.add(name)  # before the result: after a cancel the object may have been created
@@ -220,23 +219,22 @@ class ObjectTransaction(Transaction):
             for part in body.parts:
                 part.release()
 
-    def _send_parts(self, key: str, body: Body, stop: Stop) -> None:
-        bucket = self._bucket
+    def _send_parts(self, name: str, body: Body, stop: Stop) -> None:
+        url = f"{self._bucket.url}/{name}"
         try:
-            bucket.upload(key, body, stop)
+            self._bucket.upload(name, body, stop)
         except Exception as error:
-            failure = translated(error, "uploading", bucket.shown(key))
+            failure = translated(error, "uploading", url)
             if isinstance(failure, FileNotFoundError) and not isinstance(failure, SidestreamError):
-                failure = StorageError(errno.ENOENT, "the bucket, or the upload, is not there", bucket.shown(key))
+                failure = StorageError(errno.ENOENT, "the bucket, or the upload, is not there", url)
             raise failure from error
 
     async def put(self, name: str, body: Body) -> None:
         bucket = self._bucket
         content = await content_of(body)
         self._check_writable(name)
-        key = bucket.key(self.path_of(name))
         self._sizes[name] = len(content)
-        await on_io_loop(lambda: bucket.put(key, memoryview(content)), f"writing {self._shown(name)}")
+        await on_io_loop(lambda: bucket.put(self.path_of(name), memoryview(content)), f"writing {self._shown(name)}")
 
     async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
         made = await io_threads().run(_files, files) if callable(files) else files
