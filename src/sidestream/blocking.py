@@ -40,9 +40,8 @@ from ._runtime.caller import Caller, is_serving
 from ._runtime.tasks import check_no_running_loop, supervise, wait_for_supervised
 from ._runtime.threads import Deadline, time_limit
 from ._save import api as _saving
-from ._storage import Outcome
 from .errors import DeadlineExceededError, WrongLoopError
-from .options import Latest, LoadOptions
+from .options import Latest, LoadOptions, Outcome
 
 __all__ = [
     "Checkpoint",

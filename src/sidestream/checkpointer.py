@@ -13,7 +13,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
-from ._group import GroupChoice
 from ._load.checkpoint import Checkpoint, open_from
 from ._load.open.manifest import read_metadata
 from ._load.operation import LoadReport, LoadRequest
@@ -32,11 +31,13 @@ from ._runtime.public import public
 from ._runtime.tasks import run_shielded, running_loop
 from ._save.api import STREAM_BYTES, Export, PendingSave, SaveInfo, Stager, completed
 from ._staging import AsyncStager, Backing
-from ._storage import FileSource, locate_run
+from ._storage import locate_run
 from ._worker.client import choose_worker
 from .errors import AsyncOnlyError, InvalidOptionError
 from .options import (
     Fallback,
+    FileSource,
+    GroupChoice,
     LoadOptions,
     Progress,
     SaveOptions,

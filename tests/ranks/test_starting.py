@@ -18,8 +18,8 @@ from sidestream._group.operation import RankGroup
 from sidestream._run.saves import JointTurn, QueuedSave, SaveQueue, Turn
 from sidestream._runtime.threads import Deadline
 from sidestream._save.pending import PendingSave, SaveInfo, SaveProgress
-from sidestream._storage.transaction import Outcome
 from sidestream.errors import RankFailuresError, SkippedError
+from sidestream.options import Outcome
 
 WORLD = 3
 SAVES = 8

@@ -12,8 +12,9 @@ from .._group import Operation, stoppable
 from .._runtime.threads import io_threads
 from .._save.group import Group, maker_of_attempt
 from .._save.operation import RankReceipt, SaveOrder
-from .._storage import Outcome, Transaction
+from .._storage import Transaction
 from ..errors import InvalidOptionError, RankFailuresError
+from ..options import Outcome
 from .source import Pipeline
 from .targets import TargetFile
 

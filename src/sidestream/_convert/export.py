@@ -25,9 +25,9 @@ from .._runtime.threads import Stop, current_deadline, io_threads, run_sliced
 from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
-from .._storage import Body, BytesBody, FileSource, Location, is_plain_name, locate_directory, read_sources
+from .._storage import Body, BytesBody, Location, is_plain_name, locate_directory, read_sources
 from ..errors import InvalidOptionError, SkippedError, SnapshotLostError, UnsupportedTensorError, allocating
-from ..options import Dtypes, Durability, Names, Storage, check_count, check_dtype, check_names, storage_of
+from ..options import Dtypes, Durability, FileSource, Names, Storage, check_count, check_dtype, check_names, storage_of
 from .convert import ConvertReport, How, Selection, convert_opened
 from .source import SourceComposite, SourceTensor, open_source_at
 from .targets import OutTensor, SafetensorsFile, safetensors_layout

@@ -30,7 +30,7 @@ from .connections import Connection, GroupMessage, GroupMessageKind, close_in_ch
 from .operation import Operation, RankGroup
 from .rank_group import OtherRank, Rank0
 
-__all__ = ["GroupChoice", "Member", "deadline_of", "group_of"]
+__all__ = ["Member", "deadline_of", "group_of"]
 
 _POLL_S = 0.02
 _CONNECT_S = 5.0

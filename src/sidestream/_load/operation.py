@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 from .._format.records import Manifest
-from .._group import GroupChoice, Operation, Stopped, deadline_of, group_of, run_together, stoppable
+from .._group import Operation, Stopped, deadline_of, group_of, run_together, stoppable
 from .._runtime.abandoned import registered
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded, running_loop
@@ -36,7 +36,7 @@ from ..events import (
     ReadCall,
     emit,
 )
-from ..options import LoadOptions, Storage, Tolerated, options_of, storage_of, tolerance_of
+from ..options import GroupChoice, LoadOptions, Storage, Tolerated, options_of, storage_of, tolerance_of
 from .report import Loaded, LoadReport, LoadRequest, PassedOver, report_of
 from .target import StateTarget
 

@@ -36,10 +36,10 @@ from .._save.api import (
 )
 from .._save.order import Lifecycle
 from .._save.pending import SaveInfo, SaveProgress
-from .._storage import FileSource, Location, Outcome, check_sources, step_name
+from .._storage import Location, check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
 from ..events import SaveContext
-from ..options import SaveOptions, WhenFull, check_step, options_of
+from ..options import FileSource, Outcome, SaveOptions, WhenFull, check_step, options_of
 from .exports import Exports, Upkeep
 from .leases import Lease
 from .run import Run

@@ -21,8 +21,9 @@ from .._runtime.threads import (
     sliced,
     time_limit,
 )
-from .._storage import Outcome, free_space, run_without_loop
+from .._storage import free_space, run_without_loop
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
+from ..options import Outcome
 from .layouts import Planning, Terms
 from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared
 from .order import Lifecycle, SaveOrder

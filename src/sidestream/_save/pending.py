@@ -15,9 +15,8 @@ from .._runtime.abandoned import register
 from .._runtime.public import Displayed, Table, public, readable_bytes
 from .._runtime.tasks import supervise
 from .._runtime.threads import end_abandoned, release_in_background
-from .._storage import Outcome
 from ..errors import SaveAbortedError, SkippedError, printable_lines
-from ..options import Durability
+from ..options import Durability, Outcome
 from .sinks import PendingExport
 
 __all__ = ["PendingSave", "SaveInfo", "SaveProgress", "SaveWork"]

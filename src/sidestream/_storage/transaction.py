@@ -40,7 +40,6 @@ __all__ = [
     "CommitFiles",
     "Kind",
     "MakeFiles",
-    "Outcome",
     "StoreAddress",
     "Transaction",
     "bodies_of",
