@@ -133,19 +133,19 @@ class Operation:
     def exchange(self, step: str, part: bytes, decide: Decide) -> bytes:
         """Do one step in a worker thread and return this rank's answer. Raises ``Stopped`` if another rank has failed,
         and on rank 0 the errors of ``decide``."""
-        gathered, answered = self._begin(step, part)
-        if gathered is not None:
-            self.answer(step, decide(self._result(gathered)))
-        return self._result(answered)
+        exchange = self._begin(step, part)
+        if exchange.gathered is not None:
+            self.answer(step, decide(self._result(exchange.gathered)))
+        return self._result(exchange.answered)
 
     async def aexchange(
         self, step: str, part: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes | Sequence[bytes]]]
     ) -> bytes:
         """Do one step as ``exchange`` does, without blocking the loop."""
-        gathered, answered = self._begin(step, part)
-        if gathered is not None:
-            self.answer(step, await decide(await self._await(gathered)))
-        return await self._await(answered, final=True)
+        exchange = self._begin(step, part)
+        if exchange.gathered is not None:
+            self.answer(step, await decide(await self._await(exchange.gathered)))
+        return await self._await(exchange.answered, final=True)
 
     async def agree(self, step: str) -> None:
         """Wait until every rank has reached this point."""
@@ -155,16 +155,15 @@ class Operation:
 
         await self.aexchange(step, b"", nothing)
 
-    def _begin(self, step: str, part: bytes) -> tuple[Future[Sequence[bytes]] | None, Future[bytes]]:
+    def _begin(self, step: str, part: bytes) -> Exchange:
         self.step = step
-        gathered: Future[Sequence[bytes]] | None = Future() if self.rank == 0 else None
-        answered: Future[bytes] = Future()
+        exchange = Exchange(step, part, Future() if self.rank == 0 else None, Future())
         with self._lock:
             if self._stopping:
                 raise Stopped
-            self._waiting.update(one for one in (gathered, answered) if one is not None)
-        self.group.step(self, Exchange(step, part, gathered, answered))
-        return gathered, answered
+            self._waiting.update(one for one in (exchange.gathered, exchange.answered) if one is not None)
+        self.group.step(self, exchange)
+        return exchange
 
     def answer(self, step: str, answers: bytes | Sequence[bytes]) -> None:
         """Send the answers of a step, one for all ranks or one for each. For rank 0, where ``decide`` of the step

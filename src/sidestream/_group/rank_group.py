@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,11 +56,13 @@ class _State:
     """Whether it continues as an operation with another number."""
     closed: bool = False
 
-    def forget(self) -> None:
-        """Drop the parts and answers, because the state itself is kept for longer."""
+    def close(self) -> Operation | None:
+        """Take the operation out, and drop the parts and answers, because the state itself is kept for longer."""
+        operation, self.operation, self.closed = self.operation, None, True
         self.parts.clear()
         self.gathered.clear()
         self.answered.clear()
+        return operation
 
 
 class Rank0(RankGroup):
@@ -98,6 +100,14 @@ class Rank0(RankGroup):
         self._dead.pop(rank, None)
         connection.on_message = lambda message: self._on_message(rank, message)
         connection.on_close = lambda why: self._on_close(rank, connection, why)
+
+    def _send_all(self, message: GroupMessage) -> None:
+        for connection in list(self._connections.values()):  # a copy: a connection that is found closed is removed
+            connection.send(message)
+
+    def _missing(self, there: Iterable[int]) -> list[int]:
+        """Return the ranks that are not in ``there``."""
+        return sorted(set(range(self.world)).difference(there))
 
     def _state(self, number: int) -> _State:
         if number not in self._states:
@@ -144,12 +154,11 @@ class Rank0(RankGroup):
     def _warn(self, state: _State, kind: str) -> None:
         if not self._is_waiting(state):
             return
-        missing = sorted(set(range(self.world)) - state.begun)
+        missing = self._missing(state.begun)
         for rank in sorted(state.begun - state.warned):
             if rank and rank in self._connections:
-                self._connections[rank].send(
-                    GroupMessage(GroupMessageKind.MISSING, state.number, "", json.dumps(missing).encode())
-                )
+                told = GroupMessage(GroupMessageKind.MISSING, state.number, payload=json.dumps(missing).encode())
+                self._connections[rank].send(told)
             elif state.operation is not None:
                 warn_of_missing(state.operation, missing)
         state.warned |= state.begun
@@ -159,7 +168,7 @@ class Rank0(RankGroup):
         if not self._is_waiting(state):
             return
         advice = f"; {remedy(begun.kind)}"
-        for rank in sorted(set(range(self.world)) - state.begun):
+        for rank in self._missing(state.begun):
             connected = "" if rank == 0 or rank in self._connections else ", and never connected"
             text = f"it did not join this {begun.kind} within rank_wait_s={begun.rank_wait_s:g}{connected}{advice}"
             self._record_failure(state, RankFailure(rank, "start", "DeadlineExceededError", text))
@@ -208,7 +217,7 @@ class Rank0(RankGroup):
             state.stopped.add(rank)
             self._conclude(state)
         if state.verdict is not None:  # a late message
-            self._connections[rank].send(GroupMessage(GroupMessageKind.VERDICT, message.op, "", state.verdict))
+            self._connections[rank].send(GroupMessage(GroupMessageKind.VERDICT, message.op, payload=state.verdict))
         elif message.kind is GroupMessageKind.BEGUN:
             self._on_begun(state, rank, BeginMessage.unpack(message.payload))
         elif message.kind is GroupMessageKind.DATA and not state.stopping:
@@ -242,7 +251,7 @@ class Rank0(RankGroup):
             state.restartable.add(failure.rank)
         for parts in state.parts.values():
             if failure.kind == "DeadlineExceededError" and failure.rank in parts:
-                missing |= set(range(self.world)) - set(parts)
+                missing.update(self._missing(parts))
         for rank in sorted(missing):
             text = "it did not come to this step in time"
             self._record_failure(state, RankFailure(rank, next(iter(state.parts)), "DeadlineExceededError", text))
@@ -256,9 +265,7 @@ class Rank0(RankGroup):
 
     def _close(self, operation: Operation) -> None:
         state = self._state(operation.number)
-        state.closed = True
-        state.operation = None
-        state.forget()
+        state.close()
         self._conclude(state)  # other ranks may have failed since, and wait for the verdict
 
     def _make_irrevocable(self, state: _State) -> bool:
@@ -272,8 +279,7 @@ class Rank0(RankGroup):
         state.failures.setdefault(failure.rank, failure)
         if not state.stopping:
             state.stopping = True
-            for connection in list(self._connections.values()):
-                connection.send(GroupMessage(GroupMessageKind.STOP, state.number, "", b""))
+            self._send_all(GroupMessage(GroupMessageKind.STOP, state.number))
             if state.operation is not None:
                 state.operation.stop()
             self._thread.post_at(time.monotonic() + _STOP_S, lambda: self._conclude(state, late=True))
@@ -295,20 +301,15 @@ class Rank0(RankGroup):
             return
         verdict = RankFailuresError(others or list(state.failures.values()))
         state.verdict = pack_all(verdict.failures)
-        for connection in list(self._connections.values()):
-            connection.send(GroupMessage(GroupMessageKind.VERDICT, state.number, "", state.verdict))
-        state.closed = True
-        if state.operation is not None:
-            state.operation.conclude(verdict)
-            state.operation = None
-        state.forget()
+        self._send_all(GroupMessage(GroupMessageKind.VERDICT, state.number, payload=state.verdict))
+        operation = state.close()
+        if operation is not None:
+            operation.conclude(verdict)
 
     def _all_start_over(self, state: _State) -> None:
-        state.started_over = state.closed = True
-        for connection in list(self._connections.values()):
-            connection.send(GroupMessage(GroupMessageKind.START_OVER, state.number, "", b""))
-        operation, state.operation = state.operation, None
-        state.forget()
+        state.started_over = True
+        operation = state.close()  # first: a connection that is found closed fails the operations that are open
+        self._send_all(GroupMessage(GroupMessageKind.START_OVER, state.number))
         if operation is not None:
             self._start_over(operation)
 
@@ -321,11 +322,11 @@ class Rank0(RankGroup):
         if expires_at > time.monotonic():  # its deadline was extended
             self._thread.post_at(expires_at, lambda: self._expire(state))
             return
-        step, missing = operation.step, set(range(self.world))
+        step, missing = operation.step, self._missing(())
         for waited, parts in state.parts.items():
-            step, missing = waited, set(range(self.world)) - set(parts)
+            step, missing = waited, self._missing(parts)
         limit = operation.deadline.timeout_s
-        for rank in sorted(missing):
+        for rank in missing:
             here = rank == 0 or rank in self._connections
             text = f"it did not come to this step within timeout_s={limit:g}" + (
                 "" if here else ", and never connected"
@@ -395,7 +396,7 @@ class OtherRank(RankGroup):
             self._thread.post_at(operation.began_at + WARN_AFTER_S, lambda: self._warn(number))
 
     def _on_begun(self, operation: Operation) -> None:
-        self._send(GroupMessage(GroupMessageKind.BEGUN, operation.number, "", BeginMessage.of(operation).pack()))
+        self._send(GroupMessage(GroupMessageKind.BEGUN, operation.number, payload=BeginMessage.of(operation).pack()))
 
     def _warn(self, number: int) -> None:
         operation = self._operations.get(number)
@@ -421,10 +422,10 @@ class OtherRank(RankGroup):
             self._unsent.append(message)
 
     def _fail(self, operation: Operation, packed: dict[str, Any], undone: bool) -> None:
-        self._send(GroupMessage(GroupMessageKind.FAILED, operation.number, "", json.dumps(packed).encode()))
+        self._send(GroupMessage(GroupMessageKind.FAILED, operation.number, payload=json.dumps(packed).encode()))
 
     def _leave(self, operation: Operation) -> None:
-        self._send(GroupMessage(GroupMessageKind.STOPPED, operation.number, "", b""))
+        self._send(GroupMessage(GroupMessageKind.STOPPED, operation.number))
 
     def _close(self, operation: Operation) -> None:
         if (
@@ -446,7 +447,7 @@ class OtherRank(RankGroup):
                 answered.set_result(message.payload)
         elif operation is None:
             if message.kind is GroupMessageKind.STOP:  # this rank has nothing to stop; the verdict will reach it
-                self._send(GroupMessage(GroupMessageKind.STOPPED, message.op, "", b""))
+                self._send(GroupMessage(GroupMessageKind.STOPPED, message.op))
             elif message.kind is GroupMessageKind.VERDICT and message.op > self._begun:
                 self._verdicts[message.op] = message.payload
                 for old in list(self._verdicts)[:-_REMEMBERED]:  # verdicts of operations that had ended here before

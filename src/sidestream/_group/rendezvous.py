@@ -182,7 +182,7 @@ class _Listener:
             return
         connection.authenticate()
         self._group.connected(rank, connection)
-        connection.send(GroupMessage(GroupMessageKind.HELLO, 0, "", b""))
+        connection.send(GroupMessage(GroupMessageKind.HELLO, 0))
         if connection.open:
             self._expected.discard(rank)
         if not self._expected:
