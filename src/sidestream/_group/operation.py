@@ -23,11 +23,10 @@ from typing import Any, TypeAlias, TypeVar
 from .._runtime.gil import wrap_thread_future
 from .._runtime.threads import Deadline, end_abandoned
 from ..errors import ForkedProcessError, RankFailuresError
-from ..options import RANK_WAIT_S
 from .connections import ConnectionThread, connection_thread
 from .failure import pack
 
-__all__ = ["FOLLOWING", "VERDICT_GRACE_S", "Deadline", "Exchange", "Operation", "RankGroup", "Stopped"]
+__all__ = ["FOLLOWING", "VERDICT_GRACE_S", "Deadline", "Exchange", "Operation", "RankGroup", "Stopped", "remedy"]
 
 Decide: TypeAlias = Callable[[Sequence[bytes]], "bytes | Sequence[bytes]"]
 """Called on rank 0 with the parts of all ranks, in the order of ranks. Returns one answer for all, or one for each."""
@@ -319,6 +318,11 @@ class Operation:
             self.verdict.set_result(verdict)
 
 
+def remedy(kind: str) -> str:
+    """Return advice for a process that makes a call of all ranks alone."""
+    return f'make this call on every rank, or pass process_group="alone" to {kind} in this process only'
+
+
 class RankGroup(ABC):
     """The base of ``Rank0`` and ``OtherRank``. Public methods may be called in any thread, all others run in the
     connection thread."""
@@ -334,7 +338,7 @@ class RankGroup(ABC):
         self._number = 0
         self._pid = os.getpid()
 
-    def begin(self, kind: str, deadline: Deadline, rank_wait_s: float = RANK_WAIT_S) -> Operation:
+    def begin(self, kind: str, deadline: Deadline, rank_wait_s: float) -> Operation:
         """Begin the next operation of this group. Every rank has to begin the same operations in the same order. Does
         not block."""
         if os.getpid() != self._pid:

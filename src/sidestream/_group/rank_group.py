@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RankFailure, RankFailuresError
-from .absence import WARN_AFTER_S, BeginMessage, remedy, warn_of_missing
+from .absence import WARN_AFTER_S, BeginMessage, warn_of_missing
 from .connections import Connection, GroupMessage, GroupMessageKind
 from .failure import pack_all, rank_died, unpack, unpack_all
-from .operation import FOLLOWING, VERDICT_GRACE_S, Exchange, Operation, RankGroup, Stopped
+from .operation import FOLLOWING, VERDICT_GRACE_S, Exchange, Operation, RankGroup, Stopped, remedy
 
 __all__ = ["OtherRank", "Rank0"]
 

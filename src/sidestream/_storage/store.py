@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Literal, Protocol
@@ -14,7 +14,7 @@ from .bodies import Body
 from .names import MARKER
 from .transaction import Attempt, StoreAddress, Transaction
 
-__all__ = ["DirectorySource", "Files", "Leftover", "RangeSource", "ReadRange", "Store", "StoreSource"]
+__all__ = ["DirectorySource", "Files", "Leftover", "RangeSource", "ReadRange", "Store", "StoreSource", "coalesce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,28 @@ class ReadRange:
     into: memoryview
     arrived: Callable[[], None] | None = None
     seen: Callable[[memoryview], object] | None = None
+
+
+def coalesce(ranges: Iterable[ReadRange], *, gap_bytes: int, most: int, most_bytes: int) -> Iterator[list[ReadRange]]:
+    """Yield runs of at most ``most`` ranges. Each range of a run begins at most ``gap_bytes`` after the end of the one
+    before it.
+
+    Runs and ranges are ordered by their offsets. A run of several ranges spans at most ``most_bytes``. Ranges that
+    overlap are in different runs. Empty ranges are left out.
+    """
+    run: list[ReadRange] = []
+    end = 0
+    for one in sorted(ranges, key=lambda one: one.offset):
+        if not len(one.into):
+            continue
+        fits = len(run) < most and one.offset + len(one.into) - run[0].offset <= most_bytes if run else True
+        if run and not (fits and 0 <= one.offset - end <= gap_bytes):
+            yield run
+            run = []
+        run.append(one)
+        end = one.offset + len(one.into)
+    if run:
+        yield run
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from typing import TypeVar, TypeVarTuple
 from ..._runtime.tasks import run_shielded
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...errors import CorruptCheckpointError, DeadlineExceededError, SidestreamError, from_os_error
-from ..coalesce import coalesce
-from ..store import DirectorySource, ReadRange
+from ..store import DirectorySource, ReadRange, coalesce
 from .directories import OpenDirectory
 
 __all__ = ["LocalSource", "map_file", "read_ranges", "read_tail", "run_io", "size_of", "sizes_in"]

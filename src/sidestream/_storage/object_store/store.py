@@ -15,9 +15,8 @@ from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import on_io_loop
-from ..coalesce import coalesce
 from ..names import MARKER, NOTE, id_of
-from ..store import Leftover, ReadRange, StoreSource
+from ..store import Leftover, ReadRange, StoreSource, coalesce
 from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket, age_s, clock_of, collect_orphans
