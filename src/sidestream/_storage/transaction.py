@@ -42,6 +42,7 @@ __all__ = [
     "MakeFiles",
     "StoreAddress",
     "Transaction",
+    "being_removed",
     "bodies_of",
     "run_without_loop",
 ]
@@ -390,6 +391,12 @@ def run_without_loop(work: Callable[[], Coroutine[Any, Any, T]], doing: str, sto
     from .clients.requests import LoopCall  # imports fsspec
 
     return LoopCall(work).result(doing, stop)
+
+
+def being_removed(where: str | Path) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{where} is being removed: save when remove() has ended, and call it again if it was interrupted"
+    )
 
 
 def bodies_of(files: CommitFiles) -> list[tuple[str, Body]]:

@@ -27,7 +27,7 @@ from ...errors import (
 )
 from ..bodies import Body
 from ..names import ABANDONED_AFTER_S, MARKER, NOTE, id_of, is_unfinished, owner_of
-from ..transaction import Attempt, StoreAddress
+from ..transaction import Attempt, StoreAddress, being_removed
 from .directories import (
     RACES,
     collect_orphans,
@@ -81,12 +81,6 @@ def marked_id(target: Path, *, removed: bool = False) -> str | None:
             "save to a new directory"
         )
     return marker.save_id
-
-
-def being_removed(target: Path) -> CheckpointExistsError:
-    return CheckpointExistsError(
-        f"{target} is being removed: save when remove() has ended, and call it again if it was interrupted"
-    )
 
 
 def discard_orphans(target: Path, marked: str) -> None:
@@ -230,6 +224,11 @@ def sync_names(path: Path) -> None:
             raise
 
 
+def _check_not_late(began: float, path: Path) -> None:
+    if time.monotonic() - began > _MOST_COMMIT_S:
+        raise StorageError(errno.ETIMEDOUT, "writing the marker took too long to go on", str(path))
+
+
 class MarkedTransaction(LocalTransaction):
     """A ``Transaction`` whose directory is the target itself. Files of the kinds that keep their names (``"file"``,
     ``"files"``, ``"part"``) are written where a ``LocalTransaction`` writes them. They are then moved one after the
@@ -355,9 +354,7 @@ class MarkedTransaction(LocalTransaction):
                 if durable:
                     os.fsync(descriptor)
                 check_whole(self._target, frozenset(self._names), self._target)
-                late = time.monotonic() - began > _MOST_COMMIT_S
-                if late:
-                    raise StorageError(errno.ETIMEDOUT, "writing the marker took too long to go on", str(path))
+                _check_not_late(began, path)
                 self._claimed = sent = True
                 write_buffer(descriptor, content[end:], end)
                 if durable:
@@ -390,8 +387,7 @@ class MarkedTransaction(LocalTransaction):
         replaced = marked_id(self._target)
         if replaced is None and is_torn(self._target):
             raise taken(self._target)
-        if time.monotonic() - began > _MOST_COMMIT_S:
-            raise StorageError(errno.ETIMEDOUT, "writing the marker took too long to go on", str(path))
+        _check_not_late(began, path)
         try:
             os.rename(hidden, path)
         except OSError as error:

@@ -30,7 +30,7 @@ from ...options import Listing
 from ..bodies import Body
 from ..clients.requests import LoopCall, on_io_loop, translated
 from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard, owner_of
-from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of
+from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, being_removed, bodies_of
 from .bucket import Bucket, clear_export, collect_orphans
 
 __all__ = ["ObjectTransaction", "check_replaces", "content_of"]
@@ -154,10 +154,7 @@ class ObjectTransaction(Transaction):
         check_replaces(bucket)
         name = f"{self.attempt.target}/{MARKER}"
         if NOTE in listed:
-            raise CheckpointExistsError(
-                f"{bucket.url}/{self.attempt.target} is being removed: save when remove() has ended, and call it again "
-                "if it was interrupted"
-            )
+            raise being_removed(f"{bucket.url}/{self.attempt.target}")
         try:
             version = await bucket.version(name)
             marked_id = await self._marked_id(name)
