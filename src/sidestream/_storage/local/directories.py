@@ -142,10 +142,8 @@ def _close(directory: int) -> None:
         os.close(directory)
 
 
-def make_root(root: Path, durability: Durability, made: list[Path], sync: Callable[[Path], None] | None = None) -> None:
-    """Make every missing directory down to ``root``, and append each to ``made``. ``sync`` is used instead of
-    ``sync_directory`` if it is given."""
-    sync = sync_directory if sync is None else sync
+def make_root(root: Path, durability: Durability, made: list[Path], sync: Callable[[Path], None]) -> None:
+    """Make every missing directory down to ``root``, and append each to ``made``."""
     ancestors = (root, *root.parents)
     missing = [path for path in ancestors if not path.exists()]
     if durability == "fsync" and len(missing) < len(ancestors) - 1:

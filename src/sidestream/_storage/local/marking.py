@@ -293,7 +293,7 @@ class MarkedTransaction(LocalTransaction):
         hidden, target, names = self._hidden, self._target, [*self._names]
         durable, moved, last = self.attempt.durability == "fsync", [], names[-1]
         try:
-            check_whole(hidden, frozenset(names), target)
+            check_whole(hidden, names, target)
             names = [*sorted(set(os.listdir(hidden)).difference(names)), *names]
             if not is_vacant(target):
                 raise occupied(target)
@@ -353,7 +353,7 @@ class MarkedTransaction(LocalTransaction):
                 write_buffer(descriptor, content[:end], 0)
                 if durable:
                     os.fsync(descriptor)
-                check_whole(self._target, frozenset(self._names), self._target)
+                check_whole(self._target, self._names, self._target)
                 _check_not_late(began, path)
                 self._claimed = sent = True
                 write_buffer(descriptor, content[end:], end)
@@ -362,7 +362,7 @@ class MarkedTransaction(LocalTransaction):
             finally:
                 os.close(descriptor)
             sent = False  # if another process has removed files of this attempt meanwhile, the marker is removed too
-            check_whole(self._target, frozenset((*self._names, path.name)), self._target)
+            check_whole(self._target, (*self._names, path.name), self._target)
         except BaseException:
             if not sent and time.monotonic() - began <= _MOST_COMMIT_S:
                 with suppress(OSError):
@@ -383,7 +383,7 @@ class MarkedTransaction(LocalTransaction):
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        check_whole(self._target, frozenset(self._names), self._target)
+        check_whole(self._target, self._names, self._target)
         replaced = marked_id(self._target)
         if replaced is None and is_torn(self._target):
             raise taken(self._target)
@@ -405,7 +405,7 @@ class MarkedTransaction(LocalTransaction):
     def _check_not_removed(self, path: Path) -> None:
         """Withdraw the marker if a removal has begun meanwhile, or has deleted files of this attempt."""
         try:
-            check_whole(self._target, frozenset((*self._names, path.name)), self._target)
+            check_whole(self._target, (*self._names, path.name), self._target)
             if NOTE in files_in(self._target):
                 raise being_removed(self._target)
         except SidestreamError:

@@ -5,28 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from ...errors import (
-    CheckpointExistsError,
-    NotDurableError,
-    SidestreamError,
-    StorageError,
-    from_os_error,
-)
+from ...errors import CheckpointExistsError, NotDurableError, SidestreamError, StorageError, from_os_error
 from ...options import Durability
 from ..names import MARKER, READ_FIRST
-from .directories import (
-    RACES,
-    exchange,
-    exchanges,
-    is_directory,
-    is_vacant,
-    sync_directory,
-)
+from .directories import RACES, exchange, exchanges, is_directory, is_vacant, sync_directory
 
 __all__ = [
     "NO_RENAME",
@@ -164,9 +151,9 @@ def _is(directory: os.stat_result, path: Path) -> bool:
         return False
 
 
-def check_whole(directory: Path | int, names: frozenset[str], target: Path) -> None:
+def check_whole(directory: Path | int, names: Iterable[str], target: Path) -> None:
     """Raise ``StorageError`` if files are missing, ``FileNotFoundError`` if the directory is missing."""
-    gone = sorted(names.difference(os.listdir(directory)))
+    gone = sorted(set(names).difference(os.listdir(directory)))
     if gone:
         listed = ", ".join(gone[:4])
         raise StorageError(

@@ -158,7 +158,7 @@ def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop)
                 raise
         try:
             if not root.exists():  # "fsync" in any case: later saves rely on durable parents
-                make_root(root, "fsync", [])
+                make_root(root, "fsync", [], sync_directory)
             path.parent.mkdir(exist_ok=True)
         except FileNotFoundError:
             continue
