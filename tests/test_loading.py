@@ -25,7 +25,7 @@ from sidestream import errors
 from sidestream._layout.ask import Answers
 from sidestream._layout.flatten import leaves_of
 from sidestream._storage import ReadRange
-from sidestream._storage.coalesce import coalesce
+from sidestream._storage.store import coalesce
 
 STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3)}, "step": 5, "extra": {"k": 1}}
 

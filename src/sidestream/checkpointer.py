@@ -31,11 +31,12 @@ from ._runtime.public import public
 from ._runtime.tasks import run_shielded, running_loop
 from ._save.api import STREAM_BYTES, Export, PendingSave, SaveInfo, Stager, completed
 from ._staging import AsyncStager, Backing
-from ._storage import FileSource, locate_run
+from ._storage import locate_run
 from ._worker.client import choose_worker
 from .errors import AsyncOnlyError, InvalidOptionError
 from .options import (
     Fallback,
+    FileSource,
     GroupChoice,
     LoadOptions,
     Progress,

@@ -17,8 +17,7 @@ from _hub import LONG_S, Ranks, in_owner, owner_held
 
 from sidestream._group import has_ended, rank_group, this_process
 from sidestream._group.connections import GroupMessage, GroupMessageKind
-from sidestream._group.failure import Stopped
-from sidestream._group.operation import Exchange, Operation
+from sidestream._group.operation import Exchange, Operation, Stopped
 from sidestream._group.rank_group import OtherRank, Rank0
 from sidestream._group.rendezvous import deadline_of
 from sidestream._runtime.threads import Deadline
@@ -38,7 +37,7 @@ async def nothing(_: Sequence[bytes]) -> bytes:
 
 async def test_an_answer_reaches_those_who_live(three: Ranks) -> None:
     """The hub learns that a rank has gone from sending the answer to it."""
-    operations = [group.begin("save", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    operations = [group.begin("save", Deadline.after(LONG_S), LONG_S) for group in (three.hub, *three.spokes)]
     others = [asyncio.ensure_future(one.aexchange("commit", b"", nothing)) for one in operations[1:]]
 
     def answer() -> None:
@@ -60,7 +59,7 @@ async def test_an_answer_reaches_those_who_live(three: Ranks) -> None:
 
 @pytest.mark.parametrize("where", ["in_the_seal", "after_the_seal"])
 async def test_a_cancel_before_the_publish_ends_the_save_for_all(three: Ranks, where: str) -> None:
-    operations = [group.begin("save", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    operations = [group.begin("save", Deadline.after(LONG_S), LONG_S) for group in (three.hub, *three.spokes)]
     inside: asyncio.Event = asyncio.Event()
 
     async def decide(_: Sequence[bytes]) -> bytes:
@@ -88,7 +87,7 @@ async def test_a_cancel_before_the_publish_ends_the_save_for_all(three: Ranks, w
 
 async def test_a_cancel_of_a_step_that_goes_on_leaves_the_seal(three: Ranks) -> None:
     """Rank 0 is cancelled while its answer is on the way: everybody, itself included, goes on."""
-    operations = [group.begin("save", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    operations = [group.begin("save", Deadline.after(LONG_S), LONG_S) for group in (three.hub, *three.spokes)]
     others = [asyncio.ensure_future(one.aexchange("commit", b"", nothing)) for one in operations[1:]]
 
     async def decide(_: Sequence[bytes]) -> bytes:
@@ -106,7 +105,7 @@ async def test_a_cancel_of_a_step_that_goes_on_leaves_the_seal(three: Ranks) -> 
 
 async def test_what_was_sent_is_forgotten_with_the_verdict(three: Ranks) -> None:
     """Rank 0 makes its answer while another rank fails, and one more comes late: nothing of theirs is kept."""
-    operations = [group.begin("load", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    operations = [group.begin("load", Deadline.after(LONG_S), LONG_S) for group in (three.hub, *three.spokes)]
     number = operations[0].number
 
     async def decide(parts: Sequence[bytes]) -> bytes:
@@ -137,7 +136,7 @@ async def test_what_was_sent_is_forgotten_with_the_verdict(three: Ranks) -> None
     three.hub.step(again, Exchange("share", b"x" * 100, Future(), late := Future()))
     with pytest.raises(Stopped):
         await asyncio.wait_for(asyncio.wrap_future(late), LONG_S)
-    after = [group.begin("load", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    after = [group.begin("load", Deadline.after(LONG_S), LONG_S) for group in (three.hub, *three.spokes)]
     assert await asyncio.gather(*(one.aexchange("next", b"", nothing) for one in after)) == [b"done"] * 3
     assert (state.parts, state.gathered, state.answered) == ({}, {}, {})
 
@@ -153,7 +152,7 @@ def test_a_timeout_that_will_be_refused_makes_a_deadline(timeout_s: object) -> N
 
 def test_a_deadline_in_many_days_leaves_the_thread_alive() -> None:
     hub = Rank0(2, "token")
-    operation = hub.begin("save", deadline_of(10_000_000))
+    operation = hub.begin("save", deadline_of(10_000_000), LONG_S)
     for _ in range(3):  # it has slept in between
         in_owner(lambda: None)
     hub.close(operation)
@@ -163,7 +162,7 @@ def test_a_deadline_in_many_days_leaves_the_thread_alive() -> None:
 def test_no_timer_keeps_an_operation_that_has_ended(rank: int) -> None:
     """Its failures refer to the frames of the call, and those to tensors and to shared memory."""
     group = OtherRank(rank, 2) if rank else Rank0(2, "token")
-    operation = group.begin("load", Deadline.after(LONG_S))
+    operation = group.begin("load", Deadline.after(LONG_S), LONG_S)
     in_owner(lambda: None)
     group.close(operation)
     ended = weakref.ref(operation)
@@ -188,7 +187,7 @@ def test_it_is_certain_that_a_process_has_ended() -> None:
 
 async def test_a_rank_that_begins_late_hears_why_although_rank_0_is_gone(three: Ranks) -> None:
     """It was told while it had not begun. It must not take the end of rank 0, which came later, for the reason."""
-    first, second = (group.begin("save", Deadline.after(LONG_S)) for group in (three.hub, three.spokes[0]))
+    first, second = (group.begin("save", Deadline.after(LONG_S), LONG_S) for group in (three.hub, three.spokes[0]))
     async with asyncio.timeout(LONG_S):
         second.report(ValueError("no"))
         with pytest.raises(Stopped):
@@ -197,11 +196,11 @@ async def test_a_rank_that_begins_late_hears_why_although_rank_0_is_gone(three: 
         in_owner(three.hub.shut)
         while three.spokes[1]._lost is None:
             await asyncio.sleep(0)
-        late = three.spokes[1].begin("save", Deadline.after(LONG_S))
+        late = three.spokes[1].begin("save", Deadline.after(LONG_S), LONG_S)
         verdicts.append(await late.failed(Stopped()))
         for verdict in verdicts:
             assert [(one.rank, one.kind) for one in verdict.failures] == [(1, "ValueError")]
-        after = three.spokes[1].begin("save", Deadline.after(LONG_S))
+        after = three.spokes[1].begin("save", Deadline.after(LONG_S), LONG_S)
         assert [one.kind for one in (await after.failed(Stopped())).failures] == ["RankDied"]
 
 
@@ -211,7 +210,7 @@ async def test_a_rank_that_begins_late_hears_why_although_rank_0_is_gone(three: 
 @pytest.fixture
 async def loads(three: Ranks) -> list[Operation]:
     """One operation of three ranks, which all have begun it."""
-    operations = [group.begin("load", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    operations = [group.begin("load", Deadline.after(LONG_S), LONG_S) for group in (three.hub, *three.spokes)]
     await meet(operations)
     return operations
 
@@ -255,7 +254,7 @@ async def test_ranks_that_start_over(three: Ranks, loads: list[Operation]) -> No
     in_owner(lambda: None)
     assert all(state.closed for state in three.hub._states.values())
     assert not any(spoke._operations for spoke in three.spokes)
-    await meet([group.begin("load", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)])
+    await meet([group.begin("load", Deadline.after(LONG_S), LONG_S) for group in (three.hub, *three.spokes)])
 
 
 async def test_ranks_that_all_want_to_start_over(loads: list[Operation]) -> None:

@@ -14,12 +14,12 @@ from _hub import LONG_S, Ranks, in_owner, owner_held
 
 from sidestream._group import Operation, Stopped, prepare_together
 from sidestream._group.connections import GroupMessage, GroupMessageKind, connection_thread
-from sidestream._group.rank_group import RankGroup
+from sidestream._group.operation import RankGroup
 from sidestream._run.saves import JointTurn, QueuedSave, SaveQueue, Turn
 from sidestream._runtime.threads import Deadline
 from sidestream._save.pending import PendingSave, SaveInfo, SaveProgress
-from sidestream._storage.transaction import Outcome
 from sidestream.errors import RankFailuresError, SkippedError
+from sidestream.options import Outcome
 
 WORLD = 3
 SAVES = 8
@@ -80,7 +80,7 @@ class Rank:
             await asyncio.sleep(self._random.choice([0.0, 0.0, 0.001]))
 
     def save(self, step: int, *, promised: bool) -> PendingSave:
-        operation = self.group.begin("save", Deadline.after(LONG_S))
+        operation = self.group.begin("save", Deadline.after(LONG_S), LONG_S)
         turn = self.turn(operation, step, promised=promised)
 
         async def start() -> tuple[Work, None]:
@@ -151,9 +151,9 @@ def later(seconds: float) -> None:
 
 async def test_the_time_of_one_that_is_suspended_does_not_run_out(three: Ranks) -> None:
     with owner_held():
-        operations = [three.hub.begin("save", Deadline.after(0.05))]
+        operations = [three.hub.begin("save", Deadline.after(0.05), LONG_S)]
         operations[0].suspend()
-    operations += [spoke.begin("save", Deadline.after(LONG_S)) for spoke in three.spokes]
+    operations += [spoke.begin("save", Deadline.after(LONG_S), LONG_S) for spoke in three.spokes]
     await asyncio.to_thread(later, 0.2)
     assert not operations[0].stopping
     for operation in operations:
@@ -215,7 +215,7 @@ async def waiting_for_rank_0(rank: Rank) -> tuple[Operation, asyncio.Task[Any]]:
     """A save that was called while another one was on its way; each has a twentieth of a second."""
     rank.timeout_s = 0.05
     with owner_held():
-        operation = rank.group.begin("save", Deadline.after(0.05))
+        operation = rank.group.begin("save", Deadline.after(0.05), LONG_S)
         coming: asyncio.Task[Any] = asyncio.ensure_future(rank.turn(operation, 1).come())
         while not operation._suspended:
             assert not coming.done()

@@ -26,8 +26,7 @@ from sidestream import errors
 from sidestream._format.marker import find_marker
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import Attempt, BytesBody, id_of, locate_run
-from sidestream._storage.names import attempt_name
-from sidestream._storage.object_store.names import name_with_id
+from sidestream._storage.names import attempt_name, name_with_id
 from sidestream.dcp import StorageReader, StorageWriter
 
 MARKER = sidestream.Storage(commit="marker")

@@ -18,7 +18,7 @@ import sidestream
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import Attempt, BytesBody, id_of, locate_run
-from sidestream._storage.object_store.names import name_with_id
+from sidestream._storage.names import name_with_id
 from sidestream.dcp import StorageWriter
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from .._format.records import SUB_BYTE_DTYPES, CompositeEntry, Key, Manifest, itemsize
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
-from .._group import Operation
+from .._group import Operation, prepare_together
 from .._layout.names import consistent, new_names, renamed_path, selected, target_dtype
 from .._layout.ranges import PIECE_BYTES
 from .._load.foreign.manifests import TORCH_SUFFIXES
@@ -46,7 +46,7 @@ from ..options import (
     options_of,
     storage_of,
 )
-from .divided import Divided, DividedFiles, as_one
+from .divided import Divided, DividedFiles
 from .operation import run_here
 from .source import Pipeline, Source, SourceComposite, SourceEntry, SourceOpaque, SourceTensor, open_source
 from .targets import (
@@ -231,7 +231,7 @@ async def _convert(
             await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
         return files, pipeline
 
-    files, pipeline = await as_one(ranks, prepare)
+    files, pipeline = await prepare_together(ranks, prepare)
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
     beside = sidecars if isinstance(files, DcpTarget) else {}
     order = SaveOrder(

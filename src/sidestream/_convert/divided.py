@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from .._group import Operation, prepare_together, stoppable
+from .._group import Operation, stoppable
 from .._runtime.threads import io_threads
 from .._save.group import Group
 from .._save.operation import RankReceipt, SaveOrder
-from .._storage import Outcome, Transaction
+from .._storage import Transaction
 from ..errors import InvalidOptionError, RankFailuresError
+from ..options import Outcome
 from .source import Pipeline
 from .targets import TargetFile
 
-__all__ = ["Divided", "DividedFiles", "as_one"]
-
-T = TypeVar("T")
-
-
-async def as_one(ranks: Operation | None, work: Callable[[], Awaitable[T]]) -> T:
-    """Do ``work``. If it fails on one of several ranks, it fails on all of them. Raises ``RankFailuresError`` then."""
-    if ranks is None:
-        return await work()
-    result: T = await prepare_together(ranks, work)
-    return result
+__all__ = ["Divided", "DividedFiles"]
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
-from .._group import Operation
+from .._group import Operation, prepare_together
 from .._layout.names import new_names, selected, target_dtype
 from .._layout.save_layout import SavePlan
 from .._runtime.public import public
@@ -25,11 +25,10 @@ from .._runtime.threads import Stop, current_deadline, io_threads, run_sliced
 from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
-from .._storage import Body, BytesBody, FileSource, Location, is_plain_name, locate_directory, read_sources
+from .._storage import Body, BytesBody, Location, is_plain_name, locate_directory, read_sources
 from ..errors import InvalidOptionError, SkippedError, SnapshotLostError, UnsupportedTensorError, allocating
-from ..options import Dtypes, Durability, Names, Storage, check_count, check_dtype, check_names, storage_of
+from ..options import Dtypes, Durability, FileSource, Names, Storage, check_count, check_dtype, check_names, storage_of
 from .convert import ConvertReport, How, Selection, convert_opened
-from .divided import as_one
 from .source import SourceComposite, SourceTensor, open_source_at
 from .targets import OutTensor, SafetensorsFile, safetensors_layout
 
@@ -249,7 +248,7 @@ class _Sink:
             await order.transaction.clean_up(error)
 
     async def read_checkpoint(self, checkpoint: Location, ranks: Operation | None) -> ConvertReport:
-        opened = await as_one(ranks, partial(open_source_at, checkpoint))
+        opened = await prepare_together(ranks, partial(open_source_at, checkpoint))
         async with aclosing(opened):
             parts = await io_threads().run(opened.parts)
             found = {fqn: one for fqn, one in opened.entries.items() if fqn not in parts}
@@ -262,7 +261,9 @@ class _Sink:
                 for fqn, one in found.items()
                 if isinstance(one, SourceComposite)
             ]
-            chosen = await as_one(ranks, partial(io_threads().run, _choose, self.export, candidates, self.url))
+            chosen = await prepare_together(
+                ranks, partial(io_threads().run, _choose, self.export, candidates, self.url)
+            )
             origin = {new: (fqn, entries[fqn]) for new, fqn in chosen.origin.items()}
             order = [one.fqn for one in chosen.tensors]
             selection = Selection(

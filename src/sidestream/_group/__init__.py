@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from .calls import prepare_together, run_together, stoppable
-from .failure import Stopped
-from .operation import Deadline, Operation
+from .operation import Deadline, Operation, Stopped
 from .process import has_ended, this_process
-from .rendezvous import GroupChoice, Member, deadline_of, group_of
+from .rendezvous import Member, deadline_of, group_of
 
 __all__ = [
     "Deadline",
-    "GroupChoice",
     "Member",
     "Operation",
     "Stopped",

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 from ..events import RanksMissing, emit
-from .operation import Operation
+from .operation import Operation, remedy
 
-__all__ = ["WARN_AFTER_S", "BeginMessage", "remedy", "warn_of_missing"]
+__all__ = ["WARN_AFTER_S", "BeginMessage", "warn_of_missing"]
 
 _log = logging.getLogger("sidestream")
 
@@ -39,11 +39,6 @@ class BeginMessage:
     @classmethod
     def unpack(cls, raw: bytes) -> BeginMessage:
         return cls(**json.loads(raw))
-
-
-def remedy(kind: str) -> str:
-    """Return advice for a process that makes a call of all ranks alone."""
-    return f'make this call on every rank, or pass process_group="alone" to {kind} in this process only'
 
 
 def warn_of_missing(operation: Operation, missing: Sequence[int]) -> None:

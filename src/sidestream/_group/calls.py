@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from .._runtime.abandoned import register
-from .failure import Stopped
-from .operation import Operation
+from .operation import Operation, Stopped
 
 __all__ = ["prepare_together", "run_together", "stoppable"]
 
@@ -40,11 +40,21 @@ class CallPart:
 
 
 async def run_together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
-    """Do ``work`` on this rank, as every rank does, and close the operation. If it fails on one rank, it fails on all
-    with the same ``RankFailuresError``. A rank that is cancelled raises its own cancel."""
+    """Do ``work`` as ``prepare_together`` does, and close the operation."""
+    result = await prepare_together(operation, partial(work, operation))
+    operation.close()
+    return result
+
+
+async def prepare_together(operation: Operation | None, work: Callable[[], Awaitable[T]]) -> T:
+    """Do ``work`` on this rank, as every rank does, and leave the operation open. If it fails on one rank, it fails on
+    all with the same ``RankFailuresError``. A rank that is cancelled raises its own cancel. Without an operation, do
+    ``work`` alone."""
+    if operation is None:
+        return await work()
     watched = register(CallPart(operation))
     try:
-        result = await work(operation)
+        return await work()
     except BaseException as error:
         verdict = await operation.failed(error)
         if not isinstance(error, Exception):
@@ -53,28 +63,12 @@ async def run_together(work: Callable[[Operation], Awaitable[T]], operation: Ope
         raise verdict from error
     finally:
         watched.end()
-    operation.close()
-    return result
 
 
-async def prepare_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:
-    """Do ``work``, which precedes the operation's own work, and leave the operation open. If it fails on one rank, the
-    operation fails on all of them with the same ``RankFailuresError``. A rank that is cancelled raises its own
-    cancel."""
-    watched = register(CallPart(operation))
-    try:
-        return await work()
-    except BaseException as error:
-        verdict = await operation.failed(error)
-        if isinstance(error, asyncio.CancelledError):
-            raise
-        raise verdict from error
-    finally:
-        watched.end()
-
-
-async def stoppable(operation: Operation, work: Coroutine[Any, Any, T]) -> T:
-    """Do ``work``. If another rank fails, cancel it and raise ``Stopped``."""
+async def stoppable(operation: Operation | None, work: Coroutine[Any, Any, T]) -> T:
+    """Do ``work``. If another rank fails, cancel it and raise ``Stopped``. Without an operation, do ``work`` alone."""
+    if operation is None:
+        return await work
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
 

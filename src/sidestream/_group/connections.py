@@ -67,8 +67,8 @@ class GroupMessage(NamedTuple):
 
     kind: GroupMessageKind
     op: int
-    step: str
-    payload: bytes
+    step: str = ""
+    payload: bytes = b""
 
 
 def encode_message(message: GroupMessage) -> bytes:

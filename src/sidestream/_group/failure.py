@@ -10,16 +10,9 @@ from typing import Any
 from .._runtime.error_data import data_of, error_from, text_of
 from ..errors import RankFailure, RankFailuresError, SidestreamError
 
-__all__ = ["Stopped", "pack", "pack_all", "rank_died", "unpack", "unpack_all"]
+__all__ = ["pack", "pack_all", "rank_died", "unpack", "unpack_all"]
 
 _MOST_CHARS = 4000
-
-
-class Stopped(Exception):
-    """Another rank has failed. The verdict of the operation will say which one, and why."""
-
-    written: tuple[str, ...] = ()
-    """For a load: as in ``SidestreamError``."""
 
 
 def rank_died(rank: int, step: str) -> RankFailure:

@@ -2,26 +2,31 @@
 
 In a step, every rank sends bytes to rank 0, rank 0 computes answers from them, and every rank receives its answer. When
 a rank fails, rank 0 tells the others to stop and waits until they have; then it sends all ranks the same verdict, or
-the order to start over.
+the order to start over. ``RankGroup`` has the operations of a group; its two subclasses exchange their messages.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import threading
 import time
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from .._runtime.gil import wrap_thread_future
-from .._runtime.threads import Deadline
-from ..errors import RankFailuresError
-from .failure import Stopped, pack
+from .._runtime.threads import Deadline, end_abandoned
+from ..errors import ForkedProcessError, RankFailuresError
+from .connections import ConnectionThread, connection_thread
+from .failure import pack
 
-__all__ = ["FOLLOWING", "Deadline", "Decide", "Exchange", "Operation"]
+__all__ = ["FOLLOWING", "VERDICT_GRACE_S", "Deadline", "Exchange", "Operation", "RankGroup", "Stopped", "remedy"]
 
 Decide: TypeAlias = Callable[[Sequence[bytes]], "bytes | Sequence[bytes]"]
 """Called on rank 0 with the parts of all ranks, in the order of ranks. Returns one answer for all, or one for each."""
@@ -34,8 +39,18 @@ VERDICT_GRACE_S = 30.0
 _ROUND = 1 << 32
 """Added to the number of an operation each time that all ranks start over. A group begins fewer operations."""
 
+_CHECK_S = 1.0
+"""How often a rank checks for operations on event loops that have ended."""
+
 FOLLOWING = 1 << 48
 """Added to the number of an operation for each operation that follows it. No operation starts over so often."""
+
+
+class Stopped(Exception):
+    """Another rank has failed. The verdict of the operation will say which one, and why."""
+
+    written: tuple[str, ...] = ()
+    """For a load: as in ``SidestreamError``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +64,10 @@ class Exchange:
     answered: Future[bytes]
 
 
-class OperationTransport(Protocol):
-    """The methods of a ``RankGroup`` that an operation calls. ``plans`` is where planning keeps its state between
-    operations."""
-
-    rank: int
-    world: int
-    plans: Any
-
-    def id_of(self, number: int) -> str: ...
-
-    def follow(self, operation: Operation, index: int, kind: str, deadline: Deadline) -> Operation: ...
-
-    def step(self, operation: Operation, exchange: Exchange) -> None: ...
-
-    def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None: ...
-
-    def make_irrevocable(self, operation: Operation) -> Future[bool]: ...
-
-    def fail(self, operation: Operation, error: BaseException, *, undone: bool, start_over: bool = False) -> None: ...
-
-    def leave(self, operation: Operation) -> None: ...
-
-    def close(self, operation: Operation) -> None: ...
-
-
 class Operation:
     """One operation as this rank sees it. Its methods may be called in any thread."""
 
-    def __init__(
-        self, group: OperationTransport, number: int, kind: str, deadline: Deadline, rank_wait_s: float
-    ) -> None:
+    def __init__(self, group: RankGroup, number: int, kind: str, deadline: Deadline, rank_wait_s: float) -> None:
         self.group = group
         self.number: int = number
         self.kind = kind
@@ -146,19 +134,19 @@ class Operation:
     def exchange(self, step: str, part: bytes, decide: Decide) -> bytes:
         """Do one step in a worker thread and return this rank's answer. Raises ``Stopped`` if another rank has failed,
         and on rank 0 the errors of ``decide``."""
-        gathered, answered = self._begin(step, part)
-        if gathered is not None:
-            self.answer(step, decide(self._result(gathered)))
-        return self._result(answered)
+        exchange = self._begin(step, part)
+        if exchange.gathered is not None:
+            self.answer(step, decide(self._result(exchange.gathered)))
+        return self._result(exchange.answered)
 
     async def aexchange(
         self, step: str, part: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes | Sequence[bytes]]]
     ) -> bytes:
         """Do one step as ``exchange`` does, without blocking the loop."""
-        gathered, answered = self._begin(step, part)
-        if gathered is not None:
-            self.answer(step, await decide(await self._await(gathered)))
-        return await self._await(answered, final=True)
+        exchange = self._begin(step, part)
+        if exchange.gathered is not None:
+            self.answer(step, await decide(await self._await(exchange.gathered)))
+        return await self._await(exchange.answered, final=True)
 
     async def agree(self, step: str) -> None:
         """Wait until every rank has reached this point."""
@@ -168,16 +156,15 @@ class Operation:
 
         await self.aexchange(step, b"", nothing)
 
-    def _begin(self, step: str, part: bytes) -> tuple[Future[Sequence[bytes]] | None, Future[bytes]]:
+    def _begin(self, step: str, part: bytes) -> Exchange:
         self.step = step
-        gathered: Future[Sequence[bytes]] | None = Future() if self.rank == 0 else None
-        answered: Future[bytes] = Future()
+        exchange = Exchange(step, part, Future() if self.rank == 0 else None, Future())
         with self._lock:
             if self._stopping:
                 raise Stopped
-            self._waiting.update(one for one in (gathered, answered) if one is not None)
-        self.group.step(self, Exchange(step, part, gathered, answered))
-        return gathered, answered
+            self._waiting.update(one for one in (exchange.gathered, exchange.answered) if one is not None)
+        self.group.step(self, exchange)
+        return exchange
 
     def answer(self, step: str, answers: bytes | Sequence[bytes]) -> None:
         """Send the answers of a step, one for all ranks or one for each. For rank 0, where ``decide`` of the step
@@ -326,3 +313,116 @@ class Operation:
         self.stop()
         if not self.verdict.done():
             self.verdict.set_result(verdict)
+
+
+def remedy(kind: str) -> str:
+    """Return advice for a process that makes a call of all ranks alone."""
+    return f'make this call on every rank, or pass process_group="alone" to {kind} in this process only'
+
+
+class RankGroup(ABC):
+    """The base of ``Rank0`` and ``OtherRank``. Public methods may be called in any thread, all others run in the
+    connection thread."""
+
+    def __init__(self, rank: int, world: int, token: str) -> None:
+        self.rank = rank
+        self.world = world
+        self.plans: Any = None
+        """The state that planning keeps between operations."""
+        self.token = token
+        self._thread: ConnectionThread = connection_thread()
+        self._lock = threading.Lock()
+        self._number = 0
+        self._pid = os.getpid()
+
+    def begin(self, kind: str, deadline: Deadline, rank_wait_s: float) -> Operation:
+        """Begin the next operation of this group. Every rank has to begin the same operations in the same order. Does
+        not block."""
+        if os.getpid() != self._pid:
+            raise ForkedProcessError("ranks do not save from a forked child; save in the process that joined the group")
+        with self._lock:
+            self._number += 1
+            return self._posted(Operation(self, self._number, kind, deadline, rank_wait_s))
+
+    def follow(self, operation: Operation, index: int, kind: str, deadline: Deadline) -> Operation:
+        """Begin an operation whose number is computed from that of ``operation``, so that the ranks may begin such
+        operations in different orders."""
+        number = operation.number + (index + 1) * FOLLOWING
+        return self._posted(Operation(self, number, kind, deadline, operation.rank_wait_s))
+
+    def _posted(self, operation: Operation) -> Operation:
+        self._thread.post(lambda: self._begin(operation))
+        self._check_loops_later(weakref.ref(operation))
+        return operation
+
+    def _check_loops_later(self, operation: weakref.ref[Operation]) -> None:
+        self._thread.post_at(time.monotonic() + _CHECK_S, lambda: self._check_loops(operation))
+
+    def _check_loops(self, operation: weakref.ref[Operation]) -> None:
+        """End the operations of event loops that have ended, once per second until ``operation`` has ended. The other
+        ranks wait for this one, and no other thread of this process may check."""
+        one = operation()
+        if one is not None and not one.ended:
+            self._check_loops_later(operation)  # first, because the next line may fail while a loop starts again
+            end_abandoned()
+
+    def id_of(self, number: int) -> str:
+        """Return an id that is the same on all ranks. It is known once the rank has received an answer of rank 0."""
+        return hashlib.blake2b(f"{self.token} {number}".encode(), digest_size=16).hexdigest()
+
+    def step(self, operation: Operation, exchange: Exchange) -> None:
+        """Send this rank's part of a step, and resolve the futures of ``exchange``."""
+        self._thread.post(lambda: self._step(operation, exchange))
+
+    def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None:
+        """Send the answers of a step, by rank. Only rank 0 does."""
+        raise NotImplementedError
+
+    def make_irrevocable(self, operation: Operation) -> Future[bool]:
+        """Make later failures of other ranks have no effect. Resolves to False if a rank has failed already. Only rank
+        0 does."""
+        raise NotImplementedError
+
+    def fail(self, operation: Operation, error: BaseException, *, undone: bool, start_over: bool = False) -> None:
+        """Report that this rank has failed. ``undone``: it has stopped; otherwise its step continues, and may still be
+        completed. ``start_over``: all ranks start over if no rank has failed for another reason."""
+        packed = {**pack(self.rank, operation.step, error), "start_over": start_over}
+        self._thread.post(lambda: self._fail(operation, packed, undone))
+
+    def leave(self, operation: Operation) -> None:
+        """Report that this rank has stopped because another rank has failed."""
+        self._thread.post(lambda: self._leave(operation))
+
+    def close(self, operation: Operation) -> None:
+        """End an operation that has succeeded on this rank."""
+        self._thread.post(lambda: self._close(operation))
+
+    @abstractmethod
+    def shut(self) -> None:
+        """Close every connection. Runs in the connection thread."""
+
+    def _start_over(self, operation: Operation) -> None:
+        packed = operation.start_over()
+        self._check_loops_later(weakref.ref(operation))
+        self._join(operation)
+        if packed is not None:
+            self._fail(operation, packed, True)
+
+    @abstractmethod
+    def _begin(self, operation: Operation) -> None: ...
+
+    @abstractmethod
+    def _join(self, operation: Operation) -> None:
+        """Take part in an operation that has no verdict yet."""
+
+    @abstractmethod
+    def _step(self, operation: Operation, exchange: Exchange) -> None: ...
+
+    @abstractmethod
+    def _fail(self, operation: Operation, packed: dict[str, Any], undone: bool) -> None: ...
+
+    @abstractmethod
+    def _leave(self, operation: Operation) -> None: ...
+
+    @abstractmethod
+    def _close(self, operation: Operation) -> None: ...

@@ -1,148 +1,29 @@
-"""The messages among the ranks of a process group. Each rank has one connection, to rank 0."""
+"""Rank 0 and the other ranks of a process group, and their messages. Each rank has one connection, to rank 0."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-import threading
 import time
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-from .._runtime.threads import Deadline, end_abandoned
-from ..errors import ForkedProcessError, RankFailure, RankFailuresError
-from ..options import RANK_WAIT_S
-from .absence import WARN_AFTER_S, BeginMessage, remedy, warn_of_missing
-from .connections import Connection, ConnectionThread, GroupMessage, GroupMessageKind, connection_thread
-from .failure import Stopped, pack, pack_all, rank_died, unpack, unpack_all
-from .operation import FOLLOWING, VERDICT_GRACE_S, Exchange, Operation
+from ..errors import RankFailure, RankFailuresError
+from .absence import WARN_AFTER_S, BeginMessage, warn_of_missing
+from .connections import Connection, GroupMessage, GroupMessageKind
+from .failure import pack_all, rank_died, unpack, unpack_all
+from .operation import FOLLOWING, VERDICT_GRACE_S, Exchange, Operation, RankGroup, Stopped, remedy
 
-__all__ = ["OtherRank", "Rank0", "RankGroup"]
-
-Gathered: TypeAlias = "Future[Sequence[bytes]]"
+__all__ = ["OtherRank", "Rank0"]
 
 _STOP_S = 10.0
 """How long rank 0 waits for ranks to stop before it sends the verdict without them."""
 _LATER_S = VERDICT_GRACE_S / 3
 """How long past its deadline a rank above 0 waits for the verdict of rank 0."""
-_CHECK_S = 1.0
-"""How often a rank checks for operations on event loops that have ended."""
 _REMEMBERED = 256
 _UNKNOWN = "unknown"  # the step of rank 0, in failures that another rank reports
-
-
-class RankGroup(ABC):
-    """The base of ``Rank0`` and ``OtherRank``. Public methods may be called in any thread, all others run in the
-    connection thread."""
-
-    def __init__(self, rank: int, world: int, token: str) -> None:
-        self.rank = rank
-        self.world = world
-        self.plans: Any = None
-        """The state that planning keeps between operations."""
-        self.token = token
-        self._thread: ConnectionThread = connection_thread()
-        self._lock = threading.Lock()
-        self._number = 0
-        self._pid = os.getpid()
-
-    def begin(self, kind: str, deadline: Deadline, rank_wait_s: float = RANK_WAIT_S) -> Operation:
-        """Begin the next operation of this group. Every rank has to begin the same operations in the same order. Does
-        not block."""
-        if os.getpid() != self._pid:
-            raise ForkedProcessError("ranks do not save from a forked child; save in the process that joined the group")
-        with self._lock:
-            self._number += 1
-            return self._posted(Operation(self, self._number, kind, deadline, rank_wait_s))
-
-    def follow(self, operation: Operation, index: int, kind: str, deadline: Deadline) -> Operation:
-        """Begin an operation whose number is computed from that of ``operation``, so that the ranks may begin such
-        operations in different orders."""
-        number = operation.number + (index + 1) * FOLLOWING
-        return self._posted(Operation(self, number, kind, deadline, operation.rank_wait_s))
-
-    def _posted(self, operation: Operation) -> Operation:
-        self._thread.post(lambda: self._begin(operation))
-        self._check_loops_later(weakref.ref(operation))
-        return operation
-
-    def _check_loops_later(self, operation: weakref.ref[Operation]) -> None:
-        self._thread.post_at(time.monotonic() + _CHECK_S, lambda: self._check_loops(operation))
-
-    def _check_loops(self, operation: weakref.ref[Operation]) -> None:
-        """End the operations of event loops that have ended, once per second until ``operation`` has ended. The other
-        ranks wait for this one, and no other thread of this process may check."""
-        one = operation()
-        if one is not None and not one.ended:
-            self._check_loops_later(operation)  # first, because the next line may fail while a loop starts again
-            end_abandoned()
-
-    def id_of(self, number: int) -> str:
-        """Return an id that is the same on all ranks. It is known once the rank has received an answer of rank 0."""
-        return hashlib.blake2b(f"{self.token} {number}".encode(), digest_size=16).hexdigest()
-
-    def step(self, operation: Operation, exchange: Exchange) -> None:
-        """Send this rank's part of a step, and resolve the futures of ``exchange``."""
-        self._thread.post(lambda: self._step(operation, exchange))
-
-    def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None:
-        """Send the answers of a step, by rank. Only rank 0 does."""
-        raise NotImplementedError
-
-    def make_irrevocable(self, operation: Operation) -> Future[bool]:
-        """Make later failures of other ranks have no effect. Resolves to False if a rank has failed already. Only rank
-        0 does."""
-        raise NotImplementedError
-
-    def fail(self, operation: Operation, error: BaseException, *, undone: bool, start_over: bool = False) -> None:
-        """Report that this rank has failed. ``undone``: it has stopped; otherwise its step continues, and may still be
-        completed. ``start_over``: all ranks start over if no rank has failed for another reason."""
-        packed = {**pack(self.rank, operation.step, error), "start_over": start_over}
-        self._thread.post(lambda: self._fail(operation, packed, undone))
-
-    def leave(self, operation: Operation) -> None:
-        """Report that this rank has stopped because another rank has failed."""
-        self._thread.post(lambda: self._leave(operation))
-
-    def close(self, operation: Operation) -> None:
-        """End an operation that has succeeded on this rank."""
-        self._thread.post(lambda: self._close(operation))
-
-    @abstractmethod
-    def shut(self) -> None:
-        """Close every connection. Runs in the connection thread."""
-
-    def _start_over(self, operation: Operation) -> None:
-        packed = operation.start_over()
-        self._check_loops_later(weakref.ref(operation))
-        self._join(operation)
-        if packed is not None:
-            self._fail(operation, packed, True)
-
-    @abstractmethod
-    def _begin(self, operation: Operation) -> None: ...
-
-    @abstractmethod
-    def _join(self, operation: Operation) -> None:
-        """Take part in an operation that has no verdict yet."""
-
-    @abstractmethod
-    def _step(self, operation: Operation, exchange: Exchange) -> None: ...
-
-    @abstractmethod
-    def _fail(self, operation: Operation, packed: dict[str, Any], undone: bool) -> None: ...
-
-    @abstractmethod
-    def _leave(self, operation: Operation) -> None: ...
-
-    @abstractmethod
-    def _close(self, operation: Operation) -> None: ...
 
 
 # --- rank 0 --------------------------------------------------------------------------------------------------------
@@ -161,7 +42,7 @@ class _State:
     gives_up_at: float = math.inf
     """When the first of the waiting ranks times out (``time.monotonic`` seconds)."""
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
-    gathered: dict[str, Gathered] = field(default_factory=dict)
+    gathered: dict[str, Future[Sequence[bytes]]] = field(default_factory=dict)
     answered: dict[str, Future[bytes]] = field(default_factory=dict)
     steps: dict[int, str] = field(default_factory=dict)  # the last step that each rank has taken part in
     failures: dict[int, RankFailure] = field(default_factory=dict)
@@ -175,11 +56,13 @@ class _State:
     """Whether it continues as an operation with another number."""
     closed: bool = False
 
-    def forget(self) -> None:
-        """Drop the parts and answers, because the state itself is kept for longer."""
+    def close(self) -> Operation | None:
+        """Take the operation out, and drop the parts and answers, because the state itself is kept for longer."""
+        operation, self.operation, self.closed = self.operation, None, True
         self.parts.clear()
         self.gathered.clear()
         self.answered.clear()
+        return operation
 
 
 class Rank0(RankGroup):
@@ -217,6 +100,14 @@ class Rank0(RankGroup):
         self._dead.pop(rank, None)
         connection.on_message = lambda message: self._on_message(rank, message)
         connection.on_close = lambda why: self._on_close(rank, connection, why)
+
+    def _send_all(self, message: GroupMessage) -> None:
+        for connection in list(self._connections.values()):  # a copy: a connection that is found closed is removed
+            connection.send(message)
+
+    def _missing(self, there: Iterable[int]) -> list[int]:
+        """Return the ranks that are not in ``there``."""
+        return sorted(set(range(self.world)).difference(there))
 
     def _state(self, number: int) -> _State:
         if number not in self._states:
@@ -263,12 +154,11 @@ class Rank0(RankGroup):
     def _warn(self, state: _State, kind: str) -> None:
         if not self._is_waiting(state):
             return
-        missing = sorted(set(range(self.world)) - state.begun)
+        missing = self._missing(state.begun)
         for rank in sorted(state.begun - state.warned):
             if rank and rank in self._connections:
-                self._connections[rank].send(
-                    GroupMessage(GroupMessageKind.MISSING, state.number, "", json.dumps(missing).encode())
-                )
+                told = GroupMessage(GroupMessageKind.MISSING, state.number, payload=json.dumps(missing).encode())
+                self._connections[rank].send(told)
             elif state.operation is not None:
                 warn_of_missing(state.operation, missing)
         state.warned |= state.begun
@@ -278,7 +168,7 @@ class Rank0(RankGroup):
         if not self._is_waiting(state):
             return
         advice = f"; {remedy(begun.kind)}"
-        for rank in sorted(set(range(self.world)) - state.begun):
+        for rank in self._missing(state.begun):
             connected = "" if rank == 0 or rank in self._connections else ", and never connected"
             text = f"it did not join this {begun.kind} within rank_wait_s={begun.rank_wait_s:g}{connected}{advice}"
             self._record_failure(state, RankFailure(rank, "start", "DeadlineExceededError", text))
@@ -327,7 +217,7 @@ class Rank0(RankGroup):
             state.stopped.add(rank)
             self._conclude(state)
         if state.verdict is not None:  # a late message
-            self._connections[rank].send(GroupMessage(GroupMessageKind.VERDICT, message.op, "", state.verdict))
+            self._connections[rank].send(GroupMessage(GroupMessageKind.VERDICT, message.op, payload=state.verdict))
         elif message.kind is GroupMessageKind.BEGUN:
             self._on_begun(state, rank, BeginMessage.unpack(message.payload))
         elif message.kind is GroupMessageKind.DATA and not state.stopping:
@@ -361,7 +251,7 @@ class Rank0(RankGroup):
             state.restartable.add(failure.rank)
         for parts in state.parts.values():
             if failure.kind == "DeadlineExceededError" and failure.rank in parts:
-                missing |= set(range(self.world)) - set(parts)
+                missing.update(self._missing(parts))
         for rank in sorted(missing):
             text = "it did not come to this step in time"
             self._record_failure(state, RankFailure(rank, next(iter(state.parts)), "DeadlineExceededError", text))
@@ -375,9 +265,7 @@ class Rank0(RankGroup):
 
     def _close(self, operation: Operation) -> None:
         state = self._state(operation.number)
-        state.closed = True
-        state.operation = None
-        state.forget()
+        state.close()
         self._conclude(state)  # other ranks may have failed since, and wait for the verdict
 
     def _make_irrevocable(self, state: _State) -> bool:
@@ -391,8 +279,7 @@ class Rank0(RankGroup):
         state.failures.setdefault(failure.rank, failure)
         if not state.stopping:
             state.stopping = True
-            for connection in list(self._connections.values()):
-                connection.send(GroupMessage(GroupMessageKind.STOP, state.number, "", b""))
+            self._send_all(GroupMessage(GroupMessageKind.STOP, state.number))
             if state.operation is not None:
                 state.operation.stop()
             self._thread.post_at(time.monotonic() + _STOP_S, lambda: self._conclude(state, late=True))
@@ -414,20 +301,15 @@ class Rank0(RankGroup):
             return
         verdict = RankFailuresError(others or list(state.failures.values()))
         state.verdict = pack_all(verdict.failures)
-        for connection in list(self._connections.values()):
-            connection.send(GroupMessage(GroupMessageKind.VERDICT, state.number, "", state.verdict))
-        state.closed = True
-        if state.operation is not None:
-            state.operation.conclude(verdict)
-            state.operation = None
-        state.forget()
+        self._send_all(GroupMessage(GroupMessageKind.VERDICT, state.number, payload=state.verdict))
+        operation = state.close()
+        if operation is not None:
+            operation.conclude(verdict)
 
     def _all_start_over(self, state: _State) -> None:
-        state.started_over = state.closed = True
-        for connection in list(self._connections.values()):
-            connection.send(GroupMessage(GroupMessageKind.START_OVER, state.number, "", b""))
-        operation, state.operation = state.operation, None
-        state.forget()
+        state.started_over = True
+        operation = state.close()  # first: a connection that is found closed fails the operations that are open
+        self._send_all(GroupMessage(GroupMessageKind.START_OVER, state.number))
         if operation is not None:
             self._start_over(operation)
 
@@ -440,11 +322,11 @@ class Rank0(RankGroup):
         if expires_at > time.monotonic():  # its deadline was extended
             self._thread.post_at(expires_at, lambda: self._expire(state))
             return
-        step, missing = operation.step, set(range(self.world))
+        step, missing = operation.step, self._missing(())
         for waited, parts in state.parts.items():
-            step, missing = waited, set(range(self.world)) - set(parts)
+            step, missing = waited, self._missing(parts)
         limit = operation.deadline.timeout_s
-        for rank in sorted(missing):
+        for rank in missing:
             here = rank == 0 or rank in self._connections
             text = f"it did not come to this step within timeout_s={limit:g}" + (
                 "" if here else ", and never connected"
@@ -514,7 +396,7 @@ class OtherRank(RankGroup):
             self._thread.post_at(operation.began_at + WARN_AFTER_S, lambda: self._warn(number))
 
     def _on_begun(self, operation: Operation) -> None:
-        self._send(GroupMessage(GroupMessageKind.BEGUN, operation.number, "", BeginMessage.of(operation).pack()))
+        self._send(GroupMessage(GroupMessageKind.BEGUN, operation.number, payload=BeginMessage.of(operation).pack()))
 
     def _warn(self, number: int) -> None:
         operation = self._operations.get(number)
@@ -540,10 +422,10 @@ class OtherRank(RankGroup):
             self._unsent.append(message)
 
     def _fail(self, operation: Operation, packed: dict[str, Any], undone: bool) -> None:
-        self._send(GroupMessage(GroupMessageKind.FAILED, operation.number, "", json.dumps(packed).encode()))
+        self._send(GroupMessage(GroupMessageKind.FAILED, operation.number, payload=json.dumps(packed).encode()))
 
     def _leave(self, operation: Operation) -> None:
-        self._send(GroupMessage(GroupMessageKind.STOPPED, operation.number, "", b""))
+        self._send(GroupMessage(GroupMessageKind.STOPPED, operation.number))
 
     def _close(self, operation: Operation) -> None:
         if (
@@ -565,7 +447,7 @@ class OtherRank(RankGroup):
                 answered.set_result(message.payload)
         elif operation is None:
             if message.kind is GroupMessageKind.STOP:  # this rank has nothing to stop; the verdict will reach it
-                self._send(GroupMessage(GroupMessageKind.STOPPED, message.op, "", b""))
+                self._send(GroupMessage(GroupMessageKind.STOPPED, message.op))
             elif message.kind is GroupMessageKind.VERDICT and message.op > self._begun:
                 self._verdicts[message.op] = message.payload
                 for old in list(self._verdicts)[:-_REMEMBERED]:  # verdicts of operations that had ended here before

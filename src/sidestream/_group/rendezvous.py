@@ -25,12 +25,11 @@ from .._runtime.threads import Deadline
 from .._runtime.torch_probes import group_store
 from ..errors import InvalidOptionError, SidestreamError
 from ..options import RANK_WAIT_S, GroupChoice, check_seconds
-from .absence import remedy
 from .connections import Connection, GroupMessage, GroupMessageKind, close_in_children, connection_thread
-from .operation import Operation
-from .rank_group import OtherRank, Rank0, RankGroup
+from .operation import Operation, RankGroup, remedy
+from .rank_group import OtherRank, Rank0
 
-__all__ = ["GroupChoice", "Member", "deadline_of", "group_of"]
+__all__ = ["Member", "deadline_of", "group_of"]
 
 _POLL_S = 0.02
 _CONNECT_S = 5.0
@@ -182,7 +181,7 @@ class _Listener:
             return
         connection.authenticate()
         self._group.connected(rank, connection)
-        connection.send(GroupMessage(GroupMessageKind.HELLO, 0, "", b""))
+        connection.send(GroupMessage(GroupMessageKind.HELLO, 0))
         if connection.open:
             self._expected.discard(rank)
         if not self._expected:

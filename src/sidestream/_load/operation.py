@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 from .._format.records import Manifest
-from .._group import GroupChoice, Operation, Stopped, deadline_of, group_of, run_together, stoppable
+from .._group import Operation, Stopped, deadline_of, group_of, run_together, stoppable
 from .._runtime.abandoned import registered
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded, running_loop
@@ -36,7 +36,7 @@ from ..events import (
     ReadCall,
     emit,
 )
-from ..options import LoadOptions, Storage, Tolerated, options_of, storage_of, tolerance_of
+from ..options import GroupChoice, LoadOptions, Storage, Tolerated, options_of, storage_of, tolerance_of
 from .report import Loaded, LoadReport, LoadRequest, PassedOver, report_of
 from .target import StateTarget
 
@@ -54,7 +54,6 @@ __all__ = [
 ]
 
 
-T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 _NAMES_SHOWN = 20
@@ -228,7 +227,7 @@ class LoadOperation:
             manifest = None
             self.lifecycle.opening()
             try:
-                manifest = await self._stoppable(self.target.open())
+                manifest = await stoppable(self.together, self.target.open())
                 await self._read_opened(manifest)
             except (SidestreamError, FileNotFoundError, Stopped) as error:
                 if not await self._starts_over(error, restarts, opened=manifest is not None):
@@ -240,11 +239,11 @@ class LoadOperation:
     async def _read_opened(self, manifest: Manifest) -> None:
         target, lifecycle, together = self.target, self.lifecycle, self.together
         lifecycle.opened(manifest)
-        await self._stoppable(target.plan())
+        await stoppable(self.together, target.plan())
         lifecycle.planned()
         if together is not None:
             together.step = "read"
-        await self._stoppable(target.read())
+        await stoppable(self.together, target.read())
         lifecycle.read(target.nbytes)
         if self.request.options.verify == "always":
             lifecycle.verified(len(target.unverified))
@@ -264,11 +263,6 @@ class LoadOperation:
         if not replaced and not together.stopping:
             return False
         return await together.starts_over(self._as_ours(error), wanted=replaced)
-
-    async def _stoppable(self, work: Coroutine[Any, Any, T]) -> T:
-        if self.together is None:
-            return await work
-        return await stoppable(self.together, work)
 
     async def _report(self, manifest: Manifest) -> LoadReport:
         target, digest = self.target, manifest.digest if self.request.options.verify == "always" else None

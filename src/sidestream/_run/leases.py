@@ -26,7 +26,7 @@ from typing import Literal
 from .._runtime.abandoned import RegisteredOperation, register
 from .._runtime.tasks import create_owned_task, run_shielded
 from .._runtime.threads import Deadline, time_limit
-from .._storage import LEASES, BytesBody, Store
+from .._storage import LEASES, BytesBody, Store, run_without_loop
 from ..errors import AccessDeniedError, NoSpaceError, SidestreamError
 
 __all__ = ["Lease", "Leases", "Seen", "parse_lease"]
@@ -174,12 +174,10 @@ class Lease:
 
     def leave(self, *, stuck: bool) -> None:
         """Remove the files of the lease. Files that cannot be removed expire. Called in a thread."""
-        from .._storage.clients.requests import LoopCall  # imports fsspec
-
         names, self._files = self._files, []
         if names:
             with suppress(SidestreamError), time_limit(Deadline.after(_CALL_S)):
-                LoopCall(partial(self._store.remove, names)).result("releasing a lease")
+                run_without_loop(partial(self._store.remove, names), "releasing a lease")
 
     async def _put_one(self) -> None:
         name = f"{LEASES}/{self.directory}.{self._kind}{max(1, round(self._ttl_s))}.{uuid.uuid4().hex}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from .._group import GroupChoice, Member, group_of
+from .._group import Member, group_of
 from .._runtime.threads import Deadline, time_limit
 from .._storage import Location, Store
+from ..options import GroupChoice
 from .leases import Leases
 
 __all__ = ["Run"]

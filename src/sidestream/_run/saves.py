@@ -37,10 +37,10 @@ from .._save.api import (
     start_save,
     start_together,
 )
-from .._storage import FileSource, Outcome, check_sources, step_name
+from .._storage import check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
 from ..events import SaveContext, SaveSkipped, emit
-from ..options import SaveOptions, WhenFull, check_step, options_of
+from ..options import FileSource, Outcome, SaveOptions, WhenFull, check_step, options_of
 from .exports import Exports, Upkeep
 from .leases import Lease
 from .run import Run
@@ -435,7 +435,7 @@ class Saves:
             return asked
 
         try:
-            asked = await (check() if operation is None else prepare_together(operation, check))
+            asked = await prepare_together(operation, check)
             queued = when_full == "latest" and (operation is not None or not turn.ask())
             exports = self._exports.of(step, run.at(step_name(step, 1)).url)
             checks = not (promised or queued)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from .._format.records import Node
-from .._group import GroupChoice, Member, Operation, deadline_of, group_of
+from .._group import Member, Operation, deadline_of, group_of
 from .._layout.save_layout import SavePlan, plan_save
 from .._layout.values import copy_value, encode_metadata
 from .._runtime.caller import in_calling_thread
@@ -19,10 +19,10 @@ from .._runtime.public import public
 from .._runtime.tasks import run_shielded, running_loop
 from .._runtime.threads import Deadline, io_threads, run_sliced
 from .._staging import AsyncStager, Captured, PlanCache, capture
-from .._storage import FileSource, Location, check_sources, locate_directory
+from .._storage import Location, check_sources, locate_directory
 from .._worker.client import Worker, choose_worker
 from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError
-from ..options import SaveOptions, Storage, options_of, storage_of
+from ..options import FileSource, GroupChoice, SaveOptions, Storage, options_of, storage_of
 from .group import FailedSave, Group
 from .layouts import AgreedLayout, NativeLayout
 from .operation import SaveOperation, SaveOrder, Solo

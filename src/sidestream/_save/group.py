@@ -13,8 +13,9 @@ from functools import partial
 from .._group import Operation, Stopped, has_ended
 from .._load.open.steps import read_marker
 from .._runtime.threads import Deadline, Steps, io_threads, sliced, time_limit
-from .._storage import Outcome
+from .._storage import run_without_loop
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
+from ..options import Outcome
 from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared, join_pieces, split_pieces
 from .order import Lifecycle, SaveOrder
 from .pending import SaveInfo, SaveProgress
@@ -229,12 +230,10 @@ class Group:
         if operation.step != "commit":
             return
         transaction = self._order.transaction
-        from .._storage.clients.requests import LoopCall  # imports fsspec
-
         wait([operation.verdict], min(operation.deadline.remaining_s(), _READ_BACK_S))
         transaction.outcome = "unknown"
         with time_limit(Deadline.after(_READ_BACK_S)):
-            seen = LoopCall(self._seen).result("reading back")
+            seen = run_without_loop(self._seen, "reading back")
         if seen == "committed" or operation.verdict.done():
             transaction.outcome = seen
 

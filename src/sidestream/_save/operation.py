@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 from .._runtime.tasks import run_shielded
 from .._runtime.threads import time_limit
-from .._storage import Outcome
 from ..errors import SaveAbortedError, StorageNotSharedError
+from ..options import Outcome
 from .order import SaveOrder
 from .pending import SaveInfo, SaveProgress
 from .sinks import PendingExport

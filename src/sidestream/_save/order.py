@@ -12,7 +12,7 @@ from typing import Literal
 from .._format.records import Node
 from .._group import Operation
 from .._runtime.threads import Deadline
-from .._storage import Attempt, FileSource, Kind, Location, Outcome, Space, Transaction, read_sources
+from .._storage import Attempt, Kind, Location, Space, Transaction, read_sources
 from .._worker.client import Worker
 from ..errors import SidestreamError, SkippedError
 from ..events import (
@@ -27,7 +27,7 @@ from ..events import (
     SaveWritten,
     emit,
 )
-from ..options import Digest, Durability, IndependentPart
+from ..options import Digest, Durability, FileSource, IndependentPart, Outcome
 
 __all__ = ["Lifecycle", "SaveOrder"]
 

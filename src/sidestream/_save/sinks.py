@@ -14,9 +14,9 @@ from .._runtime.public import public
 from .._runtime.tasks import run_shielded, supervise
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from .._staging import SnapshotReader, clean
-from .._storage import Location, Outcome
+from .._storage import Location
 from ..errors import InvalidOptionError, SnapshotLostError, printable_lines
-from ..options import Durability
+from ..options import Durability, Outcome
 from .order import SaveOrder
 
 __all__ = ["Export", "PendingExport", "Sink", "all_ended", "exports_in", "sinks_of"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from .bodies import Body, BytesBody, ShardBody
-from .local.sources import FileSource, check_sources, is_plain_name, read_sources
+from .local.sources import check_sources, is_plain_name, read_sources
 from .local.store import LocalStore
-from .names import ABANDONED_AFTER_S, LEASES, parse_step, step_name, target_of_attempt
-from .object_store.names import id_of, is_unfinished
+from .names import ABANDONED_AFTER_S, LEASES, id_of, is_unfinished, parse_step, step_name, target_of_attempt
 from .space import FreeSpace, Space, free_space
 from .store import Files, Leftover, RangeSource, ReadRange, Store
-from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction
+from .transaction import WRITE_THREADS, Attempt, Kind, StoreAddress, Transaction, run_without_loop
 from .urls import EVERYDAY, Location, locate_directory, locate_run
 
 __all__ = [
@@ -20,14 +19,12 @@ __all__ = [
     "Attempt",
     "Body",
     "BytesBody",
-    "FileSource",
     "Files",
     "FreeSpace",
     "Kind",
     "Leftover",
     "LocalStore",
     "Location",
-    "Outcome",
     "RangeSource",
     "ReadRange",
     "ShardBody",
@@ -44,6 +41,7 @@ __all__ = [
     "locate_run",
     "parse_step",
     "read_sources",
+    "run_without_loop",
     "step_name",
     "target_of_attempt",
 ]

@@ -9,12 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from .._format.checksum import digest_of
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window
-from .._runtime.threads import (
-    Stop,
-    holding_gil,
-    wait_for_change,
-    yielding_gil,
-)
+from .._runtime.threads import Stop, holding_gil, wait_for_change, yielding_gil
 from ..options import Digest
 
 __all__ = ["Body", "BytesBody", "FilePart", "Image", "PiecesBody", "ShardBody", "ShowingPart"]

@@ -1,11 +1,31 @@
-"""Names of the directories of a run: its steps, and the attempts that become them."""
+"""Names of the directories of a run, which are its steps and the attempts that become them, and of files that contain
+the id of a save: where several saves to a target write their files in the same directory."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 
-__all__ = ["ABANDONED_AFTER_S", "LEASES", "attempt_name", "parse_step", "step_name", "target_of_attempt"]
+from .._format.marker import METADATA_NAME as MARKER
+
+__all__ = [
+    "ABANDONED_AFTER_S",
+    "LEASES",
+    "MARKER",
+    "NOTE",
+    "READ_FIRST",
+    "attempt_name",
+    "id_of",
+    "is_plain_shard",
+    "is_unfinished",
+    "name_with_id",
+    "owner_of",
+    "parse_step",
+    "sidecar_with_id",
+    "step_name",
+    "target_of_attempt",
+]
 
 ABANDONED_AFTER_S = 3600.0
 """An attempt without a lease that was last written to longer ago than this counts as one of a dead process."""
@@ -58,3 +78,48 @@ def target_of_attempt(name: str) -> str | None:
         return step_name(int(number[1]), int(number[2] or 1))
     match = _TARGET.fullmatch(name)
     return match[1] if match else None
+
+
+# --- files ---
+
+NOTE = "retired"
+"""The file beside the files of a checkpoint that is being deleted."""
+
+READ_FIRST = frozenset({"model.safetensors", "model.safetensors.index.json"})
+"""The files that mark an export as complete. They are written last and deleted first."""
+
+_OURS = re.compile(r"(?:__[0-9]+_[0-9]+|manifest)-([0-9a-f]{32})(?:\.distcp|\.[0-9]+)?|file-([0-9a-f]{32})\..+")
+_PLAIN = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+
+
+def name_with_id(name: str, save_id: str) -> str:
+    stem, dot, suffix = name.rpartition(".")
+    return f"{stem}-{save_id}{dot}{suffix}" if dot else f"{name}-{save_id}"
+
+
+def sidecar_with_id(name: str, save_id: str) -> str:
+    return f"file-{save_id}.{name}"
+
+
+def id_of(file: str) -> str | None:
+    """Return the id of the save that wrote this file; None if its name contains no id."""
+    match = _OURS.fullmatch(file)
+    return None if match is None else match[1] or match[2]
+
+
+def owner_of(file: str) -> str | None:
+    """Return the id of the save that this file, or the file that it signs, belongs to; None if there is none."""
+    return id_of(file.removesuffix(".sig"))
+
+
+def is_plain_shard(file: str) -> bool:
+    """Return whether this is the name of a shard file without an id, as in a checkpoint that was copied."""
+    return _PLAIN.fullmatch(file) is not None
+
+
+def is_unfinished(files: Iterable[str]) -> bool:
+    """Return whether a directory without a complete marker, which contains these files, is an attempt of saves that
+    commit with a marker, or a checkpoint that is being deleted. Otherwise, if it has a manifest, it is a checkpoint
+    whose marker was lost."""
+    names = frozenset(files) - {MARKER}
+    return NOTE in names or all(id_of(name) is not None for name in names)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Literal, Protocol
@@ -10,11 +11,10 @@ from typing import Literal, Protocol
 from .._runtime.threads import Stop
 from ..options import Capabilities, Durability
 from .bodies import Body
+from .names import MARKER
 from .transaction import Attempt, StoreAddress, Transaction
 
-__all__ = ["Files", "Leftover", "RangeSource", "ReadRange", "Store", "StoreSource"]
-
-_MARKER = ".metadata"
+__all__ = ["DirectorySource", "Files", "Leftover", "RangeSource", "ReadRange", "Store", "StoreSource", "coalesce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,28 @@ class ReadRange:
     into: memoryview
     arrived: Callable[[], None] | None = None
     seen: Callable[[memoryview], object] | None = None
+
+
+def coalesce(ranges: Iterable[ReadRange], *, gap_bytes: int, most: int, most_bytes: int) -> Iterator[list[ReadRange]]:
+    """Yield runs of at most ``most`` ranges. Each range of a run begins at most ``gap_bytes`` after the end of the one
+    before it.
+
+    Runs and ranges are ordered by their offsets. A run of several ranges spans at most ``most_bytes``. Ranges that
+    overlap are in different runs. Empty ranges are left out.
+    """
+    run: list[ReadRange] = []
+    end = 0
+    for one in sorted(ranges, key=lambda one: one.offset):
+        if not len(one.into):
+            continue
+        fits = len(run) < most and one.offset + len(one.into) - run[0].offset <= most_bytes if run else True
+        if run and not (fits and 0 <= one.offset - end <= gap_bytes):
+            yield run
+            run = []
+        run.append(one)
+        end = one.offset + len(one.into)
+    if run:
+        yield run
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,16 +215,44 @@ class Store(Protocol):
         file."""
 
 
-class StoreSource:
-    """The ``RangeSource`` of a store that looks up the name of a file at every request."""
+class DirectorySource(ABC):
+    """What all sources have: a name, and a check whether another save has replaced the marker since it was read."""
 
-    def __init__(self, store: Store, directory: str) -> None:
-        self._store = store
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._marker: tuple[int, bytes] | None = None  # of the first read: bytes requested, result
-        self.name = directory
 
     def path_of(self, file: str) -> str:
         return file if self.name == "." else f"{self.name}/{file}"
+
+    async def read_tail(self, file: str, nbytes: int) -> bytes:
+        tail = await self._tail(file, nbytes)
+        if file == MARKER and self._marker is None:
+            self._marker = nbytes, tail
+        return tail
+
+    @abstractmethod
+    async def _tail(self, file: str, nbytes: int) -> bytes:
+        """Do ``Store.read_tail`` in the directory."""
+
+    async def moved(self) -> bool:
+        """Compare the marker with the one that was read first: where a save that replaces a checkpoint does not replace
+        the directory, it replaces the marker."""
+        if self._marker is None:
+            return False
+        nbytes, tail = self._marker
+        try:
+            return await self._tail(MARKER, nbytes) != tail
+        except FileNotFoundError:
+            return True
+
+
+class StoreSource(DirectorySource):
+    """The ``RangeSource`` of a store that looks up the name of a file at every request."""
+
+    def __init__(self, store: Store, directory: str) -> None:
+        super().__init__(directory)
+        self._store = store
 
     async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
         await self._store.read(self.path_of(file), ranges)
@@ -210,11 +260,8 @@ class StoreSource:
     def files(self, waiting: Callable[[], None]) -> None:
         return None
 
-    async def read_tail(self, file: str, nbytes: int) -> bytes:
-        tail = await self._store.read_tail(self.path_of(file), nbytes)
-        if file == _MARKER and self._marker is None:
-            self._marker = nbytes, tail
-        return tail
+    async def _tail(self, file: str, nbytes: int) -> bytes:
+        return await self._store.read_tail(self.path_of(file), nbytes)
 
     async def size(self, file: str) -> int:
         return await self._store.size(self.path_of(file))
@@ -224,17 +271,6 @@ class StoreSource:
 
     async def map(self, file: str, nbytes: int) -> mmap:
         return await self._store.map(self.path_of(file), nbytes)
-
-    async def moved(self) -> bool:
-        """Compare the marker with the one that was read first: a save that replaces a checkpoint replaces the
-        marker."""
-        if self._marker is None:
-            return False
-        nbytes, tail = self._marker
-        try:
-            return await self._store.read_tail(self.path_of(_MARKER), nbytes) != tail
-        except FileNotFoundError:
-            return True
 
     async def aclose(self) -> None:
         """Do nothing: nothing is open between two requests."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.tasks import run_shielded
@@ -31,8 +31,8 @@ from ..errors import (
     is_stuck,
 )
 from ..options import Durability, Outcome, Storage
-from .bodies import Body, BytesBody, PiecesBody
-from .names import attempt_name
+from .bodies import Body, PiecesBody
+from .names import attempt_name, name_with_id, sidecar_with_id
 
 __all__ = [
     "WRITE_THREADS",
@@ -40,12 +40,14 @@ __all__ = [
     "CommitFiles",
     "Kind",
     "MakeFiles",
-    "Outcome",
     "StoreAddress",
     "Transaction",
+    "being_removed",
     "bodies_of",
-    "marker_in",
+    "run_without_loop",
 ]
+
+T = TypeVar("T")
 
 CommitFiles: TypeAlias = Mapping[str, Sequence[bytes]]
 """The files that a commit adds, each as a sequence of pieces. Readers look for the last one."""
@@ -105,8 +107,17 @@ class Transaction(ABC):
     """One attempt. Only one thread or task at a time may call its methods, except that ``discard`` may run at the same
     time as ``write``."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    _adds_ids = False
+    """Whether several attempts write the files of checkpoints into one target, under names that contain the id of the
+    save."""
+
+    def __init__(self, attempt: Attempt, address: StoreAddress | None) -> None:
         self.attempt = attempt
+        self.address = address
+        """The address with which another process opens the store to join this attempt. None if only this process has
+        the store."""
+        self._carries_id = self._adds_ids and attempt.kind in ("directory", "replacement", "joined")
+        """Whether the names of the files contain the id of the save."""
         self.outcome: Outcome = "absent"
         """The state of the commit: ``"absent"`` until it has been sent."""
         self._look: Callable[[bool], Coroutine[Any, Any, None]] | None = None
@@ -116,19 +127,9 @@ class Transaction(ABC):
 
     # --- what each store does in its own way ---
 
-    @property
-    @abstractmethod
-    def address(self) -> StoreAddress | None:
-        """The address with which another process opens the store to join this attempt. None if only this process has
-        the store."""
-
     @abstractmethod
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         """Do ``Store.read_tail``."""
-
-    @abstractmethod
-    def committed_name(self, name: str) -> str:
-        """Return the name that the file has once it is visible. ``write`` is given it as ``name``."""
 
     @abstractmethod
     def path_of(self, name: str = "") -> str:
@@ -190,6 +191,10 @@ class Transaction(ABC):
 
     # --- what is the same for all ---
 
+    async def _marker_in(self, name: str) -> Marker | None:
+        """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``."""
+        return find_marker(await self.read_tail(name, TAIL_BYTES))
+
     @property
     def place(self) -> Path | None:
         """The directory in which the files are written; None if they are not on a file system of this machine."""
@@ -200,9 +205,13 @@ class Transaction(ABC):
         """Whether nothing more is written: the commit has been sent, or the attempt was discarded."""
         return self._discarded or self.outcome != "absent"
 
+    def committed_name(self, name: str) -> str:
+        """Return the name that the file has once it is visible. ``write`` is given it as ``name``."""
+        return name_with_id(name, self.attempt.save_id) if self._carries_id else name
+
     def sidecar_name(self, name: str) -> str:
         """Return the name of a sidecar file, which is the same before and after the commit."""
-        return name
+        return sidecar_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     def write_here(self, files: Iterable[tuple[str, Body]], *, stop: Stop | None = None) -> None:
         """Do ``write`` in the calling thread and in threads that end with this call."""
@@ -323,12 +332,10 @@ class Transaction(ABC):
         """Find out the outcome, and delete the files of an attempt that was not committed. Called in a thread, when no
         other code uses the transaction. ``stuck``: a thread is left behind in a system call. Raises what the storage
         raises."""
-        from .clients.requests import LoopCall  # imports fsspec
-
         look = self._look
         if self.outcome == "unknown" and look is not None:
             with time_limit(Deadline.after(_READ_BACK_S)):
-                LoopCall(lambda: look(stuck)).result("reading back the outcome of the commit")
+                run_without_loop(lambda: look(stuck), "reading back the outcome of the commit")
             self._look = None  # breaks a reference cycle
         if self.outcome == "absent":
             self.discard_here()
@@ -378,22 +385,23 @@ class Transaction(ABC):
             _log.warning("what %s replaced could not be removed: %s", self.attempt.target, error)
 
 
-class _Ends(Protocol):
-    async def tail(self, name: str, nbytes: int) -> bytes: ...
+def run_without_loop(work: Callable[[], Coroutine[Any, Any, T]], doing: str, stop: Stop | None = None) -> T:
+    """Run ``work()``, which makes requests to a store, on the event loop of the storage clients, and return its result.
+    Called in a thread that runs no loop. Raises as ``LoopCall.result`` does."""
+    from .clients.requests import LoopCall  # imports fsspec
+
+    return LoopCall(work).result(doing, stop)
 
 
-async def marker_in(files: _Ends, name: str) -> Marker | None:
-    """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``."""
-    return find_marker(await files.tail(name, TAIL_BYTES))
+def being_removed(where: str | Path) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{where} is being removed: save when remove() has ended, and call it again if it was interrupted"
+    )
 
 
 def bodies_of(files: CommitFiles) -> list[tuple[str, Body]]:
     """Return the name and the content of each file."""
-    return [(name, _body(pieces)) for name, pieces in files.items()]
-
-
-def _body(pieces: Sequence[bytes]) -> Body:
-    return BytesBody(pieces[0]) if len(pieces) == 1 else PiecesBody(pieces)
+    return [(name, PiecesBody(pieces)) for name, pieces in files.items()]
 
 
 def _tail_of(pieces: Sequence[bytes]) -> bytes:

@@ -147,8 +147,8 @@ def _object_store(text: str, base: str, protocol: str, storage: Storage) -> Obje
     client = _client(base, protocol, options, policy)
     if protocol in CLOUDS and policy.cache_dir is None:
         engine = _late(base, protocol, options, policy, client)
-        bucket = base.partition("://")[2].partition("/")[0].partition("@")[0]
-        return ObjectStore(engine, f"{bucket}/{_without_bucket(base)}".rstrip("/"), shown, policy, address=address)
+        bucket, prefix = _bucket_and_prefix(base)
+        return ObjectStore(engine, f"{bucket.partition('@')[0]}/{prefix}".rstrip("/"), shown, policy, address=address)
     through, root = _through_fsspec(base, protocol, options, policy)
     return ObjectStore(through, root, shown, policy, _cache(through, policy), address)
 
@@ -176,7 +176,7 @@ def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy
 
     def kept() -> Engine:
         try:
-            key = protocol, base.partition("://")[2].partition("/")[0], frozen(options), policy
+            key = protocol, _bucket_and_prefix(base)[0], frozen(options), policy
         except TypeError:
             return make()
         return _engines.get(key, make)
@@ -204,7 +204,7 @@ def _client(base: str, protocol: str, options: Mapping[str, Any], policy: StoreP
             raise MissingExtraError('engine="obstore" needs obstore: pip install "sidestream[cloud]"', extra="cloud")
         return None
     try:
-        return client_for(protocol, base.partition("://")[2].partition("/")[0], options)
+        return client_for(protocol, _bucket_and_prefix(base)[0], options)
     except Unmapped as error:
         if wanted:
             raise InvalidOptionError(
@@ -251,5 +251,6 @@ def _made_again(filesystem: Any, root: str, policy: StorePolicy) -> StoreAddress
     return StoreAddress(f"{protocols[0]}://{root}", Storage(options, policy=replace(policy, engine="fsspec")))
 
 
-def _without_bucket(base: str) -> str:
-    return base.partition("://")[2].partition("/")[2]
+def _bucket_and_prefix(base: str) -> tuple[str, str]:
+    bucket, _, prefix = base.partition("://")[2].partition("/")
+    return bucket, prefix

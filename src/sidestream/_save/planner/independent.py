@@ -7,8 +7,7 @@ from contextlib import aclosing
 from ..._format.marker import METADATA_NAME, part_metadata_name
 from ..._load.foreign.manifests import read_part_markers
 from ..._runtime.threads import Stop, io_threads
-from ..._storage import BytesBody
-from ..._storage.clients.requests import LoopCall
+from ..._storage import BytesBody, run_without_loop
 from ...errors import CheckpointExistsError, NotDurableError, SidestreamError
 from ..operation import Committed, Layout, RankReceipt, Solo
 
@@ -36,7 +35,7 @@ class Independent(Solo):
     def look(self, stop: Stop) -> None:
         """Check the target before anything is written. Blocks; called in a thread. Raises ``CheckpointExistsError`` as
         ``_look_for_room`` does."""
-        self._known = LoopCall(self._look_for_room).result("looking for other saves", stop)
+        self._known = run_without_loop(self._look_for_room, "looking for other saves", stop)
 
     async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
         """Commit a part whose data files are complete: write its manifest, and then the file that readers look for.

@@ -21,12 +21,19 @@ from ..._runtime.imports import importing
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...options import BlobStore, BlobUpload, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body
-from ..object_store.parts import part_bytes_for
 from .requests import LoopCall, Requests
 
-__all__ = ["Engine", "LateEngine", "StoreEngine"]
+__all__ = ["Engine", "LateEngine", "StoreEngine", "part_bytes_for"]
 
 _ABORT_S = 3.0
+_MOST_PARTS = 9_000  # S3 takes 10,000
+_MIB = 1 << 20
+
+
+def part_bytes_for(nbytes: int, part_bytes: int) -> int:
+    """Return ``part_bytes``, or as many whole MiB as an object of ``nbytes`` needs to have at most 9,000 parts."""
+    needed = -(-nbytes // _MOST_PARTS)
+    return max(part_bytes, -(-needed // _MIB) * _MIB)
 
 
 class Engine(ABC):

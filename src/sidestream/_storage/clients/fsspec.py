@@ -16,9 +16,8 @@ from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, ti
 from ...errors import InvalidOptionError, StorageError
 from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body
-from ..object_store.parts import part_bytes_for
 from .bounded import Bounded, is_asynchronous
-from .engine import Engine
+from .engine import Engine, part_bytes_for
 from .requests import Requests
 
 __all__ = ["FsspecEngine"]

@@ -39,6 +39,8 @@ __all__ = [
     "storage_time",
     "sync_directory",
     "take_away",
+    "unlink",
+    "unlink_or_remove",
 ]
 
 
@@ -140,10 +142,8 @@ def _close(directory: int) -> None:
         os.close(directory)
 
 
-def make_root(root: Path, durability: Durability, made: list[Path], sync: Callable[[Path], None] | None = None) -> None:
-    """Make every missing directory down to ``root``, and append each to ``made``. ``sync`` is used instead of
-    ``sync_directory`` if it is given."""
-    sync = sync_directory if sync is None else sync
+def make_root(root: Path, durability: Durability, made: list[Path], sync: Callable[[Path], None]) -> None:
+    """Make every missing directory down to ``root``, and append each to ``made``."""
     ancestors = (root, *root.parents)
     missing = [path for path in ancestors if not path.exists()]
     if durability == "fsync" and len(missing) < len(ancestors) - 1:
@@ -203,6 +203,21 @@ def remove_tree(path: Path) -> None:
     except OSError as error:
         raise from_os_error(error, "removing", str(path)) from error
     raise from_os_error(failure, "removing", str(path)) from failure
+
+
+def unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise from_os_error(error, "removing", str(path)) from error
+
+
+def unlink_or_remove(path: Path) -> None:
+    """Delete a file, or a directory with everything in it."""
+    if path.is_dir() and not path.is_symlink():
+        remove_tree(path)
+    else:
+        unlink(path)
 
 
 def take_away(root: Path, name: str) -> Path | None:

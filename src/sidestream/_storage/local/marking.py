@@ -11,11 +11,11 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..._format.marker import END_BYTES, METADATA_NAME, TAIL_BYTES, find_marker, is_complete
+from ..._format.marker import END_BYTES, TAIL_BYTES, find_marker, is_complete
 from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import (
     CheckpointExistsError,
@@ -26,9 +26,8 @@ from ...errors import (
     from_os_error,
 )
 from ..bodies import Body
-from ..names import ABANDONED_AFTER_S
-from ..object_store.names import NOTE, id_of, is_unfinished, name_with_id, sidecar_with_id
-from ..transaction import Attempt, StoreAddress
+from ..names import ABANDONED_AFTER_S, MARKER, NOTE, id_of, is_unfinished, owner_of
+from ..transaction import Attempt, StoreAddress, being_removed
 from .directories import (
     RACES,
     collect_orphans,
@@ -36,13 +35,14 @@ from .directories import (
     is_vacant,
     make_root,
     move_new,
-    remove_tree,
     storage_time,
     sync_directory,
+    unlink,
+    unlink_or_remove,
 )
 from .publishing import NO_RENAME, check_whole, occupied, sync_visible
 from .read import read_tail
-from .transaction import LocalTransaction, Naming, unlink
+from .transaction import LocalTransaction, write_buffer
 
 __all__ = [
     "MarkedTransaction",
@@ -65,12 +65,12 @@ def marked_id(target: Path, *, removed: bool = False) -> str | None:
     ``CheckpointExistsError`` if the checkpoint cannot be replaced. With ``removed``, a checkpoint that is being removed
     raises no error."""
     names = files_in(target)
-    if METADATA_NAME not in names or (is_torn(target) and is_unfinished(names)):
+    if MARKER not in names or (is_torn(target) and is_unfinished(names)):
         return None
     if NOTE in names and not removed:
         raise being_removed(target)
     try:
-        marker = find_marker(read_tail(target / METADATA_NAME, None, TAIL_BYTES))
+        marker = find_marker(read_tail(target / MARKER, None, TAIL_BYTES))
     except FileNotFoundError:
         return None
     except CorruptCheckpointError as error:
@@ -83,12 +83,6 @@ def marked_id(target: Path, *, removed: bool = False) -> str | None:
     return marker.save_id
 
 
-def being_removed(target: Path) -> CheckpointExistsError:
-    return CheckpointExistsError(
-        f"{target} is being removed: save when remove() has ended, and call it again if it was interrupted"
-    )
-
-
 def discard_orphans(target: Path, marked: str) -> None:
     """Delete the files of dead saves beside the checkpoint of the save ``marked``."""
     for save_id, age_s in ages_of(target, files_in(target)).items():
@@ -98,20 +92,15 @@ def discard_orphans(target: Path, marked: str) -> None:
 
 def delete_replaced(target: Path, replaced: str) -> None:
     for name in files_in(target):
-        path = target / name
-        if name == METADATA_NAME or id_of(name.removesuffix(".sig")) not in (None, replaced):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            remove_tree(path)
-        else:
-            unlink(path)
+        if name != MARKER and owner_of(name) in (None, replaced):
+            unlink_or_remove(target / name)
 
 
 def taken(target: Path) -> CheckpointExistsError:
     if not is_torn(target):
         return occupied(target)
     return CheckpointExistsError(
-        f"{target} has an incomplete {METADATA_NAME}: another save is committing there, or its process has ended. Save "
+        f"{target} has an incomplete {MARKER}: another save is committing there, or its process has ended. Save "
         f"to another directory, or try again {ABANDONED_AFTER_S / 60:.0f} minutes after the last write there"
     )
 
@@ -131,14 +120,14 @@ def files_in(directory: Path) -> list[str]:
 def is_torn(directory: Path) -> bool:
     """Return whether the marker of the directory lacks its last bytes."""
     try:
-        return not is_complete(read_tail(directory / METADATA_NAME, None, TAIL_BYTES))
+        return not is_complete(read_tail(directory / MARKER, None, TAIL_BYTES))
     except FileNotFoundError:
         return False
 
 
 def remove_torn(directory: Path) -> None:
     if is_torn(directory):
-        unlink(directory / METADATA_NAME)
+        unlink(directory / MARKER)
 
 
 def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
@@ -153,7 +142,7 @@ def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
             written = (directory / name).stat(follow_symlinks=False).st_mtime
             if (save_id := id_of(name)) is not None:
                 newest[save_id] = max(newest.get(save_id, 0.0), written)
-            elif name == METADATA_NAME:
+            elif name == MARKER:
                 torn = written
     if not newest and (torn or not names):
         with suppress(FileNotFoundError):
@@ -173,14 +162,14 @@ def make_vacant(target: Path) -> None:
     if not _is_unmarked(target, names):
         raise occupied(target)
     _discard_dead(target, names, ABANDONED_AFTER_S)
-    if METADATA_NAME in names and is_torn(target):
+    if MARKER in names and is_torn(target):
         raise taken(target)
 
 
 def _is_unmarked(directory: Path, names: list[str]) -> bool:
     """Return whether the directory, which contains ``names``, has no other files than those of saves without a complete
     marker."""
-    return NOTE not in names and is_unfinished(names) and (METADATA_NAME not in names or is_torn(directory))
+    return NOTE not in names and is_unfinished(names) and (MARKER not in names or is_torn(directory))
 
 
 def _discard_dead(directory: Path, names: list[str], after_s: float) -> list[str]:
@@ -215,7 +204,7 @@ def discard(directory: Path, save_id: str) -> None:
     """Delete the files of a save of a dead process. An incomplete marker is deleted first, because the files may be
     incomplete from then on. Does nothing if there is a complete marker, which may be the marker of this save."""
     remove_torn(directory)
-    if METADATA_NAME in files_in(directory):
+    if MARKER in files_in(directory):
         return
     remove_files(directory, save_id)
     with suppress(OSError):
@@ -226,13 +215,18 @@ _NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _MOST_COMMIT_S = 600.0  # less than ABANDONED_AFTER_S, after which other processes delete the files of this one
 
 
-def sync_names(directory: Path) -> None:
+def sync_names(path: Path) -> None:
     """Do ``sync_directory``, and nothing on file systems that cannot sync directories."""
     try:
-        sync_directory(directory)
+        sync_directory(path)
     except OSError as error:
         if error.errno not in _NO_SYNC:
             raise
+
+
+def _check_not_late(began: float, path: Path) -> None:
+    if time.monotonic() - began > _MOST_COMMIT_S:
+        raise StorageError(errno.ETIMEDOUT, "writing the marker took too long to go on", str(path))
 
 
 class MarkedTransaction(LocalTransaction):
@@ -240,31 +234,19 @@ class MarkedTransaction(LocalTransaction):
     ``"files"``, ``"part"``) are written where a ``LocalTransaction`` writes them. They are then moved one after the
     other."""
 
-    _naming = Naming(move_new, sync_names, Path)
+    _appear = staticmethod(move_new)
+    _sync = staticmethod(sync_names)
+    _take = Path
     _preallocates = False
+    _adds_ids = True
 
     def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
         super().__init__(root, attempt, address)
-        self._in_place = attempt.kind in ("directory", "replacement", "joined")
-        if self._in_place:
-            self._directory = self._target
-        self._new: list[Path] = []  # directories that were made
         self._claimed = False  # whether this attempt has created the marker, which may be incomplete
         self._replaced: str | None = None  # the id of the save whose marker this attempt has replaced
 
-    def committed_name(self, name: str) -> str:
-        return name_with_id(name, self.attempt.save_id) if self._in_place else name
-
-    def sidecar_name(self, name: str) -> str:
-        return sidecar_with_id(name, self.attempt.save_id) if self._in_place else name
-
-    def path_of(self, name: str = "") -> str:
-        if not self._in_place:
-            return super().path_of(name)
-        return f"{self.attempt.target}/{name}" if name else self.attempt.target
-
     def _make(self) -> None:
-        if not self._in_place:
+        if not self._carries_id:
             super()._make()
             return
         marked = marked_id(self._target) if self.attempt.kind == "replacement" else None
@@ -276,12 +258,6 @@ class MarkedTransaction(LocalTransaction):
             self._make_target()
             self._made = self._target.stat()
 
-    def _make_target(self) -> None:
-        try:
-            make_root(self._target, self.attempt.durability, self._new, sync_names)
-        except OSError as error:
-            raise from_os_error(error, "creating a checkpoint directory", str(self._target)) from error
-
     def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
         for _ in range(RACES):
             try:
@@ -289,7 +265,7 @@ class MarkedTransaction(LocalTransaction):
             except StorageError as error:
                 # Another attempt that failed has removed the empty directory. If this attempt has written files
                 # already, another process has removed those, and making the directory again would not help.
-                if error.errno != errno.ENOENT or len(self._names) > 1 or not self._in_place:
+                if error.errno != errno.ENOENT or len(self._names) > 1 or not self._carries_id:
                     raise
                 self._make_target()
             else:
@@ -298,18 +274,49 @@ class MarkedTransaction(LocalTransaction):
 
     @property
     def _writes_last(self) -> bool:
-        return not self._in_place and super()._writes_last
+        return not self._carries_id and super()._writes_last
 
     async def make_visible(self) -> None:
         if self.attempt.kind == "files":
-            await io_threads().run(_publish_files, self._hidden, self._target, tuple(self._names), self.attempt)
+            await io_threads().run(self._publish_files)
             self._made = None
-        elif not self._in_place:
+        elif not self._carries_id:
             await super().make_visible()
         else:
             await io_threads().run(self._mark)
             self._last, self._made = None, None
             self._names.clear()
+
+    def _publish_files(self) -> None:
+        """Move the files that other ranks have written into the hidden directory, and then those of this rank in their
+        order. Readers look for the last one."""
+        hidden, target, names = self._hidden, self._target, [*self._names]
+        durable, moved, last = self.attempt.durability == "fsync", [], names[-1]
+        try:
+            check_whole(hidden, names, target)
+            names = [*sorted(set(os.listdir(hidden)).difference(names)), *names]
+            if not is_vacant(target):
+                raise occupied(target)
+            make_root(target, self.attempt.durability, self._new, sync_names)
+            for name in names:
+                if durable and name is last:
+                    sync_names(target)
+                move_new(hidden / name, target / name)
+                moved.append(name)
+        except BaseException as error:
+            for name in moved:
+                unlink(target / name)
+            if isinstance(error, SidestreamError) or not isinstance(error, OSError):
+                raise
+            if isinstance(error, FileExistsError):
+                raise occupied(target) from error
+            raise from_os_error(error, "publishing", str(target)) from error
+        try:
+            if durable:
+                failed = "the files are complete, but the sync of their directory failed"
+                sync_visible(target, target, failed, sync_names)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
 
     def _mark(self) -> None:
         assert self._last is not None
@@ -333,7 +340,7 @@ class MarkedTransaction(LocalTransaction):
     def _create_marker(self, path: Path, body: Body, durable: bool) -> None:
         """Write the marker: first all but its last bytes, then these. If anything fails before the last bytes are
         written, remove the marker. After that the outcome has to be read back."""
-        content = b"".join(part.take(Stop()) for part in body.parts)
+        content = memoryview(b"".join(part.take(Stop()) for part in body.parts))
         began = time.monotonic()
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -343,21 +350,19 @@ class MarkedTransaction(LocalTransaction):
         try:
             try:
                 end = len(content) - END_BYTES
-                _write(descriptor, content[:end], 0)
+                write_buffer(descriptor, content[:end], 0)
                 if durable:
                     os.fsync(descriptor)
-                check_whole(self._target, frozenset(self._names), self._target)
-                late = time.monotonic() - began > _MOST_COMMIT_S
-                if late:
-                    raise StorageError(errno.ETIMEDOUT, "writing the marker took too long to go on", str(path))
+                check_whole(self._target, self._names, self._target)
+                _check_not_late(began, path)
                 self._claimed = sent = True
-                _write(descriptor, content[end:], end)
+                write_buffer(descriptor, content[end:], end)
                 if durable:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             sent = False  # if another process has removed files of this attempt meanwhile, the marker is removed too
-            check_whole(self._target, frozenset((*self._names, path.name)), self._target)
+            check_whole(self._target, (*self._names, path.name), self._target)
         except BaseException:
             if not sent and time.monotonic() - began <= _MOST_COMMIT_S:
                 with suppress(OSError):
@@ -369,21 +374,20 @@ class MarkedTransaction(LocalTransaction):
         """Write the whole marker under another name, and rename that file over the present marker. The present marker
         is read again first, because each of several saves at the same time deletes what it has replaced. The checkpoint
         of the last one is kept."""
-        hidden = path.with_name(self.sidecar_name(METADATA_NAME))
+        hidden = path.with_name(self.sidecar_name(MARKER))
         began = time.monotonic()
         descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            _write(descriptor, b"".join(part.take(Stop()) for part in body.parts), 0)
+            write_buffer(descriptor, memoryview(b"".join(part.take(Stop()) for part in body.parts)), 0)
             if durable:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        check_whole(self._target, frozenset(self._names), self._target)
+        check_whole(self._target, self._names, self._target)
         replaced = marked_id(self._target)
         if replaced is None and is_torn(self._target):
             raise taken(self._target)
-        if time.monotonic() - began > _MOST_COMMIT_S:
-            raise StorageError(errno.ETIMEDOUT, "writing the marker took too long to go on", str(path))
+        _check_not_late(began, path)
         try:
             os.rename(hidden, path)
         except OSError as error:
@@ -401,7 +405,7 @@ class MarkedTransaction(LocalTransaction):
     def _check_not_removed(self, path: Path) -> None:
         """Withdraw the marker if a removal has begun meanwhile, or has deleted files of this attempt."""
         try:
-            check_whole(self._target, frozenset((*self._names, path.name)), self._target)
+            check_whole(self._target, (*self._names, path.name), self._target)
             if NOTE in files_in(self._target):
                 raise being_removed(self._target)
         except SidestreamError:
@@ -423,7 +427,7 @@ class MarkedTransaction(LocalTransaction):
             await io_threads().run(delete_replaced, self._target, self._replaced)
 
     def discard_here(self) -> None:
-        if not self._in_place:
+        if not self._carries_id:
             super().discard_here()
             return
         if self.outcome == "committed" or not self._end_making():
@@ -435,44 +439,3 @@ class MarkedTransaction(LocalTransaction):
         if self._target in self._new:
             with suppress(OSError):  # not empty: other attempts have files in it
                 self._target.rmdir()
-
-
-# --- what runs in threads ---
-
-
-def _write(descriptor: int, content: bytes, position: int) -> None:
-    view = memoryview(content)
-    while view:
-        done = os.pwrite(descriptor, view, position)
-        view, position = view[done:], position + done
-
-
-def _publish_files(hidden: Path, target: Path, names: Sequence[str], attempt: Attempt) -> None:
-    """Move the files that other ranks have written into ``hidden``, and then ``names`` in their order. Readers look for
-    the last one."""
-    durable, moved, last = attempt.durability == "fsync", [], names[-1]
-    try:
-        check_whole(hidden, frozenset(names), target)
-        names = [*sorted(set(os.listdir(hidden)).difference(names)), *names]
-        if not is_vacant(target):
-            raise occupied(target)
-        make_root(target, attempt.durability, [], sync_names)
-        for name in names:
-            if durable and name is last:
-                sync_names(target)
-            move_new(hidden / name, target / name)
-            moved.append(name)
-    except BaseException as error:
-        for name in moved:
-            unlink(target / name)
-        if isinstance(error, SidestreamError) or not isinstance(error, OSError):
-            raise
-        if isinstance(error, FileExistsError):
-            raise occupied(target) from error
-        raise from_os_error(error, "publishing", str(target)) from error
-    try:
-        if durable:
-            failed = "the files are complete, but the sync of their directory failed"
-            sync_visible(target, target, failed, sync_names)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)

@@ -5,27 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from ...errors import (
-    CheckpointExistsError,
-    NotDurableError,
-    SidestreamError,
-    StorageError,
-    from_os_error,
-)
+from ...errors import CheckpointExistsError, NotDurableError, SidestreamError, StorageError, from_os_error
 from ...options import Durability
-from .directories import (
-    RACES,
-    exchange,
-    exchanges,
-    is_directory,
-    is_vacant,
-    sync_directory,
-)
+from ..names import MARKER, READ_FIRST
+from .directories import RACES, exchange, exchanges, is_directory, is_vacant, sync_directory
 
 __all__ = [
     "NO_RENAME",
@@ -44,7 +32,7 @@ Step: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], 
 and the status of the attempt's directory when it was made."""
 
 
-_REPLACEABLE = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
+_REPLACEABLE = READ_FIRST | {MARKER}
 """The files that mark a directory as a checkpoint or an export. Each of these has at least one of them."""
 
 
@@ -166,9 +154,9 @@ def _is(directory: os.stat_result, path: Path) -> bool:
         return False
 
 
-def check_whole(directory: Path | int, names: frozenset[str], target: Path) -> None:
+def check_whole(directory: Path | int, names: Iterable[str], target: Path) -> None:
     """Raise ``StorageError`` if files are missing, ``FileNotFoundError`` if the directory is missing."""
-    gone = sorted(names.difference(os.listdir(directory)))
+    gone = sorted(set(names).difference(os.listdir(directory)))
     if gone:
         listed = ", ".join(gone[:4])
         raise StorageError(

@@ -19,8 +19,7 @@ from typing import TypeVar, TypeVarTuple
 from ..._runtime.tasks import run_shielded
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...errors import CorruptCheckpointError, DeadlineExceededError, SidestreamError, from_os_error
-from ..coalesce import coalesce
-from ..store import ReadRange
+from ..store import DirectorySource, ReadRange, coalesce
 from .directories import OpenDirectory
 
 __all__ = ["LocalSource", "map_file", "read_ranges", "read_tail", "run_io", "size_of", "sizes_in"]
@@ -28,7 +27,6 @@ __all__ = ["LocalSource", "map_file", "read_ranges", "read_tail", "run_io", "siz
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-_MARKER = ".metadata"
 _GAP_BYTES = 16 << 10  # reading this many unneeded bytes costs about as much as another system call
 _GAP = memoryview(bytearray(_GAP_BYTES))  # unneeded bytes are read into it, by all threads at once
 _MOST_CALL_BYTES = 16 << 20  # the most that one system call reads
@@ -50,17 +48,13 @@ _CLOSE_S = 5.0
 """How long ``aclose`` waits for the system call that closes a directory, also after the deadline of a load."""
 
 
-class LocalSource:
+class LocalSource(DirectorySource):
     """The ``RangeSource`` of the directory ``path``, whose name in its store is ``name``."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self.name = name
+        super().__init__(name)
         self._path = path
         self._directory = OpenDirectory(path)
-        self._marker: tuple[int, bytes] | None = None  # of the first read: bytes requested, result
-
-    def path_of(self, file: str) -> str:
-        return file if self.name == "." else f"{self.name}/{file}"
 
     async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
         stop = Stop()
@@ -69,11 +63,8 @@ class LocalSource:
     def files(self, waiting: Callable[[], None]) -> LocalFiles:
         return LocalFiles(self._path, self._directory, waiting)
 
-    async def read_tail(self, file: str, nbytes: int) -> bytes:
-        tail = await run_io(read_tail, self._path / file, self._directory, nbytes)
-        if file == _MARKER and self._marker is None:
-            self._marker = nbytes, tail
-        return tail
+    async def _tail(self, file: str, nbytes: int) -> bytes:
+        return await run_io(read_tail, self._path / file, self._directory, nbytes)
 
     async def size(self, file: str) -> int:
         return await run_io(size_of, self._path / file, self._directory)
@@ -85,15 +76,7 @@ class LocalSource:
         return await run_io(map_file, self._path / file, self._directory, nbytes)
 
     async def moved(self) -> bool:
-        if await run_io(_moved, self._path, self._directory):
-            return True
-        if self._marker is None:
-            return False
-        nbytes, tail = self._marker
-        try:  # with ``commit="marker"`` a save replaces the marker alone
-            return await run_io(read_tail, self._path / _MARKER, self._directory, nbytes) != tail
-        except FileNotFoundError:
-            return True
+        return await run_io(_moved, self._path, self._directory) or await super().moved()
 
     async def aclose(self) -> None:
         if self._directory.refuse():

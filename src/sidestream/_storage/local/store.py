@@ -14,7 +14,7 @@ from ..._runtime.threads import Stop
 from ...errors import CheckpointExistsError, SidestreamError, StorageError, from_os_error
 from ...options import Capabilities, Durability, Storage
 from ..bodies import Body
-from ..object_store.names import NOTE, is_unfinished
+from ..names import MARKER, NOTE, is_unfinished
 from ..store import Leftover, ReadRange
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
@@ -27,14 +27,14 @@ from .directories import (
     storage_time,
     sync_directory,
     take_away,
+    unlink,
+    unlink_or_remove,
 )
 from .marking import MarkedTransaction, ages_of, collect, discard, files_in, is_torn, sync_names
 from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of, sizes_in
-from .transaction import LocalTransaction, unlink, write_file
+from .transaction import LocalTransaction, write_file
 
 __all__ = ["LocalStore", "MarkedStore"]
-
-_MARKER = ".metadata"
 
 _ATTEMPT = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
@@ -158,7 +158,7 @@ def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop)
                 raise
         try:
             if not root.exists():  # "fsync" in any case: later saves rely on durable parents
-                make_root(root, "fsync", [])
+                make_root(root, "fsync", [], sync_directory)
             path.parent.mkdir(exist_ok=True)
         except FileNotFoundError:
             continue
@@ -201,11 +201,8 @@ def _leftovers(root: Path) -> list[Leftover]:
 
 
 def _remove(root: Path, names: tuple[str, ...]) -> None:
-    for path in [root / name for name in names]:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise from_os_error(error, "removing", str(path)) from error
+    for name in names:
+        unlink(root / name)
     for parent in {(root / name).parent for name in names} - {root}:
         with suppress(OSError):  # not empty
             parent.rmdir()
@@ -249,7 +246,7 @@ def _unmark(directory: Path, durability: Durability) -> None:
         os.close(os.open(directory / NOTE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
         if durability == "fsync":
             sync_names(directory)
-        unlink(directory / _MARKER)
+        unlink(directory / MARKER)
         if durability == "fsync":
             sync_names(directory)
     except SidestreamError:
@@ -263,14 +260,11 @@ def _finish_retiring(directory: Path) -> None:
     """Delete the files of a retired checkpoint. The note is deleted last, because it distinguishes these files from an
     attempt. Does nothing if the marker is still there."""
     names = files_in(directory)
-    if _MARKER in names:
+    if MARKER in names:
         return
     for name in names:
-        path = directory / name
-        if path.is_dir() and not path.is_symlink():
-            remove_tree(path)
-        elif name != NOTE:
-            unlink(path)
+        if name != NOTE:
+            unlink_or_remove(directory / name)
     unlink(directory / NOTE)
     with suppress(OSError):
         directory.rmdir()
@@ -282,13 +276,9 @@ def _unmarked(root: Path) -> list[Leftover]:
         if name.startswith("."):
             continue
         files = files_in(root / name)
-        if NOTE in files and _MARKER not in files:
+        if NOTE in files and MARKER not in files:
             found.append(Leftover(f"{name}/{NOTE}", "retired", 0.0))
-        elif is_unfinished(files) and not _is_marked(root / name, files):
+        elif is_unfinished(files) and (MARKER not in files or is_torn(root / name)):
             ages = ages_of(root / name, files).items()
             found += [Leftover(f"{name}/{save_id}", "attempt", age_s) for save_id, age_s in ages]
     return found
-
-
-def _is_marked(directory: Path, files: list[str]) -> bool:
-    return _MARKER in files and not is_torn(directory)

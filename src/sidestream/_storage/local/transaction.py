@@ -17,7 +17,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import (
@@ -42,11 +41,12 @@ from .directories import (
     remove_tree,
     sync_directory,
     take_away,
+    unlink,
 )
 from .publishing import Step, can_exchange, may_be_replaced, move_there, occupied, publish, replace, sync_visible
 from .read import read_tail
 
-__all__ = ["LocalTransaction", "Naming", "unlink", "write_file"]
+__all__ = ["LocalTransaction", "write_buffer", "write_file"]
 
 
 _MAX_TRANSFER_BYTES = 0x7FFFF000  # the most that one write on Linux transfers
@@ -135,7 +135,7 @@ class _Parts:
     def _write_part(self, part: FilePart, failed: Stop) -> None:
         view = part.take(failed)
         failed.check()
-        self._direct = _write_buffer(self._descriptor, view, part.offset, self._direct)
+        self._direct = write_buffer(self._descriptor, view, part.offset, self._direct)
 
 
 def _open_new(path: Path, *, direct: bool) -> tuple[int, bool]:
@@ -163,7 +163,7 @@ def _preallocate(descriptor: int, nbytes: int) -> None:
             raise
 
 
-def _write_buffer(descriptor: int, buffer: memoryview, position: int, direct: bool) -> bool:
+def write_buffer(descriptor: int, buffer: memoryview, position: int, direct: bool = False) -> bool:
     """Write all of ``buffer``. Returns whether direct I/O still works on this file."""
     done = 0
     while done < len(buffer):
@@ -185,39 +185,31 @@ def _leave_direct_io(descriptor: int) -> bool:
     return False
 
 
-class Naming(NamedTuple):
-    """The operations on names, which differ between file systems.
-
-    ``appear`` gives a complete file the name that readers look for, and raises ``FileExistsError`` if another file has
-    the name. ``sync`` makes the names in a directory durable. ``take`` puts an attempt of a dead process where its
-    process cannot publish it, if that is possible, and returns its path."""
-
-    appear: Callable[[Path, Path], None]
-    sync: Callable[[Path], None]
-    take: Callable[[Path, str], Path | None]
-
-
 class LocalTransaction(Transaction):
-    """A ``Transaction`` below the directory ``root``, which need not exist yet."""
+    """A ``Transaction`` below the directory ``root``, which need not exist yet.
 
-    _naming = Naming(link_new, sync_directory, take_away)
+    Three operations on names differ between file systems. ``_appear`` gives a complete file the name that readers look
+    for, and raises ``FileExistsError`` if another file has the name. ``_sync`` makes the names in a directory durable.
+    ``_take`` puts an attempt of a dead process where its process cannot publish it, if that is possible, and returns
+    its path."""
+
+    _appear = staticmethod(link_new)
+    _sync = staticmethod(sync_directory)
+    _take: Callable[[Path, str], Path | None] = staticmethod(take_away)
     _preallocates = True
 
     def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
-        super().__init__(attempt)
+        super().__init__(attempt, address)
         self._root = root
-        self._address = address
         self._target = root / attempt.target
         self._hidden = root / attempt.name
-        self._directory = self._target if attempt.kind == "part" else self._hidden
+        self._in_target = self._carries_id or attempt.kind == "part"
+        self._directory = self._target if self._in_target else self._hidden
         self._made: os.stat_result | None = None  # the directory that this transaction has made, as it was then
+        self._new: list[Path] = []  # directories that were made down to the target
         self._replaceable = False  # whether the target was checked, and is a checkpoint or an export
         self._names: dict[str, None] = {}  # of the files written, in their order
         self._last: tuple[str, Body] | None = None
-
-    @property
-    def address(self) -> StoreAddress:
-        return self._address
 
     @property
     def place(self) -> Path:
@@ -226,11 +218,8 @@ class LocalTransaction(Transaction):
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         return await io_threads().run(read_tail, self._root / name, None, nbytes)
 
-    def committed_name(self, name: str) -> str:
-        return name
-
     def path_of(self, name: str = "") -> str:
-        directory = self.attempt.target if self.attempt.kind == "part" else self.attempt.name
+        directory = self.attempt.target if self._in_target else self.attempt.name
         return f"{directory}/{name}" if name else directory
 
     def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
@@ -238,9 +227,9 @@ class LocalTransaction(Transaction):
         stop.check()
         if attempt.kind == "part":
             with self._make_once():
-                _make_shared(self._directory, attempt.durability, self._naming)
+                self._make_target()
         elif attempt.kind in ("joined", "joined_files") or self._made is not None:
-            _check_joined(self._directory)
+            self._check_joined()
         else:
             self._make()
         for given, body in files:
@@ -260,10 +249,10 @@ class LocalTransaction(Transaction):
         if not vacant and not (replaces and may_be_replaced(self._target)):
             raise occupied(self._target)
         if not self.attempt.in_run:
-            collect_orphans(self._root, self.attempt.target, ABANDONED_AFTER_S, self._naming.take)
+            collect_orphans(self._root, self.attempt.target, ABANDONED_AFTER_S, self._take)
         self._replaceable = not vacant
         with self._make_once():
-            self._made = _create(self._root, self._hidden, self.attempt, self._naming)
+            self._made = self._create()
         if replaces and not vacant and not can_exchange(self._hidden):
             self.discard_here()
             raise CheckpointExistsError(
@@ -310,13 +299,12 @@ class LocalTransaction(Transaction):
     async def make_visible(self) -> None:
         attempt = self.attempt
         if attempt.kind == "file":
-            await io_threads().run(_publish_file, self._hidden, self._target, attempt.durability, self._naming)
+            await io_threads().run(self._publish_file)
             return
         if attempt.kind == "part":
             assert self._last is not None
             stop, (name, body) = Stop(), self._last
-            path = self._target / name
-            await io_threads().run(_publish_part, path, body, attempt.durability, self._naming, stop, stop=stop)
+            await io_threads().run(self._publish_part, self._target / name, body, stop, stop=stop)
             self._names.clear()
             self._last = None
             return
@@ -361,88 +349,79 @@ class LocalTransaction(Transaction):
         if path is not None:
             remove_tree(path)
 
+    # --- what runs in threads ---
 
-# --- what runs in threads ---
+    def _create(self) -> os.stat_result:
+        """Make the directory of the attempt, and return its status with the mode that the umask gives. Until it is
+        published, other users have no access to it."""
+        made: list[Path] = []
+        try:
+            make_root(self._root, self.attempt.durability, made, self._sync)
+            self._hidden.mkdir()
+            made.append(self._hidden)
+            found = self._hidden.stat()
+            self._hidden.chmod(stat.S_IMODE(found.st_mode) & ~0o077)
+        except OSError as error:
+            with suppress(OSError):  # not empty: another save uses the new directory already
+                for path in reversed(made):
+                    path.rmdir()
+            doing = f"creating a directory for {self.attempt.target}"
+            raise from_os_error(error, doing, str(self._hidden)) from error
+        return found
 
+    def _make_target(self) -> None:
+        """Make the target if it does not exist. Another process may make it at the same time."""
+        try:
+            make_root(self._target, self.attempt.durability, self._new, self._sync)
+        except OSError as error:
+            raise from_os_error(error, "creating a checkpoint directory", str(self._target)) from error
 
-def unlink(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise from_os_error(error, "removing", str(path)) from error
+    def _check_joined(self) -> None:
+        try:
+            there = is_directory(self._directory)
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise StorageNotSharedError(
+                errno.ENOENT,
+                "rank 0 has made this directory, and it is not here: save to storage that all ranks share",
+                str(self._directory),
+            )
 
+    def _publish_file(self) -> None:
+        target = self._target
+        try:
+            self._appear(self._hidden / target.name, target)
+        except FileExistsError as error:
+            raise CheckpointExistsError(f"{target} already exists: choose another name, or delete it first") from error
+        except OSError as error:
+            raise from_os_error(error, "publishing", str(target)) from error
+        try:
+            if self.attempt.durability == "fsync":
+                failed = "the file is complete, but the sync of its directory failed"
+                sync_visible(target.parent, target, failed, self._sync)
+        finally:
+            shutil.rmtree(self._hidden, ignore_errors=True)
 
-def _create(root: Path, hidden: Path, attempt: Attempt, naming: Naming) -> os.stat_result:
-    """Make the directory of the attempt, and return its status with the mode that the umask gives. Until it is
-    published, other users have no access to it."""
-    made: list[Path] = []
-    try:
-        make_root(root, attempt.durability, made, naming.sync)
-        hidden.mkdir()
-        made.append(hidden)
-        found = hidden.stat()
-        hidden.chmod(stat.S_IMODE(found.st_mode) & ~0o077)
-    except OSError as error:
-        with suppress(OSError):  # not empty: another save uses the new directory already
-            for path in reversed(made):
-                path.rmdir()
-        raise from_os_error(error, f"creating a directory for {attempt.target}", str(hidden)) from error
-    return found
-
-
-def _publish_file(hidden: Path, target: Path, durability: Durability, naming: Naming) -> None:
-    try:
-        naming.appear(hidden / target.name, target)
-    except FileExistsError as error:
-        raise CheckpointExistsError(f"{target} already exists: choose another name, or delete it first") from error
-    except OSError as error:
-        raise from_os_error(error, "publishing", str(target)) from error
-    try:
+    def _publish_part(self, path: Path, body: Body, stop: Stop) -> None:
+        durability = self.attempt.durability
+        hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+        try:
+            write_file(hidden, body, durability, stop)
+            if durability == "fsync":
+                self._sync(path.parent)  # makes the names of the files durable before the last one appears
+            self._appear(hidden, path)
+        except FileExistsError as error:
+            if isinstance(error, SidestreamError):
+                raise
+            raise CheckpointExistsError(f"{path} exists already: save to a new directory") from error
+        except OSError as error:
+            if isinstance(error, SidestreamError):
+                raise
+            raise from_os_error(error, "publishing", str(path)) from error
+        finally:
+            with suppress(OSError):
+                hidden.unlink()
         if durability == "fsync":
-            failed = "the file is complete, but the sync of its directory failed"
-            sync_visible(target.parent, target, failed, naming.sync)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _make_shared(directory: Path, durability: Durability, naming: Naming) -> None:
-    """Make the directory if it does not exist. Another process may make it at the same time."""
-    try:
-        make_root(directory, durability, [], naming.sync)
-    except OSError as error:
-        raise from_os_error(error, "creating a checkpoint directory", str(directory)) from error
-
-
-def _publish_part(path: Path, body: Body, durability: Durability, naming: Naming, stop: Stop) -> None:
-    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        write_file(hidden, body, durability, stop)
-        if durability == "fsync":
-            naming.sync(path.parent)  # makes the names of the files durable before the last one appears
-        naming.appear(hidden, path)
-    except FileExistsError as error:
-        if isinstance(error, SidestreamError):
-            raise
-        raise CheckpointExistsError(f"{path} exists already: save to a new directory") from error
-    except OSError as error:
-        if isinstance(error, SidestreamError):
-            raise
-        raise from_os_error(error, "publishing", str(path)) from error
-    finally:
-        with suppress(OSError):
-            hidden.unlink()
-    if durability == "fsync":
-        failed = "the part is committed, but the sync of its directory failed"
-        sync_visible(path.parent, path, failed, naming.sync)
-
-
-def _check_joined(directory: Path) -> None:
-    try:
-        there = is_directory(directory)
-    except FileNotFoundError:
-        there = False
-    if not there:
-        raise StorageNotSharedError(
-            errno.ENOENT, "rank 0 has made this directory, and it is not here: save to storage that all ranks share",
-            str(directory),
-        )  # fmt: skip
+            failed = "the part is committed, but the sync of its directory failed"
+            sync_visible(path.parent, path, failed, self._sync)

@@ -17,10 +17,9 @@ from ...options import Listing, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import LoopCall, Requests, Taken, fate_of, is_refused, on_io_loop
-from ..names import ABANDONED_AFTER_S
-from .names import MARKER, NOTE, id_of, is_plain_shard
+from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard
 
-__all__ = ["READ_FIRST", "Bucket", "age_s", "clear_export", "clock_of", "collect_orphans"]
+__all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans"]
 
 
 T = TypeVar("T")
@@ -39,9 +38,6 @@ class Bucket:
         self.url = url
         self.policy = policy
         self.requests = Requests(url, policy)
-
-    def shown(self, key: str) -> str:
-        return f"{self.url}/{key.removeprefix(f'{self.root}/')}"
 
     def key(self, name: str) -> str:
         """Return the key of a name. ``.`` is the root itself."""
@@ -75,14 +71,14 @@ class Bucket:
         key = self.key(name)
         return await self.run("looking at", name, lambda engine: engine.size(key))
 
-    async def put(self, key: str, content: memoryview) -> None:
-        name = key.removeprefix(f"{self.root}/")
+    async def put(self, name: str, content: memoryview) -> None:
+        key = self.key(name)
         await self.run("writing", name, lambda engine: engine.put(key, content, mode="overwrite"))
 
-    def upload(self, key: str, body: Body, stop: Stop) -> None:
+    def upload(self, name: str, body: Body, stop: Stop) -> None:
         """Do ``Engine.upload``. Called in a thread."""
         engine = LoopCall(self.made).result("connecting", stop)
-        engine.upload(key, body, self.requests, stop)
+        engine.upload(self.key(name), body, self.requests, stop)
 
     async def listing(self, directory: str) -> Listing:
         key = self.key(directory)
@@ -236,15 +232,13 @@ async def _has_replaced(engine: Engine, key: str, end: bytes, version: str) -> b
     return False
 
 
-READ_FIRST = frozenset({"model.safetensors", "model.safetensors.index.json"})
-"""The files that mark an export as complete. They are written last and deleted first."""
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 async def clock_of(bucket: Bucket) -> datetime | None:
     """Return the time of the storage, which is that of an object that this writes."""
     name = f".leases/clock-{uuid.uuid4().hex}"  # unique, because each call deletes its object
-    await bucket.put(bucket.key(name), memoryview(b"now"))
+    await bucket.put(name, memoryview(b"now"))
     listing = await bucket.listing(".leases")
     await bucket.delete(".leases", [name.rpartition("/")[2]])
     written = listing.files.get(name.rpartition("/")[2])

@@ -15,12 +15,11 @@ from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import on_io_loop
-from ..coalesce import coalesce
-from ..store import Leftover, ReadRange, StoreSource
+from ..names import MARKER, NOTE, id_of
+from ..store import Leftover, ReadRange, StoreSource, coalesce
 from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket, age_s, clock_of, collect_orphans
-from .names import MARKER, NOTE, id_of
 from .transaction import ObjectTransaction, check_replaces, content_of
 
 __all__ = ["ObjectStore"]
@@ -189,7 +188,7 @@ class ObjectStore:
         async def retire() -> None:
             if not (await self._bucket.listing(directory)).files:
                 return
-            await self._bucket.put(self._bucket.key(f"{directory}/{NOTE}"), memoryview(b"is being deleted"))
+            await self._bucket.put(f"{directory}/{NOTE}", memoryview(b"is being deleted"))
             await self._bucket.delete(directory, [MARKER])
             await self._finish_retiring(directory)
 

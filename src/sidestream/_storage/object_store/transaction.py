@@ -30,11 +30,9 @@ from ...events import GuaranteeLost, emit
 from ...options import Listing
 from ..bodies import Body
 from ..clients.requests import LoopCall, on_io_loop, translated
-from ..names import ABANDONED_AFTER_S
-from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of, marker_in
-from .bucket import READ_FIRST, Bucket, clear_export, collect_orphans
-from .names import MARKER, NOTE, id_of, is_plain_shard, name_with_id, sidecar_with_id
-from .parts import part_bytes_for
+from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard, owner_of
+from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, being_removed, bodies_of
+from .bucket import Bucket, clear_export, collect_orphans
 
 __all__ = ["ObjectTransaction", "check_replaces", "content_of"]
 
@@ -64,11 +62,11 @@ class _Replaced:
 class ObjectTransaction(Transaction):
     """A ``Transaction`` in ``bucket``."""
 
+    _adds_ids = True
+
     def __init__(self, bucket: Bucket, address: StoreAddress | None, attempt: Attempt) -> None:
-        super().__init__(attempt)
+        super().__init__(attempt, address)
         self._bucket = bucket
-        self._address = address
-        self._carries_id = attempt.kind in ("directory", "replacement", "joined")
         self._made = False
         self._in_parts = False  # whether an upload may have been left open
         self._sizes: dict[str, int] = {}  # of the files that the storage has acknowledged
@@ -76,18 +74,8 @@ class ObjectTransaction(Transaction):
         self._last: tuple[str, bytes] | None = None
         self._replaced: _Replaced | None = None
 
-    @property
-    def address(self) -> StoreAddress | None:
-        return self._address
-
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         return await self._bucket.tail(name, nbytes)
-
-    def committed_name(self, name: str) -> str:
-        return name_with_id(name, self.attempt.save_id) if self._carries_id else name
-
-    def sidecar_name(self, name: str) -> str:
-        return sidecar_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     def path_of(self, name: str = "") -> str:
         target = self.attempt.target
@@ -125,12 +113,12 @@ class ObjectTransaction(Transaction):
             self._made = True
         for given, body in files:
             name = self.path_of(self.committed_name(given))
-            if body.nbytes <= part_bytes_for(body.nbytes, bucket.policy.part_bytes):
+            if body.nbytes <= bucket.policy.part_bytes:
                 self._send_whole(name, body, stop)
             else:
                 self._in_parts = True
                 self._begun.add(name)
-                self._send_parts(bucket.key(name), body, stop)
+                self._send_parts(name, body, stop)
             self._sizes[name.rpartition("/")[2]] = body.nbytes
             del body
 
@@ -167,10 +155,7 @@ class ObjectTransaction(Transaction):
         check_replaces(bucket)
         name = f"{self.attempt.target}/{MARKER}"
         if NOTE in listed:
-            raise CheckpointExistsError(
-                f"{bucket.url}/{self.attempt.target} is being removed: save when remove() has ended, and call it again "
-                "if it was interrupted"
-            )
+            raise being_removed(f"{bucket.url}/{self.attempt.target}")
         try:
             version = await bucket.version(name)
             marked_id = await self._marked_id(name)
@@ -178,7 +163,7 @@ class ObjectTransaction(Transaction):
             raise CheckpointExistsError(f"{bucket.url}/{name} was removed meanwhile") from error
         if not await bucket.compares_versions(self.path_of(self.committed_name("manifest")), version):
             raise InvalidOptionError(f"{_no_conditions(bucket)}: it puts what it was asked to put on a condition only")
-        ids = {owner for file in listed if (owner := _owner(file)) is not None}
+        ids = {owner for file in listed if (owner := owner_of(file)) is not None}
         if marked_id is not None:
             ids.add(marked_id)
         return _Replaced(version, marked_id, frozenset(ids - {save_id}), frozenset(filter(is_plain_shard, listed)))
@@ -186,7 +171,7 @@ class ObjectTransaction(Transaction):
     async def _marked_id(self, name: str) -> str | None:
         """Return the id of the save that wrote this marker; None if it is damaged."""
         try:
-            marker = await marker_in(self._bucket, name)
+            marker = await self._marker_in(name)
         except CorruptCheckpointError:
             return None
         if marker is None:
@@ -218,7 +203,7 @@ class ObjectTransaction(Transaction):
         try:
             content = _in_one_piece(body, stop)
             if self._carries_id:
-                LoopCall(lambda: bucket.put(key, content)).result(f"writing {key}", stop)
+                LoopCall(lambda: bucket.put(name, content)).result(f"writing {key}", stop)
                 return
             creation = LoopCall(lambda: bucket.create(name, content, whole=True))
             self._begun.add(name)  # before the result: after a cancel the object may have been created
@@ -232,23 +217,22 @@ class ObjectTransaction(Transaction):
             for part in body.parts:
                 part.release()
 
-    def _send_parts(self, key: str, body: Body, stop: Stop) -> None:
-        bucket = self._bucket
+    def _send_parts(self, name: str, body: Body, stop: Stop) -> None:
+        url = f"{self._bucket.url}/{name}"
         try:
-            bucket.upload(key, body, stop)
+            self._bucket.upload(name, body, stop)
         except Exception as error:
-            failure = translated(error, "uploading", bucket.shown(key))
+            failure = translated(error, "uploading", url)
             if isinstance(failure, FileNotFoundError) and not isinstance(failure, SidestreamError):
-                failure = StorageError(errno.ENOENT, "the bucket, or the upload, is not there", bucket.shown(key))
+                failure = StorageError(errno.ENOENT, "the bucket, or the upload, is not there", url)
             raise failure from error
 
     async def put(self, name: str, body: Body) -> None:
         bucket = self._bucket
         content = await content_of(body)
         self._check_writable(name)
-        key = bucket.key(self.path_of(name))
         self._sizes[name] = len(content)
-        await on_io_loop(lambda: bucket.put(key, memoryview(content)), f"writing {self._shown(name)}")
+        await on_io_loop(lambda: bucket.put(self.path_of(name), memoryview(content)), f"writing {self._shown(name)}")
 
     async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
         made = await io_threads().run(_files, files) if callable(files) else files
@@ -379,7 +363,7 @@ class ObjectTransaction(Transaction):
     async def _collect(self, replaced: _Replaced) -> None:
         bucket, target = self._bucket, self.attempt.target
         listing = await bucket.listing(target)
-        old = [name for name in listing.files if name in replaced.shards or _owner(name) in replaced.ids]
+        old = [name for name in listing.files if name in replaced.shards or owner_of(name) in replaced.ids]
         await bucket.delete(target, old)
         uploads = await bucket.uploads(target) if replaced.ids - {replaced.marked_id} else {}
         await bucket.abort([one for one in uploads if any(f"-{save_id}" in one for save_id in replaced.ids)], target)
@@ -453,11 +437,6 @@ def _no_conditions(bucket: Bucket) -> str:
         f"Google Cloud Storage and Azure through obstore, and {bucket.engine.name} has none: save to a new prefix, and "
         "remove() the old one afterwards"
     )
-
-
-def _owner(file: str) -> str | None:
-    """Return the id of the save that this object belongs to; None if its name has none."""
-    return id_of(file.removesuffix(".sig"))
 
 
 async def content_of(body: Body) -> bytes:
