@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .._format.records import Node
-from .._group import Operation
-from .._runtime.threads import Deadline
+from .._group import Deadline, Operation
 from .._storage import Attempt, Kind, Location, Space, Transaction, read_sources
 from .._worker.client import Worker
 from ..errors import SidestreamError, SkippedError
