@@ -24,6 +24,7 @@ from .._group import Deadline, Operation, prepare_together, stoppable
 from .._layout.values import encode_metadata
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from .._save.api import (
+    Lifecycle,
     PendingExport,
     PendingSave,
     SavedAs,
@@ -39,7 +40,7 @@ from .._save.api import (
 )
 from .._storage import check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
-from ..events import SaveContext, SaveSkipped, emit
+from ..events import SaveContext
 from ..options import FileSource, Outcome, SaveOptions, WhenFull, check_step, options_of
 from .exports import Exports, Upkeep
 from .leases import Lease
@@ -316,7 +317,7 @@ class QueuedSave:
         try:
             if self._work is None and not await self.begin():
                 error = SkippedError(f"{self.url} was not saved: {self._turn.why}")
-                emit(SaveSkipped(self._save, str(error)))
+                Lifecycle(self._save).skipped(str(error))
                 raise error
             assert self._work is not None
             return await self._work.run(staged)

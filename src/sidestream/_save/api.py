@@ -25,7 +25,7 @@ from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, U
 from ..options import FileSource, GroupChoice, SaveOptions, Storage, options_of, storage_of
 from .group import FailedSave, Group
 from .layouts import AgreedLayout, NativeLayout
-from .operation import SaveOperation, SaveOrder, Solo
+from .operation import Lifecycle, SaveOperation, SaveOrder, Solo
 from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
 from .writer import LaidOutStage, LayOut, LiveWriter, SavedAs, Stager
@@ -33,6 +33,7 @@ from .writer import LaidOutStage, LayOut, LiveWriter, SavedAs, Stager
 __all__ = [
     "STREAM_BYTES",
     "Export",
+    "Lifecycle",
     "PendingExport",
     "PendingSave",
     "SaveInfo",

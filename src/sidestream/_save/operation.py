@@ -21,7 +21,7 @@ from .._runtime.tasks import run_shielded
 from .._runtime.threads import time_limit
 from ..errors import SaveAbortedError, StorageNotSharedError
 from ..options import Outcome
-from .order import SaveOrder
+from .order import Lifecycle, SaveOrder
 from .pending import SaveInfo, SaveProgress
 from .sinks import PendingExport
 
@@ -29,6 +29,7 @@ __all__ = [
     "Committed",
     "Coordinator",
     "Layout",
+    "Lifecycle",
     "RankReceipt",
     "SaveOperation",
     "SaveOrder",

@@ -91,6 +91,10 @@ class Lifecycle:
                 self._emit(SaveFailed(self._save, self._phase, type(error).__name__, str(error), outcome))
             self._open = False
 
+    def skipped(self, why: str) -> None:
+        """Emit that the save was skipped before it could start."""
+        emit(SaveSkipped(self._save, why))
+
     def _emit(self, event: SaveEvent) -> None:
         """Emit ``event`` if the save has started and not ended. A thread that was left behind emits nothing."""
         if self._open:

@@ -159,8 +159,8 @@ def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop)
         try:
             if not root.exists():  # "fsync" in any case: later saves rely on durable parents
                 make_root(root, "fsync", [], sync_directory)
-            path.parent.mkdir(exist_ok=True)
-        except FileNotFoundError:
+            path.parent.mkdir()
+        except (FileNotFoundError, FileExistsError):  # removed, or made, meanwhile
             continue
         except OSError as error:
             raise from_os_error(error, "creating a directory", str(path.parent)) from error
