@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -11,12 +12,15 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import sidestream
 from sidestream import events
+from sidestream._runtime.threads import Deadline, time_limit
+from sidestream._storage import BytesBody, LocalStore
 from sidestream.errors import CheckpointNotFoundError, StorageError
 
 STATE = {"a": torch.arange(1000.0), "b": torch.ones(300, 300)}
@@ -181,3 +185,25 @@ async def test_a_writer_whose_attempt_was_collected_cannot_commit(tmp_path: Path
     assert collected
     assert list(await sidestream.open_checkpoint(tmp_path / "last")) == ["other"]
     assert orphans(tmp_path) == []
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_directory_that_another_process_makes_at_the_same_time(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may also be removed again at once, as that of the leases is when the last one is dropped."""
+    real, made = os.mkdir, []
+
+    def mkdir(path: Any, *arguments: Any, **options: Any) -> None:
+        real(path, *arguments, **options)
+        if not made:
+            made.append(path)
+            if not kept:
+                os.rmdir(path)
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with time_limit(Deadline.after(60.0)):
+        await LocalStore(tmp_path).put(".leases/one", BytesBody(b"1"), durability="flush")
+    assert [Path(one).name for one in made] == [".leases"]
+    assert (tmp_path / ".leases" / "one").read_bytes() == b"1"

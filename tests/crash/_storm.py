@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -70,7 +71,17 @@ def go_on(way: str, run: Path, stop: Path, told: dict[str, Any]) -> None:
         except KeyboardInterrupt:
             told["interrupted"] += 1
         except BaseException as error:
-            told["wrong"].append(f"{type(error).__name__}: {error}")
+            if way == "asyncio.run" and isinstance(error, asyncio.CancelledError) and before_its_first_step(error):
+                told["interrupted"] += 1
+            else:
+                told["wrong"].append(f"{type(error).__name__}: {error}")
+
+
+def before_its_first_step(error: BaseException) -> bool:
+    """Whether the program was cancelled before it called the library. ``asyncio.run`` forgets a signal that comes just
+    after it has installed its handler, and raises ``CancelledError`` then."""
+    package = Path(sidestream.__file__).parent
+    return not any(package in Path(frame.filename).parents for frame in traceback.extract_tb(error.__traceback__))
 
 
 def main() -> None:

@@ -301,7 +301,7 @@ class Threads(Executor):
             target=_serve, args=(self._work, self._idle, self._lull), name=self._name, daemon=True
         )
         try:
-            thread.start()
+            _start(thread)
             self._count += 1
             self._started = [one for one in self._started if one.is_alive()] + [thread]
         except RuntimeError:  # the system cannot start another thread
@@ -566,6 +566,17 @@ class _WorkItem:
 
     work: Callable[[], None] | None
     dropped: Callable[[], object]
+
+
+def _start(thread: threading.Thread) -> None:
+    """Start ``thread``. ``Thread.start()`` waits for it, and raises ``RuntimeError`` for a ``KeyboardInterrupt`` that
+    comes before the wait has its lock again."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
 
 
 def _nothing() -> None:

@@ -30,7 +30,8 @@ class _Operation(_Failing, Protocol):
         """True if it needs no attention: it has ended, and its error, if any, was retrieved."""
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` when it is ``done()``. It may be called once more when the error is retrieved."""
+        """Call ``callback`` when it is ``done()``, at once if it is. It may be called once more when the error is
+        retrieved."""
 
 
 T = TypeVar("T", bound=_Operation)
@@ -51,8 +52,6 @@ class UnretrievedErrors(Generic[T]):
         with self._changed:
             self._operations.append(operation)
         operation.when_done(self._look)
-        if operation.settled:
-            self._look()
 
     def forget(self, operation: T) -> None:
         with self._changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from .._runtime.public import public
@@ -32,6 +33,7 @@ class StagingFuture(Future[T], Generic[T]):
         """
         super().__init__()
         self._retrieval: _Retrieval = _Retrieval() if like is None else like._retrieval
+        self._succeeded = False
         self.set_running_or_notify_cancel()
 
     @property
@@ -52,13 +54,17 @@ class StagingFuture(Future[T], Generic[T]):
     @property
     def settled(self) -> bool:
         """True if the stage needs no attention: it has ended without an error, or its error was retrieved or will not
-        be needed."""
-        return self.retrieved or (self.done() and self.unretrieved is None)
+        be needed. After ``when_done`` only.
+
+        It takes no lock, because a ``KeyboardInterrupt`` can leave that of a future locked."""
+        return self.retrieved or self._succeeded
 
     def when_done(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` when the stage ends, and when its error is retrieved."""
         self._retrieval.callback = callback
-        self.add_done_callback(lambda _: callback())
+        self.add_done_callback(partial(_note_end, callback))
+        if self.retrieved:
+            callback()
 
     def failure(self) -> BaseException | None:
         """Return the error that the stage ended with, if it has ended, without retrieving it."""
@@ -104,6 +110,12 @@ class StagingFuture(Future[T], Generic[T]):
         if error is not None:
             self.mark_retrieved()
         return error
+
+
+def _note_end(callback: Callable[[], object], future: StagingFuture[Any]) -> None:
+    error = Future.exception(future)
+    future._succeeded = error is None or isinstance(error, SkippedError)
+    callback()
 
 
 class _Retrieval:
