@@ -15,9 +15,10 @@ import anyio
 import pytest
 from _trials import Trials
 
+import sidestream
 from sidestream import errors
 from sidestream._runtime import threads as _threads
-from sidestream._runtime.threads import Deadline, Stop, Threads, io_threads, time_limit
+from sidestream._runtime.threads import Deadline, Stop, ThreadFuture, Threads, io_threads, time_limit
 
 
 class Work:
@@ -338,27 +339,59 @@ async def test_cancelled_at_once_many_times(threads: Threads) -> None:
     assert wrong == []
 
 
+def interrupted(at: int, call: Callable[[], object]) -> None:
+    """Call ``call``, and interrupt it when a function of the module ``threading`` returns for the time ``at``."""
+    returns = itertools.count(1)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename == threading.__file__ and event == "return" and next(returns) == at:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+
+
 def test_an_interrupt_in_code_of_the_standard_library_leaves_the_threads_usable() -> None:
     """Ctrl-C reaches the thread of a loop wherever it is: no lock that all work needs may be held by Python code."""
     for at in range(1, 20):
         threads = Threads("interrupted", 1)
         threads.submit(int).result(60)
-        returns = itertools.count(1)
-
-        def trace(frame: Any, event: str, _: Any, returns: Any = returns, at: int = at) -> Any:
-            if frame.f_code.co_filename == threading.__file__ and event == "return" and next(returns) == at:
-                raise KeyboardInterrupt
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            threads.submit(int)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
+        interrupted(at, lambda threads=threads: threads.submit(int))
         done = threading.Event()
         threading.Thread(target=lambda t=threads, d=done: t.submit(d.set), daemon=True).start()
         assert done.wait(10), f"interrupted at return {at}"
         threads.close()
+
+
+@pytest.mark.parametrize("kind", [ThreadFuture, sidestream.StagingFuture])
+def test_an_interrupt_leaves_no_future_locked(kind: type[ThreadFuture[int]]) -> None:
+    """A future of ``concurrent.futures`` stays locked after an interrupt in ``Condition.__enter__``. The thread that
+    resolves it waits for ever then."""
+    for at in range(1, 6):
+        future, resolved = kind(), threading.Event()
+        interrupted(at, lambda future=future: future.add_done_callback(lambda _: None))
+        work = lambda one=future, end=resolved: (one.set_result(1), end.set())
+        threading.Thread(target=work, daemon=True).start()
+        assert resolved.wait(10), f"interrupted at return {at}"
+
+
+def test_an_interrupt_while_a_thread_starts() -> None:
+    """``Thread.start()`` raises ``RuntimeError`` if the interrupt comes before the wait in it has its lock again."""
+    thread = threading.Thread(target=int)
+
+    def start() -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("release unlocked lock")
+
+    thread.start = start  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        _threads._start(thread)

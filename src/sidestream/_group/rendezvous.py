@@ -21,12 +21,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from .._runtime.threads import Deadline
 from .._runtime.torch_probes import group_store
 from ..errors import InvalidOptionError, SidestreamError
 from ..options import RANK_WAIT_S, GroupChoice, check_seconds
 from .connections import Connection, GroupMessage, GroupMessageKind, close_in_children, connection_thread
-from .operation import Operation, RankGroup, remedy
+from .operation import Deadline, Operation, RankGroup, remedy
 from .rank_group import OtherRank, Rank0
 
 __all__ = ["Member", "deadline_of", "group_of"]

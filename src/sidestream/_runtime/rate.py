@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
-from .threads import Stop
+from .threads import Condition, Stop
 
 __all__ = ["RateLimiter"]
 
@@ -16,7 +15,7 @@ class RateLimiter:
 
     def __init__(self, bytes_per_second: float | None) -> None:
         self._rate = bytes_per_second
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._lifted = bytes_per_second is None
         self._due = time.monotonic()
 

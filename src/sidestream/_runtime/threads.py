@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import import_module
 from itertools import repeat, starmap
+from operator import attrgetter
 from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 import anyio
@@ -35,9 +36,11 @@ from .gil import give_turns, holding_gil, slice_s, stop_turns, yield_gil
 from .steps import Steps, collected
 
 __all__ = [
+    "Condition",
     "Deadline",
     "Steps",
     "Stop",
+    "ThreadFuture",
     "Threads",
     "TorchThreads",
     "clear_gradually",
@@ -148,6 +151,25 @@ def current_deadline() -> Deadline:
     if deadline is None:
         raise RuntimeError("no time_limit() is in force here: every wait on storage needs one")
     return deadline
+
+
+class Condition(threading.Condition):
+    """A condition that a ``KeyboardInterrupt`` does not leave locked.
+
+    ``with`` calls these methods of the lock itself. Those of ``threading.Condition`` are Python code: an interrupt may
+    come in them after the lock was acquired, and then no other thread ever acquires it.
+    """
+
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
+
+
+class ThreadFuture(Future[T]):
+    """A future that a thread resolves. A ``KeyboardInterrupt`` in a method of it does not leave it locked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = Condition()
 
 
 class Stop:
@@ -264,7 +286,7 @@ class Threads(Executor):
         if os.getpid() != self._pid:
             raise ForkedProcessError("this handle was made before os.fork(); make a new one in the child")
         end_abandoned()
-        future: Future[T] = Future()
+        future: Future[T] = ThreadFuture()
         deadline = _deadline.get()
 
         def work() -> None:

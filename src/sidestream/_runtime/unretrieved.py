@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
+
+from .threads import Condition
 
 __all__ = ["UnretrievedErrors", "raise_all"]
 
@@ -44,7 +45,7 @@ class UnretrievedErrors(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._wakers: list[Callable[[], object]] = []
         self._operations: list[T] = []
 

@@ -26,7 +26,16 @@ from .._layout.names import renamed_state
 from .._layout.values import copy_value
 from .._runtime.caller import withdraw_if_interrupted
 from .._runtime.state_dict_calls import with_state_dicts
-from .._runtime.threads import Deadline, Stop, Threads, release_in_background, result_of, run_sliced, time_limit
+from .._runtime.threads import (
+    Deadline,
+    Stop,
+    ThreadFuture,
+    Threads,
+    release_in_background,
+    result_of,
+    run_sliced,
+    time_limit,
+)
 from .._staging import AsyncStager, Captured, PlanCache, SnapshotReader, Staging, borrow, capture, give_back
 from .._storage import WRITE_THREADS, Body, BytesBody, ShardBody
 from ..errors import (
@@ -410,7 +419,7 @@ class LaidOutStage(Stage):
             shared, timeout_s = order.worker is not None, order.deadline.timeout_s
             self._stager = self.own = borrow(order.budget_bytes, shared=shared, timeout_s=timeout_s)
             self._foreign = None if stager is None else (state, stager)
-        self._second_free: Future[None] = Future()
+        self._second_free: Future[None] = ThreadFuture()
         self._given_way = False
         self._readers = readers
         self.snapshots: tuple[SnapshotReader[Any] | None, ...] = (None,) * readers

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
-from .._runtime.threads import Wakeup
+from .._runtime.threads import ThreadFuture, Wakeup
 from ..errors import SkippedError
 
 __all__ = ["Copied", "StagingFuture", "ended", "raise_first"]
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @public
-class StagingFuture(Future[T], Generic[T]):
+class StagingFuture(ThreadFuture[T], Generic[T]):
     """A ``concurrent.futures.Future`` that can also be awaited, by any task of any event loop, any number of times.
 
     It counts as running from the beginning: a cancel of one awaiter cancels neither the copy nor the other awaiters.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from .._runtime.threads import Stop, current_deadline
+from .._runtime.threads import Condition, Stop, current_deadline
 from ..errors import ArenaExhaustedError, ClosedError, SnapshotLostError
 from .arena import Allocation
 
@@ -116,7 +115,7 @@ class StagedImage:
         self._others = set(others)
         self._withdraw: Callable[[], None] | None = None  # withdraws the offer
         self._taken = False
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._lease: Allocation | None = None
         self._filled = -1
         self._wanted = 0  # the number of bytes that the reader waits for

@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._runtime.rate import RateLimiter
-from .._runtime.threads import Deadline, Stop, result_of
+from .._runtime.threads import Deadline, Stop, ThreadFuture, result_of
 from .._runtime.torch_probes import outside_compile
 from ..errors import (
     ArenaExhaustedError,
@@ -76,9 +76,9 @@ class Staging(Generic[P]):
         self.host = host
         """Whether there are sources in host memory."""
         self.started: float = time.monotonic()
-        self.laid: Future[P] = Future()
+        self.laid: Future[P] = ThreadFuture()
         self.images: tuple[StagedImage, ...] = ()
-        self.issued: Future[None] = Future()
+        self.issued: Future[None] = ThreadFuture()
         """Resolves when all sources in host memory have been copied and all copies from devices have been enqueued, or
         when the stage has failed before that."""
         self.copied: StagingFuture[None] = StagingFuture(outcome)
