@@ -370,6 +370,11 @@ def test_an_interrupt_in_code_of_the_standard_library_leaves_the_threads_usable(
         threads.close()
 
 
+def _resolve(future: ThreadFuture[int], resolved: threading.Event) -> None:
+    future.set_result(1)
+    resolved.set()
+
+
 @pytest.mark.parametrize("kind", [ThreadFuture, sidestream.StagingFuture])
 def test_an_interrupt_leaves_no_future_locked(kind: type[ThreadFuture[int]]) -> None:
     """A future of ``concurrent.futures`` stays locked after an interrupt in ``Condition.__enter__``. The thread that
@@ -377,8 +382,7 @@ def test_an_interrupt_leaves_no_future_locked(kind: type[ThreadFuture[int]]) -> 
     for at in range(1, 6):
         future, resolved = kind(), threading.Event()
         interrupted(at, lambda future=future: future.add_done_callback(lambda _: None))
-        work = lambda one=future, end=resolved: (one.set_result(1), end.set())
-        threading.Thread(target=work, daemon=True).start()
+        threading.Thread(target=_resolve, args=(future, resolved), daemon=True).start()
         assert resolved.wait(10), f"interrupted at return {at}"
 
 
