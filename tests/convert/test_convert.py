@@ -380,7 +380,7 @@ def peak_kib():
     # of this program: ru_maxrss still has the peak of the process that started it
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
-write = local._write_buffer
+write = local.write_buffer
 
 calls = 0
 
@@ -391,7 +391,7 @@ def slowly(*args):
         time.sleep(0.5)  # whoever reads ahead without a bound has all of the source in memory by then
     return write(*args)
 
-local._write_buffer = slowly
+local.write_buffer = slowly
 
 async def main():
     await sidestream.save({"w": torch.ones(3)}, root / "small")

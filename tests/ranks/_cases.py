@@ -252,7 +252,7 @@ def arm(phase: str, how: str) -> Fault:
     elif phase == "stage":
         fault.before(HostEngine, "fill")
     elif phase == "write":
-        fault.before(local_write, "_write_buffer")
+        fault.before(local_write, "write_buffer")
     elif phase == "written":
         fault.after(local_write._Parts, "write")
     elif phase == "receipt":
