@@ -53,6 +53,7 @@ class UnretrievedErrors(Generic[T]):
         with self._changed:
             self._operations.append(operation)
         operation.when_done(self._look)
+        self._look()  # drops operations whose errors were retrieved since the last one ended
 
     def forget(self, operation: T) -> None:
         with self._changed:
