@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,23 @@ async def test_a_failure_nobody_awaited_is_raised_by_the_next_save(tmp_path: Pat
             await checkpoints.async_save({"n": 2}, step=2)
         (tmp_path / "step-1").unlink()
         assert (await checkpoints.save({"n": 2}, step=2)).step == 2, "it is told once"
+
+
+async def test_a_failed_save_is_not_kept_for_the_next_one(tmp_path: Path) -> None:
+    """Its error, which was retrieved, has frames that refer to the state. The next save needs the memory."""
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        (tmp_path / "step-1").write_text("in the way")
+        failed = await checkpoints.async_save({"n": 1}, step=1)
+        with pytest.raises(CheckpointExistsError):
+            await failed
+        kept = weakref.ref(failed)
+        del failed
+        (tmp_path / "step-1").unlink()
+        following = await checkpoints.async_save({"t": torch.ones(1 << 20)}, step=2)
+        gc.collect()
+        assert kept() is None
+        assert not following.done()
+        await following
 
 
 async def test_a_failure_nobody_awaited_is_raised_by_aclose(tmp_path: Path) -> None:

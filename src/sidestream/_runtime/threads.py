@@ -324,13 +324,18 @@ class Threads(Executor):
         )
         try:
             _start(thread)
-            self._count += 1
-            self._started = [one for one in self._started if one.is_alive()] + [thread]
         except RuntimeError:  # the system cannot start another thread
             if self._count == 0:
                 future.cancel()
                 left()
                 raise
+        except KeyboardInterrupt:  # the caller of ``submit`` gets no future
+            future.cancel()
+            raise
+        finally:
+            if thread.ident is not None:  # it runs, also if an interrupt ended the wait for it
+                self._count += 1
+                self._started = [one for one in self._started if one.is_alive()] + [thread]
 
     async def run(
         self,
