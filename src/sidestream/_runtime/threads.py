@@ -329,9 +329,6 @@ class Threads(Executor):
                 future.cancel()
                 left()
                 raise
-        except KeyboardInterrupt:  # the caller of ``submit`` gets no future
-            future.cancel()
-            raise
         finally:
             if thread.ident is not None:  # it runs, also if an interrupt ended the wait for it
                 self._count += 1
