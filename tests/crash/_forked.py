@@ -452,6 +452,7 @@ async def _warm() -> None:
 
 def serve() -> None:
     torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # or the first threads of a fork race to do it
     warnings.simplefilter("error", ResourceWarning)
     asyncio.run(_warm())
     gc.collect()

@@ -542,6 +542,7 @@ def in_child(asked: dict[str, Any], out: int) -> None:
 
 def serve() -> None:
     torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # or the first threads of a fork race to do it
     warnings.simplefilter("error", ResourceWarning)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 

@@ -28,6 +28,7 @@ import sidestream
 def main(descriptor: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # or the first threads of a fork race to do it
     for module in pkgutil.walk_packages(sidestream.__path__, "sidestream."):
         if "__main__" not in module.name and ".cli" not in module.name:
             importlib.import_module(module.name)

@@ -37,6 +37,7 @@ _RANK_S = 90
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # or the first threads of a fork race to do it
     _cases.warm_up()
     gc.collect()
     gc.freeze()  # a collection in a rank would otherwise copy the pages of every object that is here already

@@ -125,6 +125,7 @@ def next_trainer() -> dict[str, str] | None:
 if __name__ == "__main__":
     logging.basicConfig(format="log: %(message)s")
     torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # or the first threads of a fork race to do it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it for its children
     assert callable(sidestream.save)  # imports what a save needs, once for all
     trainer = next_trainer()
