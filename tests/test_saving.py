@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
+import sys
 import threading
 import weakref
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from torch import nn
 
 import sidestream
 from sidestream._layout import save_layout as save_plan
+from sidestream._staging import stage as staging
 from sidestream.errors import (
     ArenaExhaustedError,
     CheckpointExistsError,
@@ -297,3 +301,42 @@ async def test_a_save_that_is_interrupted_while_it_settles_leaves_nothing(
         await nobody_writes_any_more(before)
         assert not list(tmp_path.iterdir())
         await all_returned(stager)
+
+
+async def test_a_second_interrupt_while_a_save_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the interpreter looks for signals while the stage, which is queued, gives way: its thread ends."""
+    left = 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        if event in ("call", "return", "c_return") and frame.f_code.co_filename == staging.__file__:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    def interrupted(*_: Any) -> None:
+        sys.setprofile(profile)
+        raise KeyboardInterrupt
+
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        held = await stager.stage({"t": torch.zeros(200_000)})
+        waiting = stager.stage({"t": torch.ones(200_000)})
+        while stager.statistics().waiters == 0:
+            await asyncio.sleep(0)
+        before = threading.enumerate()
+        with monkeypatch.context() as patched:
+            patched.setattr(stager, "settle", interrupted)
+            for step in itertools.count(1):
+                left = step
+                try:
+                    with pytest.raises(KeyboardInterrupt):
+                        sidestream.async_save({"w": torch.zeros(4)}, tmp_path / "queued", stager=stager)
+                finally:
+                    sys.setprofile(None)
+                await nobody_writes_any_more(before)
+                if left > 0:
+                    break
+        assert step > 10
+        held.release()
+        (await waiting).release()
+    assert list(tmp_path.iterdir()) == []

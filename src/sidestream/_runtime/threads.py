@@ -178,10 +178,10 @@ class Stop:
     A thread that waits for something else (a condition, a queue) waits inside ``waking``.
     """
 
-    __slots__ = ("__weakref__", "_event", "_lock", "_wakers")
+    __slots__ = ("__weakref__", "_is_set", "_lock", "_wakers")
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._is_set = False
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], None]] = []
         _stops.add(self)
@@ -199,19 +199,19 @@ class Stop:
                 self._wakers.remove(waker)
 
     def set(self) -> None:
+        self._is_set = True  # first, and not an Event: an interrupt could leave the lock of that acquired
         with self._lock:
-            self._event.set()
             wakers = list(self._wakers)
         for waker in wakers:
             waker()
 
     def is_set(self) -> bool:
-        return self._event.is_set()
+        return self._is_set
 
     def check(self) -> None:
         """Raise ``ClosedError`` if the flag is set. A task that waits for the thread raises its own ``CancelledError``
         instead."""
-        if self._event.is_set():
+        if self._is_set:
             raise ClosedError("stopped before the work was done")
 
 

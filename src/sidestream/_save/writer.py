@@ -465,8 +465,10 @@ class LaidOutStage(Stage):
         if staging is None:
             staging = self._launch_second(stop)
         # In a group rank 0 raises at the deadline, and its error names the ranks that have not made the call.
-        patience_s = 0.0 if self._order.operation is None else _PATIENCE_S
-        plan: FilePlan = deadline.result(staging.laid, "waiting for earlier stages", patience_s)
+        if self._order.operation is not None:
+            deadline = Deadline(deadline.at + _PATIENCE_S, deadline.timeout_s)
+        with time_limit(deadline):
+            plan: FilePlan = result_of(staging.laid, stop, "waiting for earlier stages")
         return plan
 
     def _launch_second(self, stop: Stop) -> Staging[Any]:
