@@ -39,11 +39,10 @@ def once(way: str, run: Path, number: int) -> None:
         )
         sidestream.blocking.load(state, run / f"save-{number}")
     else:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # or asyncio.run would leave the signal to it
         try:
             asyncio.run(both(run, number, state))
         finally:
-            signal.signal(signal.SIGINT, interrupt)
+            signal.signal(signal.SIGINT, interrupt)  # an interrupt may keep asyncio.run from doing it
     assert same(state, make_state(number))
 
 
@@ -63,7 +62,10 @@ def interrupt(_: int, frame: FrameType | None) -> None:
 
 def go_on(way: str, run: Path, stop: Path, told: dict[str, Any]) -> None:
     """Save and load until the file ``stop`` exists, independent of interrupts."""
-    while not stop.exists():
+    while True:
+        signal.signal(signal.SIGINT, interrupt)  # as above
+        if stop.exists():
+            return
         try:
             told["last"] += 1
             once(way, run, told["last"])
@@ -89,6 +91,7 @@ def main() -> None:
     torch.set_num_threads(1)
     told: dict[str, Any] = {"interrupted": 0, "done": 0, "wrong": [], "last": 1}
     once(way, run, 1)
+    signal.default_int_handler = interrupt  # asyncio.run takes the signal only from the default handler
     signal.signal(signal.SIGINT, interrupt)
     print("ready", flush=True)
     while not stop.exists():
