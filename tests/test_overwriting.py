@@ -24,6 +24,7 @@ from sidestream.errors import (
     CorruptCheckpointError,
     InvalidOptionError,
     NotDurableError,
+    StorageError,
 )
 
 
@@ -398,6 +399,15 @@ async def test_remove(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     with pytest.raises(CheckpointNotFoundError):
         await remove(tmp_path / "a")
+
+
+async def test_a_link_is_not_removed(tmp_path: Path) -> None:
+    await save(state_of(1), tmp_path / "a")
+    (tmp_path / "link").symlink_to("a")
+    with pytest.raises(StorageError, match="symbolic link"):
+        await remove(tmp_path / "link")
+    assert sorted(os.listdir(tmp_path)) == ["a", "link"]
+    assert await loaded(tmp_path / "link") == 1
 
 
 async def test_remove_on_object_storage() -> None:

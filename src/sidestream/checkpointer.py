@@ -544,7 +544,7 @@ class Checkpointer:
 
     async def _after_saves(self) -> Exception | None:
         await self._prune()
-        return next(iter(self._pruner.damaged.values()), None)
+        return next(reversed(self._pruner.damaged.values()), None)  # the damage that was found last
 
     async def _prune(self) -> Pruned:
         async with self._pruning:

@@ -69,6 +69,34 @@ def test_verify(tmp_path: Path) -> None:
     assert "CheckpointNotFoundError" in sidestream_("verify", tmp_path / "nothing", code=2)
 
 
+def test_the_reader_of_the_output_is_gone(run: Path, tmp_path: Path) -> None:
+    """The exit code is not 0: what was found may not have been read."""
+    sidestream.blocking.save({"w": torch.arange(1000.0)}, tmp_path / "broken")
+    shard = tmp_path / "broken" / "__0_1.distcp"
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    for target in (run / "step-1", tmp_path / "broken"):
+        reading, writing = os.pipe()
+        os.close(reading)
+        words = [*COMMAND, "verify", str(target)]
+        done = subprocess.run(words, env=ENVIRONMENT, stdout=writing, stderr=subprocess.PIPE, timeout=300, check=False)
+        os.close(writing)
+        assert done.returncode in (1, 2)
+        assert done.stderr == b""
+
+
+def test_ls_shows_damage_beside_what_is_good(tmp_path: Path) -> None:
+    with sidestream.blocking.Checkpointer(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save({"w": torch.ones(3)}, step=step)
+    next((tmp_path / "step-1").glob("manifest-*")).write_bytes(b"{}")
+    damaged, good = json.loads(sidestream_("ls", tmp_path, "--json"))
+    assert "manifest" in damaged["damage"]
+    assert (good["name"], good["tensors"]) == ("step-2", 1)
+    assert "secret" not in sidestream_("ls", "memory://user:secret@host/run", code=2)
+
+
 def test_diff(run: Path) -> None:
     found: list[dict[str, Any]] = json.loads(sidestream_("diff", run / "step-1", run / "step-2", "--json", code=1))
     assert found == [

@@ -18,7 +18,7 @@ from _run import Held, blank, ended, flip, is_state_of, leases_in, line_of, proc
 
 import sidestream
 from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, SavedStep
-from sidestream._run.leases import Leases
+from sidestream._run.leases import Leases, parse_lease
 from sidestream._run.pruning import Pruner
 from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, LocalStore, ReadRange
@@ -108,6 +108,54 @@ async def test_damage_that_retention_finds_is_told_once(tmp_path: Path) -> None:
             await checkpoints.async_save(state_of(5), step=5)
         await save_steps(checkpoints, 5, 6)
     assert entries(tmp_path) == ["step-5", "step-6", "step-9"]
+
+
+async def test_each_damage_is_told(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        await save_steps(checkpoints, 1)
+        for step in (2, 3):
+            async with checkpoints._pruning:  # so that retention sees the step after the damage
+                await save_steps(checkpoints, step)
+                flip(tmp_path / f"step-{step}")
+            await until(lambda step=step: f"step-{step}" in checkpoints.health().damaged, "retention to find it")
+            with pytest.raises(CorruptCheckpointError, match=f"step-{step} does not verify"):
+                await save_steps(checkpoints, 9)
+    assert entries(tmp_path) == ["step-1", "step-2", "step-3"]
+
+
+async def saved_again(run: Path, step: int, loss: float) -> None:
+    """Another process has removed the step and saved it again."""
+    await sidestream.remove(run / f"step-{step}")
+    async with sidestream.Checkpointer(run) as other:
+        await save_steps(other, step, loss=loss)
+
+
+async def test_the_metadata_of_a_step_that_was_saved_again(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, loss=9.0)
+        await save_steps(checkpoints, 2, loss=0.5)
+    async with sidestream.Checkpointer(tmp_path, keep=KeepBest("loss") | KeepLast(1)) as checkpoints:
+        assert (await checkpoints.prune(dry_run=True)).deleted == ("step-1",)
+        await saved_again(tmp_path, 1, 0.1)
+        await saved_again(tmp_path, 2, 0.2)
+        await save_steps(checkpoints, 3, loss=0.3)
+        assert (await checkpoints.prune()).deleted in ((), ("step-2",))
+    assert entries(tmp_path) == ["step-1", "step-3"]
+
+
+async def test_a_verified_step_that_was_saved_again_is_verified_again(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 3)
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        assert (await checkpoints.prune()).verified == "step-3"
+        await saved_again(tmp_path, 3, 0.1)
+        flip(tmp_path / "step-3")
+        async with sidestream.Checkpointer(tmp_path) as other:
+            await save_steps(other, 2)
+        pruned = await checkpoints.prune()
+        assert (pruned.deleted, pruned.damaged) == ((), ("step-3",))
+        await saved_again(tmp_path, 3, 0.1)
+        assert (await checkpoints.prune()).deleted == ("step-2",), "the damage is gone too"
 
 
 async def test_the_marker_goes_first(tmp_path: Path) -> None:
@@ -202,6 +250,30 @@ async def test_a_leased_step_stays_until_its_reader_is_done(tmp_path: Path) -> N
             async with reader.reading(1):
                 pass
     assert entries(tmp_path) == ["step-2"]
+
+
+async def test_a_lease_goes_on_after_a_store_denies_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sidestream.Checkpointer(tmp_path, lease_s=0.4) as reader:
+        await save_steps(reader, 1)
+        async with reader.reading(1):
+            before = leases_in(tmp_path)
+            with monkeypatch.context() as patched:
+                patched.setattr(LocalStore, "put", missing)
+                await until(lambda: "could not be renewed" in str(reader.health().leases), "a renewal that fails")
+            await until(lambda: leases_in(tmp_path) not in ([], before), "a renewal")
+    assert leases_in(tmp_path) == []
+
+
+async def missing(*_: object, **__: object) -> None:
+    raise FileNotFoundError("404")
+
+
+def test_the_name_of_the_longest_lease() -> None:
+    seen = parse_lease(f"step-1.read{10**9}.{'a' * 32}", 0.0)
+    assert seen is not None
+    assert (seen.directory, seen.ttl_s) == ("step-1", 1e9)
 
 
 async def test_a_lease_of_the_dead_expires(tmp_path: Path) -> None:

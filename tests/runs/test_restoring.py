@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from sidestream._run.restore import Wish, choose
 from sidestream._run.steps import list_steps
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import LocalStore
+from sidestream._storage.local import read as local_read
 from sidestream.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, MissingKeysError
 
 
@@ -237,3 +240,25 @@ async def test_a_listing_that_was_overtaken_is_made_again(tmp_path: Path, there:
     with time_limit(Deadline.after(60)):
         found = await list_steps(Overtaken(tmp_path))
     assert [step.step for step in found] == [*there[:-1], 10]
+
+
+async def test_a_step_that_is_deleted_while_it_is_opened_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its marker is deleted first: the reader sees a manifest without a marker."""
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 2)
+        place = local_read._place
+
+        @contextmanager
+        def placed(path: Path, within: Any) -> Iterator[Any]:
+            with place(path, within) as found:  # the directory is open
+                if path == tmp_path / "step-2" / ".metadata" and path.exists():
+                    path.unlink()
+                    path.parent.rename(tmp_path / ".retired-0")
+                yield found
+
+        monkeypatch.setattr(local_read, "_place", placed)
+        with pytest.raises(CheckpointNotFoundError):
+            await checkpoints.restore(blank(), step=2)
+        assert await checkpoints.restore(blank()) == 1

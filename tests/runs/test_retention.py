@@ -92,6 +92,8 @@ def test_metrics_that_are_none() -> None:
     assert gone(nested, KeepBest("val.loss", mode="max")) == [2]
     even = [SavedStep(step, metadata={"loss": 1.0}) for step in (1, 2, 3, 4)]
     assert gone(even, KeepBest("loss", 2)) == [1, 2], "of equal ones the newer"
+    large = [SavedStep(1, metadata={"tokens": 10**400}), SavedStep(2, metadata={"tokens": 0.5}), SavedStep(3)]
+    assert gone(large, KeepBest("tokens", mode="max")) == [2], "no float is as large"
 
 
 def test_a_step_that_was_saved_again_counts_once() -> None:

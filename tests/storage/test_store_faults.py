@@ -10,7 +10,7 @@ import pytest
 import torch
 from _places import Place, s3_place
 from _s3_server import S3Server
-from keywords import for_load, for_save
+from keywords import for_load, for_run, for_save
 
 import sidestream
 from sidestream import errors, events
@@ -69,6 +69,17 @@ async def test_faults_of_a_load(s3: S3Server, engine: str, fault: int | str) -> 
     await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     s3.once("get", fault, times=3)
     await loads(place)
+
+
+@pytest.mark.parametrize("name", ["status404", "http404", "(404"])
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_an_object_whose_name_looks_like_a_status(s3: S3Server, engine: str, name: str) -> None:
+    place = s3_place(s3, engine)
+    async with sidestream.Checkpointer(place.url(name), **for_run(**place.keywords)) as checkpoints:
+        for step in (1, 2):
+            await checkpoints.save({"step": step}, step=step)
+        s3.once("get", 500, key=f"run/{name}/step-2/.metadata")
+        assert await checkpoints.restore({"step": 0}) == 2
 
 
 async def test_repetitions_can_be_seen(s3: S3Server) -> None:

@@ -11,7 +11,7 @@ from .._runtime.tasks import run_shielded, supervise
 from .._runtime.threads import Deadline, time_limit
 from .._save.sinks import Export, PendingExport, all_ended, exports_in, sinks_of
 from .._storage import parse_step, step_name
-from ..errors import InvalidOptionError, printable_lines
+from ..errors import CorruptCheckpointError, InvalidOptionError, printable_lines
 from ..options import Durability, check_count
 
 __all__ = ["Exports", "Upkeep"]
@@ -24,7 +24,7 @@ class Upkeep:
     """A background task that runs ``work`` on request. Requests that arrive during a run lead to one more run.
 
     A failure may be raised or returned. ``error`` has the failure of the last run, or None. A failure of another type
-    than that of the run before is logged, and is also in ``unretrieved`` until a caller raises it.
+    than that of the run before, or another damage, is logged, and is also in ``unretrieved`` until a caller raises it.
     """
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, Exception | None]], name: str) -> None:
@@ -63,10 +63,16 @@ class Upkeep:
                 error = await self._work()
             except Exception as failure:  # any class: a retention policy of the user may raise it
                 error = failure
-            if error is not None and type(error) is not type(self.error):
+            if error is not None and _is_new(error, self.error):
                 self.unretrieved = error
                 _log.error("%s: %s: %s", self._name, type(error).__name__, printable_lines(str(error)))
             self.error = error
+
+
+def _is_new(error: Exception, last: Exception | None) -> bool:
+    if isinstance(error, CorruptCheckpointError):  # the same object as long as it lasts
+        return error is not last
+    return type(error) is not type(last)
 
 
 class Exports:

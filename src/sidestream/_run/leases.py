@@ -33,7 +33,7 @@ __all__ = ["Lease", "Leases", "Seen", "parse_lease"]
 
 Kind = Literal["read", "save", "delete"]
 
-_NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>read|save|delete)(?P<ttl>[0-9]{1,9})\.[0-9a-f]{32}")
+_NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>read|save|delete)(?P<ttl>[0-9]{1,10})\.[0-9a-f]{32}")
 _RENEWALS = 4  # per lifetime of a lease
 _CALL_S = 30.0
 
@@ -193,7 +193,7 @@ class Lease:
                 with time_limit(Deadline.after(_CALL_S)):
                     await self._put_one()
                 await self._drop(self._files[:-1])
-            except SidestreamError as error:
+            except (SidestreamError, OSError) as error:  # OSError: the answer was that there is no such object
                 self._leases.trouble[self.directory] = f"the lease could not be renewed: {error}"
 
     async def _remove(self) -> None:
@@ -202,7 +202,7 @@ class Lease:
             self._renewing = None  # breaks a reference cycle through the traceback of the task
         try:
             await self._drop(list(self._files))
-        except SidestreamError as error:
+        except (SidestreamError, OSError) as error:
             self._leases.trouble[self.directory] = f"the lease could not be released: {error}"
 
     async def _drop(self, names: list[str]) -> None:

@@ -147,6 +147,7 @@ class Pruner:
     # --- steps that retention does not keep ---
 
     async def _retain(self, protecting: Callable[[], Collection[int]]) -> Pruned:
+        remembered = set(self._known)  # from earlier passes
         steps = await self._own_steps()
         protected = frozenset(protecting())  # after the listing, which may contain a step that was just committed
         verified: Step | None = None
@@ -159,6 +160,9 @@ class Pruner:
                 candidates = [steps[name] for name in chosen if steps[name].order < newest.order]
                 break
             del steps[newest.name]
+        deciding = steps.values() if needs_metadata(self.keep) else filter(None, [verified, *candidates])
+        if candidates and await self._forget_replaced([step for step in deciding if step.name in remembered]):
+            return await self._retain(protecting)
         deleted: list[str] = []
         leased: list[str] = []
         for step in candidates:
@@ -167,14 +171,28 @@ class Pruner:
             tuple(deleted), tuple(leased), None if verified is None else verified.name, tuple(sorted(self._damaged))
         )
 
+    async def _forget_replaced(self, steps: Iterable[Step]) -> bool:
+        """Forget what is known of steps that were removed, and saved again under the same name, since they were read.
+        Return whether there are such steps."""
+        found = False
+        for step in steps:
+            now = await look_at(self.store, step)
+            if now is None or now.marker != step.marker:
+                found = True
+                self._known.pop(step.name, None)
+                self._saved.pop(step.name, None)
+                self._verified.discard(step.name)
+        return found
+
     async def _own_steps(self) -> dict[str, Step]:
         """Return the committed steps that sidestream wrote, by name. Other directories are neither counted nor
-        deleted."""
-        found = await list_generations(self.store, self._known)
+        deleted. Damaged steps are read again, because they may have been removed and saved again."""
+        known = {name: step for name, step in self._known.items() if name not in self._damaged}
+        found = await list_generations(self.store, known)
         own = {step.name: step for step in found if step.damage is None and step.marker is not None}
+        self._damaged = {name: one for name, one in self._damaged.items() if own.get(name) == self._known.get(name)}
         self._known = own
         self._verified &= own.keys()
-        self._damaged = {name: error for name, error in self._damaged.items() if name in own}
         return {name: step for name, step in own.items() if name not in self._damaged}
 
     async def _choose(self, steps: dict[str, Step], protected: frozenset[int]) -> list[str]:

@@ -211,9 +211,9 @@ def _metric(metadata: Mapping[str, Any], path: str) -> float | None:
     value: Any = metadata
     for key in [path] if path in metadata else path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        return None
-    return value
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def needs_metadata(keep: Retention) -> bool:

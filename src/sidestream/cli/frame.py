@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,12 +97,13 @@ def verb(function: Callable[P, int]) -> Callable[P, None]:
 
     @wraps(function)
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
+        code = 2
         try:
             code = function(*args, **kwargs)
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader of the output has closed the pipe
-            sys.stderr.close()
-            code = 0
+        except BrokenPipeError:  # the reader has gone; not 0, because damage may not have been printed
+            code = max(code, 1)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it at its end
         except KeyboardInterrupt:
             sys.stderr.write("interrupted; nothing incomplete is left behind\n")
             code = 130

@@ -18,7 +18,13 @@ from .._convert.source import Source, SourceComposite, SourceOpaque, SourceTenso
 from .._run.steps import list_steps
 from .._runtime.threads import Deadline
 from .._storage import locate_run
-from ..errors import CheckpointNotFoundError, MissingKeysError
+from ..errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingKeysError,
+    UnsupportedCheckpointError,
+    redacted,
+)
 from ..options import Progress, Storage
 from .values import Inside, value_differences
 
@@ -51,11 +57,17 @@ def steps(url: str, options: Options = None) -> list[StepRow]:
         if one.damage is not None:
             found.append(StepRow(one.step, one.name, 0, 0, str(one.damage)))
             continue
-        checkpoint = blocking.open_checkpoint(f"{url.rstrip('/')}/{one.name}", storage_options=options)
-        tensors = [info for info in checkpoint.values() if info is not None]
+        try:
+            checkpoint = blocking.open_checkpoint(f"{url.rstrip('/')}/{one.name}", storage_options=options)
+            tensors = [info for info in checkpoint.values() if info is not None]
+        except CheckpointNotFoundError:  # deleted since the run was listed
+            continue
+        except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
+            found.append(StepRow(one.step, one.name, 0, 0, str(error)))
+            continue
         found.append(StepRow(one.step, one.name, len(tensors), sum(info.nbytes for info in tensors)))
     if not found:
-        raise CheckpointNotFoundError(f"{url} has no committed step")
+        raise CheckpointNotFoundError(f"{redacted(url)} has no committed step")
     return found
 
 
@@ -94,7 +106,7 @@ def rows(url: str, pattern: str, options: Options = None) -> list[EntryRow]:
         elif not one.empty:
             found.append(EntryRow(name, None, None, 0, ()))
     if not found and entries:
-        raise MissingKeysError(f"{url}: nothing is named like {pattern}", [pattern])
+        raise MissingKeysError(f"{redacted(url)}: nothing is named like {pattern}", [pattern])
     return found
 
 

@@ -77,9 +77,13 @@ async def look_at(store: Store, found: Step) -> Step | None:
     is a damaged checkpoint of sidestream. Return None if it never was a checkpoint.
 
     On storage that publishes directories by a rename, no directory with such a name has a manifest before it is
-    published. So there a directory with a manifest and without a marker is a damaged checkpoint."""
-    async with aclosing(store.source(found.name)) as source:
-        return await _look_at(source, found, store)
+    published. So there a directory with a manifest and without a marker is a damaged checkpoint, unless it was moved
+    since it was opened: then its files are being deleted."""
+    while True:
+        async with aclosing(store.source(found.name)) as source:
+            seen = await _look_at(source, found, store)
+            if (seen is not None and seen.damage is None) or not await source.moved():
+                return seen
 
 
 async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | None:

@@ -128,6 +128,7 @@ _BASE_S = 0.1
 _THROTTLED_BASE_S = 0.5
 _MOST_S = 20.0
 _STATUS = re.compile(r"(?:status(?: code)?:?|HTTP(?: error)?|\()\s*(\d{3})\b", re.IGNORECASE)
+_URL = re.compile(r"\S+://\S+")
 _THROTTLING = ("slowdown", "slow down", "reduce your request rate", "toomanyrequests", "throttl", "serverbusy")
 _PASSING = (
     "timed out", "timeout", "connect", "reset", "broken pipe", "sending request", "incomplete", "eof", "body",
@@ -304,7 +305,7 @@ def _status(error: BaseException) -> int | None:
             status = getattr(one, attribute, None)
             if type(status) is int and 100 <= status < 600:
                 return status
-    match = _STATUS.search(str(error))
+    match = _STATUS.search(_URL.sub("", str(error)))  # the name of an object may look like a status
     return int(match[1]) if match is not None and 400 <= int(match[1]) < 600 else None
 
 

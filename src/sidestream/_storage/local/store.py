@@ -174,6 +174,8 @@ def _discard(root: Path, leftover: str) -> None:
 
 
 def _retire(root: Path, directory: str, durability: Durability) -> None:
+    if (root / directory).is_symlink():  # taken away, it would stay under a hidden name
+        raise StorageError(errno.ENOTDIR, "a symbolic link: remove the directory that it names", str(root / directory))
     hidden = take_away(root, directory)
     if hidden is None:
         return
