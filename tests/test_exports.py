@@ -7,6 +7,8 @@ import gc
 import logging
 import os
 import re
+import threading
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from safetensors.torch import load_file
 
 import sidestream
 from sidestream import HF, AsyncStager, Checkpointer, KeepLast, async_save, events, save, strip_prefix
+from sidestream._convert.export import _Piece, _StreamedFile
 from sidestream._layout import save_layout
+from sidestream._runtime.threads import Stop
 from sidestream.errors import (
     CheckpointExistsError,
     InvalidOptionError,
@@ -216,6 +220,19 @@ async def test_places_that_collide(export: list[dict[str, Any]], tmp_path: Path)
 def test_wrong_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidOptionError):
         HF("somewhere", **options)
+
+
+def test_each_thread_that_writes_a_file_raises_the_error_of_its_content() -> None:
+    """Not ``StopIteration`` of the generator that has ended: an export starts over only after ``SnapshotLostError``."""
+
+    def content() -> Generator[_Piece]:
+        raise SnapshotLostError("taken back")
+        yield
+
+    file = _StreamedFile(1 << 20, content(), threading.Lock())
+    for _ in range(2):
+        with pytest.raises(SnapshotLostError, match="taken back"):
+            file.take(0, Stop())
 
 
 async def test_a_cancelled_export_leaves_the_checkpoint(tmp_path: Path) -> None:

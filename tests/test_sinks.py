@@ -71,6 +71,9 @@ class Collecting:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
+    def leave(self, *, stuck: bool) -> None:
+        """Nothing has been written."""
+
     async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> dict[str, Any]:
         self.read_from = "checkpoint"
         return await (await open_checkpoint(checkpoint.url)).state_dict()
@@ -91,6 +94,9 @@ class Null:
         return read
 
     async def undo(self, error: BaseException) -> None:
+        """Nothing has been written."""
+
+    def leave(self, *, stuck: bool) -> None:
         """Nothing has been written."""
 
     async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> str:
@@ -326,6 +332,9 @@ class Keeping:
         return read
 
     async def undo(self, error: BaseException) -> None:
+        """Nothing has been written."""
+
+    def leave(self, *, stuck: bool) -> None:
         """Nothing has been written."""
 
     async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> None:

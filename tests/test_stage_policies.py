@@ -23,13 +23,26 @@ from sidestream._runtime.rate import RateLimiter
 from sidestream._runtime.threads import Deadline, Stop
 from sidestream._staging import AsyncStager, Copy, HostEngine
 from sidestream._staging.arena import Arena
-from sidestream.errors import ArenaExhaustedError, InvalidOptionError, SkippedError
+from sidestream.errors import ArenaExhaustedError, DeadlineExceededError, InvalidOptionError, SkippedError
 
 KIB = 1 << 10
 
 
 def filled(value: float, nbytes: int = 200 * KIB) -> dict[str, torch.Tensor]:
     return {"t": torch.full((nbytes // 4,), value)}
+
+
+async def test_an_eager_stage_that_is_late_fails() -> None:
+    """``stage()`` waits until the deadline. The caller changes the sources then."""
+    engine = GatedEngine()
+    source = torch.ones(200 * KIB)
+    async with AsyncStager(mode="eager", timeout_s=0.05, engine=engine) as stager:
+        stage = stager.stage({"t": source})
+        source.zero_()
+        engine.gate.set()
+        with pytest.raises(DeadlineExceededError):
+            await stage
+        await all_returned(stager)
 
 
 # --- when_full ---

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 import sidestream
 from sidestream import errors
+from sidestream._convert import export
 from sidestream._staging import cached
 from sidestream._worker.client import close_all, worker_for
 
@@ -124,6 +125,36 @@ def test_closed_under_saves(
     assert all("its event loop was closed" in line and "outcome: absent" in line for line in lines())
     assert descriptors(tmp_path) == []
     close_all()
+
+
+def test_closed_under_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
+    """The checkpoint is committed, and what the export has written is removed."""
+    going, over = threading.Event(), threading.Event()
+    take = export._StreamedFile.take
+
+    def slow(self: Any, number: int, stop: Any) -> Any:
+        going.set()
+        assert over.wait(PATIENCE_S)
+        return take(self, number, stop)
+
+    monkeypatch.setattr(export._StreamedFile, "take", slow)
+
+    async def begin() -> sidestream.PendingSave:
+        pending = sidestream.async_save(make_state(2), tmp_path / "step-1", export=sidestream.HF(tmp_path / "hf"))
+        await pending
+        assert await asyncio.to_thread(going.wait, PATIENCE_S)
+        return pending
+
+    pending = closed(begin)
+    over.set()
+    until(lambda: pending.exports[0].done() and "sidestream-export" not in ours())
+    cached.close_all()
+    until(lambda: not ours())
+    assert isinstance(pending.exports[0].report_or_error(), errors.SaveAbortedError)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1"]
+    assert sum("hf" in line for line in lines()) == 1
 
 
 def test_its_error_says_so(tmp_path: Path, lines: Callable[[], list[str]]) -> None:

@@ -855,3 +855,22 @@ def with_files(rank: int, world: int, directory: Path) -> list[Any]:
         return []
 
     return run(all_of_it())
+
+
+def many_states_at_once(rank: int, world: int, directory: Path) -> list[str]:
+    """States of six structures, of which the group keeps the agreements of four, each by a stager of its own."""
+    states = [{f"m{n}": {f"w{k}": torch.ones(64) for k in range(3 + n)}} for n in range(6)]
+    options = sidestream.SaveOptions(durability="flush", timeout_s=TIMEOUT_S)
+
+    async def save() -> list[str]:
+        outcomes = []
+        for turn in range(12):
+            pending = [
+                sidestream.async_save(state, directory / f"{turn}-{n}", options=options)
+                for n, state in enumerate(states)
+            ]
+            await asyncio.gather(*pending, return_exceptions=True)
+            outcomes += [one.outcome for one in pending]
+        return outcomes
+
+    return run(save())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.distributed.tensor import Shard
 
 import sidestream
 from sidestream import events
+from sidestream._convert.source import Source
 
 FILE_BYTES = 1 << 20
 
@@ -73,6 +76,7 @@ def failing_export(rank: int, world: int, directory: Path, how: str, who: int) -
     """One rank fails in an export; the checkpoint is there all the same, and the next export succeeds."""
 
     begun: list[Any] = []
+    loop: Any = None
 
     def seen(event: object) -> None:
         if isinstance(event, events.SaveEvent) and event.save.operation == "export" and rank == who:
@@ -86,16 +90,40 @@ def failing_export(rank: int, world: int, directory: Path, how: str, who: int) -
     def renamed(name: str) -> str:
         return "same" if how == "collides" and rank == who else name
 
+    def cancelling(source: Source) -> Any:
+        """Cancel the export while a thread lists the checkpoint, and go on when its task has seen that."""
+        cancelled = threading.Event()
+
+        def cancel() -> None:
+            begun.pop().exports[0].cancel()
+            loop.call_soon(loop.call_soon, cancelled.set)
+
+        if begun:
+            loop.call_soon_threadsafe(cancel)
+            assert cancelled.wait(TIMEOUT_S)
+        return parts(source)
+
+    parts = Source.parts
+    if how == "cancelled while it chooses" and rank == who:
+        Source.parts = cancelling  # type: ignore[method-assign]
+
     async def save() -> Any:
-        options = {"names": renamed} if how == "collides" else {}
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        options: dict[str, Any] = {"names": renamed} if how == "collides" else {}
         if how == "differs" and rank == who:
             options["select"] = "model.rows"
+        if how == "differs in dtype":  # files of the same sizes
+            options["dtype"] = torch.float16 if rank == who else torch.bfloat16
         export = sidestream.HF(directory / "hf", max_shard_bytes=FILE_BYTES, **options)
         pending = sidestream.async_save(
             state_of(world), directory / "step", export=export, options=sidestream.SaveOptions(timeout_s=TIMEOUT_S)
         )
         begun.append(pending)
         if how == "cancelled" and rank == who:
+            pending.exports[0].cancel()
+        if how == "cancelled before its first step" and rank == who:
+            await asyncio.sleep(0)  # the export has begun
             pending.exports[0].cancel()
         info = await pending
         try:

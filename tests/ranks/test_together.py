@@ -41,6 +41,10 @@ def test_names_that_ranks_share_in_part(groups: Groups, tmp_path: Path) -> None:
         assert told == [["opt", "raw", "w"], [[0, "InvalidOptionError"]]]
 
 
+def test_more_states_at_once_than_agreements_are_kept(groups: Groups, tmp_path: Path) -> None:
+    assert groups.run("many_states_at_once", 2, tmp_path).results == [["committed"] * 72] * 2
+
+
 def test_groups_save_at_once(groups: Groups, tmp_path: Path) -> None:
     groups.run("subgroups", 4, tmp_path)
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".group")}

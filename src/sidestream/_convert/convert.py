@@ -223,15 +223,15 @@ async def _convert(
         sidecars = {name: one for name, one in sidecars.items() if not name.endswith(SUFFIX) and name != INDEX_NAME}
         how = replace(how, others={**sidecars, **how.others})
 
-    async def prepare() -> tuple[Sequence[TargetFile] | DcpTarget, Pipeline]:
+    async def prepare() -> tuple[Sequence[TargetFile] | DcpTarget, Pipeline, object]:
         files = await io_threads().run(_plan, selection, name, how)
         total = await io_threads().run(_total, selection)
         pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
         if how.verify == "always":
             await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
-        return files, pipeline
+        return files, pipeline, None if ranks is None else await io_threads().run(_terms, selection)
 
-    files, pipeline = await prepare_together(ranks, prepare)
+    files, pipeline, terms = await prepare_together(ranks, prepare)
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
     beside = sidecars if isinstance(files, DcpTarget) else {}
     order = SaveOrder(
@@ -249,7 +249,7 @@ async def _convert(
     if ranks is None:
         await run_here(order, partial(pipeline.write, layout.data_files), layout, sum(sizes.values()))
     else:
-        sizes = await _run_divided(order, layout.data_files, pipeline, ranks)
+        sizes = await _run_divided(order, layout.data_files, pipeline, ranks, terms)
 
     def report() -> ConvertReport:
         return ConvertReport(
@@ -268,16 +268,21 @@ async def _convert(
 
 
 async def _run_divided(
-    order: SaveOrder, files: Sequence[TargetFile], pipeline: Pipeline, ranks: Operation
+    order: SaveOrder, files: Sequence[TargetFile], pipeline: Pipeline, ranks: Operation, terms: object
 ) -> dict[str, int]:
     """Export with other ranks, and return the sizes of all files by their names."""
     tensors = [file for file in files if file.name.endswith(SUFFIX)]
     last = [file for file in files if not file.name.endswith(SUFFIX)]
-    origin = [[new, old] for new, (old, _) in pipeline.origin.items()]
-    divided = DividedFiles(order, ranks, tensors, last, origin)
+    divided = DividedFiles(order, ranks, tensors, last, terms)
     nbytes = 0 if ranks.rank else sum(file.nbytes for file in files)
     await run_here(order, partial(divided.write, pipeline), divided, nbytes, Divided(order))
     return {**{file.name: file.nbytes for file in tensors}, **divided.others}
+
+
+def _terms(selection: Selection) -> object:
+    """Return what the files contain, to be compared with other ranks. Called in a worker thread."""
+    tensors = gathered([one.fqn, one.dtype, selection.origin[one.fqn][0]] for one in selection.tensors)
+    return [tensors, dict(selection.aliases)]
 
 
 # --- the selection --------------------------------------------------------------------------------------------------

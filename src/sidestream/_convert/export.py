@@ -26,10 +26,18 @@ from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
 from .._storage import Body, BytesBody, Location, is_plain_name, locate_directory, read_sources
-from ..errors import InvalidOptionError, SkippedError, SnapshotLostError, UnsupportedTensorError, allocating
+from ..errors import (
+    InvalidOptionError,
+    SaveAbortedError,
+    SkippedError,
+    SnapshotLostError,
+    UnsupportedTensorError,
+    allocating,
+    without_frames,
+)
 from ..options import Dtypes, Durability, FileSource, Names, Storage, check_count, check_dtype, check_names, storage_of
 from .convert import ConvertReport, How, Selection, convert_opened
-from .source import SourceComposite, SourceTensor, open_source_at
+from .source import Source, SourceComposite, SourceTensor, open_source_at
 from .targets import OutTensor, SafetensorsFile, safetensors_layout
 
 __all__ = ["HF"]
@@ -246,25 +254,21 @@ class _Sink:
             starts_over = isinstance(error, SnapshotLostError)
             order.lifecycle.failed(SkippedError(str(error)) if starts_over else error, order.outcome)
             await order.transaction.clean_up(error)
+            self._order = None
+
+    def leave(self, *, stuck: bool) -> None:
+        order = self._order
+        if order is not None:
+            try:
+                order.transaction.settle(stuck=stuck)
+            finally:
+                order.lifecycle.failed(SaveAbortedError("the event loop has ended"), order.outcome)
 
     async def read_checkpoint(self, checkpoint: Location, ranks: Operation | None) -> ConvertReport:
         opened = await prepare_together(ranks, partial(open_source_at, checkpoint))
         async with aclosing(opened):
-            parts = await io_threads().run(opened.parts)
-            found = {fqn: one for fqn, one in opened.entries.items() if fqn not in parts}
-            entries = {fqn: one for fqn, one in found.items() if isinstance(one, SourceTensor)}
-            candidates = [
-                _Candidate(fqn, one.entry.dtype, one.entry.shape, one.identity) for fqn, one in entries.items()
-            ]
-            candidates += [
-                _Candidate(fqn, one.entry.dtype, one.entry.shape, fqn, one.entry.type)
-                for fqn, one in found.items()
-                if isinstance(one, SourceComposite)
-            ]
-            chosen = await prepare_together(
-                ranks, partial(io_threads().run, _choose, self.export, candidates, self.url)
-            )
-            origin = {new: (fqn, entries[fqn]) for new, fqn in chosen.origin.items()}
+            # In one step: a rank that is cancelled between two steps would not tell the others.
+            chosen, origin = await prepare_together(ranks, partial(io_threads().run, self._choose_from, opened))
             order = [one.fqn for one in chosen.tensors]
             selection = Selection(
                 chosen.tensors,
@@ -287,6 +291,20 @@ class _Sink:
                 others=self._others,
             )
             return await convert_opened(opened, selection, self.location, how, ranks)
+
+    def _choose_from(self, opened: Source) -> tuple[_Chosen, dict[str, tuple[str, SourceTensor]]]:
+        """Select tensors of a checkpoint, as ``_choose`` does, and return them with the source of each."""
+        parts = opened.parts()
+        found = {fqn: one for fqn, one in opened.entries.items() if fqn not in parts}
+        entries = {fqn: one for fqn, one in found.items() if isinstance(one, SourceTensor)}
+        candidates = [_Candidate(fqn, one.entry.dtype, one.entry.shape, one.identity) for fqn, one in entries.items()]
+        candidates += [
+            _Candidate(fqn, one.entry.dtype, one.entry.shape, fqn, one.entry.type)
+            for fqn, one in found.items()
+            if isinstance(one, SourceComposite)
+        ]
+        chosen = _choose(self.export, candidates, self.url)
+        return chosen, {new: (fqn, entries[fqn]) for new, fqn in chosen.origin.items()}
 
     def _report(self, files: Mapping[str, int], chosen: _Chosen) -> ConvertReport:
         return ConvertReport(
@@ -392,6 +410,7 @@ class _StreamedFile:
         self._content = content
         self._lock = lock
         self._left: _Piece | None = None
+        self._error: BaseException | None = None
         self._made: dict[int, memoryview] = {}
         self.parts: Sequence[_Part] = [
             _Part(self, number, start, min(_PART_BYTES, nbytes - start))
@@ -403,13 +422,22 @@ class _StreamedFile:
         with self._lock:
             stop.check()
             while self._next <= number:
-                part = self.parts[self._next]
-                with allocating("memory for a part of an export"):
-                    memory = mmap.mmap(-1, part.nbytes)
-                self._fill(memory, part.nbytes)
-                self._made[self._next] = memoryview(memory)
-                self._next += 1
+                if self._error is not None:  # the thread that met it may not have set ``stop`` yet
+                    raise self._error
+                try:
+                    self._make_next()
+                except BaseException as error:
+                    self._error = without_frames(error)
+                    raise
             return self._made.pop(number)
+
+    def _make_next(self) -> None:
+        part = self.parts[self._next]
+        with allocating("memory for a part of an export"):
+            memory = mmap.mmap(-1, part.nbytes)
+        self._fill(memory, part.nbytes)
+        self._made[self._next] = memoryview(memory)
+        self._next += 1
 
     def close(self) -> None:
         """Drop the pieces that refer to staged memory. Parts and files refer to each other, so they are freed late."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import anyio
 
 from ..errors import CorruptCheckpointError, SidestreamError, WrongLoopError
-from .abandoned import supervised_tasks, track_task
+from .abandoned import OperationResources, register, supervised_tasks, track_task
 from .threads import time_limit
 
 __all__ = [
@@ -78,14 +78,20 @@ def runs_in_trio() -> bool:
         return True
 
 
-def supervise(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+def supervise(
+    work: Coroutine[Any, Any, None], name: str, resources: OperationResources | None = None
+) -> asyncio.Task[None]:
     """Start a task that runs ``work`` on the running loop, and keep a strong reference to it until it has ended.
 
     ``work`` must not raise; it sets its failures on the futures that callers await. If ``asyncio.run`` ends the loop,
-    it cancels the task and waits for it. If the loop ends in another way, the coroutine is closed.
+    it cancels the task and waits for it. If the loop ends in another way, the coroutine is closed, and ``resources``
+    are released.
     """
     task = _create_task(work, name)
     track_task(task, "supervised")
+    if resources is not None:
+        registration = register(resources)
+        task.add_done_callback(lambda _: registration.end())
     return task
 
 

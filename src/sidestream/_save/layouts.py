@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-from collections import OrderedDict
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,23 +68,26 @@ class Agreement:
 
 
 class _Agreements:
-    """The agreements that were used last, by digests of the state dicts of all ranks."""
+    """The agreements that were used last, by digests of the state dicts of all ranks. Saves in several threads use
+    them."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, Agreement] = OrderedDict()
+        self._lock = threading.Lock()
+        self._kept: dict[str, Agreement] = {}
 
     @property
-    def ids(self) -> list[str]:
-        return list(self._known)
-
-    def get(self, name: str) -> Agreement:
-        self._known.move_to_end(name)
-        return self._known[name]
+    def known(self) -> dict[str, Agreement]:
+        """The agreements that are kept now, in a copy that other saves do not change."""
+        with self._lock:
+            return dict(self._kept)
 
     def put(self, agreement: Agreement) -> None:
-        self._known[agreement.id] = agreement
-        while len(self._known) > _KEPT:
-            self._known.popitem(last=False)
+        """Keep ``agreement`` as the one that was used last."""
+        with self._lock:
+            self._kept.pop(agreement.id, None)
+            self._kept[agreement.id] = agreement
+            while len(self._kept) > _KEPT:
+                del self._kept[next(iter(self._kept))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +122,10 @@ class AgreedLayout:
         table = run_sliced(local_table(plans, captured))
         values = run_sliced(encode_values(table))
         agreements = _agreements(operation)
-        heard: _Heard = _Heard(agreements)
+        known = agreements.known  # what other saves drop while this one is planned stays usable
+        heard: _Heard = _Heard(known)
         part = {**terms_of(self._order), "held": table.held.digest, "table": table.held.table, "values": values.digest}
-        part["knows"] = agreements.ids
+        part["knows"] = list(known)
         part["space"] = free_space(location.store, location.name), table.held.most_bytes + values.nbytes
         answer = json.loads(
             operation.exchange("plan", json.dumps(part).encode(), lambda parts: self._first(heard, parts))
@@ -133,9 +137,9 @@ class AgreedLayout:
             raw = operation.exchange("assign", detail, lambda parts: self._second(heard, parts))
             if raw:
                 agreement = heard.made or Agreement(answer["agreement"], Assignment.unpack(raw))
-                agreements.put(agreement)
         if agreement is None:
-            agreement = agreements.get(answer["agreement"])
+            agreement = known[answer["agreement"]]
+        agreements.put(agreement)
         plan = run_sliced(
             lay_out_rank(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
         )
@@ -157,7 +161,7 @@ class AgreedLayout:
         heard.known = all(heard.name in one["knows"] for one in told)
         detail = not heard.known or len({(one["table"], one["values"]) for one in told}) > 1
         if heard.known:
-            heard.fragments = dict(heard.agreements.get(heard.name).fragments)
+            heard.fragments = dict(heard.agreements[heard.name].fragments)
         process = this_process()
         first = {table: rank for rank, table in reversed(list(enumerate(heard.tables)))}
         return [
@@ -245,7 +249,7 @@ class AgreedLayout:
 class _Heard:
     """The results of the first step of planning, for the second one, on rank 0."""
 
-    agreements: _Agreements
+    agreements: Mapping[str, Agreement]
     name: str = ""
     tables: list[str] = field(default_factory=list)
     known: bool = False

@@ -6,16 +6,18 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from .._group import Operation, prepare_together
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded, supervise
-from .._runtime.threads import Deadline, Stop, Threads, time_limit
+from .._runtime.threads import Deadline, Stop, Threads, end_abandoned, time_limit
 from .._staging import SnapshotReader, clean
 from .._storage import Location
-from ..errors import InvalidOptionError, SnapshotLostError, printable_lines
+from ..errors import InvalidOptionError, SaveAbortedError, SnapshotLostError, printable_lines
 from ..options import Durability, Outcome
 from .order import SaveOrder
 
@@ -47,6 +49,10 @@ class Sink(Protocol):
     async def undo(self, error: BaseException) -> None:
         """Remove what ``read`` and ``finish`` have written, after the ``error`` that ended them. A thread may still
         hang in ``read``. After ``SnapshotLostError``, ``read_checkpoint`` is called next."""
+
+    def leave(self, *, stuck: bool) -> None:
+        """Remove what ``read`` and ``finish`` have written, because the event loop has ended. Called in a thread.
+        ``stuck``: a thread is left behind in a system call."""
 
     async def read_checkpoint(self, checkpoint: Location, ranks: Operation | None) -> Any:
         """Read the committed checkpoint, and return the result of the sink. If ``ranks`` is given, all ranks do so
@@ -81,6 +87,7 @@ class PendingExport:
         self._result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._saved: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
+        self._ranks: Operation | None = None
 
     @property
     def url(self) -> str:
@@ -89,6 +96,7 @@ class PendingExport:
 
     def done(self) -> bool:
         """Return True if the export has ended, with success or not."""
+        end_abandoned()
         return self._result.done()
 
     def cancel(self) -> bool:
@@ -131,13 +139,16 @@ class PendingExport:
             return
 
         def settle(_: object) -> None:
-            """Close the snapshot, and cancel the result of a task that was cancelled before its first step."""
+            """Close the snapshot, and end an export whose task was cancelled before its first step."""
             if snapshot is not None:
                 snapshot.close()
             if not self._result.done():
                 self._result.cancel()
+                if order.operation is not None:
+                    _following(order, number).report(asyncio.CancelledError())
 
-        self._task = supervise(self._run(order, number, snapshot), f"sidestream export to {self.url}")
+        left = _Unfinished(self, order, number, snapshot)
+        self._task = supervise(self._run(order, number, snapshot), f"sidestream export to {self.url}", left)
         self._task.add_done_callback(settle)
 
     def saved(self, outcome: Outcome) -> None:
@@ -160,9 +171,21 @@ class PendingExport:
         except asyncio.CancelledError:
             self._result.cancel()
         except Exception as error:
+            if self._result.done():  # its loop has ended, and ``leave`` has removed what it had written
+                return
             text = printable_lines(f"{type(error).__name__}: {error}")
             _log.error("exporting %s to %s failed: %s", order.location.url, self.url, text)
             self._fail(error)
+
+    def _leave(self, order: SaveOrder, number: int, *, stuck: bool) -> None:
+        """End an export whose loop has ended. Called in a thread, when its own thread has ended."""
+        with suppress(RuntimeError, asyncio.InvalidStateError):  # "Event loop is closed"
+            self._result.set_exception(SaveAbortedError(f"the event loop was closed during the export to {self.url}"))
+        if not self._result.cancelled():
+            self._result.exception()  # marks it as retrieved for asyncio: the loop that ended is logged
+        if order.operation is not None:
+            (self._ranks or _following(order, number)).report(asyncio.CancelledError())
+        self._sink.leave(stuck=stuck)
 
     def _fail(self, error: BaseException) -> None:
         self._result.set_exception(error)
@@ -195,7 +218,7 @@ class PendingExport:
         except asyncio.CancelledError as cancel:
             _following(order, number).report(cancel)
             raise
-        ranks = _following(order, number)
+        ranks = self._ranks = _following(order, number)
         if saved != "committed":
             lost = SnapshotLostError(f"nothing was exported to {self.url}, because {order.location.url} was not saved")
             ranks.report(lost)
@@ -204,6 +227,32 @@ class PendingExport:
             if ranks.rank == 0:
                 await prepare_together(ranks, self._sink.prepare)
             return await self._sink.read_checkpoint(order.location, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """The registered resources of an export, which are released if its loop ends first."""
+
+    export: PendingExport
+    order: SaveOrder
+    number: int
+    snapshot: SnapshotReader[Any] | None
+
+    @property
+    def what(self) -> str:
+        return f"exporting {self.order.location.url} to {self.export.url}"
+
+    @property
+    def expires_at(self) -> float:
+        return self.order.deadline.at + self.order.deadline.timeout_s  # it may begin again from the checkpoint
+
+    def abandon(self) -> None:
+        if self.snapshot is not None:
+            self.snapshot.close()
+
+    def leave(self, *, stuck: bool) -> str:
+        self.export._leave(self.order, self.number, stuck=stuck)
+        return "what it had written was removed"
 
 
 def _following(order: SaveOrder, number: int) -> Operation:

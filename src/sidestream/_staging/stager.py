@@ -611,6 +611,8 @@ class AsyncStager:
         plan = lay_out(captured)
         del captured
         self._fill(staging, plan)
+        if self._mode == "eager" and staging.host:  # ``settle`` waits until then at most, and the sources change then
+            staging.deadline.check("staging")
         del plan
         run_sliced(give_back_aliases(sources))
         if staging.passes:

@@ -64,6 +64,9 @@ class Drawn:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
+    def leave(self, *, stuck: bool) -> None:
+        """Nothing has been written."""
+
     async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> list[bytes]:
         self.source = "checkpoint"
         found = await (await open_checkpoint(checkpoint.url)).state_dict()
