@@ -43,7 +43,8 @@ P = ParamSpec("P")
 app: typer.Typer = typer.Typer(
     name="sidestream",
     help="List, verify, compare, copy and convert checkpoints of sidestream, DCP, torch.save and safetensors.",
-    epilog="Exit codes: 0 for success; 1 for damage or differences; 2 for an error; 130 after Ctrl-C.",
+    epilog="Exit codes: 0 for success; 1 for damage or differences; 2 for an error; 1 or 2 if the reader of the output "
+    "has gone (`| head`); 130 after Ctrl-C.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
