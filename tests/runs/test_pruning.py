@@ -243,7 +243,7 @@ async def test_a_leased_step_stays_until_its_reader_is_done(tmp_path: Path) -> N
             await save_steps(writer, 2)
             assert (await writer.prune()).leased == ("step-1",)
             assert (await checkpoint.tensor("t"))[0].item() == 1.0
-        assert leases_in(tmp_path) == []
+        assert not any(".read" in lease for lease in leases_in(tmp_path)), "the pass after the save may have its own"
         await writer.prune()  # or the pass that follows the save does it first
         assert await writer.steps() == [2]
         with pytest.raises(CheckpointNotFoundError, match="no committed step 1; it has"):

@@ -174,8 +174,13 @@ def _discard(root: Path, leftover: str) -> None:
 
 
 def _retire(root: Path, directory: str, durability: Durability) -> None:
-    if (root / directory).is_symlink():  # taken away, it would stay under a hidden name
-        raise StorageError(errno.ENOTDIR, "a symbolic link: remove the directory that it names", str(root / directory))
+    path = root / directory
+    try:
+        linked = path.is_symlink()
+    except OSError as error:
+        raise from_os_error(error, "removing", str(path)) from error
+    if linked:  # taken away, it would stay under a hidden name
+        raise StorageError(errno.ENOTDIR, "a symbolic link: remove the directory that it names", str(path))
     hidden = take_away(root, directory)
     if hidden is None:
         return
@@ -183,7 +188,7 @@ def _retire(root: Path, directory: str, durability: Durability) -> None:
         try:
             sync_directory(root)
         except OSError as error:
-            raise from_os_error(error, "removing", str(root / directory)) from error
+            raise from_os_error(error, "removing", str(path)) from error
     remove_tree(hidden)
 
 
