@@ -158,6 +158,26 @@ async def test_a_verified_step_that_was_saved_again_is_verified_again(tmp_path: 
         assert (await checkpoints.prune()).deleted == ("step-2",), "the damage is gone too"
 
 
+@pytest.mark.parametrize("how", ["altered", "removed", "of another writer"])
+async def test_a_verified_step_whose_marker_is_gone_protects_nothing(how: str, tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 3)
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        assert (await checkpoints.prune()).deleted == ("step-1",)
+        marker = tmp_path / "step-3" / ".metadata"
+        if how == "altered":
+            marker.write_bytes(marker.read_bytes()[:-9])
+        elif how == "removed":
+            marker.unlink()
+        else:
+            shutil.rmtree(marker.parent)
+            dcp.save({"t": torch.ones(3)}, checkpoint_id=marker.parent)
+        async with sidestream.Checkpointer(tmp_path) as other:
+            await save_steps(other, 2)
+        assert (await checkpoints.prune()).deleted == ()
+    assert "step-2" in entries(tmp_path)
+
+
 async def test_the_marker_goes_first(tmp_path: Path) -> None:
     """A deletion that cannot go on leaves nothing that looks like a checkpoint, and the next pass finishes it."""
     async with sidestream.Checkpointer(tmp_path) as checkpoints:

@@ -442,7 +442,7 @@ class _StreamedFile:
     def close(self) -> None:
         """Drop the pieces that refer to staged memory. Parts and files refer to each other, so they are freed late."""
         self._content.close()
-        self._left = None
+        self._left = self._error = None
         self._made.clear()
 
     def _fill(self, memory: mmap.mmap, nbytes: int) -> None:

@@ -190,7 +190,12 @@ class Pruner:
         known = {name: step for name, step in self._known.items() if name not in self._damaged}
         found = await list_generations(self.store, known)
         own = {step.name: step for step in found if step.damage is None and step.marker is not None}
-        self._damaged = {name: one for name, one in self._damaged.items() if own.get(name) == self._known.get(name)}
+        broken = {step.name for step in found if step.damage is not None}
+        self._damaged = {
+            name: error
+            for name, error in self._damaged.items()
+            if name in broken or (name in own and own[name] == self._known.get(name))
+        }
         self._known = own
         self._verified &= own.keys()
         return {name: step for name, step in own.items() if name not in self._damaged}

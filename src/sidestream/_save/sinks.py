@@ -144,7 +144,7 @@ class PendingExport:
                 snapshot.close()
             if not self._result.done():
                 self._result.cancel()
-                if order.operation is not None:
+                if order.operation is not None and self._ranks is None:
                     _following(order, number).report(asyncio.CancelledError())
 
         left = _Unfinished(self, order, number, snapshot)
@@ -179,13 +179,16 @@ class PendingExport:
 
     def _leave(self, order: SaveOrder, number: int, *, stuck: bool) -> None:
         """End an export whose loop has ended. Called in a thread, when its own thread has ended."""
-        with suppress(RuntimeError, asyncio.InvalidStateError):  # "Event loop is closed"
-            self._result.set_exception(SaveAbortedError(f"the event loop was closed during the export to {self.url}"))
-        if not self._result.cancelled():
-            self._result.exception()  # marks it as retrieved for asyncio: the loop that ended is logged
-        if order.operation is not None:
-            (self._ranks or _following(order, number)).report(asyncio.CancelledError())
-        self._sink.leave(stuck=stuck)
+        try:
+            self._sink.leave(stuck=stuck)
+        finally:
+            if order.operation is not None and self._ranks is None:  # otherwise the work in progress reports it
+                _following(order, number).report(asyncio.CancelledError())
+            aborted = SaveAbortedError(f"the event loop was closed during the export to {self.url}")
+            with suppress(RuntimeError, asyncio.InvalidStateError):  # "Event loop is closed"
+                self._result.set_exception(aborted)
+            if not self._result.cancelled():
+                self._result.exception()  # marks it as retrieved for asyncio: the loop that ended is logged
 
     def _fail(self, error: BaseException) -> None:
         self._result.set_exception(error)
@@ -252,7 +255,7 @@ class _Unfinished:
 
     def leave(self, *, stuck: bool) -> str:
         self.export._leave(self.order, self.number, stuck=stuck)
-        return "what it had written was removed"
+        return "what was not committed of it was removed"
 
 
 def _following(order: SaveOrder, number: int) -> Operation:

@@ -79,6 +79,7 @@ async def look_at(store: Store, found: Step) -> Step | None:
     On storage that publishes directories by a rename, no directory with such a name has a manifest before it is
     published. So there a directory with a manifest and without a marker is a damaged checkpoint, unless it was moved
     since it was opened: then its files are being deleted."""
+    found = replace(found, marker=None, damage=None)  # what is known of it from before is not what is there now
     while True:
         async with aclosing(store.source(found.name)) as source:
             seen = await _look_at(source, found, store)

@@ -128,7 +128,7 @@ _BASE_S = 0.1
 _THROTTLED_BASE_S = 0.5
 _MOST_S = 20.0
 _STATUS = re.compile(r"(?:status(?: code)?:?|HTTP(?: error)?|\()\s*(\d{3})\b", re.IGNORECASE)
-_URL = re.compile(r"\S+://\S+")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _THROTTLING = ("slowdown", "slow down", "reduce your request rate", "toomanyrequests", "throttl", "serverbusy")
 _PASSING = (
     "timed out", "timeout", "connect", "reset", "broken pipe", "sending request", "incomplete", "eof", "body",
