@@ -464,11 +464,11 @@ class LaidOutStage(Stage):
         staging, deadline = self._staging, self._order.deadline
         if staging is None:
             staging = self._launch_second(stop)
-        # In a group rank 0 raises at the deadline, and its error names the ranks that have not made the call.
-        if self._order.operation is not None:
-            deadline = Deadline(deadline.at + _PATIENCE_S, deadline.timeout_s)
-        with time_limit(deadline):
-            plan: FilePlan = result_of(staging.laid, stop, "waiting for earlier stages")
+        plan: FilePlan
+        if self._order.operation is None:
+            plan = result_of(staging.laid, stop, "waiting for earlier stages")
+        else:  # rank 0 raises at the deadline, and its error names the ranks that have not made the call
+            plan = deadline.result(staging.laid, "waiting for earlier stages", _PATIENCE_S)
         return plan
 
     def _launch_second(self, stop: Stop) -> Staging[Any]:
