@@ -176,7 +176,7 @@ class Lease:
         """Remove the files of the lease. Files that cannot be removed expire. Called in a thread."""
         names, self._files = self._files, []
         if names:
-            with suppress(SidestreamError), time_limit(Deadline.after(_CALL_S)):
+            with suppress(SidestreamError, OSError), time_limit(Deadline.after(_CALL_S)):
                 run_without_loop(partial(self._store.remove, names), "releasing a lease")
 
     async def _put_one(self) -> None:
