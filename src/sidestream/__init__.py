@@ -151,11 +151,12 @@ def __getattr__(name: str) -> Any:
         return metadata.version("sidestream")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ._runtime.imports import importing
+    from ._runtime.imports import importing, make_old
 
     # All at once: a program that makes a Checkpointer at start-up should not import the rest during the first save.
     with importing():
         globals().update({each: getattr(import_module(f".{home}", __name__), each) for each, home in _HOMES.items()})
+    make_old()
     return globals()[name]
 
 
