@@ -18,8 +18,9 @@ from _run import Held, blank, ended, flip, is_state_of, leases_in, line_of, proc
 
 import sidestream
 from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, SavedStep
-from sidestream._run.leases import Leases, parse_lease
+from sidestream._run.leases import Kind, Lease, Leases, parse_lease
 from sidestream._run.pruning import Pruner
+from sidestream._run.retention import judges_by_number
 from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
@@ -531,9 +532,28 @@ async def test_of_two_saves_that_overlap_the_one_begun_later_is_the_last(tmp_pat
     assert set(entries(tmp_path)) >= {"step-100", "step-53"}
 
 
+def replace_step(run: Path, name: str, other: Path) -> None:
+    """Another process deletes the step, and publishes another save of it."""
+    (run / name).rename(run / f".retired-{name}")
+    shutil.rmtree(run / f".retired-{name}")
+    (other / name).rename(run / name)
+
+
+def pruner_of(store: LocalStore, leases: Leases | None = None) -> Pruner:
+    return Pruner(
+        store,
+        str(store.root),
+        KeepLast(1),
+        leases or Leases(store, 60.0),
+        "flush",
+        lease_s=60.0,
+        abandoned_after_s=60.0,
+    )
+
+
 class DeletedMeanwhile(LocalStore):
     """Another process deletes a step as soon as its shard is read; ``how``: to the end, or as far as the rename that
-    makes it invisible."""
+    makes it invisible, or it publishes another save of the step."""
 
     def __init__(self, root: Path, how: str) -> None:
         super().__init__(root)
@@ -550,7 +570,9 @@ class DeletedMeanwhile(LocalStore):
 
             def delete_and_read(name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
                 with self._lock:
-                    if directory == "step-3" and (self.root / directory).exists():
+                    if self._how == "replaced" and (self.root / "other" / directory).exists():
+                        replace_step(self.root, directory, self.root / "other")
+                    elif self._how != "replaced" and directory == "step-3" and (self.root / directory).exists():
                         (self.root / directory).rename(self.root / ".retired-step-3")
                         if self._how == "deleted":
                             shutil.rmtree(self.root / ".retired-step-3")
@@ -569,11 +591,57 @@ async def test_a_step_that_is_deleted_while_it_is_verified_is_not_counted(tmp_pa
     same."""
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await save_steps(checkpoints, 1, 2, 3)
-    store = DeletedMeanwhile(tmp_path, how)
-    pruner = Pruner(
-        store, str(tmp_path), KeepLast(1), Leases(store, 60.0), "flush", lease_s=60.0, abandoned_after_s=60.0
-    )
     with time_limit(Deadline.after(60)):
-        pruned = await pruner.run(tuple)
+        pruned = await pruner_of(DeletedMeanwhile(tmp_path, how)).run(tuple)
     assert (pruned.verified, pruned.deleted, pruned.damaged) == ("step-2", ("step-1",), ())
     assert [name for name in entries(tmp_path) if not name.startswith(".")] == ["step-2"]
+
+
+async def test_a_step_that_is_replaced_while_it_is_verified_is_verified_again(tmp_path: Path) -> None:
+    for run, steps in ((tmp_path, (1, 3)), (tmp_path / "other", (3,))):
+        async with sidestream.Checkpointer(run) as checkpoints:
+            await save_steps(checkpoints, *steps)
+    flip(tmp_path / "other" / "step-3")
+    pruner = pruner_of(DeletedMeanwhile(tmp_path, "replaced"))
+    with time_limit(Deadline.after(60)):
+        pruned = await pruner.run(tuple)
+        assert (pruned.verified, pruned.deleted, pruned.damaged) == (None, (), ()), "the save that was read is gone"
+        pruned = await pruner.run(tuple)
+        assert (pruned.verified, pruned.deleted, pruned.damaged) == (None, (), ("step-3",))
+
+
+async def test_a_step_that_is_replaced_before_it_is_deleted_stays(tmp_path: Path) -> None:
+    """The pass judged the save that is gone."""
+    for run, steps in ((tmp_path, (1, 2, 3)), (tmp_path / "other", (2,))):
+        async with sidestream.Checkpointer(run) as checkpoints:
+            await save_steps(checkpoints, *steps)
+    there = (tmp_path / "other" / "step-2" / ".metadata").read_bytes()
+
+    class Late(Leases):
+        async def take(self, directory: str, kind: Kind) -> Lease:
+            if kind == "delete" and directory == "step-2" and (tmp_path / "other" / directory).exists():
+                replace_step(tmp_path, directory, tmp_path / "other")
+            return await super().take(directory, kind)
+
+    store = LocalStore(tmp_path)
+    pruner = pruner_of(store, Late(store, 60.0))
+    with time_limit(Deadline.after(60)):
+        pruned = await pruner.run(tuple)
+        assert (pruned.deleted, pruned.leased) == (("step-1",), ())
+        assert (tmp_path / "step-2" / ".metadata").read_bytes() == there
+        assert leases_in(tmp_path) == []
+        assert (await pruner.run(tuple)).deleted == ("step-2",), "the next pass judges the save that is there"
+
+
+@pytest.mark.parametrize(
+    ("keep", "by_number"),
+    [
+        (KeepLast(2), True),
+        (KeepEvery(steps=5) | KeepLast(2), True),
+        (KeepEvery(seconds=5), False),
+        (KeepLast(2) | KeepEvery(seconds=5), False),
+        (KeepBest("loss") | KeepLast(2), False),
+    ],
+)
+def test_policies_that_use_no_more_than_numbers(keep: sidestream.Retention, by_number: bool) -> None:
+    assert judges_by_number(keep) is by_number

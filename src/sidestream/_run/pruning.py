@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from .._load.open.manifest import metadata_of
 from .._load.open.steps import Step, look_at
@@ -17,10 +17,12 @@ from .._storage import Leftover, Location, Store, target_of_attempt
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from ..options import Durability
 from .leases import Leases
-from .retention import Retention, SavedStep, doomed, keeps_all, needs_metadata
+from .retention import Retention, SavedStep, doomed, judges_by_number, keeps_all, needs_metadata
 from .steps import list_generations
 
 __all__ = ["Pruned", "Pruner", "abandoned"]
+
+_Fate = Literal["deleted", "leased", "changed"]
 
 
 @public
@@ -77,8 +79,8 @@ class Pruner:
     last: Pruned = field(default_factory=Pruned)
     not_swept: StorageError | None = None
     _known: dict[str, Step] = field(default_factory=dict)
-    _saved: dict[str, SavedStep] = field(default_factory=dict)
-    _verified: set[str] = field(default_factory=set)
+    _saved: dict[Step, SavedStep] = field(default_factory=dict)
+    _verified: set[Step] = field(default_factory=set)
     _damaged: dict[str, CorruptCheckpointError] = field(default_factory=dict)
     _first_seen: dict[str, float] = field(default_factory=dict)
 
@@ -147,7 +149,6 @@ class Pruner:
     # --- steps that retention does not keep ---
 
     async def _retain(self, protecting: Callable[[], Collection[int]]) -> Pruned:
-        remembered = set(self._known)  # from earlier passes
         steps = await self._own_steps()
         protected = frozenset(protecting())  # after the listing, which may contain a step that was just committed
         verified: Step | None = None
@@ -160,29 +161,28 @@ class Pruner:
                 candidates = [steps[name] for name in chosen if steps[name].order < newest.order]
                 break
             del steps[newest.name]
-        deciding = steps.values() if needs_metadata(self.keep) else filter(None, [verified, *candidates])
-        if candidates and await self._forget_replaced([step for step in deciding if step.name in remembered]):
-            return await self._retain(protecting)
-        deleted: list[str] = []
-        leased: list[str] = []
+        if verified is not None and candidates:
+            deciding = [verified] if judges_by_number(self.keep) else list(steps.values())
+            if [step for step in deciding if await self._has_changed(step)]:
+                return await self._retain(protecting)
+        fates: dict[_Fate, list[str]] = {"deleted": [], "leased": [], "changed": []}
         for step in candidates:
-            (deleted if await self._delete(step.name) else leased).append(step.name)
+            fates[await self._delete(step)].append(step.name)
         return Pruned(
-            tuple(deleted), tuple(leased), None if verified is None else verified.name, tuple(sorted(self._damaged))
+            tuple(fates["deleted"]),
+            tuple(fates["leased"]),
+            None if verified is None else verified.name,
+            tuple(sorted(self._damaged)),
         )
 
-    async def _forget_replaced(self, steps: Iterable[Step]) -> bool:
-        """Forget what is known of steps that were removed, and saved again under the same name, since they were read.
-        Return whether there are such steps."""
-        found = False
-        for step in steps:
-            now = await look_at(self.store, step)
-            if now is None or now.marker != step.marker:
-                found = True
-                self._known.pop(step.name, None)
-                self._saved.pop(step.name, None)
-                self._verified.discard(step.name)
-        return found
+    async def _has_changed(self, step: Step) -> bool:
+        """Return whether the step was removed, replaced or damaged since its marker was read. If so, forget the
+        marker."""
+        now = await look_at(self.store, step)
+        if now is not None and now.marker == step.marker:
+            return False
+        self._known.pop(step.name, None)
+        return True
 
     async def _own_steps(self) -> dict[str, Step]:
         """Return the committed steps that sidestream wrote, by name. Other directories are neither counted nor
@@ -197,21 +197,21 @@ class Pruner:
             if name in broken or (name in own and own[name] == self._known.get(name))
         }
         self._known = own
-        self._verified &= own.keys()
+        self._verified.intersection_update(own.values())
         return {name: step for name, step in own.items() if name not in self._damaged}
 
     async def _choose(self, steps: dict[str, Step], protected: frozenset[int]) -> list[str]:
         """Return the names of the steps that may be deleted."""
-        saved = {name: await self._saved_step(step) for name, step in list(steps.items())}
+        saved = {step: await self._saved_step(step) for step in list(steps.values())}
         for name in self._damaged.keys() & steps.keys():  # without their manifest no policy can decide about them
-            del steps[name], saved[name]
+            del saved[steps.pop(name)]
         self._saved = saved
         going = {each.order for each in doomed(list(saved.values()), self.keep, protected)}
-        return [name for name, each in saved.items() if each.order in going]
+        return [step.name for step in saved if step.order in going]
 
     async def _saved_step(self, step: Step) -> SavedStep:
-        if step.name in self._saved:
-            return self._saved[step.name]
+        if step in self._saved:
+            return self._saved[step]
         assert step.marker is not None
         metadata: dict[str, Any] = {}
         if needs_metadata(self.keep):
@@ -219,23 +219,22 @@ class Pruner:
                 async with aclosing(self.store.source(step.name)) as source:
                     metadata = await metadata_of(source, step.marker)
             except (CorruptCheckpointError, FileNotFoundError) as error:
-                if await look_at(self.store, step) is not None:  # otherwise another process has deleted it
+                if not await self._is_another(step):
                     self._damaged[step.name] = CorruptCheckpointError(
                         f"{step.name}: its manifest cannot be read ({error}); it is not counted, and not deleted"
                     )
         return SavedStep(step.step, step.generation, step.marker.saved_at, metadata)
 
     async def _verifies(self, step: Step) -> bool:
-        if step.name in self._verified:
+        if step in self._verified:
             return True
         try:
             report = await verify_at(Location(self.store, step.name, f"{self.url}/{step.name}"), run=self.url)
         except CheckpointNotFoundError:  # another process has deleted it meanwhile
             return False
-        now = await look_at(self.store, step)
-        if now is None or (report.ok and now.marker != step.marker):
-            return False  # another process has deleted or replaced it while it was read
         if not report.ok:
+            if await self._is_another(step):
+                return False
             first, many = report.damaged[0], len(report.damaged)
             self._damaged[step.name] = CorruptCheckpointError(
                 f"{step.name} does not verify ({many} places, the first: {first.message}); it is not counted, and "
@@ -245,22 +244,29 @@ class Pruner:
                 offset=first.offset,
             )
             return False
-        self._verified.add(step.name)
+        self._verified.add(step)
         return True
 
-    async def _delete(self, name: str) -> bool:
-        """Delete a step and return True; return False if it is in use."""
-        if await self._in_use(name):
-            return False
-        own = await self.leases.take(name, "delete")
+    async def _is_another(self, step: Step) -> bool:
+        """Return whether another process has deleted or replaced the step since its marker was read."""
+        now = await look_at(self.store, step)
+        return now is None or (now.damage is None and await self._has_changed(step))
+
+    async def _delete(self, step: Step) -> _Fate:
+        """Delete a step, unless it is in use or has changed."""
+        if await self._in_use(step.name):
+            return "leased"
+        own = await self.leases.take(step.name, "delete")
         try:
             # Checked again with our own lease in place: from now on every reader sees that.
-            if await self._in_use(name) or own.doubtful:
-                return False
-            await self.store.retire(name, durability=self.durability)
+            if await self._in_use(step.name) or own.doubtful:
+                return "leased"
+            if await self._has_changed(step):
+                return "changed"
+            await self.store.retire(step.name, durability=self.durability)
         finally:
             await own.release()
-        return True
+        return "deleted"
 
     async def _in_use(self, name: str) -> bool:
         seen = await self.leases.seen()

@@ -21,6 +21,7 @@ __all__ = [
     "Retention",
     "SavedStep",
     "doomed",
+    "judges_by_number",
     "keeps_all",
     "needs_metadata",
 ]
@@ -222,6 +223,13 @@ def needs_metadata(keep: Retention) -> bool:
     if isinstance(keep, _Either):
         return any(needs_metadata(policy) for policy in keep.policies)
     return not isinstance(keep, (KeepAll, KeepLast, KeepEvery))
+
+
+def judges_by_number(keep: Retention) -> bool:
+    """Return whether ``keep`` uses nothing of a step but its number."""
+    if isinstance(keep, _Either):
+        return all(judges_by_number(policy) for policy in keep.policies)
+    return not needs_metadata(keep) and not (isinstance(keep, KeepEvery) and keep.seconds is not None)
 
 
 def doomed(saved: Sequence[SavedStep], keep: Retention, protected: AbstractSet[int] = frozenset()) -> list[SavedStep]:
