@@ -542,9 +542,9 @@ class Checkpointer:
             raise
         await self._saves.ended()
 
-    async def _after_saves(self) -> Exception | None:
+    async def _after_saves(self) -> Sequence[Exception]:
         await self._prune()
-        return next(reversed(self._pruner.damaged.values()), None)  # the damage that was found last
+        return list(reversed(self._pruner.damaged.values()))
 
     async def _prune(self) -> Pruned:
         async with self._pruning:

@@ -124,6 +124,22 @@ async def test_each_damage_is_told(tmp_path: Path) -> None:
     assert entries(tmp_path) == ["step-1", "step-2", "step-3"]
 
 
+async def test_several_damages_of_one_pass_are_told_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 8, 9)
+    for step in (8, 9):
+        flip(tmp_path / f"step-{step}")
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        await save_steps(checkpoints, 2)
+        await until(lambda: len(checkpoints.health().damaged) == 2, "retention to find them")
+        await until(lambda: checkpoints.health().retention is not None, "the end of the pass")
+        with pytest.raises(CorruptCheckpointError, match="step-9 does not verify") as told:
+            await save_steps(checkpoints, 3)
+        assert "step-8 does not verify" in told.value.__notes__[0]
+        await save_steps(checkpoints, 3)
+    assert [record.getMessage().count("does not verify") for record in caplog.records] == [1, 1], "and are logged once"
+
+
 async def saved_again(run: Path, step: int, loss: float) -> None:
     """Another process has removed the step and saved it again."""
     await sidestream.remove(run / f"step-{step}")

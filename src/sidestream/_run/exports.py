@@ -11,7 +11,7 @@ from .._runtime.tasks import run_shielded, supervise
 from .._runtime.threads import Deadline, time_limit
 from .._save.sinks import Export, PendingExport, all_ended, exports_in, sinks_of
 from .._storage import parse_step, step_name
-from ..errors import CorruptCheckpointError, InvalidOptionError, printable_lines
+from ..errors import InvalidOptionError, printable_lines
 from ..options import Durability, check_count
 
 __all__ = ["Exports", "Upkeep"]
@@ -23,15 +23,18 @@ _log = logging.getLogger("sidestream")
 class Upkeep:
     """A background task that runs ``work`` on request. Requests that arrive during a run lead to one more run.
 
-    A failure may be raised or returned. ``error`` has the failure of the last run, or None. A failure of another type
-    than that of the run before, or another damage, is logged, and is also in ``unretrieved`` until a caller raises it.
+    ``work`` raises a failure, or returns the damage that it knows of, newest first. ``error`` is the first of them in
+    the last run, or None. A failure of another type than that of the run before, or another damage, is logged. It is
+    also in ``unretrieved``, or among its notes, until a caller raises it.
     """
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, Exception | None]], name: str) -> None:
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, Sequence[Exception]]], name: str) -> None:
         self._work = work
         self._name = name
         self._task: asyncio.Task[None] | None = None
         self._requested = False
+        self._failed: type[Exception] | None = None
+        self._damage: Sequence[Exception] = ()
         self.error: Exception | None = None
         self.unretrieved: Exception | None = None
 
@@ -60,19 +63,23 @@ class Upkeep:
         while self._requested:
             self._requested = False
             try:
-                error = await self._work()
+                damage = await self._work()
             except Exception as failure:  # any class: a retention policy of the user may raise it
-                error = failure
-            if error is not None and _is_new(error, self.error):
-                self.unretrieved = error
-                _log.error("%s: %s: %s", self._name, type(error).__name__, printable_lines(str(error)))
-            self.error = error
+                if type(failure) is not self._failed:
+                    self._report(failure)
+                self._failed, self.error = type(failure), failure
+                continue
+            for error in reversed(damage):
+                if not any(error is known for known in self._damage):
+                    self._report(error)
+            self._failed, self._damage, self.error = None, damage, next(iter(damage), None)
 
-
-def _is_new(error: Exception, last: Exception | None) -> bool:
-    if isinstance(error, CorruptCheckpointError):  # the same object as long as it lasts
-        return error is not last
-    return type(error) is not type(last)
+    def _report(self, error: Exception) -> None:
+        _log.error("%s: %s: %s", self._name, type(error).__name__, printable_lines(str(error)))
+        if self.unretrieved is None:
+            self.unretrieved = error
+        else:
+            self.unretrieved.add_note(f"another failure: {type(error).__name__}: {error}")
 
 
 class Exports:
@@ -132,8 +139,9 @@ class Exports:
             one.cancel()
         await run_shielded(self.ended)
 
-    async def _prune(self) -> None:
+    async def _prune(self) -> Sequence[Exception]:
         assert self._keep is not None
         with time_limit(Deadline.after(self._timeout_s)):
             for one in self._wanted:
                 await one.prune(self._keep, durability=self._durability)
+        return ()
