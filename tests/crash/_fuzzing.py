@@ -2,7 +2,8 @@
 
 Inputs are valid ones with a lie in their fields, with other bytes, or both. Every one has to end as a value or a typed
 error. While it is read no code of it may run: the interpreter's audit hook tells of imports, ``exec``, files, sockets
-and processes. Memory is limited for the process; an input that hangs is ended by an alarm.
+and processes. Memory is limited for the process; an input that hangs is ended by a timer of processor time, which stands
+still while the process is stopped.
 """
 
 from __future__ import annotations
@@ -315,10 +316,10 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 
 class HangError(BaseException):
-    """The alarm."""
+    """The timer has run out."""
 
 
-def _alarm(*_: object) -> None:
+def _hangs(*_: object) -> None:
     raise HangError
 
 
@@ -336,13 +337,13 @@ def run(target: str, seed: int, trials: int) -> dict[str, Any]:
     for number in range(trials):
         state = random.Random(f"{seed} {target} {number}")
         raw = make(state)
-        signal.alarm(HANG_S)
+        signal.setitimer(signal.ITIMER_PROF, HANG_S)
         _watching = True
         started = time.process_time()
         kind = _ends(read, raw)
         slowest = max(slowest, time.process_time() - started)
         _watching = False
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         kinds[kind.partition(":")[0]] += 1
         if kind.startswith("untyped"):
             violations.append(f"input {number}: {kind}")
@@ -368,7 +369,7 @@ def _address_space() -> int:
 
 if __name__ == "__main__":
     sys.addaudithook(_audit)
-    signal.signal(signal.SIGALRM, _alarm)
+    signal.signal(signal.SIGPROF, _hangs)
     with open(sys.argv[4]) as samples:
         SAMPLES.extend(bytes.fromhex(line) for line in samples)
     print(json.dumps(run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
