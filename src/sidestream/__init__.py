@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from ._load.operation import LoadReport, PassedOver, load
     from ._load.verify import Damage, VerifyReport, verify
     from ._run.health import Health
-    from ._run.pruning import Pruned
-    from ._run.retention import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
+    from ._run.retention import KeepAll, KeepBest, KeepEvery, KeepLast, Pruned, Retention, SavedStep
     from ._run.watch import Watch
     from ._save.api import async_save, save
     from ._save.pending import PendingSave, SaveInfo, SaveProgress
@@ -116,7 +115,7 @@ _HOMES = {
     "PassedOver": "_load.operation",
     "PendingExport": "_save.sinks",
     "PendingSave": "_save.pending",
-    "Pruned": "_run.pruning",
+    "Pruned": "_run.retention",
     "Retention": "_run.retention",
     "SaveInfo": "_save.pending",
     "SaveOptions": "options",

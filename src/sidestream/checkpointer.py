@@ -21,9 +21,9 @@ from ._run.exports import Exports, Upkeep
 from ._run.health import Health
 from ._run.opened import Opened
 from ._run.preemption import Preemption, Then
-from ._run.pruning import Pruned, Pruner
+from ._run.pruning import Pruner
 from ._run.restore import Latest, Reading
-from ._run.retention import KeepAll, Retention
+from ._run.retention import KeepAll, Pruned, Retention
 from ._run.run import Run
 from ._run.saves import Saves
 from ._run.watch import Watch
@@ -143,7 +143,9 @@ class Checkpointer:
             store, self.url, keep, self._run.leases, durability, lease_s=lease_s, abandoned_after_s=abandoned_after_s
         )
         self._pruning = asyncio.Lock()
-        self._upkeep = Upkeep(self._after_saves, f"sidestream retention {self.url}")
+        self._upkeep = Upkeep(
+            self._prune, f"sidestream retention {self.url}", lambda: list(self._pruner.damaged.values())
+        )
         self._saves = Saves(
             self._run,
             options,
@@ -481,7 +483,7 @@ class Checkpointer:
             last_saved=None if saved is None else saved[0],
             since_saved_s=None if saved is None else time.monotonic() - saved[1],
             failures=tuple(f"{type(error).__name__}: {error}" for error in self._saves.failures),
-            retention=None if self._upkeep.error is None else str(self._upkeep.error),
+            retention=self._upkeep.error,
             sweeping=None if self._pruner.not_swept is None else str(self._pruner.not_swept),
             damaged={name: str(error) for name, error in self._pruner.damaged.items()},
             passed_over=dict(self._reading.passed_over),
@@ -541,10 +543,6 @@ class Checkpointer:
             await self._saves.ended()
             raise
         await self._saves.ended()
-
-    async def _after_saves(self) -> Sequence[Exception]:
-        await self._prune()
-        return list(reversed(self._pruner.damaged.values()))
 
     async def _prune(self) -> Pruned:
         async with self._pruning:
@@ -618,4 +616,5 @@ class Checkpointer:
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"an earlier save, or the pruning after it, failed too: {failure}")
+            for text in (str(failure), *getattr(failure, "__notes__", ())):
+                error.add_note(f"an earlier save, or the pruning after it, failed too: {text}")

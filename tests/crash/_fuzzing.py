@@ -2,8 +2,8 @@
 
 Inputs are valid ones with a lie in their fields, with other bytes, or both. Every one has to end as a value or a typed
 error. While it is read no code of it may run: the interpreter's audit hook tells of imports, ``exec``, files, sockets
-and processes. Memory is limited for the process; an input that hangs is ended by a timer of processor time, which stands
-still while the process is stopped.
+and processes. Memory is limited for the process; an input that hangs is ended by a timer of processor time, which
+stands still while the process is stopped.
 """
 
 from __future__ import annotations

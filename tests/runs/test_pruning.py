@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import tempfile
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from sidestream._storage.bodies import BytesBody
 from sidestream._storage.local.read import LocalFiles, LocalSource
 from sidestream._storage.names import attempt_name
 from sidestream.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
+from sidestream.options import Durability
 
 
 def entries(run: Path) -> list[str]:
@@ -138,6 +141,51 @@ async def test_several_damages_of_one_pass_are_told_together(tmp_path: Path, cap
         assert "step-8 does not verify" in told.value.__notes__[0]
         await save_steps(checkpoints, 3)
     assert [record.getMessage().count("does not verify") for record in caplog.records] == [1, 1], "and are logged once"
+    with pytest.raises(ValueError, match="of the program") as failed:
+        async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+            await save_steps(checkpoints, 4)
+            await until(lambda: checkpoints.health().retention is not None, "the end of the pass")
+            raise ValueError("of the program")
+    notes = "".join(failed.value.__notes__)
+    assert "step-8 does not verify" in notes
+    assert "step-9 does not verify" in notes
+
+
+async def test_damage_is_told_of_a_pass_that_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(path: object, *args: object, **options: object) -> None:
+        raise OSError(13, "no")
+
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 2, 9)
+    flip(tmp_path / "step-9")
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "rmtree", failing)
+            await save_steps(checkpoints, 3)
+            await until(lambda: "removing" in str(checkpoints.health().retention), "the end of the pass")
+            with pytest.raises(StorageError, match="removing") as told:
+                await save_steps(checkpoints, 4)
+            assert "step-9 does not verify" in told.value.__notes__[0]
+        await save_steps(checkpoints, 4)
+
+
+async def test_damage_that_was_told_keeps_nothing_of_the_caller(tmp_path: Path) -> None:
+    async def told(checkpoints: sidestream.Checkpointer) -> weakref.ref[torch.Tensor]:
+        tensor = torch.zeros(4)
+        with pytest.raises(CorruptCheckpointError, match="step-9"):
+            await checkpoints.save({"t": tensor}, step=2)
+        return weakref.ref(tensor)
+
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 9)
+    flip(tmp_path / "step-9")
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        await save_steps(checkpoints, 2)
+        await until(lambda: checkpoints.health().retention is not None, "the end of the pass")
+        kept = await told(checkpoints)
+        gc.collect()
+        assert kept() is None
+        assert list(checkpoints.health().damaged) == ["step-9"]
 
 
 async def saved_again(run: Path, step: int, loss: float) -> None:
@@ -555,11 +603,11 @@ def replace_step(run: Path, name: str, other: Path) -> None:
     (other / name).rename(run / name)
 
 
-def pruner_of(store: LocalStore, leases: Leases | None = None) -> Pruner:
+def pruner_of(store: LocalStore, leases: Leases | None = None, keep: sidestream.Retention | None = None) -> Pruner:
     return Pruner(
         store,
         str(store.root),
-        KeepLast(1),
+        keep or KeepLast(1),
         leases or Leases(store, 60.0),
         "flush",
         lease_s=60.0,
@@ -569,7 +617,7 @@ def pruner_of(store: LocalStore, leases: Leases | None = None) -> Pruner:
 
 class DeletedMeanwhile(LocalStore):
     """Another process deletes a step as soon as its shard is read; ``how``: to the end, or as far as the rename that
-    makes it invisible, or it publishes another save of the step."""
+    makes it invisible, or it publishes another save of the step, or it is ``older``, the step before, that goes."""
 
     def __init__(self, root: Path, how: str) -> None:
         super().__init__(root)
@@ -588,7 +636,13 @@ class DeletedMeanwhile(LocalStore):
                 with self._lock:
                     if self._how == "replaced" and (self.root / "other" / directory).exists():
                         replace_step(self.root, directory, self.root / "other")
-                    elif self._how != "replaced" and directory == "step-3" and (self.root / directory).exists():
+                    elif self._how == "older" and directory == "step-3":
+                        shutil.rmtree(self.root / "step-2", ignore_errors=True)
+                    elif (
+                        self._how in ("deleted", "renamed")
+                        and directory == "step-3"
+                        and (self.root / directory).exists()
+                    ):
                         (self.root / directory).rename(self.root / ".retired-step-3")
                         if self._how == "deleted":
                             shutil.rmtree(self.root / ".retired-step-3")
@@ -611,6 +665,47 @@ async def test_a_step_that_is_deleted_while_it_is_verified_is_not_counted(tmp_pa
         pruned = await pruner_of(DeletedMeanwhile(tmp_path, how)).run(tuple)
     assert (pruned.verified, pruned.deleted, pruned.damaged) == ("step-2", ("step-1",), ())
     assert [name for name in entries(tmp_path) if not name.startswith(".")] == ["step-2"]
+
+
+async def test_a_step_that_another_process_deletes_meanwhile_is_not_counted(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 2, 3)
+    with time_limit(Deadline.after(60)):
+        pruned = await pruner_of(DeletedMeanwhile(tmp_path, "older"), keep=KeepLast(2)).run(tuple)
+    assert pruned.deleted == ()
+    assert [name for name in entries(tmp_path) if not name.startswith(".")] == ["step-1", "step-3"]
+
+
+async def test_a_reader_that_comes_while_the_step_is_looked_at(tmp_path: Path) -> None:
+    """The lease of the deleter may have expired while the storage stalled, so that a reader does not wait for it."""
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 2)
+
+    class Stalling(LocalStore):
+        def source(self, directory: str) -> LocalSource:
+            if directory == "step-1" and any(".delete" in lease for lease in leases_in(tmp_path)):
+                (tmp_path / ".leases" / f"step-1.read60.{'0' * 32}").write_text("{}")
+            return super().source(directory)
+
+    with time_limit(Deadline.after(60)):
+        pruned = await pruner_of(Stalling(tmp_path)).run(tuple)
+    assert (pruned.deleted, pruned.leased) == ((), ("step-1",))
+    assert "step-1" in entries(tmp_path)
+
+
+async def test_the_step_that_verified_goes_while_others_are_deleted(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 2, 3, 4)
+
+    class Losing(LocalStore):
+        async def retire(self, directory: str, *, durability: Durability) -> None:
+            await super().retire(directory, durability=durability)
+            shutil.rmtree(tmp_path / "step-4", ignore_errors=True)
+
+    with time_limit(Deadline.after(60)):
+        pruned = await pruner_of(Losing(tmp_path)).run(tuple)
+    assert (pruned.deleted, pruned.verified) == (("step-1", "step-2"), "step-3"), "by the step that is there"
+    assert [name for name in entries(tmp_path) if not name.startswith(".")] == ["step-3"]
 
 
 async def test_a_step_that_is_replaced_while_it_is_verified_is_verified_again(tmp_path: Path) -> None:

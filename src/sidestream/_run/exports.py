@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .._runtime.tasks import run_shielded, supervise
 from .._runtime.threads import Deadline, time_limit
 from .._save.sinks import Export, PendingExport, all_ended, exports_in, sinks_of
 from .._storage import parse_step, step_name
-from ..errors import InvalidOptionError, printable_lines
+from ..errors import CorruptCheckpointError, InvalidOptionError, printable_lines
 from ..options import Durability, check_count
 
 __all__ = ["Exports", "Upkeep"]
-
 
 _log = logging.getLogger("sidestream")
 
@@ -23,23 +23,29 @@ _log = logging.getLogger("sidestream")
 class Upkeep:
     """A background task that runs ``work`` on request. Requests that arrive during a run lead to one more run.
 
-    ``work`` raises a failure, or returns the damage that it knows of, newest first. ``error`` is the first of them in
-    the last run, or None. A failure of another type than that of the run before, or another damage, is logged. It is
-    also in ``unretrieved``, or among its notes, until a caller raises it.
+    ``damage`` returns the damage that is known after a run. A failure of another type than that of the run before, and
+    damage that was not known then, are logged, and are in ``problems`` until a caller raises them. ``error`` is the
+    text of the failure of the last run, or of the last damage; None if there is none.
     """
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, Sequence[Exception]]], name: str) -> None:
+    def __init__(
+        self,
+        work: Callable[[], Coroutine[Any, Any, object]],
+        name: str,
+        damage: Callable[[], Sequence[CorruptCheckpointError]] = tuple,
+    ) -> None:
         self._work = work
         self._name = name
+        self._damage = damage
         self._task: asyncio.Task[None] | None = None
         self._requested = False
-        self._failed: type[Exception] | None = None
-        self._damage: Sequence[Exception] = ()
-        self.error: Exception | None = None
-        self.unretrieved: Exception | None = None
+        self._failed: type[Exception | None] = type(None)
+        self._known: Sequence[Exception] = ()
+        self._problems: dict[object, _Problem] = {}
+        self.error: str | None = None
 
-    def mark_retrieved(self) -> None:
-        self.unretrieved = None
+    def problems(self) -> list[_Problem]:
+        return [problem for problem in self._problems.values() if problem.unretrieved is not None]
 
     def request(self) -> None:
         """Request a run. Returns at once. Called on the loop."""
@@ -62,24 +68,37 @@ class Upkeep:
     async def _run(self) -> None:
         while self._requested:
             self._requested = False
-            try:
-                damage = await self._work()
-            except Exception as failure:  # any class: a retention policy of the user may raise it
-                if type(failure) is not self._failed:
-                    self._report(failure)
-                self._failed, self.error = type(failure), failure
-                continue
-            for error in reversed(damage):
-                if not any(error is known for known in self._damage):
-                    self._report(error)
-            self._failed, self._damage, self.error = None, damage, next(iter(damage), None)
+            failure = await self._failure()
+            if failure is not None and type(failure) is not self._failed:
+                self._report(type(failure), failure)
+            known, self._known = self._known, self._damage()
+            for damage in self._known:
+                if not any(damage is each for each in known):
+                    self._report(str(damage), damage.reworded(str))  # a copy: a raised error keeps the caller's frames
+            self._failed = type(failure)
+            last = failure or next(reversed(self._known), None)
+            self.error = None if last is None else str(last)
 
-    def _report(self, error: Exception) -> None:
+    async def _failure(self) -> Exception | None:
+        try:
+            await self._work()
+        except Exception as error:  # any class: a retention policy of the user may raise it
+            return error
+        return None
+
+    def _report(self, key: object, error: Exception) -> None:
         _log.error("%s: %s: %s", self._name, type(error).__name__, printable_lines(str(error)))
-        if self.unretrieved is None:
-            self.unretrieved = error
-        else:
-            self.unretrieved.add_note(f"another failure: {type(error).__name__}: {error}")
+        self._problems[key] = _Problem(error)
+
+
+@dataclass
+class _Problem:
+    """A problem of upkeep, which a later call raises."""
+
+    unretrieved: Exception | None
+
+    def mark_retrieved(self) -> None:
+        self.unretrieved = None
 
 
 class Exports:
@@ -139,9 +158,8 @@ class Exports:
             one.cancel()
         await run_shielded(self.ended)
 
-    async def _prune(self) -> Sequence[Exception]:
+    async def _prune(self) -> None:
         assert self._keep is not None
         with time_limit(Deadline.after(self._timeout_s)):
             for one in self._wanted:
                 await one.prune(self._keep, durability=self._durability)
-        return ()

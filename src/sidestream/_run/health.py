@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .._runtime.public import Displayed, Table, public
-from .pruning import Pruned
+from .retention import Pruned
 
 __all__ = ["Health"]
 

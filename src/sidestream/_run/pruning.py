@@ -4,7 +4,7 @@ reader uses is never deleted."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -12,38 +12,16 @@ from typing import Any, Literal
 from .._load.open.manifest import metadata_of
 from .._load.open.steps import Step, look_at
 from .._load.verify import verify_at
-from .._runtime.public import public
 from .._storage import Leftover, Location, Store, target_of_attempt
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from ..options import Durability
 from .leases import Leases
-from .retention import Retention, SavedStep, doomed, judges_by_number, keeps_all, needs_metadata
-from .steps import list_generations
+from .retention import Pruned, Retention, SavedStep, doomed, judges_by_number, keeps_all, needs_metadata
+from .steps import changed_among, list_generations
 
-__all__ = ["Pruned", "Pruner", "abandoned"]
+__all__ = ["Pruner", "abandoned"]
 
 _Fate = Literal["deleted", "leased", "changed"]
-
-
-@public
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """The result of one pass of retention. The fields are names of directories in the run.
-
-    Attributes:
-        deleted: Steps that were deleted.
-        leased: Steps that are deleted later, because a process has a lease on them.
-        verified: The step whose bytes were all read and compared before an older one was deleted. None if no step could
-            go.
-        damaged: Steps that did not verify. They count for no policy, and are not deleted.
-        abandoned: Attempts of dead writers, and interrupted deletions, that were deleted.
-    """
-
-    deleted: tuple[str, ...] = ()
-    leased: tuple[str, ...] = ()
-    verified: str | None = None
-    damaged: tuple[str, ...] = ()
-    abandoned: tuple[str, ...] = ()
 
 
 def abandoned(
@@ -104,16 +82,10 @@ class Pruner:
         """Return what ``run`` would do, without verifying a step. Changes nothing."""
         if keeps_all(self.keep):
             return Pruned()
-        steps = await self._own_steps()
-        chosen = await self._choose(steps, frozenset(protected()))
-        if not chosen:
-            return Pruned(damaged=tuple(sorted(self._damaged)))
-        newest = max(step.order for name, step in steps.items() if name not in chosen)
-        going = [name for name in chosen if steps[name].order < newest]
-        leased = [name for name in going if await self._in_use(name)]
-        return Pruned(
-            tuple(name for name in going if name not in leased), tuple(leased), None, tuple(sorted(self._damaged))
-        )
+        _, going = await self._judge(protected, _assumes)
+        leased = [step.name for step in going if await self._in_use(step.name)]
+        names = tuple(step.name for step in going if step.name not in leased)
+        return Pruned(names, tuple(leased), None, tuple(sorted(self._damaged)))
 
     @property
     def damaged(self) -> dict[str, CorruptCheckpointError]:
@@ -149,40 +121,57 @@ class Pruner:
     # --- steps that retention does not keep ---
 
     async def _retain(self, protecting: Callable[[], Collection[int]]) -> Pruned:
-        steps = await self._own_steps()
-        protected = frozenset(protecting())  # after the listing, which may contain a step that was just committed
-        verified: Step | None = None
-        candidates: list[Step] = []
-        while chosen := await self._choose(steps, protected):
-            # The newest step that is kept has to verify. A step that does not verify is left out of all policies.
-            newest = max((step for name, step in steps.items() if name not in chosen), key=lambda step: step.order)
-            if await self._verifies(newest):
-                verified = newest
-                candidates = [steps[name] for name in chosen if steps[name].order < newest.order]
+        fates: dict[str, _Fate] = {}
+        while True:
+            verified, going = await self._judge(protecting, self._verifies)
+            for step in going:
+                if verified is None or await self._have_changed([verified]):
+                    break
+                fates[step.name] = await self._delete(step)
+            else:
                 break
-            del steps[newest.name]
-        if verified is not None and candidates:
-            deciding = [verified] if judges_by_number(self.keep) else list(steps.values())
-            if [step for step in deciding if await self._has_changed(step)]:
-                return await self._retain(protecting)
-        fates: dict[_Fate, list[str]] = {"deleted": [], "leased": [], "changed": []}
-        for step in candidates:
-            fates[await self._delete(step)].append(step.name)
         return Pruned(
-            tuple(fates["deleted"]),
-            tuple(fates["leased"]),
+            tuple(name for name, fate in fates.items() if fate == "deleted"),
+            tuple(name for name, fate in fates.items() if fate == "leased"),
             None if verified is None else verified.name,
             tuple(sorted(self._damaged)),
         )
 
-    async def _has_changed(self, step: Step) -> bool:
-        """Return whether the step was removed, replaced or damaged since its marker was read. If so, forget the
-        marker."""
-        now = await look_at(self.store, step)
-        if now is not None and now.marker == step.marker:
-            return False
-        self._known.pop(step.name, None)
-        return True
+    async def _judge(
+        self, protecting: Callable[[], Collection[int]], verifies: Callable[[Step], Coroutine[Any, Any, bool]]
+    ) -> tuple[Step | None, list[Step]]:
+        """Return the newest step that stays, and the older steps that may be deleted because it ``verifies``. If no
+        step could go, nothing is verified, and None is returned for the first."""
+        while True:
+            steps = await self._own_steps()
+            protected = frozenset(protecting())  # after the listing, which may contain a step that was just committed
+            newest: Step | None = None
+            going: list[Step] = []
+            while chosen := await self._choose(steps, protected):
+                # The newest step that is kept has to verify. A step that does not verify is left out of all policies.
+                newest = max((step for name, step in steps.items() if name not in chosen), key=lambda step: step.order)
+                if await verifies(newest):
+                    going = [steps[name] for name in chosen if steps[name].order < newest.order]
+                    break
+                del steps[newest.name]
+                newest = None
+            if not going or not await self._are_stale([step for step in steps.values() if step not in going]):
+                return newest, going
+
+    async def _are_stale(self, staying: list[Step]) -> bool:
+        """Return whether another process has changed steps on which the judgement about the others is based."""
+        there = set(await self.store.directories())
+        if not all(step.name in there for step in staying):
+            return True
+        return not judges_by_number(self.keep) and await self._have_changed(staying)
+
+    async def _have_changed(self, steps: Sequence[Step]) -> bool:
+        """Return whether there are some among ``steps`` that were removed, replaced or damaged since their markers were
+        read. Forget those markers."""
+        changed = await changed_among(self.store, steps)
+        for step in changed:
+            self._known.pop(step.name, None)
+        return bool(changed)
 
     async def _own_steps(self) -> dict[str, Step]:
         """Return the committed steps that sidestream wrote, by name. Other directories are neither counted nor
@@ -250,7 +239,7 @@ class Pruner:
     async def _is_another(self, step: Step) -> bool:
         """Return whether another process has deleted or replaced the step since its marker was read."""
         now = await look_at(self.store, step)
-        return now is None or (now.damage is None and await self._has_changed(step))
+        return now is None or (now.damage is None and await self._have_changed([step]))
 
     async def _delete(self, step: Step) -> _Fate:
         """Delete a step, unless it is in use or has changed."""
@@ -258,16 +247,23 @@ class Pruner:
             return "leased"
         own = await self.leases.take(step.name, "delete")
         try:
-            # Checked again with our own lease in place: from now on every reader sees that.
+            if await self._have_changed([step]):
+                return "changed"
+            # Checked again with our own lease in place: from now on every reader sees that. Nothing comes between this
+            # and the deletion, because a lease is only good for some time.
             if await self._in_use(step.name) or own.doubtful:
                 return "leased"
-            if await self._has_changed(step):
-                return "changed"
             await self.store.retire(step.name, durability=self.durability)
         finally:
             await own.release()
+        self._known.pop(step.name, None)
         return "deleted"
 
     async def _in_use(self, name: str) -> bool:
         seen = await self.leases.seen()
         return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)
+
+
+async def _assumes(step: Step) -> bool:
+    """Count the step as verified, without reading it."""
+    return True

@@ -18,6 +18,7 @@ __all__ = [
     "KeepBest",
     "KeepEvery",
     "KeepLast",
+    "Pruned",
     "Retention",
     "SavedStep",
     "doomed",
@@ -217,19 +218,40 @@ def _metric(metadata: Mapping[str, Any], path: str) -> float | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+@public
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """The result of one pass of retention. The fields are names of directories in the run.
+
+    Attributes:
+        deleted: Steps that were deleted.
+        leased: Steps that are deleted later, because a process has a lease on them.
+        verified: The step whose bytes were all read and compared before an older one was deleted. None if no step could
+            go.
+        damaged: Steps that did not verify. They count for no policy, and are not deleted.
+        abandoned: Attempts of dead writers, and interrupted deletions, that were deleted.
+    """
+
+    deleted: tuple[str, ...] = ()
+    leased: tuple[str, ...] = ()
+    verified: str | None = None
+    damaged: tuple[str, ...] = ()
+    abandoned: tuple[str, ...] = ()
+
+
 def needs_metadata(keep: Retention) -> bool:
     """Return whether ``keep`` may use the metadata of steps, which have to be read from storage. A policy of the user
     always gets them."""
     if isinstance(keep, _Either):
         return any(needs_metadata(policy) for policy in keep.policies)
-    return not isinstance(keep, (KeepAll, KeepLast, KeepEvery))
+    return type(keep) not in (KeepAll, KeepLast, KeepEvery)
 
 
 def judges_by_number(keep: Retention) -> bool:
     """Return whether ``keep`` uses nothing of a step but its number."""
     if isinstance(keep, _Either):
         return all(judges_by_number(policy) for policy in keep.policies)
-    return not needs_metadata(keep) and not (isinstance(keep, KeepEvery) and keep.seconds is not None)
+    return not needs_metadata(keep) and getattr(keep, "seconds", None) is None
 
 
 def doomed(saved: Sequence[SavedStep], keep: Retention, protected: AbstractSet[int] = frozenset()) -> list[SavedStep]:
@@ -260,4 +282,4 @@ def keeps_all(keep: Retention) -> bool:
     """Return whether ``keep`` never deletes a step, so that the run need not be listed."""
     if isinstance(keep, _Either):
         return any(keeps_all(policy) for policy in keep.policies)
-    return isinstance(keep, KeepAll)
+    return type(keep) is KeepAll

@@ -7,11 +7,20 @@ from collections.abc import Collection, Iterable, Mapping
 
 from .._format.marker import METADATA_NAME
 from .._load.open.steps import Step, look_at, steps_among
+from .._runtime.tasks import in_parallel
 from .._runtime.threads import current_deadline, io_threads, yielding_gil
 from .._storage import Store
 from ..errors import InvalidOptionError
 
-__all__ = ["Generations", "check_run", "list_generations", "list_steps", "named_steps", "still_listed"]
+__all__ = [
+    "Generations",
+    "changed_among",
+    "check_run",
+    "list_generations",
+    "list_steps",
+    "named_steps",
+    "still_listed",
+]
 
 _REMEMBERED = 256
 """The number of steps whose last started generation is remembered. With many slots it is more."""
@@ -78,12 +87,26 @@ async def still_listed(store: Store, names: Collection[str]) -> bool:
 async def list_generations(store: Store, known: Mapping[str, Step]) -> list[Step]:
     """Return all committed generations of all steps, oldest first, including damaged ones. The ``known`` ones, by name,
     are not read again, because a marker never changes."""
+    current_deadline().check("listing the steps of a run")
     steps = []
     for found in await named_steps(store):
         step = known[found.name] if found.name in known else await look_at(store, found)
         if step is not None:
             steps.append(step)
     return steps[::-1]
+
+
+async def changed_among(store: Store, steps: Iterable[Step]) -> list[Step]:
+    """Return those of ``steps`` that were removed, replaced or damaged since they were read."""
+    changed: list[Step] = []
+
+    async def look(step: Step) -> None:
+        now = await look_at(store, step)
+        if now is None or now.marker != step.marker:
+            changed.append(step)
+
+    await in_parallel(steps, look)
+    return changed
 
 
 async def named_steps(store: Store, step: int | None = None) -> list[Step]:
