@@ -18,7 +18,7 @@ import sidestream
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import Attempt, BytesBody, id_of, locate_run
-from sidestream._storage.names import name_with_id
+from sidestream._storage.names import NOTE, name_with_id
 from sidestream.dcp import StorageWriter
 
 
@@ -69,7 +69,7 @@ async def test_every_way_to_save(tmp_path: Path) -> None:
 
 
 async def test_checkpoints_of_both_kinds_replace_each_other(tmp_path: Path) -> None:
-    await sidestream.save(state(1), tmp_path / "a", files={"notes": b"1"})
+    await sidestream.save(state(1), tmp_path / "a", files={"notes": b"1", "retired": b"2"})
     info = await replace(tmp_path / "a", 2)
     assert ids(tmp_path / "a") == {info.save_id, None}
     assert [path.name for path in (tmp_path / "a").iterdir() if id_of(path.name) is None] == [".metadata"]
@@ -84,7 +84,7 @@ async def test_what_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     await replace(tmp_path / "retired", 1)
-    (tmp_path / "retired" / "retired").touch()  # by a removal that was interrupted
+    (tmp_path / "retired" / NOTE).touch()  # by a removal that was interrupted
     await replace(tmp_path / "damaged", 1)
     marker = tmp_path / "damaged" / ".metadata"
     altered = bytearray(marker.read_bytes())

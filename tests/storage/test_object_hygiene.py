@@ -22,6 +22,7 @@ import sidestream
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import locate_run
+from sidestream._storage.names import NOTE
 from sidestream._storage.object_store.store import ObjectStore
 
 STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
@@ -110,7 +111,7 @@ async def test_a_deletion_that_was_interrupted(s3: S3Server) -> None:
     with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.open_checkpoint(place.url("step-1"), **place.keywords)
     (found,) = await store.leftovers()
-    assert (found.kind, found.name) == ("retired", "step-1/retired")
+    assert (found.kind, found.name) == ("retired", f"step-1/{NOTE}")
     await store.discard(found.name)
     assert s3.objects == {}
 

@@ -82,8 +82,9 @@ def target_of_attempt(name: str) -> str | None:
 
 # --- files ---
 
-NOTE = "retired"
-"""The file beside the files of a checkpoint that is being deleted."""
+NOTE = ".sidestream-retired"
+"""The file beside the files of a checkpoint that is being deleted. Other programs make no file of this name, and the
+names of sidecar files do not begin with a dot."""
 
 READ_FIRST = frozenset({"model.safetensors", "model.safetensors.index.json"})
 """The files that mark an export as complete. They are written last and deleted first."""

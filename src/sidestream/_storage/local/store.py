@@ -14,13 +14,13 @@ from ..._runtime.threads import Stop
 from ...errors import CheckpointExistsError, SidestreamError, StorageError, from_os_error
 from ...options import Capabilities, Durability, Storage
 from ..bodies import Body
-from ..names import MARKER, NOTE, is_unfinished
+from ..names import MARKER, NOTE, is_unfinished, parse_step
 from ..store import Leftover, ReadRange
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
     RACES,
-    RETIRED,
     collect_orphans,
+    is_retired,
     last_write,
     make_root,
     remove_tree,
@@ -168,7 +168,7 @@ def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop)
 
 
 def _discard(root: Path, leftover: str) -> None:
-    path = root / leftover if leftover.startswith(RETIRED) else take_away(root, leftover)
+    path = root / leftover if is_retired(leftover) else take_away(root, leftover)
     if path is not None:
         remove_tree(path)
 
@@ -195,7 +195,7 @@ def _retire(root: Path, directory: str, durability: Durability) -> None:
 def _leftovers(root: Path) -> list[Leftover]:
     names = _directories(root)
     try:
-        found = [(name, "retired") for name in names if name.startswith(RETIRED)]
+        found = [(name, "retired") for name in names if is_retired(name)]
         found += [(name, "attempt") for name in names if _ATTEMPT.fullmatch(name)]
         if not found:
             return []
@@ -284,7 +284,8 @@ def _unmarked(root: Path) -> list[Leftover]:
             continue
         files = files_in(root / name)
         if NOTE in files and MARKER not in files:
-            found.append(Leftover(f"{name}/{NOTE}", "retired", 0.0))
+            if parse_step(name) is not None:
+                found.append(Leftover(f"{name}/{NOTE}", "retired", 0.0))
         elif is_unfinished(files) and (MARKER not in files or is_torn(root / name)):
             ages = ages_of(root / name, files).items()
             found += [Leftover(f"{name}/{save_id}", "attempt", age_s) for save_id, age_s in ages]

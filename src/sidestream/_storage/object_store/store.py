@@ -15,7 +15,7 @@ from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import on_io_loop
-from ..names import MARKER, NOTE, id_of
+from ..names import MARKER, NOTE, id_of, parse_step
 from ..store import Leftover, ReadRange, StoreSource, coalesce
 from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
@@ -217,7 +217,8 @@ class ObjectStore:
             if MARKER in listing.files:
                 continue
             if (note := listing.files.get(NOTE)) is not None:
-                found.append(Leftover(f"{directory}/{NOTE}", "retired", age_s(now, note.modified)))
+                if parse_step(directory) is not None:
+                    found.append(Leftover(f"{directory}/{NOTE}", "retired", age_s(now, note.modified)))
                 continue
             ids: dict[str, list[BlobInfo]] = {}
             for file, info in listing.files.items():
