@@ -8,7 +8,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from keywords import for_run, for_save
 import sidestream
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import locate_run
+from sidestream._storage import BytesBody, locate_run
 from sidestream._storage.names import NOTE
 from sidestream._storage.object_store.store import ObjectStore
 
@@ -128,6 +128,27 @@ async def test_a_run_keeps_what_its_policy_says(s3: S3Server) -> None:
     # A lease whose removal failed expires by itself, and is no step.
     assert {name.split("/")[1] for name in s3.objects} - {".leases"} == {"step-3"}
     assert s3.uploads == {}
+
+
+async def test_the_object_for_the_time_of_a_cancelled_call(s3: S3Server) -> None:
+    """It is deleted by a later call, when nobody can be waiting for it any more."""
+    store = store_of(s3)
+    await store.put("step-1/a", BytesBody(b"a"), durability="fsync")
+    s3.always("list", "stall", ".leases")
+    cancelled = asyncio.create_task(store.ages("step-1"))
+    await asyncio.to_thread(s3.wait_for, "list")
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    s3.fault = lambda request: None
+    (left,) = {name for name in s3.objects if "clock" in name}
+    assert set(await store.ages("step-1")) == {"a"}
+    assert left in s3.objects, "another process may be about to list it"
+    s3.modified[left] -= timedelta(seconds=3700)
+    s3.objects["run/.leases/clock"] = b"of somebody"
+    s3.modified["run/.leases/clock"] = s3.modified[left]
+    assert set(await store.ages("step-1")) == {"a"}
+    assert set(s3.objects) == {"run/step-1/a", "run/.leases/clock"}
 
 
 async def test_files_are_removed_one_by_one(s3: S3Server) -> None:
