@@ -361,6 +361,8 @@ class MarkedTransaction(LocalTransaction):
             if durable:
                 os.fsync(descriptor)
             check_whole(self._target, self._names, self._target)
+            if os.path.lexists(self._target / NOTE):
+                raise being_removed(self._target)
             _check_not_late(began, path)
             self._claimed = sent = True
             write_buffer(descriptor, content[end:], end)

@@ -159,8 +159,11 @@ class Bucket:
                 await self.run("deleting", name, lambda engine: engine.delete(key))
         return engine.compares_versions
 
-    async def delete_of(self, target: str, save_id: str) -> None:
+    async def delete_of(self, target: str, save_id: str, *, unless_committed: bool = False) -> None:
+        """Delete the files of a save, with ``unless_committed`` only if there is no marker, which may be its own."""
         listing = await self.listing(target)
+        if unless_committed and MARKER in listing.files:
+            return
         found = [file for file in listing.files if id_of(file) == save_id]
         try:
             await self.delete(target, found)
