@@ -21,7 +21,7 @@ from keywords import for_save
 import sidestream
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import Attempt, BytesBody, LocalStore, Space
+from sidestream._storage import Attempt, BytesBody, LocalStore, Space, free_space
 
 SHM = Path("/dev/shm")  # only there as a tmpfs
 GIB = 1 << 30
@@ -81,6 +81,21 @@ def small(tmp_path: Path) -> Iterator[Path]:
     directory.mkdir()
     yield directory
     shutil.rmtree(directory)
+
+
+async def test_a_file_system_without_a_size(tmp_path: Path) -> None:
+    """A tmpfs without a limit reports neither blocks nor free space."""
+    place = tmp_path / "endless"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=0", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no tmpfs can be mounted")
+    try:
+        await sidestream.save({"w": torch.ones(3)}, place / "c")
+        assert (await sidestream.verify(place / "c")).ok
+        assert free_space(LocalStore(place), "c") is None
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
 
 
 async def test_an_export_that_does_not_fit_is_no_matter_to_the_checkpoint(small: Path, tmp_path: Path) -> None:

@@ -161,10 +161,10 @@ MUTANTS = (
            "                if not await _has_replaced(engine, key, content[-4096:], version):\n",
            "                if True:\n", "object_store", "lost answers"),
     Mutant("a removal begins with the files", "_storage/object_store/store.py",
-           "            await self._bucket.delete(directory, [MARKER])\n",
-           "            await self._bucket.delete(directory, [one for one in "
+           "                await self._bucket.delete(directory, [MARKER])\n",
+           "                await self._bucket.delete(directory, [one for one in "
            "(await self._bucket.listing(directory)).files if one not in (MARKER, NOTE)])\n"
-           "            await self._bucket.delete(directory, [MARKER])\n", "object_store", "a removal"),
+           "                await self._bucket.delete(directory, [MARKER])\n", "object_store", "a removal"),
     Mutant("a load does not start over", "_load/operation.py",
            "            return lost and await self.target.replaced()\n", "            return False\n", "object_store",
            "overtaken"),

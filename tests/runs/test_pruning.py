@@ -8,11 +8,13 @@ import os
 import shutil
 import tempfile
 import threading
+import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,7 +29,7 @@ from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
 from sidestream._storage.local.read import LocalFiles, LocalSource
-from sidestream._storage.names import attempt_name
+from sidestream._storage.names import NOTE, attempt_name
 from sidestream.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 from sidestream.options import Durability
 
@@ -53,6 +55,24 @@ async def test_the_best_stay_by_metadata_of_other_processes(tmp_path: Path) -> N
         assert pruned.deleted == ()
         await save_steps(checkpoints, 5, loss=0.9)
     assert entries(tmp_path) == ["step-1", "step-2", "step-3", "step-5"]
+
+
+@pytest.mark.parametrize("place", ["directory", "marker", "memory"])
+async def test_directories_of_the_user_stay(place: str, tmp_path: Path) -> None:
+    """Also those whose names look like names of what sidestream deletes."""
+    url = f"memory://{uuid.uuid4().hex}" if place == "memory" else str(tmp_path)
+    files = fsspec.filesystem("memory" if place == "memory" else "file", auto_mkdir=True)
+    mine = [".retired-2025/thesis.txt", f".retired-{32 * 'x'}/a", "staff/retired", "staff/active", f"notes/{NOTE}"]
+    for name in mine:
+        files.pipe_file(f"{url}/{name}", b"mine")
+    storage = sidestream.Storage(commit="marker") if place == "marker" else None
+    async with sidestream.Checkpointer(url, keep=KeepLast(1), storage=storage) as checkpoints:
+        await save_steps(checkpoints, 1, 2)
+        assert (await checkpoints.prune()).abandoned == ()
+        assert await checkpoints.steps() == [2]
+    with pytest.raises(CheckpointNotFoundError):
+        await sidestream.remove(f"{url}/staff", storage=storage)
+    assert [files.cat_file(f"{url}/{name}") for name in mine] == [b"mine"] * len(mine)
 
 
 async def test_nothing_goes_without_a_policy(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -286,6 +288,72 @@ async def test_the_rest_of_the_dead_is_waited_for(tmp_path: Path) -> None:
         os.utime(path, (1, 1))
     info = await sidestream.save(state(2), tmp_path / "a", storage=MARKER)
     assert {id_of(path.name) for path in (tmp_path / "a").iterdir()} == {info.save_id, None}
+    assert_same(await loaded(tmp_path / "a"), state(2))
+
+
+class Gates:
+    """Syncs of markers that wait: the ``number``-th one has been reached when ``reached(number)`` returns, and ends
+    when ``open(number)`` is called, perhaps with an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+        self._gates = {number: (threading.Event(), threading.Event()) for number in numbers}
+        self._errors: dict[int, OSError] = {}
+        self._count, self._fsync = 0, os.fsync
+        monkeypatch.setattr(os, "fsync", self._wait)
+
+    def _wait(self, descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("/.metadata"):
+            self._count += 1
+            number = self._count
+            if number in self._gates:
+                reached, opened = self._gates[number]
+                reached.set()
+                assert opened.wait(60)
+            if number in self._errors:
+                raise self._errors[number]
+        self._fsync(descriptor)
+
+    async def reached(self, number: int) -> None:
+        assert await asyncio.to_thread(self._gates[number][0].wait, 60)
+
+    def open(self, number: int, error: OSError | None = None) -> None:
+        if error is not None:
+            self._errors[number] = error
+        self._gates[number][1].set()
+
+
+@pytest.mark.parametrize("end", [False, True])
+async def test_a_failed_save_keeps_the_marker_of_another(
+    end: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A removal comes while the marker is being synced, without its end or with it, and then another save."""
+    number = 2 if end else 1
+    gates = Gates(monkeypatch, number)
+    first = sidestream.async_save(state(1), tmp_path / "a", storage=MARKER)
+    await gates.reached(number)
+    await sidestream.remove(tmp_path / "a", storage=MARKER)
+    await sidestream.save(state(2), tmp_path / "a", storage=MARKER)
+    gates.open(number)
+    with pytest.raises(errors.StorageError, match="another process removed"):
+        await first
+    assert first.outcome == "absent"
+    assert_same(await loaded(tmp_path / "a"), state(2))
+
+
+async def test_a_failed_save_keeps_the_unfinished_marker_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = Gates(monkeypatch, 2, 3)
+    first = sidestream.async_save(state(1), tmp_path / "a", storage=MARKER)
+    await gates.reached(2)
+    await sidestream.remove(tmp_path / "a", storage=MARKER)
+    second = sidestream.async_save(state(2), tmp_path / "a", storage=MARKER)
+    await gates.reached(3)
+    gates.open(2, OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(errors.StorageError, match="Input/output"):
+        await first
+    gates.open(3)
+    await second
     assert_same(await loaded(tmp_path / "a"), state(2))
 
 

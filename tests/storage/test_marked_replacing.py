@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,8 +19,8 @@ from test_marked import MARKER, blank, loaded, mount, state
 import sidestream
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import Attempt, BytesBody, id_of, locate_run
-from sidestream._storage.names import name_with_id
+from sidestream._storage import Attempt, BytesBody, Kind, id_of, locate_run
+from sidestream._storage.names import NOTE, name_with_id
 from sidestream.dcp import StorageWriter
 
 
@@ -69,7 +71,7 @@ async def test_every_way_to_save(tmp_path: Path) -> None:
 
 
 async def test_checkpoints_of_both_kinds_replace_each_other(tmp_path: Path) -> None:
-    await sidestream.save(state(1), tmp_path / "a", files={"notes": b"1"})
+    await sidestream.save(state(1), tmp_path / "a", files={"notes": b"1", "retired": b"2"})
     info = await replace(tmp_path / "a", 2)
     assert ids(tmp_path / "a") == {info.save_id, None}
     assert [path.name for path in (tmp_path / "a").iterdir() if id_of(path.name) is None] == [".metadata"]
@@ -84,7 +86,7 @@ async def test_what_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     await replace(tmp_path / "retired", 1)
-    (tmp_path / "retired" / "retired").touch()  # by a removal that was interrupted
+    (tmp_path / "retired" / NOTE).touch()  # by a removal that was interrupted
     await replace(tmp_path / "damaged", 1)
     marker = tmp_path / "damaged" / ".metadata"
     altered = bytearray(marker.read_bytes())
@@ -153,6 +155,7 @@ async def test_a_removal_that_comes_first(tmp_path: Path) -> None:
         store = locate_run(tmp_path, MARKER)[0]
         begun = store.begin(Attempt("a", "replacement", "a" * 32, "fsync"))
         begun.write_here([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+        os.utime(tmp_path / "a" / begun.committed_name("__0_0.distcp"), (1, 1))  # more than an hour ago
         await sidestream.remove(tmp_path / "a", storage=MARKER)
         with pytest.raises((errors.StorageError, OSError)):
             await begun.commit({".metadata": [b"a marker that is long enough"]})
@@ -160,6 +163,68 @@ async def test_a_removal_that_comes_first(tmp_path: Path) -> None:
         await begun.discard()
     with pytest.raises(errors.CheckpointNotFoundError):
         await loaded(tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", ["directory", "replacement"])
+async def test_a_save_that_commits_after_a_removal(kind: Kind, tmp_path: Path) -> None:
+    """The removal keeps its files, which belong to no checkpoint yet."""
+    with time_limit(Deadline.after(60)):
+        store = locate_run(tmp_path, MARKER)[0]
+        begun = store.begin(Attempt("a", kind, "a" * 32, "fsync"))
+        begun.write_here([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+        await replace(tmp_path / "a", 1)
+        await sidestream.remove(tmp_path / "a", storage=MARKER)
+        file = begun.committed_name("__0_0.distcp")
+        assert os.listdir(tmp_path / "a") == [file]
+        await begun.commit({".metadata": [b"a marker that is long enough"]})
+        assert set(os.listdir(tmp_path / "a")) == {file, ".metadata"}
+
+
+async def test_a_save_that_commits_during_a_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails, while the removal deletes the first file."""
+    loop, unlink = asyncio.get_running_loop(), os.unlink
+    with time_limit(Deadline.after(60)):
+        begun = locate_run(tmp_path, MARKER)[0].begin(Attempt("a", "directory", "a" * 32, "fsync"))
+        begun.write_here([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+        await replace(tmp_path / "a", 1)
+        failures: list[BaseException | None] = []
+
+        def commit_first(path: Any, **options: Any) -> None:
+            if "__0_1" in str(path) and not failures:
+                failures.append(None)
+                committing = begun.commit({".metadata": [b"a marker that is long enough"]})
+                failures[0] = asyncio.run_coroutine_threadsafe(committing, loop).exception(60)
+            unlink(path, **options)
+
+        monkeypatch.setattr(os, "unlink", commit_first)
+        await sidestream.remove(tmp_path / "a", storage=MARKER)
+        assert isinstance(failures[0], errors.CheckpointExistsError)
+        assert "is being removed" in str(failures[0])
+        assert begun.outcome == "absent"
+        await begun.discard()
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("place", ["marker", "memory"])
+async def test_the_rest_of_a_removal_beside_a_later_checkpoint(place: str, tmp_path: Path) -> None:
+    """By a save that began before. Only the files that belong to what was removed are deleted."""
+    run = f"memory://{uuid.uuid4().hex}" if place == "memory" else str(tmp_path / "run")
+    storage = MARKER if place == "marker" else None
+    files = fsspec.filesystem("memory" if place == "memory" else "file")
+    url = f"{run}/step-1"
+    info = await sidestream.save(state(1), url, storage=storage)
+    rest = {path: files.cat_file(path) for path in files.ls(url, detail=False) if info.save_id in path}
+    await sidestream.remove(url, storage=storage)
+    await sidestream.save(state(2), url, storage=storage)
+    kept = set(files.ls(url, detail=False))
+    for path, content in {**rest, f"{url}/{NOTE}": info.save_id.encode()}.items():
+        files.pipe_file(path, content)
+    with time_limit(Deadline.after(60)):
+        await locate_run(run, storage or sidestream.Storage())[0].discard(f"step-1/{NOTE}")
+    assert set(files.ls(url, detail=False)) == kept
+    target = blank()
+    await sidestream.load(target, url, storage=storage)
+    assert_same(target, state(2))
 
 
 async def test_readers_beside_saves(tmp_path: Path) -> None:

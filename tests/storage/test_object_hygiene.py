@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from keywords import for_run, for_save
 import sidestream
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import locate_run
+from sidestream._storage import Attempt, BytesBody, id_of, locate_run
+from sidestream._storage.names import NOTE
 from sidestream._storage.object_store.store import ObjectStore
 
 STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
@@ -110,9 +112,62 @@ async def test_a_deletion_that_was_interrupted(s3: S3Server) -> None:
     with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.open_checkpoint(place.url("step-1"), **place.keywords)
     (found,) = await store.leftovers()
-    assert (found.kind, found.name) == ("retired", "step-1/retired")
+    assert (found.kind, found.name) == ("retired", f"step-1/{NOTE}")
     await store.discard(found.name)
     assert s3.objects == {}
+
+
+async def test_a_save_that_commits_during_a_removal(s3: S3Server) -> None:
+    """Its files stay: the removal deletes those of the checkpoint whose marker it has deleted."""
+    place = s3_place(s3, "obstore")
+    creating, create, deleting, delete = (threading.Event() for _ in range(4))
+    counted = {"create": 0, "delete": 0}
+
+    def wait(request: Any) -> Any:
+        kind = request.kind.removesuffix("_many")
+        if kind not in counted:
+            return None
+        counted[kind] += 1
+        if kind == "create" and counted[kind] == 1:
+            return lambda: (creating.set(), create.wait(60))
+        if kind == "delete" and counted[kind] == 2:  # after the marker
+            return lambda: (deleting.set(), delete.wait(60))
+        return None
+
+    s3.fault = wait
+    pending = sidestream.async_save({**STATE, "step": 8}, place.url("step-1"), **for_save(**place.keywords))
+    assert await asyncio.to_thread(creating.wait, 60)
+    await sidestream.save(STATE, place.url("step-1"), **for_save(**place.keywords))
+    removal = asyncio.create_task(sidestream.remove(place.url("step-1"), **place.keywords))
+    assert await asyncio.to_thread(deleting.wait, 60)
+    create.set()
+    info = await pending
+    delete.set()
+    await removal
+    assert {id_of(name.rpartition("/")[2]) for name in s3.objects} == {info.save_id, None}
+    target = {"large": torch.zeros(3 << 20), "step": 0}
+    await sidestream.load(target, place.url("step-1"), **place.keywords)
+    assert target["step"] == 8
+
+
+async def test_a_save_that_finds_a_removal_does_not_commit(s3: S3Server) -> None:
+    store = store_of(s3)
+    begun = store.begin(Attempt("step-1", "directory", "a" * 32, "fsync"))
+    await asyncio.to_thread(begun.write_here, [("__0_0.distcp", BytesBody(b"x"))])
+    s3.objects[f"run/step-1/{NOTE}"] = b"b" * 32
+    s3.modified[f"run/step-1/{NOTE}"] = datetime.now(UTC)
+    with pytest.raises(errors.CheckpointExistsError, match="is being removed"):
+        await begun.commit({".metadata": [b"a marker that is long enough"]})
+    assert begun.outcome == "absent"
+    await begun.discard()
+    assert set(s3.objects) == {f"run/step-1/{NOTE}"}
+
+
+async def test_an_attempt_that_was_committed_after_it_was_listed(s3: S3Server) -> None:
+    place, store = s3_place(s3, "obstore"), store_of(s3)
+    info = await sidestream.save(STATE, place.url("step-1"), **for_save(**place.keywords))
+    await store.discard(f"step-1/{info.save_id}")
+    assert (await sidestream.verify(place.url("step-1"), **place.keywords)).ok
 
 
 async def test_a_run_keeps_what_its_policy_says(s3: S3Server) -> None:
@@ -127,6 +182,27 @@ async def test_a_run_keeps_what_its_policy_says(s3: S3Server) -> None:
     # A lease whose removal failed expires by itself, and is no step.
     assert {name.split("/")[1] for name in s3.objects} - {".leases"} == {"step-3"}
     assert s3.uploads == {}
+
+
+async def test_the_object_for_the_time_of_a_cancelled_call(s3: S3Server) -> None:
+    """It is deleted by a later call, when nobody can be waiting for it any more."""
+    store = store_of(s3)
+    await store.put("step-1/a", BytesBody(b"a"), durability="fsync")
+    s3.always("list", "stall", ".leases")
+    cancelled = asyncio.create_task(store.ages("step-1"))
+    await asyncio.to_thread(s3.wait_for, "list")
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    s3.fault = lambda request: None
+    (left,) = {name for name in s3.objects if "clock" in name}
+    assert set(await store.ages("step-1")) == {"a"}
+    assert left in s3.objects, "another process may be about to list it"
+    s3.modified[left] -= timedelta(seconds=3700)
+    s3.objects["run/.leases/clock"] = b"of somebody"
+    s3.modified["run/.leases/clock"] = s3.modified[left]
+    assert set(await store.ages("step-1")) == {"a"}
+    assert set(s3.objects) == {"run/step-1/a", "run/.leases/clock"}
 
 
 async def test_files_are_removed_one_by_one(s3: S3Server) -> None:

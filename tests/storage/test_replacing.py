@@ -7,7 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -376,6 +376,14 @@ async def test_remove_takes_what_attempts_have_left(s3: S3Server) -> None:
     s3.always("delete_many", 403)
     await target.save(1)
     s3.fault = lambda request: None
+    await remove(target.url, **target.how)
+    left = target.names()
+    assert left, "another process may be about to commit them"
+    with pytest.raises(CheckpointNotFoundError):
+        await remove(target.url, **target.how)
+    assert target.names() == left
+    for name in s3.objects:
+        s3.modified[name] -= timedelta(seconds=3700)
     await remove(target.url, **target.how)
     assert target.names() == []
 

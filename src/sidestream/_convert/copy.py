@@ -157,9 +157,10 @@ async def remove(
     """Remove the checkpoint in the directory or below the prefix ``url``, with everything else that is in it.
 
     It disappears in one step for all readers, and its files are deleted after that: a local directory is renamed first,
-    and on object storage the marker is deleted first. A load in progress fails. What killed saves, exports and
-    conversions to ``url`` have left is removed too, if nothing has been written to it for an hour. Leases of a run do
-    not prevent it; retention (``keep=`` of a ``Checkpointer``) respects them. With several ranks one rank calls it.
+    and on object storage and with ``commit="marker"`` the marker is deleted first. There files of other saves stay,
+    because they may be committed meanwhile. A load in progress fails. What killed saves, exports and conversions to
+    ``url`` have left is removed too, if nothing has been written to it for an hour. Leases of a run do not prevent it;
+    retention (``keep=`` of a ``Checkpointer``) respects them. With several ranks one rank calls it.
 
     After an error or a cancel files may be left that are not a checkpoint any more. On object storage a second call
     removes them.

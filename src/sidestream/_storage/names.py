@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from .._format.marker import METADATA_NAME as MARKER
 
@@ -22,6 +22,7 @@ __all__ = [
     "name_with_id",
     "owner_of",
     "parse_step",
+    "retired_files",
     "sidecar_with_id",
     "step_name",
     "target_of_attempt",
@@ -82,8 +83,9 @@ def target_of_attempt(name: str) -> str | None:
 
 # --- files ---
 
-NOTE = "retired"
-"""The file beside the files of a checkpoint that is being deleted."""
+NOTE = ".sidestream-retired"
+"""The file beside the files of a checkpoint that is being deleted, with the id of its save. Other programs make no file
+of this name, and the names of sidecar files do not begin with a dot."""
 
 READ_FIRST = frozenset({"model.safetensors", "model.safetensors.index.json"})
 """The files that mark an export as complete. They are written last and deleted first."""
@@ -115,6 +117,22 @@ def owner_of(file: str) -> str | None:
 def is_plain_shard(file: str) -> bool:
     """Return whether this is the name of a shard file without an id, as in a checkpoint that was copied."""
     return _PLAIN.fullmatch(file) is not None
+
+
+def retired_files(files: Collection[str], save_id: str) -> list[str]:
+    """Return those of the files in a directory that belong to the checkpoint that is being deleted. The last one is the
+    note, because it distinguishes these files from an attempt.
+
+    ``save_id`` is the content of the note; empty if the id was unknown. Files with other ids stay, because a save that
+    began before this checkpoint was committed may be committed while its files are deleted."""
+    committed = MARKER in files  # by such a save
+    found = [
+        name
+        for name in files
+        if name not in (MARKER, NOTE)
+        and (owner_of(name) == save_id or not (committed or (save_id and owner_of(name) is not None)))
+    ]
+    return [*found, NOTE]
 
 
 def is_unfinished(files: Iterable[str]) -> bool:

@@ -99,7 +99,10 @@ def _existing(path: Path) -> Path:
 
 
 def _free(place: Path) -> int:
+    """Return the free space. Raises ``OSError`` also if the file system tells nothing about it."""
     found = os.statvfs(place)
+    if not found.f_blocks:  # a tmpfs without a limit
+        raise OSError(errno.ENOTSUP, "the file system has no size", str(place))
     return found.f_bavail * found.f_frsize
 
 

@@ -163,7 +163,7 @@ class Store(Protocol):
 
     async def retire(self, directory: str, *, durability: Durability) -> None:
         """Delete a committed checkpoint. It is made invisible, with ``"fsync"`` durably, before its first byte is
-        deleted.
+        deleted. Files of other saves in the directory stay, if they can be distinguished.
 
         If the deletion is interrupted, ``leftovers`` lists the rest. Does nothing if the checkpoint does not exist."""
 

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from ..errors import (
     CheckpointExistsError,
     ClosedError,
+    CorruptCheckpointError,
     DeadlineExceededError,
     NotDurableError,
     OutcomeUnknownError,
@@ -44,6 +45,7 @@ __all__ = [
     "Transaction",
     "being_removed",
     "bodies_of",
+    "id_in",
     "run_without_loop",
 ]
 
@@ -391,6 +393,16 @@ def run_without_loop(work: Callable[[], Coroutine[Any, Any, T]], doing: str, sto
     from .clients.requests import LoopCall  # imports fsspec
 
     return LoopCall(work).result(doing, stop)
+
+
+async def id_in(name: str, read_tail: Callable[[str, int], Awaitable[bytes]]) -> str:
+    """Return the id of the save that wrote the marker ``name``; empty if it is missing, damaged or of another
+    writer."""
+    try:
+        marker = find_marker(await read_tail(name, TAIL_BYTES))
+    except (CorruptCheckpointError, FileNotFoundError):
+        return ""
+    return "" if marker is None else marker.save_id
 
 
 def being_removed(where: str | Path) -> CheckpointExistsError:

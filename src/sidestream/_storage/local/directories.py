@@ -23,13 +23,13 @@ from ..names import LEASES, attempt_name, parse_step
 
 __all__ = [
     "RACES",
-    "RETIRED",
     "OpenDirectory",
     "collect_orphans",
     "exchange",
     "exchanges",
     "has_leases",
     "is_directory",
+    "is_retired",
     "is_vacant",
     "last_write",
     "link_new",
@@ -44,13 +44,11 @@ __all__ = [
 ]
 
 
-RETIRED = ".retired-"
-"""The prefix of the names of directories that are being deleted."""
-
 RACES = 100
 """The number of attempts at an operation that fails because another process makes or removes the same directory."""
 
 _ID = 32 * "0"
+_RETIRED = re.compile(r"\.retired-(?:step-[0-9.g]+-)?[0-9a-f]{32}")  # earlier versions put the step into it
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 
 
@@ -166,6 +164,11 @@ def is_directory(path: Path) -> bool:
         raise from_os_error(error, "looking at this path", str(path)) from error
 
 
+def is_retired(name: str) -> bool:
+    """Return whether ``take_away`` has made this name: whether the directory is being deleted."""
+    return _RETIRED.fullmatch(name) is not None
+
+
 def is_vacant(target: Path) -> bool:
     try:
         if not stat.S_ISDIR(target.lstat().st_mode):
@@ -223,7 +226,7 @@ def unlink_or_remove(path: Path) -> None:
 def take_away(root: Path, name: str) -> Path | None:
     """Rename the directory, so that readers do not find it and its writer cannot publish it, and return its new path.
     Return None if it does not exist."""
-    hidden = root / f"{RETIRED}{uuid.uuid4().hex}"  # not ``name``, because other tools search names for steps
+    hidden = root / f".retired-{uuid.uuid4().hex}"  # not ``name``, because other tools search names for steps
     try:
         os.rename(root / name, hidden)
     except (FileNotFoundError, NotADirectoryError):
@@ -317,13 +320,13 @@ def collect_orphans(
     attempt = re.compile(f"{re.escape(before)}[0-9a-f]{{32}}{re.escape(after)}")
     collected: list[str] = []
     with suppress(OSError):
-        found = [name for name in os.listdir(root) if attempt.fullmatch(name) or name.startswith(RETIRED)]
+        found = [name for name in os.listdir(root) if attempt.fullmatch(name) or is_retired(name)]
         if not found or has_leases(root, target):
             return []
         now = storage_time(root)
         for name in found:
             with suppress(OSError):  # another process collects it, or it may not be deleted
-                retired = name.startswith(RETIRED)
+                retired = is_retired(name)
                 if now - ((root / name).stat().st_ctime if retired else last_write(root / name)) <= after_s:
                     continue
                 path = root / name if retired else take(root, name)

@@ -125,8 +125,13 @@ def is_torn(directory: Path) -> bool:
         return False
 
 
-def remove_torn(directory: Path) -> None:
-    if is_torn(directory):
+def remove_torn(directory: Path, save_id: str = "") -> None:
+    """Delete an incomplete marker; with ``save_id`` only one of this save, of which no more than its end is missing."""
+    try:
+        tail = read_tail(directory / MARKER, None, TAIL_BYTES)
+    except FileNotFoundError:
+        return
+    if not is_complete(tail) and save_id.encode() in tail:
         unlink(directory / MARKER)
 
 
@@ -339,7 +344,10 @@ class MarkedTransaction(LocalTransaction):
 
     def _create_marker(self, path: Path, body: Body, durable: bool) -> None:
         """Write the marker: first all but its last bytes, then these. If anything fails before the last bytes are
-        written, remove the marker. After that the outcome has to be read back."""
+        written, remove the marker. After that the outcome has to be read back.
+
+        Another process may remove the marker meanwhile, and another save may create its own. The descriptor stays open
+        until the markers have been compared, so that no other file has the same inode."""
         content = memoryview(b"".join(part.take(Stop()) for part in body.parts))
         began = time.monotonic()
         try:
@@ -348,26 +356,30 @@ class MarkedTransaction(LocalTransaction):
             raise taken(self._target) from error
         sent = False
         try:
-            try:
-                end = len(content) - END_BYTES
-                write_buffer(descriptor, content[:end], 0)
-                if durable:
-                    os.fsync(descriptor)
-                check_whole(self._target, self._names, self._target)
-                _check_not_late(began, path)
-                self._claimed = sent = True
-                write_buffer(descriptor, content[end:], end)
-                if durable:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            end = len(content) - END_BYTES
+            write_buffer(descriptor, content[:end], 0)
+            if durable:
+                os.fsync(descriptor)
+            check_whole(self._target, self._names, self._target)
+            if os.path.lexists(self._target / NOTE):
+                raise being_removed(self._target)
+            _check_not_late(began, path)
+            self._claimed = sent = True
+            write_buffer(descriptor, content[end:], end)
+            if durable:
+                os.fsync(descriptor)
+            os.close(os.dup(descriptor))  # reports errors, and a mount of a bucket uploads the file
             sent = False  # if another process has removed files of this attempt meanwhile, the marker is removed too
             check_whole(self._target, (*self._names, path.name), self._target)
         except BaseException:
             if not sent and time.monotonic() - began <= _MOST_COMMIT_S:
                 with suppress(OSError):
-                    os.unlink(path)
+                    if os.path.samestat(os.fstat(descriptor), path.lstat()):
+                        os.unlink(path)
             raise
+        finally:
+            with suppress(OSError):
+                os.close(descriptor)
         self._claimed = False
 
     def _rename_marker(self, path: Path, body: Body, durable: bool) -> None:
@@ -434,7 +446,7 @@ class MarkedTransaction(LocalTransaction):
             return
         self._made, self._last = None, None
         if self._claimed:
-            remove_torn(self._target)
+            remove_torn(self._target, self.attempt.save_id)
         remove_files(self._target, self.attempt.save_id)
         if self._target in self._new:
             with suppress(OSError):  # not empty: other attempts have files in it

@@ -14,13 +14,13 @@ from ..._runtime.threads import Stop
 from ...errors import CheckpointExistsError, SidestreamError, StorageError, from_os_error
 from ...options import Capabilities, Durability, Storage
 from ..bodies import Body
-from ..names import MARKER, NOTE, is_unfinished
+from ..names import MARKER, NOTE, is_unfinished, parse_step, retired_files
 from ..store import Leftover, ReadRange
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
     RACES,
-    RETIRED,
     collect_orphans,
+    is_retired,
     last_write,
     make_root,
     remove_tree,
@@ -30,7 +30,7 @@ from .directories import (
     unlink,
     unlink_or_remove,
 )
-from .marking import MarkedTransaction, ages_of, collect, discard, files_in, is_torn, sync_names
+from .marking import MarkedTransaction, ages_of, collect, discard, files_in, is_torn, marked_id, sync_names
 from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of, sizes_in
 from .transaction import LocalTransaction, write_file
 
@@ -168,7 +168,7 @@ def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop)
 
 
 def _discard(root: Path, leftover: str) -> None:
-    path = root / leftover if leftover.startswith(RETIRED) else take_away(root, leftover)
+    path = root / leftover if is_retired(leftover) else take_away(root, leftover)
     if path is not None:
         remove_tree(path)
 
@@ -195,7 +195,7 @@ def _retire(root: Path, directory: str, durability: Durability) -> None:
 def _leftovers(root: Path) -> list[Leftover]:
     names = _directories(root)
     try:
-        found = [(name, "retired") for name in names if name.startswith(RETIRED)]
+        found = [(name, "retired") for name in names if is_retired(name)]
         found += [(name, "attempt") for name in names if _ATTEMPT.fullmatch(name)]
         if not found:
             return []
@@ -247,15 +247,12 @@ def _directories(root: Path) -> list[str]:
 
 
 def _unmark(directory: Path, durability: Durability) -> None:
-    if not files_in(directory):
-        return
     try:
-        os.close(os.open(directory / NOTE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
-        if durability == "fsync":
-            sync_names(directory)
-        unlink(directory / MARKER)
-        if durability == "fsync":
-            sync_names(directory)
+        if MARKER in files_in(directory):
+            _write_note(directory, durability)
+            unlink(directory / MARKER)
+            if durability == "fsync":
+                sync_names(directory)
     except SidestreamError:
         raise
     except OSError as error:
@@ -263,16 +260,32 @@ def _unmark(directory: Path, durability: Durability) -> None:
     _finish_retiring(directory)
 
 
+def _write_note(directory: Path, durability: Durability) -> None:
+    try:
+        save_id = marked_id(directory, removed=True) or ""
+    except CheckpointExistsError:  # of another writer, or damaged
+        save_id = ""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(directory / NOTE, flags, 0o666), "wb") as note:
+        note.write(save_id.encode())
+        if durability == "fsync":
+            note.flush()
+            os.fsync(note.fileno())
+    if durability == "fsync":
+        sync_names(directory)
+
+
 def _finish_retiring(directory: Path) -> None:
-    """Delete the files of a retired checkpoint. The note is deleted last, because it distinguishes these files from an
-    attempt. Does nothing if the marker is still there."""
+    """Delete the files of a retired checkpoint, whose marker was deleted before."""
     names = files_in(directory)
-    if MARKER in names:
+    if NOTE not in names:
         return
-    for name in names:
-        if name != NOTE:
-            unlink_or_remove(directory / name)
-    unlink(directory / NOTE)
+    try:
+        save_id = bytes(read_tail(directory / NOTE, None, 32)).decode()
+    except FileNotFoundError:  # another process has finished it
+        return
+    for name in retired_files(names, save_id):
+        unlink_or_remove(directory / name)
     with suppress(OSError):
         directory.rmdir()
 
@@ -284,7 +297,8 @@ def _unmarked(root: Path) -> list[Leftover]:
             continue
         files = files_in(root / name)
         if NOTE in files and MARKER not in files:
-            found.append(Leftover(f"{name}/{NOTE}", "retired", 0.0))
+            if parse_step(name) is not None:
+                found.append(Leftover(f"{name}/{NOTE}", "retired", 0.0))
         elif is_unfinished(files) and (MARKER not in files or is_torn(root / name)):
             ages = ages_of(root / name, files).items()
             found += [Leftover(f"{name}/{save_id}", "attempt", age_s) for save_id, age_s in ages]

@@ -17,7 +17,7 @@ from ...options import Listing, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import LoopCall, Requests, Taken, fate_of, is_refused, on_io_loop
-from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard
+from ..names import ABANDONED_AFTER_S, LEASES, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard
 
 __all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans"]
 
@@ -159,8 +159,11 @@ class Bucket:
                 await self.run("deleting", name, lambda engine: engine.delete(key))
         return engine.compares_versions
 
-    async def delete_of(self, target: str, save_id: str) -> None:
+    async def delete_of(self, target: str, save_id: str, *, unless_committed: bool = False) -> None:
+        """Delete the files of a save, with ``unless_committed`` only if there is no marker, which may be its own."""
         listing = await self.listing(target)
+        if unless_committed and MARKER in listing.files:
+            return
         found = [file for file in listing.files if id_of(file) == save_id]
         try:
             await self.delete(target, found)
@@ -232,17 +235,24 @@ async def _has_replaced(engine: Engine, key: str, end: bytes, version: str) -> b
     return False
 
 
+_CLOCK = re.compile(r"clock-[0-9a-f]{32}")
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 async def clock_of(bucket: Bucket) -> datetime | None:
-    """Return the time of the storage, which is that of an object that this writes."""
-    name = f".leases/clock-{uuid.uuid4().hex}"  # unique, because each call deletes its object
-    await bucket.put(name, memoryview(b"now"))
-    listing = await bucket.listing(".leases")
-    await bucket.delete(".leases", [name.rpartition("/")[2]])
-    written = listing.files.get(name.rpartition("/")[2])
-    return None if written is None else written.modified
+    """Return the time of the storage, which is that of an object that this writes. Objects of earlier calls that were
+    cancelled or killed before they deleted theirs are deleted too."""
+    name = f"clock-{uuid.uuid4().hex}"  # unique, because each call deletes its object
+    await bucket.put(f"{LEASES}/{name}", memoryview(b"now"))
+    listing = (await bucket.listing(LEASES)).files
+    now = written.modified if (written := listing.get(name)) is not None else None
+    old = [
+        file
+        for file, info in listing.items()
+        if file != name and _CLOCK.fullmatch(file) and age_s(now, info.modified) > ABANDONED_AFTER_S
+    ]
+    await bucket.delete(LEASES, [name, *old])
+    return now
 
 
 def age_s(now: datetime | None, then: datetime | None) -> float:

@@ -15,9 +15,9 @@ from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import on_io_loop
-from ..names import MARKER, NOTE, id_of
+from ..names import MARKER, NOTE, id_of, parse_step, retired_files
 from ..store import Leftover, ReadRange, StoreSource, coalesce
-from ..transaction import Attempt, StoreAddress, Transaction
+from ..transaction import Attempt, StoreAddress, Transaction, id_in
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket, age_s, clock_of, collect_orphans
 from .transaction import ObjectTransaction, check_replaces, content_of
@@ -86,7 +86,7 @@ class ObjectStore:
             await self._finish_retiring(leftover.removesuffix(f"/{NOTE}"))
         elif "/" in leftover:
             target, _, save_id = leftover.rpartition("/")
-            await self._bucket.delete_of(target, save_id)
+            await self._bucket.delete_of(target, save_id, unless_committed=True)
 
     # --- reading ---
 
@@ -186,21 +186,25 @@ class ObjectStore:
         checkpoint."""
 
         async def retire() -> None:
-            if not (await self._bucket.listing(directory)).files:
-                return
-            await self._bucket.put(f"{directory}/{NOTE}", memoryview(b"is being deleted"))
-            await self._bucket.delete(directory, [MARKER])
-            await self._finish_retiring(directory)
+            save_id = None
+            if MARKER in (await self._bucket.listing(directory)).files:
+                save_id = await id_in(f"{directory}/{MARKER}", self.read_tail)
+                await self._bucket.put(f"{directory}/{NOTE}", memoryview(save_id.encode()))
+                await self._bucket.delete(directory, [MARKER])
+            await self._finish_retiring(directory, save_id)
 
         await on_io_loop(retire, f"removing {directory}")
 
-    async def _finish_retiring(self, directory: str) -> None:
-        """Delete the files of a retired checkpoint. The note is deleted last, because it distinguishes these files from
-        an attempt. Does nothing if the marker is still there."""
-        listing = await self._bucket.listing(directory)
-        if MARKER in listing.files:
-            return
-        await self._bucket.delete(directory, sorted(listing.files, key=lambda name: name == NOTE))
+    async def _finish_retiring(self, directory: str, save_id: str | None = None) -> None:
+        """Delete the files of a retired checkpoint, whose marker was deleted before. ``save_id`` is the content of the
+        note, if it is known."""
+        files = (await self._bucket.listing(directory)).files
+        if save_id is None:
+            try:
+                save_id = (await self._bucket.tail(f"{directory}/{NOTE}", 32)).decode()
+            except FileNotFoundError:  # another process has finished it
+                return
+        await self._bucket.delete(directory, retired_files(files, save_id))
         await self._bucket.forget(directory)
 
     async def collect(self, target: str, *, after_s: float) -> list[str]:
@@ -217,7 +221,8 @@ class ObjectStore:
             if MARKER in listing.files:
                 continue
             if (note := listing.files.get(NOTE)) is not None:
-                found.append(Leftover(f"{directory}/{NOTE}", "retired", age_s(now, note.modified)))
+                if parse_step(directory) is not None:
+                    found.append(Leftover(f"{directory}/{NOTE}", "retired", age_s(now, note.modified)))
                 continue
             ids: dict[str, list[BlobInfo]] = {}
             for file, info in listing.files.items():

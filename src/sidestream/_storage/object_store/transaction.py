@@ -330,6 +330,8 @@ class ObjectTransaction(Transaction):
                 unknown = f"a save leaves no open uploads: they could not be listed, so one may stay open ({error})"
                 emit(GuaranteeLost(f"{bucket.url}/{target}", unknown))
         listing = await bucket.listing(self._directory)
+        if NOTE in listing.files:
+            raise being_removed(f"{bucket.url}/{target}")
         for name, nbytes in self._sizes.items():
             info = listing.files.get(name)
             if info is None or info.nbytes != nbytes:
