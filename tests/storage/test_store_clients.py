@@ -21,6 +21,7 @@ from sidestream import errors, events
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage.clients.engine import Engine, LateEngine
 from sidestream._storage.clients.lazy import Kept, frozen
+from sidestream._storage.clients.requests import Requests
 
 ENGINES = ["obstore", "fsspec"]
 STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
@@ -143,6 +144,18 @@ async def test_a_kept_error_keeps_no_staging_memory(s3: S3Server, engine: str) -
             await sidestream.save(STATE, place.url(), stager=stager, **for_save(**place.keywords))
         await all_returned(stager)
         assert kept.value.errno
+
+
+async def test_an_earlier_try_stays_uncertain() -> None:
+    """Whatever ends a later one: the first may still be carried out."""
+    failures: list[Exception] = [errors.StorageError(5, "later", "x"), ConnectionResetError("first")]
+
+    async def fail() -> None:
+        raise failures.pop()
+
+    with pytest.raises(errors.StorageError, match="later") as raised, time_limit(Deadline.after(60)):
+        await Requests("s3://bucket/run", policy()).run("writing", "x", fail)
+    assert errors.is_uncertain(raised.value)
 
 
 @pytest.mark.parametrize("status", [403, 405, 501])

@@ -14,6 +14,7 @@ from keywords import for_load, for_run, for_save
 
 import sidestream
 from sidestream import errors, events
+from sidestream._storage.clients import requests
 
 ENGINES = ["obstore", "fsspec"]
 
@@ -199,6 +200,28 @@ async def test_a_commit_without_an_answer(s3: S3Server, engine: str) -> None:
         await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     assert [name for name in s3.objects if name.endswith(".distcp")] != []
     assert not any(name.endswith(".metadata") for name in s3.objects)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_commit_without_an_answer_while_the_storage_throttles(
+    s3: S3Server, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The put of the marker stalls, and until the deadline of the save no request may be sent."""
+    monkeypatch.setattr(requests, "_THROTTLED_BASE_S", 5.0)  # a pause of 5 s at least
+    place = s3_place(s3, engine, request_timeout_s=1.5)
+    faults: dict[str, int | str | None] = {"create": "stall", "list": None}
+    s3.fault = lambda request: faults.get(request.kind)
+    async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
+        await checkpoints.steps()  # makes the client
+        pending = await checkpoints.async_save(large(), step=1, **for_save(timeout_s=4.0))
+        await asyncio.to_thread(s3.wait_for, "create")
+        faults["list"] = 503
+        looking = asyncio.create_task(checkpoints.steps())
+        with pytest.raises(errors.OutcomeUnknownError):
+            await pending
+        looking.cancel()
+        assert pending.outcome == "unknown"
+    assert [name for name in s3.objects if name.endswith(".distcp")] != []
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -37,6 +37,7 @@ __all__ = ["Fate", "LoopCall", "Requests", "Taken", "fate_of", "in_io_thread", "
 
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 _GRACE_S = 5.0
 _waiter = Threads("sidestream-storage", 1)  # only its ``wait`` is used, so it never starts a thread
@@ -178,14 +179,16 @@ class Requests:
         """
         timeout_s = request_timeout_s or self.policy.request_timeout_s
         tries, uncertain, deadline = 0, False, current_deadline()
+        doing = f"{operation} {self._at(name)}"
         while True:
             tries += 1
-            await self._wait_for_quiet(deadline, f"{operation} {self._at(name)}")
             try:
+                await self._wait_for_quiet(deadline, doing)
                 async with asyncio.timeout(min(timeout_s, deadline.remaining_s())):
                     return await call()
             except (Exception, asyncio.CancelledError) as error:
                 if isinstance(error, (asyncio.CancelledError, SidestreamError)):
+                    _marked(error, uncertain)  # whatever ends this try, an earlier one may still be carried out
                     raise
                 fate = fate_of(error)
                 if fate == "taken" and not isinstance(error, Taken):
@@ -195,7 +198,7 @@ class Requests:
                 if wait_s is None:
                     raise _marked(translated(error, operation, self._at(name)), uncertain) from error
                 if deadline.remaining_s() <= wait_s:
-                    late = deadline.exceeded(f"{operation} {self._at(name)} ({_reason(error)})")
+                    late = deadline.exceeded(f"{doing} ({_reason(error)})")
                     raise _marked(late, uncertain) from error
                 kind = Throttled if fate == "throttled" else Retried
                 emit(kind(operation, self._at(name), tries, wait_s, _reason(error)))
@@ -229,7 +232,7 @@ def _jittered(base_s: float, tries: int) -> float:
     return min(_MOST_S, base_s * 2.0 ** min(tries, 10)) * random.uniform(0.5, 1.0)
 
 
-def _marked(error: Exception, uncertain: bool) -> Exception:
+def _marked(error: E, uncertain: bool) -> E:
     return mark_uncertain(error) if uncertain else error
 
 
