@@ -21,7 +21,7 @@ from sidestream import errors, events
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage.clients.engine import Engine, LateEngine
 from sidestream._storage.clients.lazy import Kept, frozen
-from sidestream._storage.clients.requests import Requests
+from sidestream._storage.clients.requests import Requests, fate_of
 
 ENGINES = ["obstore", "fsspec"]
 STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
@@ -154,6 +154,36 @@ async def test_an_earlier_try_stays_uncertain() -> None:
         raise failures.pop()
 
     with pytest.raises(errors.StorageError, match="later") as raised, time_limit(Deadline.after(60)):
+        await Requests("s3://bucket/run", policy()).run("writing", "x", fail)
+    assert errors.is_uncertain(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "fate"),
+    [
+        ("Server returned non-2xx status code: 400 Bad Request: <Error><Code>SlowDown</Code>", "throttled"),
+        ("status code: 500: <?xml version='1.0'?>\n<Error><Code>ThrottlingException</Code></Error>", "throttled"),
+        ("status code: 404: <Code>NoSuchKey</Code><Message>slow down</Message>", "absent"),
+        (
+            "status code: 500: <Code>InternalError</Code><Key>my slowdown</Key><Resource>/b/my slowdown</Resource>",
+            "transient",
+        ),
+        ("'bucket/slowdown/x' failed: no route", "final"),
+        ("s3://bucket/preconditionfailed: connection reset", "transient"),
+        ('connection reset\n\nDebug source:\nGeneric { path: "slowdown" }', "transient"),
+        ("please slow down", "throttled"),
+        ("bad\n\nDebug source:\nGeneric { body: None }", "final"),
+    ],
+)
+def test_words_of_messages(text: str, fate: str) -> None:
+    assert fate_of(OSError(text)) == fate
+
+
+async def test_throttling_without_a_status_is_uncertain() -> None:
+    async def fail() -> None:
+        raise OSError("slow down")
+
+    with pytest.raises(errors.DeadlineExceededError) as raised, time_limit(Deadline.after(0.2)):
         await Requests("s3://bucket/run", policy()).run("writing", "x", fail)
     assert errors.is_uncertain(raised.value)
 

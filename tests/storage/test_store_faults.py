@@ -83,6 +83,20 @@ async def test_an_object_whose_name_looks_like_a_status(s3: S3Server, engine: st
         assert await checkpoints.restore({"step": 0}) == 2
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_an_object_whose_name_looks_like_throttling(s3: S3Server, engine: str) -> None:
+    """A status 500 is not sent again for ever, and a put that is cut off is not taken for one that was refused."""
+    place = s3_place(s3, engine, retries=1)
+    s3.always("put", 500)
+    with pytest.raises(errors.StorageError):
+        await sidestream.save(large(), place.url("slowdown"), **for_save(timeout_s=30.0, **place.keywords))
+    assert s3.count("put") == 2
+    s3.always("create", "reset")
+    with pytest.raises(errors.OutcomeUnknownError):
+        await sidestream.save(large(), place.url("slowdown"), **for_save(**place.keywords))
+    assert [name for name in s3.objects if name.endswith(".distcp")] != []
+
+
 async def test_repetitions_can_be_seen(s3: S3Server) -> None:
     place = s3_place(s3, "obstore")
     seen: list[events.Event] = []
