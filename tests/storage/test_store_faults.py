@@ -97,6 +97,25 @@ async def test_an_object_whose_name_looks_like_throttling(s3: S3Server, engine: 
     assert [name for name in s3.objects if name.endswith(".distcp")] != []
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_throttled_tries_are_no_retries(s3: S3Server, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_THROTTLED_BASE_S", 0.01)
+    place = s3_place(s3, engine, retries=1)
+    answers = [503, 503, 503, 500]
+    s3.fault = lambda request: answers.pop(0) if request.kind == "create" and answers else None
+    await sidestream.save(large(), place.url(), **for_save(**place.keywords))
+    assert s3.count("create") == 5
+    await loads(place)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_request_that_s3_has_not_received_in_time(s3: S3Server, engine: str) -> None:
+    place = s3_place(s3, engine)
+    s3.once("create", 400)
+    await sidestream.save(large(), place.url(), **for_save(**place.keywords))
+    await loads(place)
+
+
 async def test_repetitions_can_be_seen(s3: S3Server) -> None:
     place = s3_place(s3, "obstore")
     seen: list[events.Event] = []

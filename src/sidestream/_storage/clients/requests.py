@@ -180,7 +180,7 @@ class Requests:
         it is unknown whether the request was carried out, ``is_uncertain`` is true of the error.
         """
         timeout_s = request_timeout_s or self.policy.request_timeout_s
-        tries, uncertain, deadline = 0, False, current_deadline()
+        tries, throttled, uncertain, deadline = 0, 0, False, current_deadline()
         doing = f"{operation} {self._at(name)}"
         while True:
             tries += 1
@@ -197,7 +197,8 @@ class Requests:
                     fate = "transient"  # 409 or 412 in answer to a request without a condition
                 # Without a status it is unknown whether the storage has answered.
                 uncertain = uncertain or fate == "transient" or (fate == "throttled" and _status(error) is None)
-                wait_s = self._pause(fate, tries)
+                throttled += fate == "throttled"
+                wait_s = self._pause(fate, throttled if fate == "throttled" else tries - throttled)
                 if wait_s is None:
                     raise _marked(translated(error, operation, self._at(name)), uncertain) from error
                 if deadline.remaining_s() <= wait_s:
@@ -209,8 +210,8 @@ class Requests:
                 await asyncio.sleep(wait_s)
 
     def _pause(self, fate: Fate, tries: int) -> float | None:
-        """Return how long to wait before the next try; None if there is none. A throttled request is
-        repeated until its deadline, whatever the policy says."""
+        """Return how long to wait after so many tries that ended like this one; None if there is no next try. A
+        throttled request is repeated until its deadline, whatever the policy says."""
         if fate == "throttled":
             wait_s = _jittered(_THROTTLED_BASE_S, tries)
             self._quiet_until = max(self._quiet_until, time.monotonic() + wait_s)
@@ -272,6 +273,8 @@ def fate_of(error: BaseException) -> Fate:
         return "denied"
     if (status is None or status == 400 or status >= 500) and any(word in text for word in _THROTTLING):
         return "throttled"
+    if status == 400 and (isinstance(error, TimeoutError) or "requesttimeout" in text):
+        return "transient"  # S3 has not received the whole request in time
     if status is not None:
         return _fate_of_status(status)
     if isinstance(error, (TimeoutError, ConnectionError, EOFError)) or any(word in text for word in _PASSING):
