@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import threading
+import uuid
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 from _places import Place, policy, s3_place
 from _s3_server import KEY, SECRET, S3Server
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from keywords import for_run, for_save
 from leases import all_returned
 
@@ -130,6 +133,16 @@ async def test_a_client_that_hangs_is_waited_for_until_the_deadline() -> None:
             await engine.get()
     go.set()
     assert await engine.get() is made  # the one who gave up has not ended it
+
+
+@pytest.mark.parametrize("around", [False, True])
+async def test_an_upload_joins_no_transaction_of_fsspec(around: bool) -> None:
+    """There it would stay in memory, and a transaction of the user would publish it."""
+    memory = MemoryFileSystem(skip_instance_cache=True)
+    filesystem = DirFileSystem(path="/", fs=memory) if around else memory
+    storage = sidestream.Storage(filesystem=filesystem, policy=policy())
+    await sidestream.save(STATE, f"{uuid.uuid4().hex}/ckpt", **for_save(storage=storage))
+    assert list(memory.transaction.files) == []
 
 
 # --- failures ------------------------------------------------------------------------------------------------------
