@@ -401,3 +401,17 @@ async def test_an_object_that_the_checkpoint_does_not_have_names_those_it_has(tm
     await sidestream.save({"model": torch.nn.Linear(2, 2), "n": 1}, tmp_path / "c")
     with pytest.raises(errors.StateMismatchError, match=r"nothing of it in the checkpoint, whose keys are model, n"):
         await sidestream.load({"net": torch.nn.Linear(2, 2)}, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "url", ["memory://", "memory:///", "http://", "https://", "s3://", "s3:///x", "simplecache::memory://", "data:,x"]
+)
+async def test_urls_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(errors.InvalidOptionError, match="has no (bucket|room)"):
+        await sidestream.save(STATE, url)
+    with pytest.raises(errors.InvalidOptionError, match="has no (bucket|room)"):
+        await sidestream.load(template(), url)
+    with pytest.raises(errors.InvalidOptionError, match="has no (bucket|room)"):
+        sidestream.Checkpointer(url)
+    assert list(tmp_path.iterdir()) == []

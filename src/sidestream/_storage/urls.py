@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ __all__ = ["EVERYDAY", "Location", "locate_directory", "locate_run"]
 _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
 _OF_THE_INSTANCE = frozenset({"asynchronous", "loop", "skip_instance_cache"})
 _LOCAL = frozenset({"file", "local"})
+_SEPARATOR = re.compile("::|://")
 _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
 
 _engines = Kept(16)
@@ -99,7 +101,7 @@ def _parsed(url: str | os.PathLike[str], storage: Storage) -> tuple[str, str]:
 
 
 def _check_address(text: str, protocol: str) -> None:
-    """Raise ``InvalidOptionError`` for a protocol that no package provides, and for ``~``.
+    """Raise ``InvalidOptionError`` for a protocol that no package provides, for a URL of nothing, and for ``~``.
 
     ``~`` is refused and not expanded, because ``torch.save`` and DCP make a directory of that name. If it were
     expanded here, one string would name two places in one program, and a third place for another user."""
@@ -108,6 +110,12 @@ def _check_address(text: str, protocol: str) -> None:
             f"{redacted(text)} has the unknown protocol {protocol}://; use a path, s3://, gs://, az://, or another "
             "protocol that fsspec knows"
         )
+    if text.startswith("data:") and "," in text.partition("/")[0]:
+        raise InvalidOptionError(f"a data: URL has no room for a checkpoint; a directory of that name is ./{text:.80}")
+    if protocol not in _LOCAL and not _SEPARATOR.split(text)[-1].strip("/"):
+        raise InvalidOptionError(f"{redacted(text)} has no bucket, host or path after {protocol}://")
+    if protocol in CLOUDS and not _bucket_and_prefix(text)[0]:
+        raise InvalidOptionError(f"{redacted(text)} has no bucket after {protocol}://")
     if text == "~" or text.startswith("~/"):
         raise InvalidOptionError(
             f"{text!r} begins with ~, which is expanded by a shell but not here: use os.path.expanduser({text!r}), or "
