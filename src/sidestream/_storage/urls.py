@@ -14,7 +14,7 @@ from fsspec.core import strip_protocol, url_to_fs
 from fsspec.registry import known_implementations, registry
 from fsspec.utils import get_protocol
 
-from ..errors import InvalidOptionError, MissingExtraError, redacted
+from ..errors import InvalidOptionError, MissingExtraError, from_os_error, redacted
 from ..options import BlobStore, Storage, StorePolicy, is_fsspec
 from .clients.credentials import CLOUDS, Client, Unmapped, client_for
 from .clients.engine import Engine, LateEngine, StoreEngine
@@ -95,6 +95,11 @@ def _parsed(url: str | os.PathLike[str], storage: Storage) -> tuple[str, str]:
     if type(text) is not str or not text or "\0" in text:
         raise InvalidOptionError(f"{redacted(repr(url))} is not a path or URL")
     protocol = get_protocol(text)
+    # A local path may hold bytes that are not UTF-8, as os.fsdecode returns them.
+    try:
+        text.encode(errors="strict" if storage.filesystem is None and protocol not in _LOCAL else "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise InvalidOptionError(f"{redacted(ascii(text))} is not a path or URL: {error.reason}") from None
     if storage.filesystem is None:
         _check_address(text, protocol)
     return text, protocol
@@ -244,7 +249,9 @@ def _through_fsspec(base: str, protocol: str, options: dict[str, Any], policy: S
         raise MissingExtraError(
             f'{protocol}:// needs a package: {error}. pip install "sidestream[cloud]"', extra="cloud"
         ) from error
-    except ValueError as error:
+    except OSError as error:  # some file systems connect when they are made
+        raise from_os_error(error, f"connecting to {protocol}://", redacted(base)) from error
+    except (ValueError, TypeError, AttributeError) as error:  # of options that are wrong or missing
         raise InvalidOptionError(f"{redacted(base)}: {redacted(str(error))}") from None
     return FsspecEngine(filesystem, policy), root
 
