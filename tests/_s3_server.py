@@ -165,7 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._hang_up()
         body = self._body(length)
         if isinstance(fault, int):
-            code = {503: "SlowDown", 409: "ConditionalRequestConflict"}.get(fault, "InternalError")
+            code = {400: "RequestTimeout", 503: "SlowDown", 409: "ConditionalRequestConflict"}.get(
+                fault, "InternalError"
+            )
             return self._answer(fault, f"<Error><Code>{code}</Code><Message>as told</Message></Error>".encode())
         if KEY not in self.headers.get("Authorization", ""):
             return self._answer(403, b"<Error><Code>AccessDeniedError</Code><Message>who are you</Message></Error>")

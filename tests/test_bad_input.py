@@ -401,3 +401,55 @@ async def test_an_object_that_the_checkpoint_does_not_have_names_those_it_has(tm
     await sidestream.save({"model": torch.nn.Linear(2, 2), "n": 1}, tmp_path / "c")
     with pytest.raises(errors.StateMismatchError, match=r"nothing of it in the checkpoint, whose keys are model, n"):
         await sidestream.load({"net": torch.nn.Linear(2, 2)}, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "url", ["memory://", "memory:///", "http://", "https://", "s3://", "s3:///x", "simplecache::memory://", "data:,x"]
+)
+async def test_urls_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(errors.InvalidOptionError, match=r"has no (bucket|room)"):
+        await sidestream.save(STATE, url)
+    with pytest.raises(errors.InvalidOptionError, match=r"has no (bucket|room)"):
+        await sidestream.load(template(), url)
+    with pytest.raises(errors.InvalidOptionError, match=r"has no (bucket|room)"):
+        sidestream.Checkpointer(url)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["\ud800", "memory://a/\ud800", "memory://a/" + os.fsdecode(b"\xff")])
+async def test_urls_that_cannot_be_encoded(tmp_path: Path, url: str) -> None:
+    where = url if "://" in url else f"{tmp_path}/{url}"
+    with pytest.raises(errors.InvalidOptionError, match="surrogates not allowed"):
+        await sidestream.save(STATE, where)
+    with pytest.raises(errors.InvalidOptionError, match="surrogates not allowed"):
+        await sidestream.load(template(), where)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_path_that_is_not_utf8(tmp_path: Path) -> None:
+    where = tmp_path / os.fsdecode(b"\xff")
+    await sidestream.save(STATE, where)
+    await sidestream.load(template(), where)
+
+
+@pytest.mark.parametrize("source", ["x\0y", "x\ud800y"])
+async def test_sources_that_are_no_paths(tmp_path: Path, source: str) -> None:
+    with pytest.raises(errors.InvalidOptionError, match="is not a path"):
+        await sidestream.save(STATE, tmp_path / "c", files={"a": source})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("dir://odd/k", errors.InvalidOptionError),
+        ("github://a/b", errors.InvalidOptionError),
+        ("ftp://127.0.0.1:1/a/b", errors.StorageError),
+    ],
+)
+async def test_file_systems_that_cannot_be_made(url: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        await sidestream.save(STATE, url)
+    with pytest.raises(kind):
+        await sidestream.load(template(), url)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import threading
+import uuid
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 from _places import Place, policy, s3_place
 from _s3_server import KEY, SECRET, S3Server
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from keywords import for_run, for_save
 from leases import all_returned
 
@@ -21,6 +24,7 @@ from sidestream import errors, events
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage.clients.engine import Engine, LateEngine
 from sidestream._storage.clients.lazy import Kept, frozen
+from sidestream._storage.clients.requests import Requests, fate_of
 
 ENGINES = ["obstore", "fsspec"]
 STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
@@ -131,6 +135,16 @@ async def test_a_client_that_hangs_is_waited_for_until_the_deadline() -> None:
     assert await engine.get() is made  # the one who gave up has not ended it
 
 
+@pytest.mark.parametrize("around", [False, True])
+async def test_an_upload_joins_no_transaction_of_fsspec(around: bool) -> None:
+    """There it would stay in memory, and a transaction of the user would publish it."""
+    memory = MemoryFileSystem(skip_instance_cache=True)
+    filesystem = DirFileSystem(path="/", fs=memory) if around else memory
+    storage = sidestream.Storage(filesystem=filesystem, policy=policy())
+    await sidestream.save(STATE, f"{uuid.uuid4().hex}/ckpt", **for_save(storage=storage))
+    assert list(memory.transaction.files) == []
+
+
 # --- failures ------------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +157,48 @@ async def test_a_kept_error_keeps_no_staging_memory(s3: S3Server, engine: str) -
             await sidestream.save(STATE, place.url(), stager=stager, **for_save(**place.keywords))
         await all_returned(stager)
         assert kept.value.errno
+
+
+async def test_an_earlier_try_stays_uncertain() -> None:
+    """Whatever ends a later one: the first may still be carried out."""
+    failures: list[Exception] = [errors.StorageError(5, "later", "x"), ConnectionResetError("first")]
+
+    async def fail() -> None:
+        raise failures.pop()
+
+    with pytest.raises(errors.StorageError, match="later") as raised, time_limit(Deadline.after(60)):
+        await Requests("s3://bucket/run", policy()).run("writing", "x", fail)
+    assert errors.is_uncertain(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "fate"),
+    [
+        ("Server returned non-2xx status code: 400 Bad Request: <Error><Code>SlowDown</Code>", "throttled"),
+        ("status code: 500: <?xml version='1.0'?>\n<Error><Code>ThrottlingException</Code></Error>", "throttled"),
+        ("status code: 404: <Code>NoSuchKey</Code><Message>slow down</Message>", "absent"),
+        (
+            "status code: 500: <Code>InternalError</Code><Key>my slowdown</Key><Resource>/b/my slowdown</Resource>",
+            "transient",
+        ),
+        ("'bucket/slowdown/x' failed: no route", "final"),
+        ("s3://bucket/preconditionfailed: connection reset", "transient"),
+        ('connection reset\n\nDebug source:\nGeneric { path: "slowdown" }', "transient"),
+        ("please slow down", "throttled"),
+        ("bad\n\nDebug source:\nGeneric { body: None }", "final"),
+    ],
+)
+def test_words_of_messages(text: str, fate: str) -> None:
+    assert fate_of(OSError(text)) == fate
+
+
+async def test_throttling_without_a_status_is_uncertain() -> None:
+    async def fail() -> None:
+        raise OSError("slow down")
+
+    with pytest.raises(errors.DeadlineExceededError) as raised, time_limit(Deadline.after(0.2)):
+        await Requests("s3://bucket/run", policy()).run("writing", "x", fail)
+    assert errors.is_uncertain(raised.value)
 
 
 @pytest.mark.parametrize("status", [403, 405, 501])

@@ -14,6 +14,7 @@ from keywords import for_load, for_run, for_save
 
 import sidestream
 from sidestream import errors, events
+from sidestream._storage.clients import requests
 
 ENGINES = ["obstore", "fsspec"]
 
@@ -80,6 +81,39 @@ async def test_an_object_whose_name_looks_like_a_status(s3: S3Server, engine: st
             await checkpoints.save({"step": step}, step=step)
         s3.once("get", 500, key=f"run/{name}/step-2/.metadata")
         assert await checkpoints.restore({"step": 0}) == 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_an_object_whose_name_looks_like_throttling(s3: S3Server, engine: str) -> None:
+    """A status 500 is not sent again for ever, and a put that is cut off is not taken for one that was refused."""
+    place = s3_place(s3, engine, retries=1)
+    s3.always("put", 500)
+    with pytest.raises(errors.StorageError):
+        await sidestream.save(large(), place.url("slowdown"), **for_save(timeout_s=30.0, **place.keywords))
+    assert s3.count("put") == 2
+    s3.always("create", "reset")
+    with pytest.raises(errors.OutcomeUnknownError):
+        await sidestream.save(large(), place.url("slowdown"), **for_save(**place.keywords))
+    assert [name for name in s3.objects if name.endswith(".distcp")] != []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_throttled_tries_are_no_retries(s3: S3Server, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_THROTTLED_BASE_S", 0.01)
+    place = s3_place(s3, engine, retries=1)
+    answers = [503, 503, 503, 500]
+    s3.fault = lambda request: answers.pop(0) if request.kind == "create" and answers else None
+    await sidestream.save(large(), place.url(), **for_save(**place.keywords))
+    assert s3.count("create") == 5
+    await loads(place)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_request_that_s3_has_not_received_in_time(s3: S3Server, engine: str) -> None:
+    place = s3_place(s3, engine)
+    s3.once("create", 400)
+    await sidestream.save(large(), place.url(), **for_save(**place.keywords))
+    await loads(place)
 
 
 async def test_repetitions_can_be_seen(s3: S3Server) -> None:
@@ -199,6 +233,28 @@ async def test_a_commit_without_an_answer(s3: S3Server, engine: str) -> None:
         await sidestream.save(large(), place.url(), **for_save(**place.keywords))
     assert [name for name in s3.objects if name.endswith(".distcp")] != []
     assert not any(name.endswith(".metadata") for name in s3.objects)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_commit_without_an_answer_while_the_storage_throttles(
+    s3: S3Server, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The put of the marker stalls, and until the deadline of the save no request may be sent."""
+    monkeypatch.setattr(requests, "_THROTTLED_BASE_S", 5.0)  # a pause of 5 s at least
+    place = s3_place(s3, engine, request_timeout_s=1.5)
+    faults: dict[str, int | str | None] = {"create": "stall", "list": None}
+    s3.fault = lambda request: faults.get(request.kind)
+    async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
+        await checkpoints.steps()  # makes the client
+        pending = await checkpoints.async_save(large(), step=1, **for_save(timeout_s=4.0))
+        await asyncio.to_thread(s3.wait_for, "create")
+        faults["list"] = 503
+        looking = asyncio.create_task(checkpoints.steps())
+        with pytest.raises(errors.OutcomeUnknownError):
+            await pending
+        looking.cancel()
+        assert pending.outcome == "unknown"
+    assert [name for name in s3.objects if name.endswith(".distcp")] != []
 
 
 @pytest.mark.parametrize("engine", ENGINES)

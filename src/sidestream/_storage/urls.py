@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from fsspec.core import strip_protocol, url_to_fs
 from fsspec.registry import known_implementations, registry
 from fsspec.utils import get_protocol
 
-from ..errors import InvalidOptionError, MissingExtraError, redacted
+from ..errors import InvalidOptionError, MissingExtraError, from_os_error, redacted
 from ..options import BlobStore, Storage, StorePolicy, is_fsspec
 from .clients.credentials import CLOUDS, Client, Unmapped, client_for
 from .clients.engine import Engine, LateEngine, StoreEngine
@@ -30,6 +31,7 @@ __all__ = ["EVERYDAY", "Location", "locate_directory", "locate_run"]
 _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
 _OF_THE_INSTANCE = frozenset({"asynchronous", "loop", "skip_instance_cache"})
 _LOCAL = frozenset({"file", "local"})
+_SEPARATOR = re.compile("::|://")
 _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
 
 _engines = Kept(16)
@@ -93,13 +95,18 @@ def _parsed(url: str | os.PathLike[str], storage: Storage) -> tuple[str, str]:
     if type(text) is not str or not text or "\0" in text:
         raise InvalidOptionError(f"{redacted(repr(url))} is not a path or URL")
     protocol = get_protocol(text)
+    # A local path may hold bytes that are not UTF-8, as os.fsdecode returns them.
+    try:
+        text.encode(errors="strict" if storage.filesystem is None and protocol not in _LOCAL else "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise InvalidOptionError(f"{redacted(ascii(text))} is not a path or URL: {error.reason}") from None
     if storage.filesystem is None:
         _check_address(text, protocol)
     return text, protocol
 
 
 def _check_address(text: str, protocol: str) -> None:
-    """Raise ``InvalidOptionError`` for a protocol that no package provides, and for ``~``.
+    """Raise ``InvalidOptionError`` for a protocol that no package provides, for a URL of nothing, and for ``~``.
 
     ``~`` is refused and not expanded, because ``torch.save`` and DCP make a directory of that name. If it were
     expanded here, one string would name two places in one program, and a third place for another user."""
@@ -108,6 +115,12 @@ def _check_address(text: str, protocol: str) -> None:
             f"{redacted(text)} has the unknown protocol {protocol}://; use a path, s3://, gs://, az://, or another "
             "protocol that fsspec knows"
         )
+    if text.startswith("data:") and "," in text.partition("/")[0]:
+        raise InvalidOptionError(f"a data: URL has no room for a checkpoint; a directory of that name is ./{text:.80}")
+    if protocol not in _LOCAL and not _SEPARATOR.split(text)[-1].strip("/"):
+        raise InvalidOptionError(f"{redacted(text)} has no bucket, host or path after {protocol}://")
+    if protocol in CLOUDS and not _bucket_and_prefix(text)[0]:
+        raise InvalidOptionError(f"{redacted(text)} has no bucket after {protocol}://")
     if text == "~" or text.startswith("~/"):
         raise InvalidOptionError(
             f"{text!r} begins with ~, which is expanded by a shell but not here: use os.path.expanduser({text!r}), or "
@@ -236,7 +249,9 @@ def _through_fsspec(base: str, protocol: str, options: dict[str, Any], policy: S
         raise MissingExtraError(
             f'{protocol}:// needs a package: {error}. pip install "sidestream[cloud]"', extra="cloud"
         ) from error
-    except ValueError as error:
+    except OSError as error:  # some file systems connect when they are made
+        raise from_os_error(error, f"connecting to {protocol}://", redacted(base)) from error
+    except (ValueError, TypeError, AttributeError) as error:  # of options that are wrong or missing
         raise InvalidOptionError(f"{redacted(base)}: {redacted(str(error))}") from None
     return FsspecEngine(filesystem, policy), root
 

@@ -94,6 +94,7 @@ class FsspecEngine(Engine):
         handed_over = False
         try:
             file = filesystem.open(key, "wb", block_size=part_bytes, autocommit=False)
+            _leave_transaction(filesystem, file)
             for part in body.parts:
                 try:
                     view = part.take(stop)
@@ -241,6 +242,18 @@ def _quietly(work: Callable[[], object]) -> None:
     """Call ``work`` and ignore its errors: ``open_uploads`` finds uploads that could not be aborted."""
     with suppress(Exception):
         work()
+
+
+def _leave_transaction(filesystem: Any, file: Any) -> None:
+    """Remove the file from the transactions of fsspec, to which ``open(autocommit=False)`` adds it. It would be kept
+    there, with its content, as long as the file system, and a transaction of the user would publish it."""
+    while filesystem is not None:
+        try:
+            filesystem.transaction.files.remove(file)
+        except IndexError:  # another thread has changed the list meanwhile
+            continue
+        except ValueError:
+            filesystem = vars(filesystem).get("fs")
 
 
 def _innermost(filesystem: Any) -> Any:

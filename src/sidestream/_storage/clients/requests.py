@@ -37,6 +37,7 @@ __all__ = ["Fate", "LoopCall", "Requests", "Taken", "fate_of", "in_io_thread", "
 
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 _GRACE_S = 5.0
 _waiter = Threads("sidestream-storage", 1)  # only its ``wait`` is used, so it never starts a thread
@@ -128,7 +129,9 @@ _BASE_S = 0.1
 _THROTTLED_BASE_S = 0.5
 _MOST_S = 20.0
 _STATUS = re.compile(r"(?:status(?: code)?:?|HTTP(?: error)?|\()\s*(\d{3})\b", re.IGNORECASE)
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
+# A URL, a path, or an element of an answer of S3 that names an object. A match begins where a word begins, so that each
+# character is looked at a bounded number of times.
+_NAME = re.compile(r"<(?:key|resource)>[^<]*|(?<![^\s<>\"'])[^\s<>\"'/]*/[^\s<>\"']*", re.IGNORECASE)
 _THROTTLING = ("slowdown", "slow down", "reduce your request rate", "toomanyrequests", "throttl", "serverbusy")
 _PASSING = (
     "timed out", "timeout", "connect", "reset", "broken pipe", "sending request", "incomplete", "eof", "body",
@@ -177,25 +180,29 @@ class Requests:
         it is unknown whether the request was carried out, ``is_uncertain`` is true of the error.
         """
         timeout_s = request_timeout_s or self.policy.request_timeout_s
-        tries, uncertain, deadline = 0, False, current_deadline()
+        tries, throttled, uncertain, deadline = 0, 0, False, current_deadline()
+        doing = f"{operation} {self._at(name)}"
         while True:
             tries += 1
-            await self._wait_for_quiet(deadline, f"{operation} {self._at(name)}")
             try:
+                await self._wait_for_quiet(deadline, doing)
                 async with asyncio.timeout(min(timeout_s, deadline.remaining_s())):
                     return await call()
             except (Exception, asyncio.CancelledError) as error:
                 if isinstance(error, (asyncio.CancelledError, SidestreamError)):
+                    _marked(error, uncertain)  # whatever ends this try, an earlier one may still be carried out
                     raise
                 fate = fate_of(error)
                 if fate == "taken" and not isinstance(error, Taken):
                     fate = "transient"  # 409 or 412 in answer to a request without a condition
-                uncertain = uncertain or fate == "transient"
-                wait_s = self._pause(fate, tries)
+                # Without a status it is unknown whether the storage has answered.
+                uncertain = uncertain or fate == "transient" or (fate == "throttled" and _status(error) is None)
+                throttled += fate == "throttled"
+                wait_s = self._pause(fate, throttled if fate == "throttled" else tries - throttled)
                 if wait_s is None:
                     raise _marked(translated(error, operation, self._at(name)), uncertain) from error
                 if deadline.remaining_s() <= wait_s:
-                    late = deadline.exceeded(f"{operation} {self._at(name)} ({_reason(error)})")
+                    late = deadline.exceeded(f"{doing} ({_reason(error)})")
                     raise _marked(late, uncertain) from error
                 kind = Throttled if fate == "throttled" else Retried
                 emit(kind(operation, self._at(name), tries, wait_s, _reason(error)))
@@ -203,8 +210,8 @@ class Requests:
                 await asyncio.sleep(wait_s)
 
     def _pause(self, fate: Fate, tries: int) -> float | None:
-        """Return how long to wait before the next try; None if there is none. A throttled request is
-        repeated until its deadline, whatever the policy says."""
+        """Return how long to wait after so many tries that ended like this one; None if there is no next try. A
+        throttled request is repeated until its deadline, whatever the policy says."""
         if fate == "throttled":
             wait_s = _jittered(_THROTTLED_BASE_S, tries)
             self._quiet_until = max(self._quiet_until, time.monotonic() + wait_s)
@@ -229,7 +236,7 @@ def _jittered(base_s: float, tries: int) -> float:
     return min(_MOST_S, base_s * 2.0 ** min(tries, 10)) * random.uniform(0.5, 1.0)
 
 
-def _marked(error: Exception, uncertain: bool) -> Exception:
+def _marked(error: E, uncertain: bool) -> E:
     return mark_uncertain(error) if uncertain else error
 
 
@@ -254,9 +261,8 @@ def translated(error: BaseException, doing: str, url: str) -> Exception:
 
 def fate_of(error: BaseException) -> Fate:
     """Return what the exception of a client means for the request."""
-    by_status = _fate_of_status(_status(error))
+    status, text = _status(error), _text(error)
     names = {type(one).__name__ for one in _chain(error)}
-    text = (str(error).splitlines() or [""])[0].lower()  # obstore appends a dump of the error
     if names & _CUT_OFF:
         return "transient"
     if isinstance(error, FileNotFoundError) or names & _ABSENT:
@@ -265,10 +271,12 @@ def fate_of(error: BaseException) -> Fate:
         return "taken"
     if isinstance(error, PermissionError) or names & _DENIED:
         return "denied"
-    if any(word in text for word in _THROTTLING):
+    if (status is None or status == 400 or status >= 500) and any(word in text for word in _THROTTLING):
         return "throttled"
-    if by_status is not None:
-        return by_status
+    if status == 400 and (isinstance(error, TimeoutError) or "requesttimeout" in text):
+        return "transient"  # S3 has not received the whole request in time
+    if status is not None:
+        return _fate_of_status(status)
     if isinstance(error, (TimeoutError, ConnectionError, EOFError)) or any(word in text for word in _PASSING):
         return "transient"
     return "final"
@@ -278,13 +286,11 @@ def is_refused(error: BaseException) -> bool:
     """Return whether the storage does not support the request, or does not allow it to this client."""
     if isinstance(error, NotImplementedError) or fate_of(error) in ("denied", "absent") or _status(error) in (405, 501):
         return True
-    text = str(error).lower().replace(" ", "")
+    text = _text(error).replace(" ", "")
     return "notimplemented" in text or "methodnotallowed" in text
 
 
-def _fate_of_status(status: int | None) -> Fate | None:
-    if status is None:
-        return None
+def _fate_of_status(status: int) -> Fate:
     known: dict[int, Fate] = {
         401: "denied", 403: "denied", 404: "absent", 412: "taken", 429: "throttled", 503: "throttled",
         408: "transient", 409: "transient",
@@ -305,8 +311,14 @@ def _status(error: BaseException) -> int | None:
             status = getattr(one, attribute, None)
             if type(status) is int and 100 <= status < 600:
                 return status
-    match = _STATUS.search(_URL.sub("", str(error)))  # the name of an object may look like a status
+    match = _STATUS.search(_NAME.sub("", str(error)))
     return int(match[1]) if match is not None and 400 <= int(match[1]) < 600 else None
+
+
+def _text(error: BaseException) -> str:
+    """Return the message in small letters, without the names of objects, in which any word may stand, and without the
+    dump that obstore appends."""
+    return _NAME.sub("", str(error).partition("\n\nDebug source:")[0]).lower()
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -83,6 +83,10 @@ async def _read(name: str, path: str | os.PathLike[str]) -> bytes:
             content = await file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise from_os_error(error, f"reading files[{name!r}]", os.fspath(path)) from error
+    except InvalidOptionError:
+        raise
+    except ValueError as error:  # of a null character, or of a surrogate
+        raise InvalidOptionError(f"files[{name!r}]: {os.fspath(path)!r} is not a path: {error}") from None
     if len(content) > _MOST_BYTES:  # the file has grown since ``fstat``
         raise _too_large(name, os.fspath(path))
     return content
