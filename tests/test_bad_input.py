@@ -174,6 +174,16 @@ class Custom:
     x: int = 1
 
 
+def nested(levels: int, leaf: Any) -> Any:
+    """``leaf`` below so many keys."""
+    for _ in range(levels):
+        leaf = {"k": leaf}
+    return leaf
+
+
+ONE_HASH = {7 + number * ((1 << 61) - 1) for number in range(257)}
+
+
 @pytest.mark.parametrize(
     ("state", "kind", "says"),
     [
@@ -187,6 +197,15 @@ class Custom:
         ({"m": torch.empty(1, device="meta")}, errors.UnsupportedTensorError, "m: cannot save a meta tensor"),
         (torch.nn.Linear(1, 1), errors.InvalidOptionError, 'write {"model": model}'),
         ([1, 2], errors.InvalidOptionError, "state is a mapping"),
+        ({"a" * 4097: torch.ones(1)}, errors.InvalidOptionError, "aaa: a name of 4097 characters, and 4096"),
+        ({"a": {"b" * 4095: 1}}, errors.InvalidOptionError, "bbb: a name of 4097 characters, and 4096"),
+        (nested(65, torch.ones(1)), errors.InvalidOptionError, "k.k: nested deeper than 64 levels, the most"),
+        (nested(63, [[torch.ones(1)]]), errors.InvalidOptionError, "k.0.0: nested deeper than 64 levels, the most"),
+        (nested(64, torch.eye(2).to_sparse()), errors.InvalidOptionError, "k.indices: nested deeper than 64 levels"),
+        ({"a": torch.ones((1,) * 65)}, errors.UnsupportedTensorError, "a: cannot save a tensor of the shape (1, 1,"),
+        ({"a": torch.empty(0, 1 << 62)}, errors.UnsupportedTensorError, "a: cannot save a tensor of the shape (0, 4"),
+        ({"a": ({"b": ONE_HASH},)}, errors.UnsafeObjectError, "a: more than 256 keys of one set have the same hash"),
+        ({"a": (dict.fromkeys(ONE_HASH),)}, errors.UnsafeObjectError, "a: more than 256 keys of one dict have"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -195,6 +214,20 @@ async def test_states_that_cannot_be_saved(state: Any, kind: type[Exception], sa
         await sidestream.save(state, tmp_path / "deep" / "c")
     assert says in str(raised.value)
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_states_at_the_limits_are_read(tmp_path: Path) -> None:
+    def state(leaf: torch.Tensor) -> dict[str, Any]:
+        deepest = {"t": nested(63, leaf), "s": nested(62, torch.eye(2).to_sparse())}
+        rows = {"a" * 4096: leaf, "d": leaf.clone().reshape((1,) * 64), "e": leaf.new_empty(0, 1 << 60)}
+        return {**deepest, **rows, "v": (set(list(ONE_HASH)[:256]),)}
+
+    await sidestream.save(state(torch.ones(1)), tmp_path / "c")
+    target = state(torch.zeros(1))
+    await sidestream.load(target, tmp_path / "c")
+    assert torch.equal(target["a" * 4096], torch.ones(1))
+    assert target["v"] == state(torch.ones(1))["v"]
+    assert (await sidestream.verify(tmp_path / "c")).ok
 
 
 async def test_a_state_that_contains_itself(tmp_path: Path) -> None:
