@@ -313,7 +313,7 @@ class StateTarget:
     def _end_tensors(self) -> None:
         _count_versions(self._ready.plan)
         for leaf in self._ready.plan.sparse:
-            fill_sparse(leaf.value.tensor, self._made[leaf.fqn])
+            fill_sparse(leaf.fqn, leaf.value.tensor, self._made[leaf.fqn])
 
     def _prepare(self, plan: LoadPlan, reader: Reader, values: Mapping[str, Any]) -> _Prepared:
         manifest = plan.names.manifest
