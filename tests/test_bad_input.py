@@ -110,6 +110,50 @@ async def test_tied_in_the_target_but_saved_with_different_values(tmp_path: Path
     assert base.tolist() == [1.0, 0.0] * 5
 
 
+def transposed(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"a": base[:3, :3], "b": base[:3, :3].t()}
+
+
+def columns(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"a": base[:, :3], "b": base[:, 1:]}
+
+
+def conjugated(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    row = base[0].view(torch.complex64)
+    return {"a": row, "b": row.conj(), "c": row.conj().imag}
+
+
+def windows(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"a": base.reshape(-1).unfold(0, 3, 1)}
+
+
+def of_one_matrix(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"a": base[:, 0], "b": base[:, 1], "c": base[1:3, 2:], "d": base[3:, 2:].t(), "e": base[0, 2:]}
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("views", [transposed, columns, conjugated, windows, of_one_matrix])
+async def test_different_views_of_one_memory(
+    views: Callable[[torch.Tensor], dict[str, torch.Tensor]], atomic: bool, tmp_path: Path
+) -> None:
+    options = sidestream.LoadOptions(atomic=atomic)
+    saved, base = torch.arange(16.0).reshape(4, 4), torch.zeros(4, 4)
+    saved[0, 0] = torch.nan
+    await sidestream.save(views(saved), tmp_path / "c")
+    await sidestream.load(views(base), tmp_path / "c", options=options)
+    assert_same(views(saved), views(base))
+    if views is of_one_matrix:  # no two of them have an element in common
+        return
+    others = {name: torch.empty(one.shape, dtype=one.dtype).copy_(one) for name, one in views(saved).items()}
+    next(reversed(others.values())).view(-1)[1] += 1
+    await sidestream.save(others, tmp_path / "d")
+    base.zero_()
+    with pytest.raises(errors.StateMismatchError, match="shares some of its memory with ") as raised:
+        await sidestream.load(views(base), tmp_path / "d", options=options)
+    assert raised.value.written == ()
+    assert not base.any()
+
+
 async def test_inference_tensors_and_modules(tmp_path: Path) -> None:
     with torch.inference_mode():
         source, target = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
