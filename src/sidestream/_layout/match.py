@@ -189,7 +189,7 @@ def match(
     asked.update(part for fqn in composites.met for part in parts_of(fqn, manifest.entries))
     top = {str(key) for key, _ in answers.items(state)}
     rest = yield from _not_requested(called, asked, top, findings, parts)
-    local = yield from _locals(tensors, held, straight)
+    local = yield from _locals(tensors, held, straight, manifest)
     leaders = yield from _tied(local, manifest, findings)
     shared = yield from _sharing([(name, local[name].tensor) for name in dict.fromkeys(leaders.values())])
     _check_fresh(statefuls, tensors)
@@ -259,7 +259,10 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def _locals(
-    tensors: Mapping[str, torch.Tensor], held: Mapping[str, Iterable[tuple[str, Local]]], straight: Straight
+    tensors: Mapping[str, torch.Tensor],
+    held: Mapping[str, Iterable[tuple[str, Local]]],
+    straight: Straight,
+    manifest: Manifest,
 ) -> Steps[dict[str, Local]]:
     """Return the memory of the tensors that are not ``straight``. Tensors that share memory are removed from
     ``straight`` first. ``held`` has the pieces of tensors that are known already."""
@@ -267,7 +270,10 @@ def _locals(
     def others() -> Iterator[tuple[str, Local]]:
         for fqn, tensor in tensors.items():
             if fqn not in straight.tensors:
-                yield from held.get(fqn) or locals_of(fqn, tensor)
+                for name, piece in held.get(fqn) or locals_of(fqn, tensor):
+                    while name != fqn and (name in tensors or name in manifest.entries):
+                        name += "+"  # noqa: PLW2901  # an entry of its own has the name of this part
+                    yield name, piece
 
     local = dict((yield from collected(others())))
     pieces = (one.tensor for one in local.values() if one.tensor.numel())
@@ -370,11 +376,12 @@ def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: Findings) 
     leaders: dict[str, str] = {}
     extents: list[tuple[int, int, str]] = []
     exact = manifest.exact and not manifest.ranks
-    for fqn, (_, tensor, box) in tensors.items():
+    for fqn, (whole, tensor, box) in tensors.items():
         yield
         view = (_view(tensor), box) if tensor.numel() else fqn
         leaders[fqn] = leader = first.setdefault(view, fqn)
-        if leader != fqn and exact and _content(manifest.entries[fqn]) != _content(manifest.entries[leader]):
+        saved = manifest.entries[whole], manifest.entries[tensors[leader].fqn]
+        if leader != fqn and exact and _content(saved[0]) != _content(saved[1]):
             findings.add(
                 StateMismatchError, f"{fqn}: shares its memory with {leader}, but they were saved with different values"
             )
