@@ -303,6 +303,27 @@ async def test_urls(url: str) -> None:
         await sidestream.load({}, url)
 
 
+@pytest.mark.parametrize("select", [5, [5], b"w", {"w": 1}.values()])
+async def test_selections_that_are_no_patterns(select: Any, saved: Path, tmp_path: Path) -> None:
+    checkpoint = await sidestream.open_checkpoint(saved)
+    with pytest.raises(errors.InvalidOptionError, match="select="):
+        await checkpoint.state_dict(select=select)
+    with pytest.raises(errors.InvalidOptionError, match="select="):
+        await sidestream.convert(saved, tmp_path / "d", select=select)
+
+
+async def test_arguments_of_a_checkpoint(saved: Path, tmp_path: Path) -> None:
+    checkpoint = await sidestream.open_checkpoint(saved)
+    for rows in (3, slice("a", None), slice(0, 2.5)):
+        with pytest.raises(errors.InvalidOptionError, match=r"model\.w: rows="):
+            await checkpoint.tensor("model.w", rows)  # type: ignore[arg-type]
+    dtype: Any = {5: torch.float16}
+    with pytest.raises(errors.InvalidOptionError, match="5 has to be a pattern"):
+        await checkpoint.state_dict(dtype=dtype)
+    with pytest.raises(errors.InvalidOptionError, match="5 has to be a pattern"):
+        await sidestream.convert(saved, tmp_path / "d", dtype=dtype)
+
+
 async def test_targets_that_exist(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
