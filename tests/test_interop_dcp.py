@@ -202,47 +202,47 @@ async def test_stock_stagers_under_our_save(tmp_path: Path) -> None:
 
 
 class Halves(DefaultSavePlanner):
-    """Saves ``w``, of 4 elements, as two chunks."""
+    """Saves ``m.w``, of 4 elements, as two chunks."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         items = []
         for item in plan.items:
-            if item.index.fqn != "w":
+            if item.index.fqn != "m.w":
                 items.append(item)
                 continue
             assert item.tensor_data is not None
             whole = item.tensor_data
             for number, start in enumerate((0, 2)):
                 chunk = ChunkStorageMetadata(torch.Size([start]), torch.Size([2]))
-                index = MetadataIndex("w", chunk.offsets, number)
+                index = MetadataIndex("m.w", chunk.offsets, number)
                 data = TensorWriteData(chunk, whole.properties, whole.size)
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        if write_item.index.fqn != "w":
+        if write_item.index.fqn != "m.w":
             return super().resolve_data(write_item)
         assert write_item.tensor_data is not None
         (start,) = write_item.tensor_data.chunk.offsets
-        return self.state_dict["w"][start : start + 2].clone()
+        return self.state_dict["m.w"][start : start + 2].clone()
 
 
 @pytest.mark.parametrize("how", ["shards", "planner", "reader"])
 async def test_a_tensor_whose_name_looks_like_that_of_a_part(how: str, tmp_path: Path) -> None:
-    saved = {"w": torch.arange(1.0, 5.0), "w (part 1)": torch.tensor([8.0, 9.0]), "w (part 2)": torch.tensor([6.0])}
-    dcp.save(saved, checkpoint_id=tmp_path / "c", no_dist=True, planner=Halves())
+    saved = {"w": torch.arange(1.0, 5.0), "w (part 1)": torch.tensor([8.0, 9.0]), "w (part 3)": torch.tensor([6.0])}
+    dcp.save({"m": saved}, checkpoint_id=tmp_path / "c", no_dist=True, planner=Halves())
     target = {fqn: torch.zeros_like(one) for fqn, one in reversed(saved.items())}
     if how == "shards":
         vars(target["w"]).update(  # as torch's CheckpointableTensor has them
             global_shape=(4,), global_offsets=[(0,), (2,)], local_sizes=[(2,), (2,)], local_offsets=[(0,), (2,)]
         )
-        await sidestream.load(target, tmp_path / "c")
+        await sidestream.load({"m": target}, tmp_path / "c")
     elif how == "planner":
         options = sidestream.LoadOptions(planner=DefaultLoadPlanner())
-        await sidestream.load(target, tmp_path / "c", options=options)
+        await sidestream.load({"m": target}, tmp_path / "c", options=options)
     else:
-        dcp.load(target, storage_reader=StorageReader(tmp_path / "c"), no_dist=True)
+        dcp.load({"m": target}, storage_reader=StorageReader(tmp_path / "c"), no_dist=True)
     for fqn, one in saved.items():
         assert torch.equal(target[fqn], one), fqn
