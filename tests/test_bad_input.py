@@ -110,6 +110,50 @@ async def test_tied_in_the_target_but_saved_with_different_values(tmp_path: Path
     assert base.tolist() == [1.0, 0.0] * 5
 
 
+def transposed(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"a": base[:3, :3], "b": base[:3, :3].t()}
+
+
+def columns(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"a": base[:, :3], "b": base[:, 1:]}
+
+
+def conjugated(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    row = base[0].view(torch.complex64)
+    return {"a": row, "b": row.conj(), "c": row.conj().imag}
+
+
+def windows(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"a": base.reshape(-1).unfold(0, 3, 1)}
+
+
+def of_one_matrix(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"a": base[:, 0], "b": base[:, 1], "c": base[1:3, 2:], "d": base[3:, 2:].t(), "e": base[0, 2:]}
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("views", [transposed, columns, conjugated, windows, of_one_matrix])
+async def test_different_views_of_one_memory(
+    views: Callable[[torch.Tensor], dict[str, torch.Tensor]], atomic: bool, tmp_path: Path
+) -> None:
+    options = sidestream.LoadOptions(atomic=atomic)
+    saved, base = torch.arange(16.0).reshape(4, 4), torch.zeros(4, 4)
+    saved[0, 0] = torch.nan
+    await sidestream.save(views(saved), tmp_path / "c")
+    await sidestream.load(views(base), tmp_path / "c", options=options)
+    assert_same(views(saved), views(base))
+    if views is of_one_matrix:  # no two of them have an element in common
+        return
+    others = {name: torch.empty(one.shape, dtype=one.dtype).copy_(one) for name, one in views(saved).items()}
+    next(reversed(others.values())).view(-1)[1] += 1
+    await sidestream.save(others, tmp_path / "d")
+    base.zero_()
+    with pytest.raises(errors.StateMismatchError, match="shares some of its memory with ") as raised:
+        await sidestream.load(views(base), tmp_path / "d", options=options)
+    assert raised.value.written == ()
+    assert not base.any()
+
+
 async def test_inference_tensors_and_modules(tmp_path: Path) -> None:
     with torch.inference_mode():
         source, target = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
@@ -174,6 +218,16 @@ class Custom:
     x: int = 1
 
 
+def nested(levels: int, leaf: Any) -> Any:
+    """``leaf`` below so many keys."""
+    for _ in range(levels):
+        leaf = {"k": leaf}
+    return leaf
+
+
+ONE_HASH = {7 + number * ((1 << 61) - 1) for number in range(257)}
+
+
 @pytest.mark.parametrize(
     ("state", "kind", "says"),
     [
@@ -187,6 +241,15 @@ class Custom:
         ({"m": torch.empty(1, device="meta")}, errors.UnsupportedTensorError, "m: cannot save a meta tensor"),
         (torch.nn.Linear(1, 1), errors.InvalidOptionError, 'write {"model": model}'),
         ([1, 2], errors.InvalidOptionError, "state is a mapping"),
+        ({"a" * 4097: torch.ones(1)}, errors.InvalidOptionError, "aaa: a name of 4097 characters, and 4096"),
+        ({"a": {"b" * 4095: 1}}, errors.InvalidOptionError, "bbb: a name of 4097 characters, and 4096"),
+        (nested(65, torch.ones(1)), errors.InvalidOptionError, "k.k: nested deeper than 64 levels, the most"),
+        (nested(63, [[torch.ones(1)]]), errors.InvalidOptionError, "k.0.0: nested deeper than 64 levels, the most"),
+        (nested(64, torch.eye(2).to_sparse()), errors.InvalidOptionError, "k.indices: nested deeper than 64 levels"),
+        ({"a": torch.ones((1,) * 65)}, errors.UnsupportedTensorError, "a: cannot save a tensor of the shape (1, 1,"),
+        ({"a": torch.empty(0, 1 << 62)}, errors.UnsupportedTensorError, "a: cannot save a tensor of the shape (0, 4"),
+        ({"a": ({"b": ONE_HASH},)}, errors.UnsafeObjectError, "a: more than 256 keys of one set have the same hash"),
+        ({"a": (dict.fromkeys(ONE_HASH),)}, errors.UnsafeObjectError, "a: more than 256 keys of one dict have"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -195,6 +258,20 @@ async def test_states_that_cannot_be_saved(state: Any, kind: type[Exception], sa
         await sidestream.save(state, tmp_path / "deep" / "c")
     assert says in str(raised.value)
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_states_at_the_limits_are_read(tmp_path: Path) -> None:
+    def state(leaf: torch.Tensor) -> dict[str, Any]:
+        deepest = {"t": nested(63, leaf), "s": nested(62, torch.eye(2).to_sparse())}
+        rows = {"a" * 4096: leaf, "d": leaf.clone().reshape((1,) * 64), "e": leaf.new_empty(0, 1 << 60)}
+        return {**deepest, **rows, "v": (set(list(ONE_HASH)[:256]),)}
+
+    await sidestream.save(state(torch.ones(1)), tmp_path / "c")
+    target = state(torch.zeros(1))
+    await sidestream.load(target, tmp_path / "c")
+    assert torch.equal(target["a" * 4096], torch.ones(1))
+    assert target["v"] == state(torch.ones(1))["v"]
+    assert (await sidestream.verify(tmp_path / "c")).ok
 
 
 async def test_a_state_that_contains_itself(tmp_path: Path) -> None:
@@ -224,6 +301,27 @@ async def test_urls(url: str) -> None:
         await sidestream.save(STATE, url)
     with pytest.raises(errors.InvalidOptionError):
         await sidestream.load({}, url)
+
+
+@pytest.mark.parametrize("select", [5, [5], b"w", {"w": 1}.values()])
+async def test_selections_that_are_no_patterns(select: Any, saved: Path, tmp_path: Path) -> None:
+    checkpoint = await sidestream.open_checkpoint(saved)
+    with pytest.raises(errors.InvalidOptionError, match="select="):
+        await checkpoint.state_dict(select=select)
+    with pytest.raises(errors.InvalidOptionError, match="select="):
+        await sidestream.convert(saved, tmp_path / "d", select=select)
+
+
+async def test_arguments_of_a_checkpoint(saved: Path, tmp_path: Path) -> None:
+    checkpoint = await sidestream.open_checkpoint(saved)
+    for rows in (3, slice("a", None), slice(0, 2.5)):
+        with pytest.raises(errors.InvalidOptionError, match=r"model\.w: rows="):
+            await checkpoint.tensor("model.w", rows)  # type: ignore[arg-type]
+    dtype: Any = {5: torch.float16}
+    with pytest.raises(errors.InvalidOptionError, match="5 has to be a pattern"):
+        await checkpoint.state_dict(dtype=dtype)
+    with pytest.raises(errors.InvalidOptionError, match="5 has to be a pattern"):
+        await sidestream.convert(saved, tmp_path / "d", dtype=dtype)
 
 
 async def test_targets_that_exist(tmp_path: Path) -> None:

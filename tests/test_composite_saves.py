@@ -137,6 +137,20 @@ async def test_an_atomic_load_changes_everything_or_nothing(nonzero: int, tmp_pa
     assert differ(state(0, nonzero=nonzero), target) == []
 
 
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize(("here", "saved"), [(2, 1), (1, 2)])
+async def test_another_number_of_sparse_dimensions(here: int, saved: int, atomic: bool, tmp_path: Path) -> None:
+    dense = torch.tensor([[1.0, 0, 2], [0, 0, 3]])
+    await sidestream.save({"a": torch.ones(3), "s": dense.to_sparse(saved)}, tmp_path / "c")
+    inside = torch.ones(2, 3).to_sparse(here)
+    target = {"a": torch.zeros(3), "s": inside}
+    await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(atomic=atomic))
+    assert target["s"] is inside
+    assert inside.sparse_dim() == saved
+    assert torch.equal(inside.to_dense(), dense)
+    assert torch.equal(target["a"], torch.ones(3))
+
+
 async def test_a_run_keeps_them(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
         for step in (1, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from states import SAVED_DTYPES, assert_same, filled, model_and_optimizer
 from stock import blank, nested_state, stock_load, stock_save
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 import sidestream
+from sidestream.dcp import StorageReader
 from sidestream.errors import MissingKeysError, UnsafeObjectError
 
 pytestmark = [
@@ -195,3 +199,50 @@ async def test_stock_stagers_under_our_save(tmp_path: Path) -> None:
         await sidestream.load({"model": fresh}, tmp_path / name)
         assert_same(expected, dict(fresh.state_dict()))
     threaded.close()
+
+
+class Halves(DefaultSavePlanner):
+    """Saves ``m.w``, of 4 elements, as two chunks."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = []
+        for item in plan.items:
+            if item.index.fqn != "m.w":
+                items.append(item)
+                continue
+            assert item.tensor_data is not None
+            whole = item.tensor_data
+            for number, start in enumerate((0, 2)):
+                chunk = ChunkStorageMetadata(torch.Size([start]), torch.Size([2]))
+                index = MetadataIndex("m.w", chunk.offsets, number)
+                data = TensorWriteData(chunk, whole.properties, whole.size)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.index.fqn != "m.w":
+            return super().resolve_data(write_item)
+        assert write_item.tensor_data is not None
+        (start,) = write_item.tensor_data.chunk.offsets
+        return self.state_dict["m.w"][start : start + 2].clone()
+
+
+@pytest.mark.parametrize("how", ["shards", "planner", "reader"])
+async def test_a_tensor_whose_name_looks_like_that_of_a_part(how: str, tmp_path: Path) -> None:
+    saved = {"w": torch.arange(1.0, 5.0), "w (part 1)": torch.tensor([8.0, 9.0]), "w (part 3)": torch.tensor([6.0])}
+    dcp.save({"m": saved}, checkpoint_id=tmp_path / "c", no_dist=True, planner=Halves())
+    target = {fqn: torch.zeros_like(one) for fqn, one in reversed(saved.items())}
+    if how == "shards":
+        vars(target["w"]).update(  # as torch's CheckpointableTensor has them
+            global_shape=(4,), global_offsets=[(0,), (2,)], local_sizes=[(2,), (2,)], local_offsets=[(0,), (2,)]
+        )
+        await sidestream.load({"m": target}, tmp_path / "c")
+    elif how == "planner":
+        options = sidestream.LoadOptions(planner=DefaultLoadPlanner())
+        await sidestream.load({"m": target}, tmp_path / "c", options=options)
+    else:
+        dcp.load({"m": target}, storage_reader=StorageReader(tmp_path / "c"), no_dist=True)
+    for fqn, one in saved.items():
+        assert torch.equal(target[fqn], one), fqn

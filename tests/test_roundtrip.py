@@ -260,3 +260,12 @@ async def test_a_tensor_of_one_element_keeps_its_stride(dtype: torch.dtype, tmp_
     await sidestream.load(state, tmp_path / "c")
     assert torch.equal(state["a"], saved)
     assert torch.equal(state["inside"][0], saved)
+
+
+async def test_a_selection_of_a_list_is_a_dict(tmp_path: Path) -> None:
+    layers = [{"w": torch.full((2,), float(number)), "n": number} for number in range(3)]
+    await sidestream.save({"layers": layers, "more": [[torch.ones(1)]]}, tmp_path / "c")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
+    found = await checkpoint.state_dict(select=["layers.[12].*", "more.*"])
+    assert_same(found, {"layers": {1: layers[1], 2: layers[2]}, "more": [[torch.ones(1)]]})
+    assert_same(await checkpoint.state_dict(select="layers.*"), {"layers": layers})

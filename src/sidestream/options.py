@@ -829,6 +829,9 @@ def check_names(names: object) -> None:
 
 def check_dtype(dtype: object) -> None:
     """Raise ``InvalidOptionError`` for what is neither a floating-point dtype nor a mapping of patterns to some."""
+    for pattern in dtype if isinstance(dtype, Mapping) else ():
+        if not isinstance(pattern, str):
+            raise InvalidOptionError(f"dtype={dtype!r}: {pattern!r} has to be a pattern of names")
     for one in dtype.values() if isinstance(dtype, Mapping) else () if dtype is None else (dtype,):
         if not getattr(one, "is_floating_point", False):
             raise InvalidOptionError(f"dtype={one!r} has to be a floating-point dtype of torch")

@@ -229,6 +229,7 @@ async def test_cast_select_and_rename(tmp_path: Path) -> None:
         ({"names": lambda _: "same"}, errors.KeyCollisionError, "same"),
         ({"names": lambda _: ""}, errors.InvalidOptionError, "empty"),
         ({"names": lambda _: 3}, errors.InvalidOptionError, "not a string"),
+        ({"names": lambda name: name * 5000}, errors.InvalidOptionError, "a name of 5000 characters"),
         ({"names": {"nobody": ""}}, errors.InvalidOptionError, "nobody"),
         ({"dtype": torch.int8}, errors.InvalidOptionError, "dtype="),
         ({"dtype": "float16"}, errors.InvalidOptionError, "dtype="),

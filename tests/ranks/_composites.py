@@ -103,6 +103,8 @@ def refused_composites(rank: int, world: int, directory: Path) -> dict[str, Any]
     local = TwoTensor(ROWS, ROWS + 1)
     cases: dict[str, Any] = {
         "over": DTensor.from_local(local, mesh, [Shard(0)], run_check=False),
+        "long": {"x" * 5000: ROWS},
+        "dimensions": torch.ones((1,) * 65),
         "kinds": TwoTensor(ROWS, ROWS) if rank else ROWS,
         "layouts": torch.eye(3).to_sparse_csr() if rank else torch.eye(3).to_sparse(),
         "context": torch.sparse_coo_tensor([[0], [0]], [1.0], (2, 2), is_coalesced=bool(rank), check_invariants=True),

@@ -111,6 +111,12 @@ def test_what_ranks_do_not_agree_on(groups: Groups, tmp_path: Path) -> None:
     assert over[1] == "UnsupportedTensorError"
     assert "m.x: ranks that save together cannot save a DTensor over the wrapper subclass TwoTensor" in over[2]
     assert 'save what to_local() returns under a name of this rank, such as {f"rank{rank}": ...}' in over[2]
+    (long, *_) = first.pop("long")
+    assert long[1] == "InvalidOptionError"
+    assert "a name of 5004 characters, and 4096 are the most that are read" in long[2]
+    (dimensions, *_) = first.pop("dimensions")
+    assert dimensions[1] == "UnsupportedTensorError"
+    assert "m.x: cannot save a tensor of the shape (1, 1, " in dimensions[2]
     texts = {name: text for name, ((rank, kind, text),) in first.items() if (rank, kind) == (0, "InvalidOptionError")}
     assert texts.keys() == first.keys()
     assert "m.x: a float32 of shape (10, 7) to some ranks, a torch.testing" in texts["kinds"]

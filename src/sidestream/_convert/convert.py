@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from .._format.records import SUB_BYTE_DTYPES, CompositeEntry, Key, Manifest, itemsize
+from .._format.records import SUB_BYTE_DTYPES, CompositeEntry, Key, Manifest, itemsize, name_problem
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together
 from .._layout.names import consistent, new_names, renamed_path, selected, target_dtype
@@ -334,6 +334,8 @@ def _select(
             continue
         whole = parts.get(fqn, fqn)
         path = (*paths[named[whole] or ""], *entry.path[len(entries[whole].path) :])
+        if problem := name_problem(new, path):
+            raise InvalidOptionError(f"{source.url}: {problem}")
         if isinstance(entry, SourceComposite):
             found.composites[new] = replace(entry.entry, path=path)
             wholes += [] if fqn in parts else [new]

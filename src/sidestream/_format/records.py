@@ -10,7 +10,11 @@ from typing import Any, Literal, TypeAlias
 __all__ = [
     "BLOCK_BYTES",
     "DTYPES",
+    "MAX_FQN_CHARS",
     "MAX_PARTS",
+    "MAX_PATH_DEPTH",
+    "MAX_RANK",
+    "MAX_SIZE",
     "SAVED_DTYPES",
     "SPARSE_PARTS",
     "STORAGE_DTYPES",
@@ -31,14 +35,24 @@ __all__ = [
     "ValueEntry",
     "all_parts",
     "itemsize",
+    "name_problem",
     "parts_of",
     "path_of",
+    "shape_problem",
     "stored",
     "written_dtype",
 ]
 
 BLOCK_BYTES = 1 << 20
 """The size of a block. A payload has one CRC-32 for each block. The last block may be shorter."""
+
+MAX_FQN_CHARS = 4096
+MAX_PATH_DEPTH = 64
+MAX_RANK = 64
+MAX_SIZE = (1 << 63) - 1
+"""The limits of names, paths and shapes. Readers refuse more, so nothing more is written."""
+
+_SHOWN_CHARS = 200
 
 Node: TypeAlias = "bool | int | float | str | dict[str, Node] | list[Node] | None"
 """A plain Python value as JSON-ready data. Scalars are themselves. Everything else is a dict with one entry,
@@ -341,6 +355,28 @@ STORAGE_DTYPES = {storage: name for name, (_, storage) in DTYPES.items() if stor
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element. Raises ``KeyError`` for a dtype that a checkpoint cannot hold."""
     return 1 if dtype in SUB_BYTE_DTYPES else DTYPES[dtype][0]
+
+
+def name_problem(fqn: str, path: tuple[Key, ...]) -> str | None:
+    """Return text about a name or a path that every reader refuses, and what to do. None if it is accepted."""
+    if len(fqn) > MAX_FQN_CHARS:
+        what = f"a name of {len(fqn)} characters, and {MAX_FQN_CHARS} are the most that are read: use shorter keys"
+    elif len(path) > MAX_PATH_DEPTH:
+        what = f"nested deeper than {MAX_PATH_DEPTH} levels, the most that are read: use fewer levels"
+    else:
+        return None
+    return f"{fqn[:_SHOWN_CHARS]}: {what}, or another name with names="
+
+
+def shape_problem(dtype: str, shape: tuple[int, ...]) -> str | None:
+    """Return text about a shape that every reader refuses. None if it is accepted."""
+    extent = math.prod(max(dim, 1) for dim in shape) * itemsize(dtype)
+    if len(shape) <= MAX_RANK and extent <= MAX_SIZE and all(dim >= 0 for dim in shape):
+        return None
+    return (
+        f"the shape {str(shape)[:_SHOWN_CHARS]}: at most {MAX_RANK} dimensions are read, and at most {MAX_SIZE} bytes "
+        "where each 0 counts as 1: reshape() it"
+    )
 
 
 def written_dtype(dtype: str) -> str:

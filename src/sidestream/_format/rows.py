@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from .checksum import DIGEST_BYTES
-from .records import BLOCK_BYTES, SAVED_DTYPES, Key, Row, itemsize
-from .validate import MAX_FQN_CHARS, check_path, check_shape
+from .records import BLOCK_BYTES, MAX_FQN_CHARS, SAVED_DTYPES, Key, Row, itemsize
+from .validate import check_path, check_shape
 
 __all__ = ["Rows"]
 

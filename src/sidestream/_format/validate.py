@@ -15,7 +15,10 @@ from .cover import TooIntricateError, find_overlap, volume
 from .pickles.keys import name_of
 from .records import (
     BLOCK_BYTES,
+    MAX_FQN_CHARS,
     MAX_PARTS,
+    MAX_PATH_DEPTH,
+    MAX_SIZE,
     SAVED_DTYPES,
     SPARSE_PARTS,
     Chunk,
@@ -31,6 +34,7 @@ from .records import (
     ValueEntry,
     itemsize,
     path_of,
+    shape_problem,
     stored,
 )
 from .shared import Root
@@ -40,9 +44,6 @@ __all__ = [
     "MAX_CHUNKS",
     "MAX_ENTRIES",
     "MAX_FILES",
-    "MAX_FQN_CHARS",
-    "MAX_PATH_DEPTH",
-    "MAX_RANK",
     "check_composites",
     "check_item",
     "check_path",
@@ -54,12 +55,8 @@ __all__ = [
 MAX_ENTRIES = 10_000_000
 MAX_CHUNKS = 50_000_000
 MAX_FILES = 1_000_000
-MAX_FQN_CHARS = 4096
-MAX_PATH_DEPTH = 64
-MAX_RANK = 64
 
 _MAX_NAME_BYTES = 255
-_MAX_SIZE = (1 << 63) - 1
 _HOLES_LISTED = 100
 _MANY = 256
 
@@ -215,7 +212,7 @@ def _check_file(name: str, size: int) -> None:
     plain = name and name[0] != "." and not drive and "/" not in name and "\\" not in name and name.isprintable()
     if not plain or len(name.encode()) > _MAX_NAME_BYTES:
         raise CorruptCheckpointError(f"{name[:_MAX_NAME_BYTES]!r} is not a plain file name", file=name)
-    if not 0 <= size <= _MAX_SIZE:
+    if not 0 <= size <= MAX_SIZE:
         raise CorruptCheckpointError(f"file {name!r} has an impossible size ({size})", file=name)
 
 
@@ -268,7 +265,7 @@ def _check_composite(fqn: str, entry: CompositeEntry, entries: Mapping[str, Entr
     strides = entry.strides or ()
     if entry.strides is not None and len(strides) != len(entry.shape):
         raise CorruptCheckpointError(f"{fqn!r} has {len(strides)} strides for {len(entry.shape)} dimensions", fqn=fqn)
-    if any(not 0 <= stride <= _MAX_SIZE for stride in strides):
+    if any(not 0 <= stride <= MAX_SIZE for stride in strides):
         raise CorruptCheckpointError(f"{fqn!r} has impossible strides", fqn=fqn)
     if not 0 < len(set(entry.parts)) == len(entry.parts) <= MAX_PARTS or "" in entry.parts:
         raise CorruptCheckpointError(
@@ -285,7 +282,7 @@ def check_path(fqn: str, path: tuple[Key, ...]) -> None:
     if not 0 < len(path) <= MAX_PATH_DEPTH:
         raise CorruptCheckpointError(f"{fqn!r} has a path of {len(path)} steps, not 1 to {MAX_PATH_DEPTH}", fqn=fqn)
     for step in path:
-        index = type(step) is int and 0 <= step <= _MAX_SIZE
+        index = type(step) is int and 0 <= step <= MAX_SIZE
         if not index and not isinstance(step, str | DictKey):
             raise CorruptCheckpointError(f"{fqn!r} has a path with a step that is not a key or an index", fqn=fqn)
         if isinstance(step, str) and len(step) > MAX_FQN_CHARS:
@@ -360,8 +357,7 @@ def check_shape(fqn: str, dtype: str, shape: tuple[int, ...]) -> None:
     tensor cannot have."""
     if dtype not in SAVED_DTYPES:
         raise UnsupportedCheckpointError(f"{fqn!r} has dtype {dtype[:64]!r}, which this version does not read")
-    extent = math.prod(max(dim, 1) for dim in shape) * itemsize(dtype)
-    if len(shape) > MAX_RANK or any(dim < 0 for dim in shape) or extent > _MAX_SIZE:
+    if shape_problem(dtype, shape):
         raise CorruptCheckpointError(f"{fqn!r} has an impossible shape", fqn=fqn)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from .._format.records import DictKey, Key
+from .._format.records import MAX_PATH_DEPTH, DictKey, Key
 from .._runtime.torch_probes import PLAIN_TENSORS, Stateful
 from .._staging import Composite, Form, consists_of_others, dismantle, settled
 from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError
@@ -26,8 +26,6 @@ __all__ = [
     "is_value",
     "leaves_of",
 ]
-
-_MAX_DEPTH = 64
 
 LeafKind = Literal["tensor", "value", "empty", "composite"]
 
@@ -116,9 +114,9 @@ class _Walk:
         if isinstance(value, Composite):
             yield from self.composite(value, None, Leaf(fqn, path, value, holder, slot, owner))
             return
-        if len(path) > _MAX_DEPTH:
+        if len(path) > MAX_PATH_DEPTH:
             raise InvalidOptionError(
-                f"{fqn[:200]}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself"
+                f"{fqn[:200]}: nested deeper than {MAX_PATH_DEPTH} levels, or a container that contains itself"
             )
         if is_stateful(value):
             own = self.ask.state_dict(value)

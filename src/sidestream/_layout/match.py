@@ -3,7 +3,7 @@ all differences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,7 @@ from .._format.records import (
 )
 from .._runtime.public import shortened
 from .._runtime.steps import Steps, chunked, collected, in_turn
-from .._runtime.torch_probes import Stateful, check_tensor, dtype_name
+from .._runtime.torch_probes import Stateful, check_tensor, dtype_name, extent_bytes, lazy_bits
 from ..errors import (
     KindMismatchError,
     ShapeMismatchError,
@@ -108,6 +108,9 @@ class LoadPlan:
     """FQNs that are requested and cannot be read. If there are any, nothing is changed."""
     parts: frozenset[str] = frozenset()
     """All parts of composite tensors in the checkpoint, by their names in ``names``."""
+    shared: tuple[tuple[str, ...], ...] = ()
+    """Groups of names in ``local`` of different views that may share elements, such as a tensor and its transpose. They
+    are read into other memory, compared, and then copied."""
 
 
 def plain_path(path: tuple[Key, ...]) -> PlainPath:
@@ -186,8 +189,9 @@ def match(
     asked.update(part for fqn in composites.met for part in parts_of(fqn, manifest.entries))
     top = {str(key) for key, _ in answers.items(state)}
     rest = yield from _not_requested(called, asked, top, findings, parts)
-    local = yield from _locals(tensors, held, straight)
+    local = yield from _locals(tensors, held, straight, manifest)
     leaders = yield from _tied(local, manifest, findings)
+    shared = yield from _sharing([(name, local[name].tensor) for name in dict.fromkeys(leaders.values())])
     _check_fresh(statefuls, tensors)
     yield from findings.raise_if_any(url, lambda: _names_in(state, answers), saved_names)
     new = dict.fromkeys(part for leaf in composites.sparse for part in parts_of(leaf.fqn, manifest.entries))
@@ -218,6 +222,7 @@ def match(
         unexpected=tuple(findings.unexpected or ()),
         opaque=tuple(findings.opaque),
         parts=parts,
+        shared=shared,
     )
 
 
@@ -244,11 +249,20 @@ def _same(one: object, other: object) -> bool:
 
 
 def _view(tensor: torch.Tensor) -> object:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy_bits(tensor)
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Return the address after the last element."""
+    skipped = int(tensor.storage_offset()) * tensor.itemsize
+    return tensor.data_ptr() + extent_bytes(tensor) - skipped
 
 
 def _locals(
-    tensors: Mapping[str, torch.Tensor], held: Mapping[str, Iterable[tuple[str, Local]]], straight: Straight
+    tensors: Mapping[str, torch.Tensor],
+    held: Mapping[str, Iterable[tuple[str, Local]]],
+    straight: Straight,
+    manifest: Manifest,
 ) -> Steps[dict[str, Local]]:
     """Return the memory of the tensors that are not ``straight``. Tensors that share memory are removed from
     ``straight`` first. ``held`` has the pieces of tensors that are known already."""
@@ -256,11 +270,14 @@ def _locals(
     def others() -> Iterator[tuple[str, Local]]:
         for fqn, tensor in tensors.items():
             if fqn not in straight.tensors:
-                yield from held.get(fqn) or locals_of(fqn, tensor)
+                for name, piece in held.get(fqn) or locals_of(fqn, tensor):
+                    while name != fqn and (name in tensors or name in manifest.entries):
+                        name += "+"  # noqa: PLW2901  # an entry of its own has the name of this part
+                    yield name, piece
 
     local = dict((yield from collected(others())))
-    contiguous = (one.tensor for one in local.values() if one.tensor.is_contiguous() and one.tensor.numel())
-    extents = yield from collected((one.data_ptr(), one.data_ptr() + one.nbytes, "") for one in contiguous)
+    pieces = (one.tensor for one in local.values() if one.tensor.numel())
+    extents = yield from collected((one.data_ptr(), _end(one), "") for one in pieces)
     shared = yield from straight.shared(extents)
     if not shared:
         return local
@@ -354,20 +371,21 @@ def _tensor_fits(leaf: Leaf, pieces: Iterable[tuple[str, Local]], entry: Entry |
 def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: Findings) -> Steps[dict[str, str]]:
     """Return the leader of each tensor. Tied tensors must have been saved with the same bytes; for other writers that
     is only known when they are read. Row-major tensors that overlap in another way are findings, because one would be
-    read over the other."""
+    read over the other. ``_sharing`` finds other overlaps."""
     first: dict[object, str] = {}
     leaders: dict[str, str] = {}
     extents: list[tuple[int, int, str]] = []
     exact = manifest.exact and not manifest.ranks
-    for fqn, (_, tensor, box) in tensors.items():
+    for fqn, (whole, tensor, box) in tensors.items():
         yield
-        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box) if tensor.numel() else fqn
+        view = (_view(tensor), box) if tensor.numel() else fqn
         leaders[fqn] = leader = first.setdefault(view, fqn)
-        if leader != fqn and exact and _content(manifest.entries[fqn]) != _content(manifest.entries[leader]):
+        saved = manifest.entries[whole], manifest.entries[tensors[leader].fqn]
+        if leader != fqn and exact and _content(saved[0]) != _content(saved[1]):
             findings.add(
                 StateMismatchError, f"{fqn}: shares its memory with {leader}, but they were saved with different values"
             )
-        if leader == fqn and tensor.numel() and tensor.is_contiguous():
+        if leader == fqn and tensor.numel() and tensor.is_contiguous() and not lazy_bits(tensor):
             extents.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, fqn))
     extents.sort()
     for (_, end, fqn), (start, _, other) in pairwise(extents):
@@ -376,6 +394,80 @@ def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: Findings) 
                 StateMismatchError, f"{other}: overlaps with {fqn} in the memory of the target; clone() one of them"
             )
     return leaders
+
+
+def _sharing(tensors: Iterable[tuple[str, torch.Tensor]]) -> Steps[tuple[tuple[str, ...], ...]]:
+    """Return the groups of tensors that may share elements with each other, or have elements that share memory."""
+    extents = yield from collected((one.data_ptr(), _end(one), name, one) for name, one in tensors if one.numel())
+    extents.sort(key=lambda one: one[:2])
+    groups: list[list[tuple[str, torch.Tensor]]] = []
+    reached = 0
+    for start, end, name, tensor in extents:
+        yield
+        if start >= reached:
+            groups.append([])
+        groups[-1].append((name, tensor))
+        reached = max(reached, end)
+    found: list[tuple[str, ...]] = []
+    for group in groups:
+        if not (yield from _all_apart([tensor for _, tensor in group])):
+            found.append(tuple(name for name, _ in group))
+    return tuple(found)
+
+
+def _all_apart(tensors: Sequence[torch.Tensor]) -> Steps[bool]:
+    """Return whether these tensors certainly have no element in common, and each has none twice."""
+    if len(tensors) > _MANY:
+        return False
+    for number, one in enumerate(tensors):
+        yield
+        if not _is_distinct(one) or not all(_apart(one, other) for other in tensors[:number]):
+            return False
+    return True
+
+
+def _is_distinct(tensor: torch.Tensor) -> bool:
+    """Return whether no two elements can have the same address. False if that is not certain."""
+    if tensor.is_contiguous():
+        return True
+    reached = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reached:
+            return False
+        reached += (size - 1) * stride
+    return True
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have no element in common. False if that is not certain. It is for slices of one
+    array."""
+    if _end(one) <= other.data_ptr() or _end(other) <= one.data_ptr():
+        return True
+    if one.stride() != other.stride() or one.itemsize != other.itemsize:
+        return False
+    begin = min(one.data_ptr(), other.data_ptr())
+    first, second = _box_in(one, begin), _box_in(other, begin)
+    if first is None or second is None:
+        return False
+    pairs = zip(first, second, strict=True)
+    return any(at + size <= start or start + extent <= at for (at, size), (start, extent) in pairs)
+
+
+def _box_in(tensor: torch.Tensor, begin: int) -> list[tuple[int, int]] | None:
+    """Return the start and the size of ``tensor`` in each dimension of the row-major array at ``begin`` that has its
+    strides. None if it is not a box in such an array."""
+    offset, rest = divmod(tensor.data_ptr() - begin, tensor.itemsize)
+    box: list[tuple[int, int]] = []
+    outer = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True):
+        if rest or stride == 0:
+            return None
+        start, offset = divmod(offset, stride)
+        if outer and (outer % stride or start + size > outer // stride):
+            return None
+        box.append((start, size))
+        outer = stride
+    return [*box, (offset, 1)]
 
 
 def _content(entry: Entry) -> object:

@@ -57,7 +57,10 @@ def selected(names: Iterable[str], select: str | Collection[str] | None, url: st
     names = list(names)
     if select is None:
         return names
-    patterns = [select] if isinstance(select, str) else list(select)
+    given: Any = select
+    patterns: list[Any] = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise InvalidOptionError(f'select={select!r} has to be patterns of names, such as "model.*"')
     unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if unused or not patterns:
         raise MissingKeysError(f"{url}: no name matches {', '.join(unused) or 'an empty selection'}", unused)

@@ -24,6 +24,8 @@ from .._format.records import (
     TensorEntry,
     ValueEntry,
     all_parts,
+    name_problem,
+    shape_problem,
 )
 from .._format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
 from .._format.values import pickle_node
@@ -43,7 +45,7 @@ from .._staging import (
     raw_start,
     table_of,
 )
-from ..errors import UnsupportedTensorError
+from ..errors import InvalidOptionError, UnsupportedTensorError
 from .composites.entry import composite_entry
 from .flatten import CompositeLeaf, Leaf, LeafKind, leaves_of
 from .structure import outline_of
@@ -132,13 +134,17 @@ class _Layout:
         return (yield from in_turn(images))
 
     def describe(self, outline: tuple[Any, ...], leaves: Callable[[], Steps[Sequence[Leaf]]]) -> Steps[_Description]:
-        """Describe a state dict with these tensors. Raises ``UnsafeObjectError`` and ``KeyCollisionError``."""
+        """Describe a state dict with these tensors. Raises ``UnsafeObjectError``, ``KeyCollisionError`` and
+        ``InvalidOptionError``."""
         newest = self.newest  # read once, because another save may replace it meanwhile
         if newest is None or newest[0] != outline:
             fqns: list[str] = []
             paths: list[tuple[Key, ...]] = []
             kinds: list[LeafKind] = []
             for some in chunked((yield from leaves()), _EVERY):
+                for leaf in some:
+                    if problem := name_problem(leaf.fqn, leaf.path):
+                        raise InvalidOptionError(problem)
                 fqns += [leaf.fqn for leaf in some]
                 paths += [leaf.path for leaf in some]
                 kinds += [leaf.kind for leaf in some]
@@ -279,7 +285,8 @@ def plan_save(
 
     The state is staged and written in windows. Several windows fit into ``budget_bytes``. The plan takes some 10 us per
     tensor, or 1 us if the layout is cached. Tensors that are the same view of the same storage (tied weights) share one
-    item. Raises ``UnsafeObjectError``, ``UnsupportedTensorError`` or ``KeyCollisionError`` with the FQN.
+    item. Raises ``UnsafeObjectError``, ``UnsupportedTensorError``, ``KeyCollisionError`` or ``InvalidOptionError`` with
+    the FQN.
     """
     outline = yield from outline_of(captured.root)
     tensors = outline.tensors
@@ -340,6 +347,8 @@ def _lay_out(
             raise UnsupportedTensorError(
                 f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it"
             )
+        if problem := shape_problem(dtype, shape):
+            raise UnsupportedTensorError(f"{leaf.fqn}: cannot save a tensor of {problem}")
         identity = (*view_key(tensor), dtype)
         number = known.get(identity) if tensor.numel() else None
         if number is None:

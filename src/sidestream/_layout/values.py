@@ -13,7 +13,7 @@ import io
 import math
 import re
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
@@ -31,7 +31,7 @@ from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, p
 from .._staging import Composite
 from ..errors import CorruptCheckpointError, InvalidOptionError, UnsafeObjectError, UnsupportedCheckpointError
 from ..options import check_types
-from .hashed import check_hashes, fill, set_of
+from .hashed import MOST_ALIKE, check_hashes, fill, set_of
 from .remedies import remedy_for
 
 __all__ = [
@@ -121,6 +121,7 @@ _INLINE_BYTES = 1 << 20
 _MAX_DEPTH = 64
 _JSON_INT = 1 << 63
 _NODES_IN_A_STEP = 64
+_HASHED = frozenset({dict, OrderedDict, set, frozenset})
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 _NUMPY_KINDS = "biufc"
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
@@ -142,7 +143,7 @@ def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
 
     Raises ``UnsafeObjectError`` with ``fqn`` and the type for anything but numbers, strings, bytes, None, tuples,
     lists, dicts, sets, ``io.BytesIO``, ``torch.Size``, dtypes, devices, numpy numbers and arrays, and tensors of at
-    most 1 MiB inside those.
+    most 1 MiB inside those. The same for dicts and sets of more than 256 keys with one hash, which no reader accepts.
     """
     kind = type(value)
     if value is None or kind is bool or kind is str:
@@ -153,6 +154,11 @@ def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
         return value if math.isfinite(value) else {"float": repr(value)}
     if depth > _MAX_DEPTH:
         raise UnsafeObjectError(f"{fqn}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself")
+    if kind in _HASHED and len(value) > MOST_ALIKE and max(Counter(map(hash, value)).values()) > MOST_ALIKE:
+        raise UnsafeObjectError(
+            f"{fqn}: more than {MOST_ALIKE} keys of one {kind.__name__} have the same hash, which no reader accepts; "
+            "save them as a list"
+        )
     if kind in (list, tuple, set, frozenset):
         return {kind.__name__: [encode_value(item, fqn, depth + 1) for item in value]}
     if kind is dict or kind is OrderedDict:

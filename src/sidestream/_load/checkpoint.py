@@ -29,7 +29,7 @@ from .._format.records import (
 )
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types
-from .._layout.names import selected, target_dtype
+from .._layout.names import consistent, selected, target_dtype
 from .._layout.ranges import Box
 from .._layout.values import Allowed, allowed_types, decode_metadata
 from .._runtime.public import Displayed, Table, public, readable_bytes
@@ -404,7 +404,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
                 them.
             progress: Called on the event loop with the bytes read so far and the bytes to read. What it raises ends the
                 call.
-            select: Patterns of FQNs (``"model.*"``). Only what matches is read. None: everything.
+            select: Patterns of FQNs (``"model.*"``). Only what matches is read. A list of which some elements are left
+                out becomes a dict of the others by index. None: everything.
             dtype: What floating-point tensors are converted to, or patterns of FQNs and what those are converted to
                 (``options.Dtypes``). Converted tensors are not mapped. Tensors that consist of others keep their dtype.
 
@@ -426,7 +427,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         async with self._files("state_dict") as files:
             entries = await io_threads().run(self._selected, select)
             leaves = await self._leaves(files, entries, memory, device, progress, dtype)
-            return await io_threads().run(_nested, entries, leaves)
+            return await io_threads().run(_nested, entries, leaves, None if select is None else self.url)
 
     async def _leaves(
         self,
@@ -638,9 +639,14 @@ def _converted(kinds: _Kinds, dtype: Dtypes) -> Steps[dict[str, str]]:
     return found
 
 
-def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    found, parts = stored(entries).items(), all_parts(entries)
-    return run_sliced(assemble((path_of(one), leaves.get(fqn, {})) for fqn, one in found if fqn not in parts))
+def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any], selected_of: str | None) -> dict[Any, Any]:
+    """Return the state dict. ``selected_of``: the URL of the checkpoint, if these are some of its entries. A list that
+    lacks elements is then a dict."""
+    parts = all_parts(entries)
+    paths = {fqn: path_of(one) for fqn, one in stored(entries).items() if fqn not in parts}
+    if selected_of is not None:
+        paths = run_sliced(consistent(paths, selected_of))
+    return run_sliced(assemble((path, leaves.get(fqn, {})) for fqn, path in paths.items()))
 
 
 def _indices(composites: Mapping[str, CompositeEntry]) -> set[str]:
@@ -651,7 +657,12 @@ def _indices(composites: Mapping[str, CompositeEntry]) -> set[str]:
 
 
 def _rows(fqn: str, shape: tuple[int, ...], rows: slice) -> Box:
+    if not isinstance(rows, slice):
+        raise InvalidOptionError(f"{fqn}: rows={rows!r} has to be a slice, such as slice(0, 8)")
     if not shape or rows.step not in (None, 1):
         raise InvalidOptionError(f"{fqn}: rows={rows} needs at least one dimension and no step")
-    start, stop, _ = rows.indices(shape[0])
+    try:
+        start, stop, _ = rows.indices(shape[0])
+    except TypeError as error:
+        raise InvalidOptionError(f"{fqn}: rows={rows}: {error}") from None
     return Box((start, *(0 for _ in shape[1:])), (max(0, stop - start), *shape[1:]))

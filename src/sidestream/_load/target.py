@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, filterfalse, islice
@@ -26,7 +26,7 @@ from .._layout.match import LoadPlan, StatefulLoad, match, plain_path
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.state_dict_calls import key_order, monitored
 from .._runtime.threads import Steps, clear_gradually, gathered, io_threads, run_sliced, sliced, yielding_gil
-from .._runtime.torch_probes import copyable, plain_bytes
+from .._runtime.torch_probes import copyable, extent_bytes, neg_view, plain_bytes
 from .._storage import Location, RangeSource
 from ..errors import LoadStateDictError, StateMismatchError, allocating, indented
 from .device_streams import streams_of
@@ -41,6 +41,8 @@ __all__ = ["StateTarget", "prepare"]
 
 
 _SLICE = 1024
+_LISTED = 4
+_ALIGN_BYTES = 16  # of the largest element
 _INTEGER = re.compile("0|[1-9][0-9]*")  # what str() of an integer returns: "007" and digits of other scripts are names
 _PLAIN = frozenset({dict, list, OrderedDict})
 
@@ -161,8 +163,8 @@ class _Prepared:
 
     ``places`` has the memory into which the tensors of the target are read, by leader. ``again`` has tensors that are
     tied in the target and were saved separately, as stock DCP does. They are also read into other memory, and compared
-    with their leaders. ``fresh`` are tensors in new memory, from which composite tensors are made when they have been
-    read.
+    with their leaders. ``copied`` are tensors in other memory, which are copied to the target when everything has been
+    read. ``fresh`` are tensors in new memory, from which composite tensors are made when they have been read.
     """
 
     plan: LoadPlan
@@ -170,6 +172,7 @@ class _Prepared:
     places: Mapping[str, torch.Tensor]
     wanted: list[Wanted]
     again: tuple[Wanted, ...]
+    copied: Mapping[str, torch.Tensor]
     fresh: Mapping[str, torch.Tensor]
     values: Mapping[str, Any]
     handover: Handover
@@ -237,6 +240,8 @@ class StateTarget:
         await prepared.reader.read(prepared.wanted, own=self._manifest.own)
         if prepared.again:
             await io_threads().run(_check_ties, prepared)
+        if prepared.plan.shared:
+            await io_threads().run(_check_shared, prepared)
         if prepared.plan.composites:
             await io_threads().run(self._build)
 
@@ -246,7 +251,7 @@ class StateTarget:
     async def apply(self) -> None:
         self._applying = True
         prepared = self._ready
-        if self.request.options.atomic:
+        if prepared.copied:
             await io_threads().run(_copy_all, prepared)
         await io_threads().run(self._end_tensors)
         await hand_over(prepared.handover)
@@ -313,7 +318,7 @@ class StateTarget:
     def _end_tensors(self) -> None:
         _count_versions(self._ready.plan)
         for leaf in self._ready.plan.sparse:
-            fill_sparse(leaf.value.tensor, self._made[leaf.fqn])
+            fill_sparse(leaf.fqn, leaf.value.tensor, self._made[leaf.fqn])
 
     def _prepare(self, plan: LoadPlan, reader: Reader, values: Mapping[str, Any]) -> _Prepared:
         manifest = plan.names.manifest
@@ -322,8 +327,11 @@ class StateTarget:
         new = new_tensors(entries, plan.new)
         fresh = new.tensors
         places = {leader: plan.local[leader].tensor for leader in plan.leaders.values()}
+        aside = {name: places[name] for group in plan.shared for name in group}
+        copied = _empty(places if self.request.options.atomic else aside)
+        places |= copied
         if self.request.options.atomic:
-            places = _empty(places)
+            copied |= reader.straight.tensors
         distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed(places.items())}
         wanted = gathered(self._want(plan, fqn, tensor) for fqn, tensor in reversed(distinct.values()))
         wanted += new.wanted
@@ -335,8 +343,10 @@ class StateTarget:
         inside = {part for fqn in (*plan.wholes, *plan.composites) for part in parts_of(fqn, entries)}
         names = (fqn for fqn in yielding_gil(entries) if fqn not in inside)
         loaded = tuple(fqn for fqn in names if fqn in there or fqn in values)
-        pointers = dict(gathered((name, one.tensor.data_ptr()) for name, one in plan.local.items()))
-        return _Prepared(plan, reader, places, [*wanted, *again], again, fresh, values, handover, loaded, pointers)
+        local = (one for one in plan.local.items() if one[0] not in aside)
+        pointers = dict(gathered((name, one.tensor.data_ptr()) for name, one in local))
+        everything = [*wanted, *again]
+        return _Prepared(plan, reader, places, everything, again, copied, fresh, values, handover, loaded, pointers)
 
     def _aside(self, plan: LoadPlan, fqn: str) -> Wanted:
         tensor = plan.local[fqn].tensor
@@ -359,7 +369,7 @@ def _empty(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _copy_all(prepared: _Prepared) -> Steps[None]:
     plan, reader = prepared.plan, prepared.reader
     with reader.streams.current():
-        for fqn, source in chain(prepared.places.items(), reader.straight.tensors.items()):
+        for fqn, source in prepared.copied.items():
             yield
             target = plan.local[fqn].tensor if fqn in plan.local else plan.straight.tensors[fqn]
             with torch.inference_mode(target.is_inference()), torch.no_grad():
@@ -377,6 +387,42 @@ def _check_ties(prepared: _Prepared) -> None:
                 "untie them, or load only one",
                 [one.fqn],
             )
+
+
+def _check_shared(prepared: _Prepared) -> None:
+    """Copy the tensors of each group to memory that has the layout of the target, and compare them afterwards. Raises
+    ``StateMismatchError``."""
+    for group in prepared.plan.shared:
+        views = _laid_out([prepared.plan.local[name].tensor for name in group])
+        for name, view in zip(group, views, strict=True):
+            copyable(view).copy_(copyable(prepared.places[name]))
+        for name, view in zip(group, views, strict=True):
+            if not torch.equal(plain_bytes(view), plain_bytes(prepared.places[name])):
+                others = ", ".join(other for other in group[:_LISTED] if other != name) or "itself"
+                raise StateMismatchError(
+                    f"{name} shares some of its memory with {others}, but other values were saved there: clone() it, "
+                    "or load only one",
+                    [name],
+                )
+
+
+def _laid_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors in new memory that lie to each other as these do."""
+    starts = [one.data_ptr() for one in tensors]
+    ends = [
+        start + extent_bytes(one) - int(one.storage_offset()) * one.itemsize
+        for start, one in zip(starts, tensors, strict=True)
+    ]
+    first = min(starts) // _ALIGN_BYTES * _ALIGN_BYTES
+    with allocating("memory to compare tensors that share memory"):
+        memory = torch.empty(max(ends) - first, dtype=torch.uint8).untyped_storage()
+    found = []
+    for start, one in zip(starts, tensors, strict=True):
+        view = torch.empty(0, dtype=one.dtype)
+        view.set_(memory, (start - first) // one.itemsize, one.shape, one.stride())
+        view = view.conj() if one.is_conj() else view
+        found.append(neg_view(view) if one.is_neg() else view)
+    return found
 
 
 def _value_entries(plan: LoadPlan) -> dict[str, ValueEntry]:

@@ -10,7 +10,7 @@ import torch
 from ..._format.records import SPARSE_PARTS, CompositeEntry, Entry
 from ..._runtime.steps import Steps
 from ..._runtime.torch_probes import dtype_from_name, dtype_name
-from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
+from ...errors import CorruptCheckpointError, UnsupportedCheckpointError, UnsupportedTensorError, out_of_memory
 from ..values import decode_value
 from .types import KnownTypes, type_of
 
@@ -86,10 +86,16 @@ def _subclass(
     return plain
 
 
-def fill_sparse(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` to ``target``, a sparse tensor of the same layout and shape. The numbers of elements may
-    differ."""
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
-        if target.layout is not torch.sparse_coo:
-            target.resize_as_sparse_(source)
-        target.copy_(source)
+def fill_sparse(fqn: str, target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` to ``target``, a sparse tensor of the same layout and shape. The numbers of elements and of
+    sparse dimensions may differ. Raises ``OutOfMemoryError`` and ``UnsupportedTensorError``."""
+    try:
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            if target.layout is not torch.sparse_coo:
+                target.resize_as_sparse_(source)
+            elif target.sparse_dim() != source.sparse_dim():  # torch resizes only an empty tensor to other ones
+                target.sparse_resize_and_clear_(source.shape, source.sparse_dim(), source.dense_dim())
+            target.copy_(source)
+    except RuntimeError as error:
+        refused = f"{fqn}: this sparse tensor of the target does not take what was read; load into a new one: {error}"
+        raise out_of_memory(error, f"{fqn}, a sparse tensor") or UnsupportedTensorError(refused) from error

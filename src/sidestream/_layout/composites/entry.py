@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..._format.records import MAX_PARTS, CompositeEntry, Key, Node
+from ..._format.records import MAX_PARTS, SAVED_DTYPES, CompositeEntry, Key, Node, shape_problem
 from ..._runtime.torch_probes import dtype_name
 from ..._staging import Form
 from ...errors import UnsafeObjectError, UnsupportedTensorError
@@ -39,8 +39,13 @@ def composite_entry(fqn: str, path: tuple[Key, ...], form: Form) -> CompositeEnt
         raise unsupported(f"that wraps {len(form.names)} tensors: save the tensors that it wraps by themselves")
     if len(form.type) > _MAX_NAME or any(type(size) is not int for size in form.shape + (form.strides or ())):
         raise unsupported("whose shape is not fixed: save its components, such as values() and offsets()")
+    dtype = dtype_name(form.dtype)
+    if dtype not in SAVED_DTYPES:
+        raise unsupported(f"of dtype {dtype}, which is not read: save the tensors that it wraps by themselves")
+    if problem := shape_problem(dtype, form.shape):
+        raise unsupported(f"of {problem}")
     context = _encode(form.context, f"{fqn}: a {form.type} keeps", 0)
-    return CompositeEntry(path, form.type, dtype_name(form.dtype), form.shape, form.strides, form.names, context)
+    return CompositeEntry(path, form.type, dtype, form.shape, form.strides, form.names, context)
 
 
 def _encode(value: Any, owner: str, depth: int) -> Node:

@@ -15,11 +15,19 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._format.manifest import parse_composite
-from ..._format.records import SAVED_DTYPES, CompositeEntry, DictKey, Key, itemsize
+from ..._format.records import (
+    SAVED_DTYPES,
+    CompositeEntry,
+    DictKey,
+    Key,
+    itemsize,
+    name_problem,
+    shape_problem,
+)
 from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from ..._staging import Captured, Composite, PlanCache, fingerprint
-from ...errors import CorruptCheckpointError, UnsupportedTensorError
+from ...errors import CorruptCheckpointError, InvalidOptionError, UnsupportedTensorError
 from ..composites.entry import composite_entry
 from ..flatten import CompositeLeaf, Leaf, leaves_of
 
@@ -80,8 +88,8 @@ class LocalTable:
 
 
 def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
-    """Make the table of this rank. Raises ``UnsupportedTensorError``, ``KeyCollisionError`` and ``UnsafeObjectError``
-    with the FQN."""
+    """Make the table of this rank. Raises ``UnsupportedTensorError``, ``KeyCollisionError``, ``UnsafeObjectError`` and
+    ``InvalidOptionError`` with the FQN."""
     leaves = yield from collected(leaves_of(captured.root))
     sources: list[torch.Tensor] = []
     shardings: list[Hashable] = []
@@ -126,6 +134,8 @@ def _hold(leaves: Sequence[Leaf], composites: Mapping[str, CompositeEntry], capt
     for leaf in leaves:
         yield
         value = leaf.value
+        if problem := name_problem(leaf.fqn, leaf.path):
+            raise InvalidOptionError(problem)
         if isinstance(value, (torch.Tensor, Composite)):
             parts = [value] if isinstance(value, torch.Tensor) else list(value.tensors())
             row, here = _tensor_row(leaf, parts, number, len(rows), captured)
@@ -165,6 +175,8 @@ def _tensor_row(
     dtype = captured.dtypes.get(leaf.fqn, dtype)
     if dtype not in SAVED_DTYPES:
         raise UnsupportedTensorError(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
+    if problem := shape_problem(dtype, shape):
+        raise UnsupportedTensorError(f"{leaf.fqn}: cannot save a tensor of {problem}")
     here = []
     filled = 0 not in shape
     for which, offsets, sizes, start in places:

@@ -113,7 +113,8 @@ def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manife
     """Ask the planner for the target of each item. Raises ``MissingKeysError``, ``ShapeMismatchError``,
     ``DtypeMismatchError``, ``UnsupportedTensorError``, ``UnsupportedCheckpointError``."""
     items = list(items)
-    chunks = _chunks_by_place(manifest, {item.storage_index.fqn for item in items})
+    fqns = {item.storage_index.fqn for item in items}
+    chunks = _chunks_by_place(manifest, fqns)
     found = AskedFor([], [], {})
     for item in items:
         fqn, entry = item.storage_index.fqn, manifest.entries.get(item.storage_index.fqn)
@@ -129,7 +130,9 @@ def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manife
         if written_dtype(entry.dtype) == dtype_name(target.dtype):
             entry = replace(entry, dtype=written_dtype(entry.dtype))  # as stock DCP reads it
         _check_target(item, entry, target)
-        name = fqn if fqn not in found.names else f"{fqn} (part {len(found.names)})"
+        name, number = fqn, len(found.names)
+        while name in found.names or (name != fqn and name in fqns):
+            name, number = f"{fqn} (part {number})", number + 1
         found.names[name] = fqn
         offsets = tuple(map(sum, zip(chunk.offsets, item.storage_offsets, strict=True)))
         box = Box(offsets, tuple(item.lengths))
