@@ -13,7 +13,7 @@ from typing import Any, Literal
 from .._format.records import SUB_BYTE_DTYPES, CompositeEntry, Key, Manifest, itemsize
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together
-from .._layout.names import consistent, new_names, renamed_path, selected, target_dtype
+from .._layout.names import consistent, new_names, renamed_path, selected, target_dtypes
 from .._layout.ranges import PIECE_BYTES
 from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
@@ -314,7 +314,7 @@ def _select(
     target: Format,
 ) -> Selection:
     entries, parts = source.entries, source.parts()
-    taken = selected((fqn for fqn in entries if fqn not in parts), select, source.url)
+    taken = run_sliced(selected((fqn for fqn in entries if fqn not in parts), select, source.url))
     named = run_sliced(new_names(names, taken, source.url, identity=lambda fqn: _identity(fqn, entries[fqn])))
     kept = [fqn for fqn in taken if named[fqn] is not None]
     _refuse_opaque(source, kept)
@@ -327,8 +327,9 @@ def _select(
     order = list(dict.fromkeys(new for new in named.values() if new is not None))
     left_out = tuple(fqn for fqn in entries if fqn not in parts and named.get(fqn) is None)
     found = Selection([], [], {}, order, left_out, ())
+    target_dtype = run_sliced(target_dtypes(dtype))
     cast, wholes = [], []
-    for fqn, new in named.items():
+    for fqn, new in yielding_gil(named.items()):
         entry = entries[fqn]
         if new is None or new in found.origin or isinstance(entry, SourceOpaque):
             continue
@@ -342,7 +343,7 @@ def _select(
             found.values.append(OutValue(new, path, entry.node, entry.empty))
             continue
         saved = entry.entry.dtype
-        wanted = saved if fqn in parts else target_dtype(new, saved, dtype)
+        wanted = saved if fqn in parts else target_dtype(new, saved)
         if wanted != saved:
             cast.append(new)
         nbytes = math.prod(entry.entry.shape) * itemsize(wanted)
