@@ -112,6 +112,25 @@ async def test_tied_in_the_target_but_saved_with_different_values(tmp_path: Path
     assert base.tolist() == [1.0, 0.0] * 5
 
 
+async def test_tied_in_the_target_but_saved_apart_by_another_writer(tmp_path: Path) -> None:
+    apart = {"a": torch.ones(5), "b": torch.ones(5), "c": torch.full((5,), 2.0), "other": torch.ones(3)}
+    dcp.save(apart, checkpoint_id=tmp_path / "c", no_dist=True)
+    tied, other = torch.zeros(5), torch.zeros(3)
+    for atomic in (False, True):
+        options = sidestream.LoadOptions(atomic=atomic)
+        with pytest.raises(errors.StateMismatchError, match="c shares its memory with a") as raised:
+            await sidestream.load({"a": tied, "b": tied, "c": tied, "other": other}, tmp_path / "c", options=options)
+        assert raised.value.written == ()
+        assert not tied.any()
+        assert not other.any()
+        report = await sidestream.load({"a": tied, "b": tied, "other": other}, tmp_path / "c", options=options)
+        assert report.unverified == ()
+        assert torch.equal(tied, apart["a"])
+        assert torch.equal(other, apart["other"])
+        tied.zero_()
+        other.zero_()
+
+
 async def test_inference_tensors_and_modules(tmp_path: Path) -> None:
     with torch.inference_mode():
         source, target = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
