@@ -31,6 +31,13 @@ def test_disagreements(groups: Groups, tmp_path: Path) -> None:
     assert left <= {"good", "disk0"}
 
 
+def test_a_cancel_of_a_rank_that_has_failed(groups: Groups, tmp_path: Path) -> None:
+    first, second = groups.run("cancelled_after_its_failure", 2, tmp_path).results
+    assert second == ["cancelled", "cancelled"]
+    assert [1, "CheckpointNotFoundError"] in first[0]
+    assert first[1] == [[1, "InvalidOptionError"]]
+
+
 def test_stages_in_one_checkpoint(groups: Groups, tmp_path: Path) -> None:
     results = groups.run("stages", 3, tmp_path).results
     assert all(told == results[0] for told in results)

@@ -198,6 +198,9 @@ class LoadOperation:
             if self.together is not None and isinstance(error, Exception):
                 verdict = await self.together.failed(error)
             self.lifecycle.failed(verdict, len(written))
+            late = None if self.together is None else self.together.cancelled
+            if late is not None:
+                raise self._explained(late, written) from raised
             if error is raised:
                 raise
             raise error from raised
