@@ -470,6 +470,9 @@ def disagreements(rank: int, world: int, directory: Path) -> dict[str, Any]:
         "partial": save({"p": partial}, "partial"),
         "one_rank": save({"w": good["rows"], **({"x": object()} if rank else {})}, "one_rank"),
         "option": save(good, "option", files={} if rank else {"a/b": b"no plain name"}),
+        "export": save(good, "export", export=object() if rank else None),
+        "options": failures_of(sidestream.save(good, directory / "options", options={} if rank else None)),
+        "load_options": failures_of(sidestream.load(good, directory / "good", options={} if rank else None)),
         "not_shared": save(good, f"disk{rank}/x"),
         "missing": failures_of(
             sidestream.load(large(mesh), directory / "nothing", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
