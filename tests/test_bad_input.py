@@ -9,8 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from keywords import for_load, for_save
 from states import assert_same, model_and_optimizer
 
@@ -152,6 +154,25 @@ async def test_different_views_of_one_memory(
         await sidestream.load(views(base), tmp_path / "d", options=options)
     assert raised.value.written == ()
     assert not base.any()
+
+
+async def test_tied_in_the_target_but_saved_apart_by_another_writer(tmp_path: Path) -> None:
+    apart = {"a": torch.ones(5), "b": torch.ones(5), "c": torch.full((5,), 2.0), "other": torch.ones(3)}
+    dcp.save(apart, checkpoint_id=tmp_path / "c", no_dist=True)
+    tied, other = torch.zeros(5), torch.zeros(3)
+    for atomic in (False, True):
+        options = sidestream.LoadOptions(atomic=atomic)
+        with pytest.raises(errors.StateMismatchError, match="c shares its memory with a") as raised:
+            await sidestream.load({"a": tied, "b": tied, "c": tied, "other": other}, tmp_path / "c", options=options)
+        assert raised.value.written == ()
+        assert not tied.any()
+        assert not other.any()
+        report = await sidestream.load({"a": tied, "b": tied, "other": other}, tmp_path / "c", options=options)
+        assert report.unverified == ()
+        assert torch.equal(tied, apart["a"])
+        assert torch.equal(other, apart["other"])
+        tied.zero_()
+        other.zero_()
 
 
 async def test_inference_tensors_and_modules(tmp_path: Path) -> None:
@@ -400,6 +421,50 @@ def _move_behind_link(path: Path) -> None:
 async def test_damage_is_found_before_anything_is_changed(damage: Callable[[Path], None], saved: Path) -> None:
     damage(saved)
     await refused(template(), saved, errors.CorruptCheckpointError, str(saved))
+
+
+@pytest.mark.parametrize("scheme", ["", "memory:/"])
+@pytest.mark.parametrize("writer", ["sidestream", "dcp"])
+async def test_what_could_not_be_read_is_not_verified(scheme: str, writer: str, tmp_path: Path) -> None:
+    url = f"{scheme}{tmp_path}/c"
+    files, _ = fsspec.core.url_to_fs(url)
+    state = {f"t{number}": torch.full((300_000,), float(number)) for number in range(40)}
+    state["tied"] = state["t39"]
+    if writer == "sidestream":
+        await sidestream.save({**state, "step": 3}, url)
+    else:
+        dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+        if scheme:
+            files.put(f"{tmp_path}/c/", f"{tmp_path}/c/", recursive=True)
+    gone: list[str] = []
+
+    def remove(*_: int) -> None:
+        if not gone:
+            gone.extend(files.glob(f"{tmp_path}/c/*.distcp"))
+            files.rm(gone)
+
+    report = await sidestream.verify(url, progress=remove)
+    assert {one.file for one in report.damaged} == {os.path.basename(one) for one in gone}
+    assert report.verified == ()
+    assert report.nbytes < 1 << 20
+
+
+@pytest.mark.parametrize("writer", ["sidestream", "torch"])
+async def test_a_tensor_tied_to_a_damaged_one_is_not_verified(writer: str, tmp_path: Path) -> None:
+    tied = torch.ones(1 << 10)
+    state = {"a": tied, "b": tied, "c": torch.zeros(3)}
+    if writer == "torch":
+        torch.save(state, tmp_path / "c")
+        file = tmp_path / "c"
+    else:
+        await sidestream.save(state, tmp_path / "c")
+        (file,) = (tmp_path / "c").glob("*.distcp")
+    raw = bytearray(file.read_bytes())
+    raw[raw.index(tied.numpy().tobytes())] ^= 1
+    file.write_bytes(raw)
+    report = await sidestream.verify(tmp_path / "c")
+    assert [one.fqn for one in report.damaged] == ["a"]
+    assert report.verified == ("c",)
 
 
 async def test_an_altered_payload_is_found_and_told(tmp_path: Path) -> None:

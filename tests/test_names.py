@@ -1,8 +1,10 @@
-"""``names=`` of loads and conversions: the name in the checkpoint of a name in the state dict."""
+"""``names=`` of loads and conversions: the name in the checkpoint of a name in the state dict. And patterns of
+names."""
 
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from states import assert_same
 
 import sidestream
 from sidestream import errors
+from sidestream._layout.names import selected, target_dtypes
+from sidestream._runtime.steps import at_once
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*"),
@@ -114,3 +118,42 @@ async def test_names_that_change_places_and_names_that_are_not_there(tmp_path: P
         options=sidestream.LoadOptions(names={"m.a": "m.x"}),
     )
     assert report.missing == ("m.a",)
+
+
+# --- patterns of names ---
+
+PATTERNS = ["b.*", "a.10", "a.[12]", "c", "*.3", "a.10", "a.?"]
+
+
+def test_a_selection_takes_what_one_of_its_patterns_matches() -> None:
+    names = [f"{letter}.{number}" for letter in "dcba" for number in range(12)] + ["c", "a[1]", "*"]
+    expected = [name for name in names if any(fnmatchcase(name, pattern) for pattern in PATTERNS)]
+    assert at_once(selected(iter(names), PATTERNS, "url")) == expected
+    assert at_once(selected(names, "c", "url")) == ["c"]
+    with pytest.raises(errors.MissingKeysError, match=r"no name matches e, a\[1\], e\.\*$"):
+        at_once(selected(names, ["e", *PATTERNS, "a[1]", "e.*"], "url"))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_first_pattern_that_matches_gives_the_dtype(order: int) -> None:
+    names = [f"{letter}.{number}" for letter in "dcba" for number in range(12)] + ["c"]
+    dtypes = [torch.float16, torch.bfloat16, torch.float64]
+    dtype = {pattern: dtypes[number % 3] for number, pattern in enumerate(PATTERNS[::order])}
+    target_dtype = at_once(target_dtypes(dtype))
+    for name in names:
+        first = next((one for pattern, one in dtype.items() if fnmatchcase(name, pattern)), torch.float32)
+        assert target_dtype(name, "float32") == str(first).removeprefix("torch.")
+
+
+def test_names_are_not_compared_with_every_other_name() -> None:
+    names = [f"model.layers.{number}.weight" for number in range(2000)]
+    assert sum(1 for _ in selected(names, names, "url")) < 10 * len(names)
+
+
+async def test_a_selection_ends_at_the_deadline(tmp_path: Path) -> None:
+    state = {str(number): torch.ones(1) for number in range(2000)}
+    await sidestream.save(state, tmp_path / "c")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c", timeout_s=1.0)
+    with pytest.raises(errors.DeadlineExceededError) as late:
+        await checkpoint.state_dict(select=[f"*x{number}" for number in range(100_000)])
+    assert "a system call" not in str(late.value)  # no thread was left behind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -12,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, ca
 from .errors import InvalidOptionError
 
 if TYPE_CHECKING:
-    import os
-
     import torch
 
 __all__ = [
@@ -203,9 +202,13 @@ class StorePolicy:
     retries: int = 8
     concurrency: int = 4
     part_bytes: int = 16 << 20
-    cache_dir: str | None = None
+    cache_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        if self.cache_dir is not None:
+            if not isinstance(self.cache_dir, str | os.PathLike):
+                raise InvalidOptionError(f"cache_dir={self.cache_dir!r} has to be the path of a directory")
+            object.__setattr__(self, "cache_dir", os.fspath(self.cache_dir))
         check_choice("engine", self.engine, EngineChoice)
         check_seconds("request_timeout_s", self.request_timeout_s)
         check_count("concurrency", self.concurrency)

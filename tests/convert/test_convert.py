@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import json
 import os
 import pickle
@@ -219,6 +220,23 @@ async def test_cast_select_and_rename(tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "c.pt", weights_only=True)
     assert set(loaded) == {"module.model.dense.weight", "module.model.count"}
     assert torch.equal(loaded["module.model.dense.weight"], expected["model"]["dense.weight"].double())
+
+
+async def test_values_that_are_left_out_are_not_read(tmp_path: Path) -> None:
+    model = {"w": torch.ones(3)}
+    stock_save({"model": model, "began": dt.date(2026, 1, 1), "log": os.urandom(48 * MIB)}, tmp_path / "a")
+    for target, expected in (
+        ("b", {"model": model}),
+        ("b.pt", {"model": model}),
+        ("b.safetensors", {"model.w": model["w"]}),
+    ):
+        report = await sidestream.convert(tmp_path / "a", tmp_path / target, select="model.*")
+        assert (report.tensors, report.values, report.left_out) == (("model.w",), (), ("began", "log"))
+        assert_same(expected, await read(tmp_path / target))
+    for name, kind in (("began", errors.UnsafeObjectError), ("log", errors.CorruptCheckpointError)):
+        with pytest.raises(kind, match=name):
+            await sidestream.convert(tmp_path / "a", tmp_path / "c", select=["model.*", name])
+    assert left_over(tmp_path, {"a"}) == {"b", "b.pt", "b.safetensors"}
 
 
 @pytest.mark.parametrize(

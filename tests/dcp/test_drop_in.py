@@ -413,14 +413,25 @@ def test_a_planner_that_adds_keys_without_a_loop(tmp_path: Path) -> None:
 async def test_a_planner_that_adds_keys_to_what_takes_none(tmp_path: Path) -> None:
     await sidestream.save(STATE, tmp_path / "c")
     weight = torch.zeros(4)
-    with pytest.raises(InvalidOptionError, match="Adds adds 'n', 'none' to the state, which is a mappingproxy"):
+    with pytest.raises(InvalidOptionError, match="Adds adds 'n', 'none' in the state, which is a mappingproxy"):
         await sidestream.load(
             MappingProxyType({"w": weight}), tmp_path / "c", options=sidestream.LoadOptions(planner=Adds())
         )
     assert not weight.any()
-    values = MappingProxyType({"n": 0})
+    values = MappingProxyType({"deep": {"list": [0, torch.ones(1)]}})
     with pytest.raises(InvalidOptionError, match="AddsLate adds 'late'"):
         await sidestream.load(values, tmp_path / "c", options=sidestream.LoadOptions(planner=AddsLate()))
+
+
+async def test_a_value_for_a_state_that_cannot_be_changed(tmp_path: Path) -> None:
+    await sidestream.save(STATE, tmp_path / "c")
+    weight, options = torch.zeros(4), sidestream.LoadOptions(planner=DefaultLoadPlanner())
+    with pytest.raises(InvalidOptionError, match="DefaultLoadPlanner sets 'n' in the state, which is a mappingproxy"):
+        await sidestream.load(MappingProxyType({"w": weight, "n": 0}), tmp_path / "c", options=options)
+    assert not weight.any()
+    inside = {"t": torch.zeros(2), "list": [0, torch.ones(1)]}
+    await sidestream.load(MappingProxyType({"w": weight, "deep": inside}), tmp_path / "c", options=options)
+    assert_same({"w": STATE["w"], "deep": STATE["deep"]}, {"w": weight, "deep": inside})
 
 
 # --- attributes of tensors -------------------------------------------------------------------------------------------

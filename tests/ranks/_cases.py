@@ -11,7 +11,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -470,6 +470,9 @@ def disagreements(rank: int, world: int, directory: Path) -> dict[str, Any]:
         "partial": save({"p": partial}, "partial"),
         "one_rank": save({"w": good["rows"], **({"x": object()} if rank else {})}, "one_rank"),
         "option": save(good, "option", files={} if rank else {"a/b": b"no plain name"}),
+        "export": save(good, "export", export=object() if rank else None),
+        "options": failures_of(sidestream.save(good, directory / "options", options={} if rank else None)),
+        "load_options": failures_of(sidestream.load(good, directory / "good", options={} if rank else None)),
         "not_shared": save(good, f"disk{rank}/x"),
         "missing": failures_of(
             sidestream.load(large(mesh), directory / "nothing", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
@@ -710,6 +713,41 @@ def cancelled(rank: int, world: int, directory: Path) -> list[Any]:
         return told
 
     return run(save())
+
+
+def cancelled_after_its_failure(rank: int, world: int, directory: Path) -> list[Any]:
+    """Rank 1 fails, and is cancelled while rank 0 is too busy to stop."""
+
+    async def one(name: str, begin: Callable[[], Awaitable[Any]]) -> Any:
+        task = asyncio.ensure_future(begin())
+        await asyncio.sleep(0)
+        if rank:
+            await asyncio.sleep(1)
+            task.cancel()
+            await asyncio.sleep(0.01)
+            (directory / name).touch()
+        while not (directory / name).exists():
+            time.sleep(0.01)
+        try:
+            await task
+        except asyncio.CancelledError:
+            return "cancelled" if task.cancelled() else None
+        except sidestream.errors.RankFailuresError as failures:
+            return [[one.rank, one.kind] for one in failures.failures]
+
+    async def both() -> list[Any]:
+        target, saving = {"a": torch.zeros(3)}, sidestream.SaveOptions(timeout_s=TIMEOUT_S)
+        url = "unknown://x" if rank else directory / "c"
+
+        async def save() -> None:
+            await sidestream.save({f"a{rank}": torch.ones(3)}, url, options=saving)
+
+        return [
+            await one("load", lambda: sidestream.load(target, directory / "nothing")),
+            await one("save", save),
+        ]
+
+    return run(both())
 
 
 def storage_then_disk(rank: int, world: int, directory: Path) -> None:

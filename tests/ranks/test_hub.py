@@ -15,7 +15,7 @@ from concurrent.futures import Future
 import pytest
 from _hub import LONG_S, Ranks, in_owner, owner_held
 
-from sidestream._group import has_ended, rank_group, this_process
+from sidestream._group import has_ended, prepare_together, rank_group, this_process
 from sidestream._group.connections import GroupMessage, GroupMessageKind
 from sidestream._group.operation import Exchange, Operation, Stopped
 from sidestream._group.rank_group import OtherRank, Rank0
@@ -101,6 +101,29 @@ async def test_a_cancel_of_a_step_that_goes_on_leaves_the_seal(three: Ranks) -> 
         await asyncio.wait([task])
     assert task.cancelled()
     assert operations[0].step_completed
+
+
+async def test_a_cancel_while_a_failed_rank_waits_for_the_verdict(three: Ranks) -> None:
+    operations = [group.begin("load", Deadline.after(LONG_S), LONG_S) for group in (three.hub, *three.spokes)]
+
+    async def fails() -> None:
+        raise ZeroDivisionError
+
+    failing = asyncio.ensure_future(prepare_together(operations[1], fails))
+    async with asyncio.timeout(LONG_S / 2):
+        while not (operations[0].stopping and operations[2].stopping):
+            await asyncio.sleep(0)
+        failing.cancel()
+        await asyncio.sleep(0)
+        assert not failing.done()
+        for one in (operations[0], operations[2]):
+            one.report(Stopped())
+        await asyncio.wait([failing])
+    assert failing.cancelled()
+    for one in operations:
+        assert [(failed.rank, failed.kind) for failed in (await one.failed(Stopped())).failures] == [
+            (1, "ZeroDivisionError")
+        ]
 
 
 async def test_what_was_sent_is_forgotten_with_the_verdict(three: Ranks) -> None:

@@ -24,11 +24,20 @@ def test_disagreements(groups: Groups, tmp_path: Path) -> None:
     assert {kind for _, kind in kinds["partial"]} == {"UnsupportedTensorError"}
     assert kinds["one_rank"] == [[1, "UnsafeObjectError"]]
     assert kinds["option"] == [[0, "InvalidOptionError"]]
+    for case in ("export", "options", "load_options"):
+        assert kinds[case] == [[1, "InvalidOptionError"]]
     assert kinds["not_shared"] == [[1, "StorageNotSharedError"]]
     assert {kind for _, kind in kinds["missing"]} == {"CheckpointNotFoundError"}
     assert kinds["keys"] == [[1, "MissingKeysError"]]
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".group")}
     assert left <= {"good", "disk0"}
+
+
+def test_a_cancel_of_a_rank_that_has_failed(groups: Groups, tmp_path: Path) -> None:
+    first, second = groups.run("cancelled_after_its_failure", 2, tmp_path).results
+    assert second == ["cancelled", "cancelled"]
+    assert [1, "CheckpointNotFoundError"] in first[0]
+    assert first[1] == [[1, "InvalidOptionError"]]
 
 
 def test_stages_in_one_checkpoint(groups: Groups, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from mmap import mmap
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -141,6 +141,17 @@ async def test_the_same_files(durability: str, tmp_path: Path) -> None:
     assert infos[0].nbytes == infos[1].nbytes
     assert (await sidestream.verify(tmp_path / "process")).ok
     assert_same(state, await back(tmp_path / "process"))
+
+
+@pytest.mark.parametrize("commit", ["rename", "marker"])
+async def test_a_directory_whose_name_looks_like_a_chain_of_urls(commit: Any, tmp_path: Path) -> None:
+    storage = sidestream.Storage(commit=commit)
+    for name in ("a::b", "s3::x", "c#d?e%20f"):
+        url = f"file://{tmp_path}/{name}/c"
+        await sidestream.save(state_of(1.0), url, storage=storage, options=sidestream.SaveOptions(writer="process"))
+        checkpoint = await sidestream.open_checkpoint(url, storage=storage)
+        assert_same(state_of(1.0), await checkpoint.state_dict())
+        assert (tmp_path / name / "c" / ".metadata").exists()
 
 
 async def test_digests_come_back(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -17,7 +18,7 @@ from states import assert_same
 
 import sidestream
 from sidestream._worker.client import close_all, worker_for
-from sidestream.errors import SidestreamError
+from sidestream.errors import InvalidOptionError, SidestreamError
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
@@ -95,3 +96,13 @@ async def test_a_file_system_that_can_be_made_again(s3: S3Server) -> None:
     )
     checkpoint = await sidestream.open_checkpoint(url, storage=sidestream.Storage(filesystem=filesystem))
     assert_same(state(2.0), await checkpoint.state_dict())
+
+
+async def test_a_cache_directory_that_is_a_path(s3: S3Server, tmp_path: Path) -> None:
+    storage = sidestream.Storage(s3.options, policy=sidestream.StorePolicy(cache_dir=tmp_path / "cache"))
+    url = f"s3://{s3.bucket}/cached/c"
+    await sidestream.save(state(3.0), url, storage=storage, options=sidestream.SaveOptions(writer="process"))
+    assert_same(state(3.0), await (await sidestream.open_checkpoint(url, storage=storage)).state_dict())
+    assert any((tmp_path / "cache").iterdir())
+    with pytest.raises(InvalidOptionError, match="cache_dir=3"):
+        sidestream.StorePolicy(cache_dir=3)  # type: ignore[arg-type]

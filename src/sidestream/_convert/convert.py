@@ -10,10 +10,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from .._format.records import SUB_BYTE_DTYPES, CompositeEntry, Key, Manifest, itemsize, name_problem
+from .._format.records import (
+    SUB_BYTE_DTYPES,
+    CompositeEntry,
+    Key,
+    Manifest,
+    Node,
+    ValueEntry,
+    itemsize,
+    name_problem,
+)
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together
-from .._layout.names import consistent, new_names, renamed_path, selected, target_dtype
+from .._layout.names import consistent, new_names, renamed_path, selected, target_dtypes
 from .._layout.ranges import PIECE_BYTES
 from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
@@ -224,7 +233,8 @@ async def _convert(
         how = replace(how, others={**sidecars, **how.others})
 
     async def prepare() -> tuple[Sequence[TargetFile] | DcpTarget, Pipeline, object]:
-        files = await io_threads().run(_plan, selection, name, how)
+        nodes = await opened.nodes(dict(selection.unread.values()))
+        files = await io_threads().run(_plan, selection, nodes, name, how)
         total = await io_threads().run(_total, selection)
         pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
         if how.verify == "always":
@@ -304,6 +314,8 @@ class Selection:
     composites: dict[str, CompositeEntry] = field(default_factory=dict)
     wholes: frozenset[str] = frozenset()
     """The new names of all tensors except parts of others."""
+    unread: dict[str, tuple[str, ValueEntry]] = field(default_factory=dict)
+    """The names in the source and the entries of the values that have not been read, by their new names."""
 
 
 def _select(
@@ -314,7 +326,7 @@ def _select(
     target: Format,
 ) -> Selection:
     entries, parts = source.entries, source.parts()
-    taken = selected((fqn for fqn in entries if fqn not in parts), select, source.url)
+    taken = run_sliced(selected((fqn for fqn in entries if fqn not in parts), select, source.url))
     named = run_sliced(new_names(names, taken, source.url, identity=lambda fqn: _identity(fqn, entries[fqn])))
     kept = [fqn for fqn in taken if named[fqn] is not None]
     _refuse_opaque(source, kept)
@@ -327,8 +339,9 @@ def _select(
     order = list(dict.fromkeys(new for new in named.values() if new is not None))
     left_out = tuple(fqn for fqn in entries if fqn not in parts and named.get(fqn) is None)
     found = Selection([], [], {}, order, left_out, ())
+    target_dtype = run_sliced(target_dtypes(dtype))
     cast, wholes = [], []
-    for fqn, new in named.items():
+    for fqn, new in yielding_gil(named.items()):
         entry = entries[fqn]
         if new is None or new in found.origin or isinstance(entry, SourceOpaque):
             continue
@@ -341,10 +354,12 @@ def _select(
             wholes += [] if fqn in parts else [new]
             continue
         if not isinstance(entry, SourceTensor):
-            found.values.append(OutValue(new, path, entry.node, entry.empty))
+            found.values.append(OutValue(new, path, None, empty=entry.entry is None))
+            if entry.entry is not None:
+                found.unread[new] = fqn, entry.entry
             continue
         saved = entry.entry.dtype
-        wanted = saved if fqn in parts else target_dtype(new, saved, dtype)
+        wanted = saved if fqn in parts else target_dtype(new, saved)
         if wanted != saved:
             cast.append(new)
         nbytes = math.prod(entry.entry.shape) * itemsize(wanted)
@@ -418,9 +433,15 @@ def _total(selection: Selection) -> int:
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
-def _plan(selection: Selection, name: str | None, how: How) -> Sequence[TargetFile] | DcpTarget:
+def _plan(
+    selection: Selection, nodes: Mapping[str, Node], name: str | None, how: How
+) -> Sequence[TargetFile] | DcpTarget:
+    """Plan the files. ``nodes`` are the values as data, by their names in the source."""
     window_bytes = min(64 * _MIB, (how.budget_bytes - WINDOWS * PIECE_BYTES) // WINDOWS) // _MIB * _MIB
-    tensors, values = selection.tensors, selection.values
+    tensors, unread = selection.tensors, selection.unread
+    values = gathered(
+        replace(one, node=nodes[unread[one.fqn][0]]) if one.fqn in unread else one for one in selection.values
+    )
     if how.format == "dcp":
         return DcpTarget(tensors, values, selection.composites, how.shard_bytes or 1 << 62, window_bytes)
     if how.format == "torch":
@@ -430,7 +451,7 @@ def _plan(selection: Selection, name: str | None, how: How) -> Sequence[TargetFi
 
 def _without_place(opened: Source, taken: Mapping[str, bytes], how: How) -> list[str]:
     """Return the sidecar files that are left out. An export has files of its own in their place."""
-    return [] if how.verb == "export" else [name for name in opened.sidecars if name not in taken]
+    return [] if how.verb == "export" else [name for name in opened.manifest.sidecars if name not in taken]
 
 
 class _ConvertedLayout:

@@ -18,7 +18,7 @@ import torch
 
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together
-from .._layout.names import new_names, selected, target_dtype
+from .._layout.names import new_names, selected, target_dtypes
 from .._layout.save_layout import SavePlan
 from .._runtime.public import public
 from .._runtime.threads import Stop, current_deadline, io_threads, run_sliced
@@ -153,11 +153,12 @@ class _Chosen:
 def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
     """Select and name the tensors to write. Called in a worker thread. Raises ``MissingKeysError``,
     ``KeyCollisionError``, ``InvalidOptionError`` and ``UnsupportedTensorError``."""
-    taken = set(selected([one.fqn for one in candidates], export.select, url))
+    taken = set(run_sliced(selected((one.fqn for one in candidates), export.select, url)))
     identities = {one.fqn: one.identity for one in candidates}
     chosen = [one.fqn for one in candidates if one.fqn in taken]
     named = run_sliced(new_names(export.names, chosen, url, identity=identities.__getitem__))
     found = _Chosen([], {}, {}, tuple(one.fqn for one in candidates if named.get(one.fqn) is None), ())
+    target_dtype = run_sliced(target_dtypes(export.dtype))
     first: dict[object, str] = {}
     cast: list[str] = []
     for one in candidates:
@@ -173,7 +174,7 @@ def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
         if leader != new:
             found.aliases[new] = leader
             continue
-        dtype = target_dtype(new, one.dtype, export.dtype)
+        dtype = target_dtype(new, one.dtype)
         if dtype != one.dtype:
             cast.append(new)
         nbytes = math.prod(one.shape) * dtype_from_name(dtype).itemsize

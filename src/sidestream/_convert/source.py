@@ -79,11 +79,10 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class SourceValue:
-    """A plain value as data, or an empty dict if ``empty``."""
+    """A plain value, which ``Source.nodes`` reads, or an empty dict if ``entry`` is None."""
 
     path: tuple[Key, ...]
-    node: Node
-    empty: bool = False
+    entry: ValueEntry | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +113,8 @@ class Source:
     files: RangeSource
     url: str
     entries: Mapping[str, SourceEntry]
-    own: bool = False
+    manifest: Manifest
     unverified: frozenset[str] = field(default_factory=frozenset)
-    sidecars: Mapping[str, TensorEntry] = field(default_factory=dict)
 
     def parts(self) -> dict[str, str]:
         """Return the FQNs of the parts of all composite tensors, with the outermost tensor of each. Called in a worker
@@ -128,12 +126,18 @@ class Source:
                     found.setdefault(part, fqn)
         return found
 
+    async def nodes(self, entries: Mapping[str, ValueEntry]) -> dict[str, Node]:
+        """Read the values of ``entries``, and return them as data. Raises what ``read_values`` raises."""
+        values = await read_values(self.files, self.manifest, entries)
+        return await io_threads().run(_encoded, values)
+
     async def contents(self, verify: Verify) -> dict[str, bytes]:
         """Return the content of the sidecar files. Raises ``CorruptCheckpointError``."""
-        found = {name: bytearray(entry.nbytes) for name, entry in self.sidecars.items()}
+        sidecars = self.manifest.sidecars
+        found = {name: bytearray(entry.nbytes) for name, entry in sidecars.items()}
         wanted = [
             Wanted(name, entry, whole(entry), torch.frombuffer(found[name], dtype=torch.uint8))
-            for name, entry in self.sidecars.items()
+            for name, entry in sidecars.items()
             if entry.nbytes
         ]
         await Reader(self.files, verify).read(wanted, own=True)
@@ -153,8 +157,8 @@ async def open_source(url: str | os.PathLike[str], storage: Storage = EVERYDAY) 
 
 
 async def open_source_at(location: Location) -> Source:
-    """Open a source. Reads no payload of a tensor. The caller closes the result. Raises what the opening of a
-    checkpoint raises."""
+    """Open a source. Reads no payload of a tensor and no value. The caller closes the result. Raises what the opening
+    of a checkpoint raises."""
     files, manifest = await open_manifest(location)
     try:
         with all_there(location.url):
@@ -166,9 +170,8 @@ async def open_source_at(location: Location) -> Source:
 
 async def _of_manifest(files: RangeSource, url: str, manifest: Manifest) -> Source:
     threads = io_threads()
-    tensors, wanted = await threads.run(sorted_out, manifest.entries)
+    tensors, _ = await threads.run(sorted_out, manifest.entries)
     opaque = await threads.run(opaque_entries, manifest.entries)
-    values = await read_values(files, manifest, wanted)
     located: dict[str, Located] = {}
     refused: dict[str, SidestreamError] = {}
     for fqn, why in (await opaque_errors(files, opaque)).items():
@@ -181,7 +184,7 @@ async def _of_manifest(files: RangeSource, url: str, manifest: Manifest) -> Sour
             if not isinstance(error, UnsupportedCheckpointError):
                 raise error
             refused[fqn] = error
-    return await threads.run(_described, files, url, manifest, values, located, refused)
+    return await threads.run(_described, files, url, manifest, located, refused)
 
 
 @sliced
@@ -189,7 +192,6 @@ def _described(
     files: RangeSource,
     url: str,
     manifest: Manifest,
-    values: Mapping[str, Any],
     located: Mapping[str, Located],
     refused: Mapping[str, SidestreamError],
 ) -> Steps[Source]:
@@ -201,11 +203,11 @@ def _described(
     for fqn, entry in manifest.entries.items():
         yield
         if isinstance(entry, EmptyEntry):
-            entries[fqn] = SourceValue(entry.path, None, empty=True)
+            entries[fqn] = SourceValue(entry.path, None)
         elif isinstance(entry, CompositeEntry):
             entries[fqn] = SourceComposite(entry.path, entry, tuple(parts_of(fqn, manifest.entries)))
         elif isinstance(entry, ValueEntry):
-            entries[fqn] = SourceValue(entry.path, encode_value(values[fqn], fqn))
+            entries[fqn] = SourceValue(entry.path, entry)
         elif isinstance(entry, OpaqueEntry) or fqn in refused:
             entries[fqn] = SourceOpaque(entry.path, entry, refused[fqn])
         elif manifest.own:
@@ -216,7 +218,16 @@ def _described(
             if any(map(has_no_checksum, entry.chunks)):
                 unverified.add(fqn)
     _check_views(manifest, url)
-    return Source(files, url, entries, manifest.own, frozenset(unverified), manifest.sidecars)
+    return Source(files, url, entries, manifest, frozenset(unverified))
+
+
+@sliced
+def _encoded(values: Mapping[str, Any]) -> Steps[dict[str, Node]]:
+    found: dict[str, Node] = {}
+    for fqn, value in values.items():
+        yield
+        found[fqn] = encode_value(value, fqn)
+    return found
 
 
 @sliced
@@ -370,7 +381,7 @@ class Pipeline:
     async def _read_whole(self, fqn: str, source: SourceTensor, into: torch.Tensor) -> None:
         located = None if source.located is None else {fqn: source.located}
         wanted = [Wanted(fqn, source.entry, whole(source.entry), into)]
-        await self._reader().read(wanted, own=self.source.own, located=located)
+        await self._reader().read(wanted, own=self.source.manifest.own, located=located)
 
     def _reader(self) -> Reader:
         return Reader(self.source.files, self.verify, scratch=self._scratch)

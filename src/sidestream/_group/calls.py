@@ -60,7 +60,7 @@ async def prepare_together(operation: Operation | None, work: Callable[[], Await
         if not isinstance(error, Exception):
             raise
         verdict.written = getattr(error, "written", ())
-        raise verdict from error
+        raise operation.cancelled or verdict from error
     finally:
         watched.end()
 

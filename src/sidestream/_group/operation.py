@@ -16,7 +16,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -80,6 +79,8 @@ class Operation:
         self.verdict: Future[RankFailuresError | None] = Future()
         """The failures of the operation, the same on all ranks. None if they start over; the next round has a future of
         its own."""
+        self.cancelled: asyncio.CancelledError | None = None
+        """A cancel that arrived while ``failed`` waited. The caller raises it in place of the verdict."""
         self.step_completed: bool = False
         """Whether a cancel came too late: the step has been completed on all ranks."""
         self.first: Any = None
@@ -218,14 +219,16 @@ class Operation:
 
     async def failed(self, error: BaseException) -> RankFailuresError:
         """Report that this rank has stopped, because of ``error`` or because another rank has failed, and return the
-        verdict. Cancels do not interrupt the wait; the caller raises its own cancel."""
+        verdict. Cancels do not interrupt the wait; the caller raises its own cancel, or the one in ``cancelled``."""
         if not self.step_completed:
             self.report(error)
         while True:
             verdict = wrap_thread_future(self.verdict)
             while not verdict.done():
-                with suppress(asyncio.CancelledError):
+                try:
                     await asyncio.wait([verdict])
+                except asyncio.CancelledError as cancel:
+                    self.cancelled = self.cancelled or cancel
             found = verdict.result()
             if found is not None:  # else the other ranks start over, and ``error`` is sent to them in the next round
                 return found

@@ -4,10 +4,12 @@ and the selection of names by patterns.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ __all__ = [
     "renamed_path",
     "renamed_state",
     "selected",
-    "target_dtype",
+    "target_dtypes",
 ]
 
 
@@ -51,20 +53,50 @@ def castable(saved: str, wanted: str) -> bool:
     return True
 
 
-def selected(names: Iterable[str], select: str | Collection[str] | None, url: str) -> list[str]:
+def selected(names: Iterable[str], select: str | Collection[str] | None, url: str) -> Steps[list[str]]:
     """Return the ``names`` that match one of the patterns in ``select`` (``"model.*"``), in their order. With None,
-    return all. Called in a worker thread. Raises ``MissingKeysError`` for a pattern that matches nothing."""
-    names = list(names)
+    return all. Raises ``MissingKeysError`` for a pattern that matches nothing."""
+    names = yield from collected(names)
     if select is None:
         return names
     given: Any = select
     patterns: list[Any] = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise InvalidOptionError(f'select={select!r} has to be patterns of names, such as "model.*"')
-    unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    plain, globs = yield from _by_kind(patterns)
+    unused = dict.fromkeys(patterns)
+    found: list[str] = []
+    for name in names:
+        if taken := name in plain:
+            unused.pop(name, None)
+        for pattern, matches in globs.items():
+            if (not taken or pattern in unused) and matches(name):
+                taken = True
+                unused.pop(pattern, None)
+            yield
+        if taken:
+            found.append(name)
+        yield
     if unused or not patterns:
-        raise MissingKeysError(f"{url}: no name matches {', '.join(unused) or 'an empty selection'}", unused)
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        raise MissingKeysError(f"{url}: no name matches {', '.join(unused) or 'an empty selection'}", list(unused))
+    return found
+
+
+_WILDCARD = re.compile(r"[*?\[]")
+
+
+def _by_kind(patterns: Iterable[str]) -> Steps[tuple[dict[str, int], dict[str, Callable[[str], object]]]]:
+    """Return the patterns without wildcards, each with the number of the others before it, and the others, each with
+    the function that matches a name. A pattern without wildcards matches the one name that is equal to it."""
+    plain: dict[str, int] = {}
+    globs: dict[str, Callable[[str], object]] = {}
+    for pattern in patterns:
+        if _WILDCARD.search(pattern) is None:
+            plain[pattern] = len(globs)
+        else:
+            globs[pattern] = re.compile(translate(pattern)).match
+        yield
+    return plain, globs
 
 
 _FEW = 5
@@ -177,11 +209,23 @@ def _plain(path: tuple[Key, ...], depth: int, broken: set[tuple[Key, ...]]) -> K
     return DictKey(key) if type(key) is int and path[:depth] in broken else key
 
 
-def target_dtype(name: str, saved: str, dtype: Dtypes | None) -> str:
-    """Return the dtype to which the tensor ``name`` is converted. ``saved`` is its own dtype. Raises
-    ``UnsupportedTensorError``."""
-    if isinstance(dtype, Mapping):
-        dtype = next((one for pattern, one in dtype.items() if fnmatchcase(name, pattern)), None)
+def target_dtypes(dtype: Dtypes | None) -> Steps[Callable[[str, str], str]]:
+    """Return the function that returns, for the name of a tensor and its own dtype, the dtype to which it is converted.
+    That function raises ``UnsupportedTensorError``."""
+    if not isinstance(dtype, Mapping):
+        return lambda name, saved: _target_dtype(name, saved, dtype)
+    by_pattern = dtype
+    plain, globs = yield from _by_kind(by_pattern)
+
+    def target(name: str, saved: str) -> str:
+        before = islice(globs.items(), plain.get(name, len(globs)))
+        first = next((pattern for pattern, matches in before if matches(name)), name if name in plain else None)
+        return _target_dtype(name, saved, None if first is None else by_pattern[first])
+
+    return target
+
+
+def _target_dtype(name: str, saved: str, dtype: torch.dtype | None) -> str:
     if dtype is None or not dtype_from_name(saved).is_floating_point:
         return saved
     wanted = dtype_name(dtype)
@@ -345,10 +389,11 @@ def renamed_state(
             (path, one.composite if isinstance(one, CompositeLeaf) else one) for path, one in values
         )
         leaves = first
+    target_dtype = yield from target_dtypes(dtype)
     dtypes: dict[str, str] = {}
     for fqn, leaf in leaves.items():
         saved = _dtype(leaf.value) if dtype is not None else None
-        if saved is not None and (wanted := target_dtype(fqn, saved, dtype)) != saved:
+        if saved is not None and (wanted := target_dtype(fqn, saved)) != saved:
             dtypes[fqn] = wanted
         yield
     return replace(captured, root=root, dtypes=dtypes)

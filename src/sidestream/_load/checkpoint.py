@@ -29,7 +29,7 @@ from .._format.records import (
 )
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types
-from .._layout.names import consistent, selected, target_dtype
+from .._layout.names import consistent, selected, target_dtypes
 from .._layout.ranges import Box
 from .._layout.values import Allowed, allowed_types, decode_metadata
 from .._runtime.public import Displayed, Table, public, readable_bytes
@@ -514,13 +514,15 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
                         raise replaced(self.url) from error
                     raise
 
-    def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
+    @sliced
+    def _selected(self, select: str | Collection[str] | None) -> Steps[Mapping[str, Entry]]:
         entries = self._manifest.entries
         if select is None:
             return entries
         found, parts = stored(entries), all_parts(entries)
         chosen: dict[str, Entry | Row] = {}
-        for fqn in selected((fqn for fqn in entries if fqn not in parts), select, self.url):
+        for fqn in (yield from selected((fqn for fqn in entries if fqn not in parts), select, self.url)):
+            yield
             chosen.update((name, found[name]) for name in (fqn, *parts_of(fqn, entries)))
         return Entries(chosen)
 
@@ -630,11 +632,12 @@ def _by_kind(entries: Mapping[str, Entry]) -> Steps[_Kinds]:
 def _converted(kinds: _Kinds, dtype: Dtypes) -> Steps[dict[str, str]]:
     """Return the new dtypes of the tensors that are converted. Parts of composite tensors keep their dtype."""
     found: dict[str, str] = {}
+    target_dtype = yield from target_dtypes(dtype)
     parts = all_parts(kinds.composites)
     for fqn, one in kinds.tensors.items():
         yield
         saved = one[0] if isinstance(one, tuple) else one.dtype
-        if fqn not in parts and (wanted := target_dtype(fqn, saved, dtype)) != saved:
+        if fqn not in parts and (wanted := target_dtype(fqn, saved)) != saved:
             found[fqn] = wanted
     return found
 

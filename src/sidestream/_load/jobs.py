@@ -227,7 +227,7 @@ class Batches(Generic[T]):
 
     ``reads`` is called in a thread and returns the reads for a batch. It takes scratch memory from its argument. Its
     ``Stop`` is None for a request. ``progress`` is called on the loop with the sum of the bytes. ``noting`` returns the
-    context of each read.
+    context of each read. The bytes of a read whose error it suppresses are not counted.
     """
 
     source: RangeSource
@@ -253,10 +253,12 @@ class Batches(Generic[T]):
     def _work(self, batch: T, stop: Stop) -> int:
         assert self._files is not None
         reads = self.reads(batch, self.scratch, stop)
+        nbytes = 0
         with self.noting(batch):
             self._files.read(reads.file, reads.ranges, stop)
+            nbytes = reads.nbytes
         self.scratch.give_back(reads.scratch)
-        return reads.nbytes
+        return nbytes
 
     # A method, because errors show the name of what a thread runs, and a partial has none.
     def _reads(self, batch: T) -> Reads:
@@ -266,7 +268,7 @@ class Batches(Generic[T]):
         reads = await io_threads().run(self._reads, batch)
         with self.noting(batch):
             await self.source.read(reads.file, reads.ranges)
+            self.nbytes += reads.nbytes
         self.scratch.give_back(reads.scratch)
-        self.nbytes += reads.nbytes
         if self.progress is not None:
             self.progress(self.nbytes)

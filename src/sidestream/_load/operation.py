@@ -198,6 +198,9 @@ class LoadOperation:
             if self.together is not None and isinstance(error, Exception):
                 verdict = await self.together.failed(error)
             self.lifecycle.failed(verdict, len(written))
+            late = None if self.together is None else self.together.cancelled
+            if late is not None:
+                raise self._explained(late, written) from raised
             if error is raised:
                 raise
             raise error from raised
@@ -350,17 +353,18 @@ async def load(
         RankFailuresError: A rank has failed.
     """
     running_loop("load")
-    options = options_of(options, LoadOptions)
     member = group_of(process_group)
 
     async def run(operation: Operation | None) -> LoadReport:
-        request = LoadRequest(options, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))
+        chosen = options_of(options, LoadOptions)
+        request = LoadRequest(chosen, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))
         location = locate_directory(url, storage_of(storage_options, storage))
         return await load_from(location, state, request, LoadContext("load", location.url), operation)
 
     if member is None or member.group.world == 1:
         return await run(None)
-    return await run_together(run, member.begin("load", deadline_of(options.timeout_s), options.rank_wait_s))
+    limits = options if isinstance(options, LoadOptions) else LoadOptions()  # what is wrong is raised on all ranks
+    return await run_together(run, member.begin("load", deadline_of(limits.timeout_s), limits.rank_wait_s))
 
 
 async def load_from(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, filterfalse, islice
@@ -161,17 +161,15 @@ def _with_integer_keys(path: tuple[Key, ...], stateful: StatefulLoad) -> tuple[K
 class _Prepared:
     """The plan, and the memory that is allocated before the first byte of a tensor is read.
 
-    ``places`` has the memory into which the tensors of the target are read, by leader. ``again`` has tensors that are
-    tied in the target and were saved separately, as stock DCP does. They are also read into other memory, and compared
-    with their leaders. ``copied`` are tensors in other memory, which are copied to the target when everything has been
-    read. ``fresh`` are tensors in new memory, from which composite tensors are made when they have been read.
+    ``places`` has the memory into which the tensors of the target are read, by leader. ``copied`` are tensors in other
+    memory, which are copied to the target when everything has been read. ``fresh`` are tensors in new memory, from
+    which composite tensors are made when they have been read.
     """
 
     plan: LoadPlan
     reader: Reader
     places: Mapping[str, torch.Tensor]
     wanted: list[Wanted]
-    again: tuple[Wanted, ...]
     copied: Mapping[str, torch.Tensor]
     fresh: Mapping[str, torch.Tensor]
     values: Mapping[str, Any]
@@ -237,9 +235,8 @@ class StateTarget:
 
     async def read(self) -> None:
         prepared = self._ready
+        await self._check_ties(prepared)
         await prepared.reader.read(prepared.wanted, own=self._manifest.own)
-        if prepared.again:
-            await io_threads().run(_check_ties, prepared)
         if prepared.plan.shared:
             await io_threads().run(_check_shared, prepared)
         if prepared.plan.composites:
@@ -294,6 +291,21 @@ class StateTarget:
         assert self._prepared is not None
         return self._prepared
 
+    async def _check_ties(self, prepared: _Prepared) -> None:
+        """Compare tensors that are tied in the target, and were saved separately, as stock DCP does. They are read into
+        other memory, before the target is changed. Raises ``StateMismatchError``."""
+        if self._manifest.exact and not self._manifest.ranks:  # tied tensors were saved once
+            return
+        plan = prepared.plan
+        tied = {fqn: leader for fqn, leader in plan.leaders.items() if fqn != leader}
+        if tied:
+            assert self._source is not None
+            aside = await io_threads().run(self._aside, plan, dict.fromkeys([*tied, *tied.values()]))
+            reader = Reader(self._source, self.request.options.verify)
+            await reader.read(list(aside.values()), own=self._manifest.own)
+            prepared.reader.unverified |= reader.unverified
+            await io_threads().run(_compare_ties, tied, aside)
+
     # --- in threads ---
 
     def _match(self) -> tuple[LoadPlan, set[torch.device], dict[str, ValueEntry]]:
@@ -335,8 +347,6 @@ class StateTarget:
         distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed(places.items())}
         wanted = gathered(self._want(plan, fqn, tensor) for fqn, tensor in reversed(distinct.values()))
         wanted += new.wanted
-        ties_known = manifest.exact and not manifest.ranks
-        again = () if ties_known else tuple(self._aside(plan, fqn) for fqn, to in plan.leaders.items() if fqn != to)
         blank = dict.fromkeys(plan.composites, torch.empty(0))  # replaced when they are made
         there = {**fresh, **plan.tensors, **plan.wholes, **blank}
         handover = prepare(plan, values, there, own=manifest.exact)
@@ -345,12 +355,11 @@ class StateTarget:
         loaded = tuple(fqn for fqn in names if fqn in there or fqn in values)
         local = (one for one in plan.local.items() if one[0] not in aside)
         pointers = dict(gathered((name, one.tensor.data_ptr()) for name, one in local))
-        everything = [*wanted, *again]
-        return _Prepared(plan, reader, places, everything, again, copied, fresh, values, handover, loaded, pointers)
+        return _Prepared(plan, reader, places, wanted, copied, fresh, values, handover, loaded, pointers)
 
-    def _aside(self, plan: LoadPlan, fqn: str) -> Wanted:
-        tensor = plan.local[fqn].tensor
-        return self._want(plan, fqn, torch.empty(tensor.shape, dtype=tensor.dtype))
+    def _aside(self, plan: LoadPlan, fqns: Iterable[str]) -> dict[str, Wanted]:
+        there = _empty({fqn: plan.local[fqn].tensor for fqn in fqns})
+        return {fqn: self._want(plan, fqn, tensor) for fqn, tensor in there.items()}
 
     def _want(self, plan: LoadPlan, name: str, tensor: torch.Tensor) -> Wanted:
         local = plan.local.get(name)
@@ -377,15 +386,16 @@ def _copy_all(prepared: _Prepared) -> Steps[None]:
     reader.streams.finish()
 
 
-def _check_ties(prepared: _Prepared) -> None:
-    for one in prepared.again:
-        leader = prepared.plan.leaders[one.fqn]
-        assert one.target is not None
-        if not torch.equal(plain_bytes(one.target.cpu()), plain_bytes(prepared.places[leader].cpu())):
+def _compare_ties(tied: Mapping[str, str], aside: Mapping[str, Wanted]) -> None:
+    for fqn, leader in tied.items():
+        one, other = aside[fqn].target, aside[leader].target
+        assert one is not None
+        assert other is not None
+        if not torch.equal(plain_bytes(one), plain_bytes(other)):
             raise StateMismatchError(
-                f"{one.fqn} shares its memory with {leader}, but they were saved with different values: "
+                f"{fqn} shares its memory with {leader}, but they were saved with different values: "
                 "untie them, or load only one",
-                [one.fqn],
+                [fqn],
             )
 
 

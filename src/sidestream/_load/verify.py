@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -252,6 +252,8 @@ class Verification:
     unreadable: set[str] = field(default_factory=set)
     done_bytes: int = 0
     total_bytes: int = 0
+    _unread: set[str] = field(default_factory=set)
+    """The FQNs of which a file could not be read."""
     _planned: set[object] = field(default_factory=set)
     _opaque: list[tuple[str, Chunk]] = field(default_factory=list)
     _budgets: ValueBudgets = field(default_factory=ValueBudgets)
@@ -266,7 +268,7 @@ class Verification:
             for fqn, one in yielding_gil(stored(manifest.entries).items())
             if isinstance(one, (tuple, TensorEntry, ValueEntry))
         )
-        apart = unverified | unreadable | damaged.keys()
+        apart = unverified | unreadable | self._sharing(damaged.keys() | self._unread)
         return VerifyReport(
             url=self.url,
             save_id=manifest.save_id,
@@ -279,6 +281,14 @@ class Verification:
             digest=digest_check(manifest.digest),
             unreadable=tuple(sorted(unreadable)),
         )
+
+    def _sharing(self, fqns: set[str]) -> set[str]:
+        """Return ``fqns``, and the tensors whose bytes were not read again because they are those of one of them."""
+        entries = self.manifest.entries
+        places = {place for fqn in fqns for place in _places(entries.get(fqn))}
+        if not places:
+            return fqns
+        return fqns | {fqn for fqn, one in yielding_gil(entries.items()) if not places.isdisjoint(_places(one))}
 
     async def run(self, planned: Callable[[], object]) -> None:
         """Read and compare everything. ``planned`` is called before the first payload is read."""
@@ -452,7 +462,7 @@ class Verification:
                 run_in_calling_thread(self.progress, done + read, self.total_bytes)
 
         def noting(run: Sequence[Piece]) -> AbstractContextManager[None]:
-            return self._noting(run[0].file)
+            return _Noting(partial(self._note_unread, run), run[0].file)
 
         batches = Batches(self.source, self._reads, report, noting=noting)
         try:
@@ -478,6 +488,11 @@ class Verification:
         """Compare a piece. Called in a thread of the store when the bytes have arrived."""
         with self._noting(piece.fqn):
             piece.check(view, holding_gil)
+
+    def _note_unread(self, run: Sequence[Piece], damage: SidestreamError, what: str) -> None:
+        """Record that a run of pieces could not be read."""
+        self._unread.update(piece.fqn for piece in run)
+        self._note(damage, what)
 
     def _noting(self, what: str) -> _Noting:
         """Record damage that is raised in this context under the name ``what``, and continue with the rest."""
@@ -513,6 +528,11 @@ class _Noting:
         else:
             return False
         return True
+
+
+def _places(entry: Entry | None) -> Iterator[object]:
+    for chunk in entry.chunks if isinstance(entry, TensorEntry) else ():
+        yield chunk.file, chunk.item_offset, chunk.payload_offset
 
 
 def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk | ValueEntry]]) -> int:

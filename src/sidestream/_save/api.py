@@ -191,30 +191,29 @@ def async_save(
         WrongLoopError: No event loop of asyncio runs in this thread.
     """
     running_loop("async_save")
-    options = options_of(options, SaveOptions)
     member = group_of(process_group)
-    wanted = exports_in(export)
     exports: list[PendingExport] = []
 
     def start(operation: Operation | None) -> SaveOperation:
-        if options.streaming and stager is not None:
+        chosen, wanted = options_of(options, SaveOptions), exports_in(export)
+        if chosen.streaming and stager is not None:
             raise InvalidOptionError(
                 "streaming=True passes through memory of its own: leave out stager=, or give that one a budget"
             )
         location = locate_directory(url, storage_of(storage_options, storage))
         if overwrite:
             location.store.check_replaces()
-        sinks = sinks_of(wanted, location.url, step=None, durability=options.durability)
+        sinks = sinks_of(wanted, location.url, step=None, durability=chosen.durability)
         exports.extend(map(PendingExport, sinks))
         return start_save(
             state,
             location,
-            options,
+            chosen,
             stager=stager,
             metadata=encode_metadata(metadata),
             operation=operation,
             member=member,
-            worker=choose_worker(options.writer, location.store),
+            worker=choose_worker(chosen.writer, location.store),
             exports=exports,
             overwrite=overwrite,
             files=files,
@@ -222,7 +221,8 @@ def async_save(
 
     if member is None or member.group.world == 1:
         return PendingSave(start(None), tuple(exports))
-    operation = member.begin("save", deadline_of(options.timeout_s), options.rank_wait_s)
+    limits = options if isinstance(options, SaveOptions) else SaveOptions()  # what is wrong is raised on all ranks
+    operation = member.begin("save", deadline_of(limits.timeout_s), limits.rank_wait_s)
     work = start_together(start, operation, str(url))
     return PendingSave(work, tuple(exports))
 

@@ -45,7 +45,7 @@ class FailedSave:
         lifecycle.started()
         verdict = await self.operation.failed(self.error)
         lifecycle.failed(verdict, "absent")
-        raise verdict from self.error
+        raise self.operation.cancelled or verdict from self.error
 
     def abandon(self) -> None:
         self.operation.report(self.error)
@@ -144,6 +144,8 @@ class Group:
             await self._look_back(verdict)
         if isinstance(error, asyncio.CancelledError):
             raise error
+        if operation.cancelled is not None:
+            raise operation.cancelled from error
         if order.outcome == "committed":
             return await self._committed_read_back()
         raise verdict from error

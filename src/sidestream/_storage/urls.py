@@ -200,7 +200,7 @@ def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy
 
 
 def _cache(engine: FsspecEngine, policy: StorePolicy) -> FileCache | None:
-    return None if policy.cache_dir is None else FileCache(engine.filesystem, policy.cache_dir)
+    return None if policy.cache_dir is None else FileCache(engine.filesystem, os.fspath(policy.cache_dir))
 
 
 def _client(base: str, protocol: str, options: Mapping[str, Any], policy: StorePolicy) -> Client | None:

@@ -264,7 +264,7 @@ def choose_worker(worker: WriterChoice, store: Store) -> tuple[Worker | None, bo
     return worker_for(worker if isinstance(worker, WriterProcess) else WriterProcess()), False
 
 
-_KNOWN = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+_KNOWN = ("file", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
 def _obstacle(store: Store, *, known_only: bool) -> str | None:

@@ -103,7 +103,7 @@ def rows(url: str, pattern: str, options: Options = None) -> list[EntryRow]:
                 nbytes = sum(chunk.item_bytes for chunk in entry.chunks)
             files = tuple(sorted({chunk.file for chunk in entry.chunks}))
             found.append(EntryRow(name, entry.dtype, entry.shape, nbytes, files))
-        elif not one.empty:
+        elif one.entry is not None:
             found.append(EntryRow(name, None, None, 0, ()))
     if not found and entries:
         raise MissingKeysError(f"{redacted(url)}: nothing is named like {pattern}", [pattern])

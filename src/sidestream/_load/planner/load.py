@@ -332,6 +332,8 @@ class PlannerTarget:
         self._set_up = True
         merged = await self._merge(await threads.run(self._local))
         self._plan = await threads.run(self._planner.finish_plan, merged)
+        values = (item.dest_index.fqn for item in _kinds(self._plan)[0])
+        self._check_takes([fqn for fqn in values if fqn in self.state and not isinstance(self.state[fqn], Stateful)])
 
     async def read(self) -> None:
         threads, manifest, source = io_threads(), self._manifest, self._source
@@ -390,12 +392,15 @@ class PlannerTarget:
     def _check_added(self) -> None:
         """Check keys that the planner has added, as planners that load without a template do. Raises
         ``InvalidOptionError`` if ``state`` does not accept new keys."""
-        added = [key for key in self._state_dict if key not in self.state]
-        if added and not isinstance(self.state, MutableMapping):
+        self._check_takes([key for key in self._state_dict if key not in self.state], "adds")
+
+    def _check_takes(self, keys: Sequence[str], verb: str = "sets") -> None:
+        """Raise ``InvalidOptionError`` if the planner sets some ``keys`` of ``state``, and it cannot be changed."""
+        if keys and not isinstance(self.state, MutableMapping):
             name = type(self._planner.planner).__qualname__
             raise InvalidOptionError(
-                f"{name} adds {', '.join(map(repr, added[:4]))} to the state, which is a {type(self.state).__name__} "
-                "and does not accept new keys: pass a dict to load()"
+                f"{name} {verb} {', '.join(map(repr, keys[:4]))} in the state, which is a {type(self.state).__name__} "
+                "and cannot be changed: pass a dict to load()"
             )
 
     async def _merge(self, local: LoadPlan) -> LoadPlan:
@@ -470,6 +475,7 @@ class PlannerTarget:
         for key, item in self._state_dict.items():
             owner = state.get(key)
             if id(owner) not in known and (owner is not item or key not in state):
+                self._check_takes([key])
                 state[key] = item
         by_name = {str(key): item for key, item in self._state_dict.items()}
         for one in objects:

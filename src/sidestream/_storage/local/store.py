@@ -55,7 +55,7 @@ class LocalStore:
 
     @property
     def address(self) -> StoreAddress:
-        return StoreAddress(str(self.root))
+        return StoreAddress(f"file://{self.root}")
 
     async def connect(self) -> None:
         """Do nothing: there is no client."""
@@ -121,7 +121,7 @@ class MarkedStore(LocalStore):
 
     @property
     def address(self) -> StoreAddress:
-        return StoreAddress(str(self.root), Storage(commit="marker"))
+        return StoreAddress(f"file://{self.root}", Storage(commit="marker"))
 
     def begin(self, attempt: Attempt) -> Transaction:
         return MarkedTransaction(self.root, attempt, self.address)
