@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 OPERATIONS = (
-    "open", "close", "write", "writev", "pwrite", "pwritev", "read", "readv", "pread", "preadv", "fsync", "fdatasync",
-    "rename", "replace", "link", "symlink", "mkdir", "chmod", "fchmod", "utime", "posix_fallocate", "truncate",
-    "ftruncate", "unlink", "remove", "rmdir", "scandir", "listdir", "stat", "lstat", "fstat",
+    "open", "dup", "close", "write", "writev", "pwrite", "pwritev", "read", "readv", "pread", "preadv", "fsync",
+    "fdatasync", "rename", "replace", "link", "symlink", "mkdir", "chmod", "fchmod", "utime", "posix_fallocate",
+    "truncate", "ftruncate", "unlink", "remove", "rmdir", "scandir", "listdir", "stat", "lstat", "fstat",
 )  # fmt: skip
 """``test_operations`` holds the package to these."""
 
