@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from sidestream._group import Member, Operation
+from sidestream._group.operation import Stopped
 from sidestream._group.rank_group import OtherRank, Rank0
 from sidestream._runtime.threads import Deadline
 
@@ -42,6 +44,30 @@ def test_a_later_group_of_the_same_name_finds_its_own_rank_0() -> None:
         assert door._listener.fileno() == -1, "it listens after all ranks have come"
         second = await met("second")
         ended([*first, *second])
+
+    asyncio.run(both())
+
+
+def test_each_operation_waits_for_rank_0_until_its_own_limit() -> None:
+    """The first one does not decide about the others."""
+    store = dist.HashStore()
+
+    async def both() -> None:
+        spoke, hub = Member(OtherRank(1, 2), store, NAME), Member(Rank0(2, "token"), store, NAME)
+        short, long = (spoke.begin(kind, Deadline.after(limit_s)) for kind, limit_s in [("load", 0.2), ("save", 60.0)])
+        met = asyncio.create_task(meet(long))
+        with pytest.raises(Stopped) as stopped:
+            await meet(short)
+        verdict = await short.failed(stopped.value)
+        assert [(one.rank, one.kind) for one in verdict.failures] == [(0, "DeadlineExceededError")]
+        assert "rank 0 has not begun anything (within timeout_s=0.2); make this call on every rank" in str(verdict)
+        assert not met.done()
+        late, also = (hub.begin(kind, Deadline.after(TIMEOUT_S)) for kind in ("load", "save"))
+        await asyncio.gather(meet(also), met)
+        with pytest.raises(Stopped) as told:
+            await meet(late)
+        assert [one.rank for one in (await late.failed(told.value)).failures] == [1]
+        ended([spoke, hub])
 
     asyncio.run(both())
 

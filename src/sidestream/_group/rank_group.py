@@ -10,10 +10,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import RankFailure, RankFailuresError
+from ..errors import DeadlineExceededError, RankFailure, RankFailuresError
 from .absence import WARN_AFTER_S, BeginMessage, warn_of_missing
 from .connections import Connection, GroupMessage, GroupMessageKind
-from .failure import pack_all, rank_died, unpack, unpack_all
+from .failure import pack, pack_all, rank_died, unpack, unpack_all
 from .operation import FOLLOWING, VERDICT_GRACE_S, Exchange, Operation, RankGroup, Stopped, remedy
 
 __all__ = ["OtherRank", "Rank0"]
@@ -368,10 +368,12 @@ class OtherRank(RankGroup):
         if self._connection is not None:
             self._connection.close("the process group was destroyed")
 
-    def not_connected(self, why: str) -> None:
-        """End all operations, because rank 0 was not found. The next operation tries again."""
-        self._unsent.clear()
-        for operation in list(self._operations.values()):
+    def not_connected(self, number: int, why: str) -> None:
+        """End the operation ``number``, because rank 0 was not found in its time. Rank 0 receives this when connected."""
+        operation = self._operations.get(number)
+        if operation is not None:
+            self._unsent = [message for message in self._unsent if message.op != number]
+            self._fail(operation, pack(self.rank, "start", DeadlineExceededError(why)), True)
             self._end_alone(operation, RankFailure(0, "start", "DeadlineExceededError", why))
 
     def _begin(self, operation: Operation) -> None:

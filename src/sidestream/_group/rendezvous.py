@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -61,19 +61,19 @@ class Member:
             self._waiting.append(operation)
             if not self._connecting:
                 self._connecting = True
-                threading.Thread(
-                    target=self._connect, args=(operation,), name="sidestream-rendezvous", daemon=True
-                ).start()
+                threading.Thread(target=self._connect, name="sidestream-rendezvous", daemon=True).start()
         return operation
 
-    def _connect(self, first: Operation) -> None:
+    def _connect(self) -> None:
         """Establish the connections. Runs in a thread of its own."""
         failure: Exception | None = None
         try:
             if isinstance(self.group, Rank0):
                 _listen(self.group, self._store, self._name)
             elif isinstance(self.group, OtherRank):
-                _connect_to_rank_0(self.group, self._store, self._name, first)
+                _connect_to_rank_0(self.group, self._store, self._name, self._give_up_late)
+        except _NobodyWaits:  # the next operation has a thread of its own
+            return
         except Exception as error:
             failure = error
         with self._lock:
@@ -81,11 +81,43 @@ class Member:
             waiting, self._waiting = self._waiting, []
         if failure is None:
             return
-        group, why = self.group, f"{type(failure).__name__}: {failure}"
-        if isinstance(group, OtherRank):
-            connection_thread().post(lambda: group.not_connected(why))
-        for operation in waiting if isinstance(group, Rank0) else ():
-            operation.report(failure)
+        for operation in waiting:
+            if isinstance(self.group, Rank0):
+                operation.report(failure)
+            else:
+                self._give_up(operation, f"{type(failure).__name__}: {failure}")
+
+    def _give_up_late(self, why: str) -> None:
+        """End the operations that have waited for their time limit, with the reason ``why``. Raises ``_NobodyWaits`` if
+        no other operation waits."""
+        now = time.monotonic()
+        with self._lock:
+            late = [one for one in self._waiting if now - one.began_at >= _limit_of(one)[1]]
+            self._waiting = [one for one in self._waiting if one not in late]
+            self._connecting = bool(self._waiting)
+            ends = not self._connecting
+        for operation in late:
+            limit, limit_s = _limit_of(operation)
+            self._give_up(operation, f"SidestreamError: {why} (within {limit}={limit_s:g}); {remedy(operation.kind)}")
+        if ends:
+            raise _NobodyWaits
+
+    def _give_up(self, operation: Operation, why: str) -> None:
+        group, number = self.group, operation.number
+        assert isinstance(group, OtherRank)
+        connection_thread().post(lambda: group.not_connected(number, why))
+
+
+class _NobodyWaits(Exception):
+    """No operation waits for the connection to rank 0."""
+
+
+def _limit_of(operation: Operation) -> tuple[str, float]:
+    """Return how long an operation waits for the connection to rank 0, in seconds, after the name of the limit."""
+    timeout_s = operation.deadline.timeout_s
+    if operation.rank_wait_s < timeout_s:
+        return "rank_wait_s", operation.rank_wait_s
+    return "timeout_s", timeout_s
 
 
 def deadline_of(timeout_s: object) -> Deadline:
@@ -240,14 +272,11 @@ def _resolved(host: str) -> Iterator[str]:
 # --- the other ranks ------------------------------------------------------------------------------------------------
 
 
-def _connect_to_rank_0(group: OtherRank, store: Any, name: str, first: Operation) -> None:
-    """Connect to rank 0. Raises ``SidestreamError`` when the time limit of ``first`` has passed. Polls, because a
-    blocking read of the store would block all other users of the store in this process. An address in the store may be
-    left from an earlier group, so it is read again after a failure."""
+def _connect_to_rank_0(group: OtherRank, store: Any, name: str, not_yet: Callable[[str], None]) -> None:
+    """Connect to rank 0. Polls, because a blocking read of the store would block all other users of the store in this
+    process, and calls ``not_yet`` after each attempt with the reason why it failed. An address in the store may be left
+    from an earlier group, so it is read again after a failure."""
     why = "rank 0 has not begun anything"
-    limit, limit_s = "timeout_s", first.deadline.timeout_s
-    if first.rank_wait_s < limit_s:
-        limit, limit_s = "rank_wait_s", first.rank_wait_s
     while True:
         if store.check([name]):
             where = json.loads(store.get(name))
@@ -260,8 +289,7 @@ def _connect_to_rank_0(group: OtherRank, store: Any, name: str, first: Operation
                 if _handshake(group, sock, where["token"]):
                     return
                 why = f"the server at {address} is not rank 0 of this group"
-        if time.monotonic() - first.began_at >= limit_s:
-            raise SidestreamError(f"{why} (within {limit}={limit_s:g}); {remedy(first.kind)}")
+        not_yet(why)
         time.sleep(_POLL_S)
 
 
