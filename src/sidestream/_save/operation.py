@@ -150,8 +150,9 @@ def split_pieces(joined: bytes, count: int) -> list[bytes]:
 
 
 async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> None:
-    """Raise ``StorageNotSharedError`` if this process, which commits, does not find the files that the ranks have
-    written. Raise ``CheckpointExistsError`` if another save has removed them, because it has replaced the target."""
+    """Check that this process, which commits, sees the files that the ranks have written. The commit checks them again.
+    Raises ``StorageNotSharedError`` if it does not, and ``CheckpointExistsError`` if another save has removed them,
+    because it has replaced the target."""
     expected = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
     try:
         found = await order.location.store.sizes(order.transaction.path_of())
@@ -166,6 +167,7 @@ async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Non
             f"({', '.join(lost[:4])}): save to storage that all ranks share",
             order.location.url,
         )
+    order.transaction.wrote(expected)
 
 
 class Solo:

@@ -183,8 +183,8 @@ class Transaction(ABC):
 
     @abstractmethod
     def wrote(self, sizes: Mapping[str, int]) -> None:
-        """Record the files that another process has written into this attempt, so that the commit checks them. They
-        have the names that were given to that process."""
+        """Record files that other processes have written into this attempt, by their committed names, so that the commit
+        checks them."""
 
     @abstractmethod
     def clear(self, names: Sequence[str]) -> None:

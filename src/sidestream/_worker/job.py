@@ -149,7 +149,7 @@ class Job:
                     transaction.clear(left)
         for file in self._files:
             _settle(file)
-        transaction.wrote({file.name: file.nbytes for file in self._files})
+        transaction.wrote({transaction.committed_name(file.name): file.nbytes for file in self._files})
 
     def _to_write(self) -> Iterator[_File]:
         """Yield the files without a receipt, then new files."""

@@ -261,7 +261,7 @@ class LocalTransaction(Transaction):
             )
 
     def wrote(self, sizes: Mapping[str, int]) -> None:
-        self._names.update(dict.fromkeys(map(self.committed_name, sizes)))
+        self._names.update(dict.fromkeys(sizes))
 
     def clear(self, names: Sequence[str]) -> None:
         for name in names:

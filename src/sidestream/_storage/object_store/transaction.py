@@ -254,11 +254,9 @@ class ObjectTransaction(Transaction):
         return f"{self.attempt.name}/{name}"
 
     def wrote(self, sizes: Mapping[str, int]) -> None:
-        self._in_parts = True  # the other process may have left an upload open
-        for name, nbytes in sizes.items():
-            file = self.committed_name(name)
-            self._begun.add(self.path_of(file))
-            self._sizes[file] = nbytes
+        self._in_parts = True  # another process may have left an upload open
+        self._begun.update(map(self.path_of, sizes))
+        self._sizes.update(sizes)
 
     def clear(self, names: Sequence[str]) -> None:
         self._in_parts = True
