@@ -369,7 +369,8 @@ class OtherRank(RankGroup):
             self._connection.close("the process group was destroyed")
 
     def not_connected(self, number: int, why: str) -> None:
-        """End the operation ``number``, because rank 0 was not found in its time. Rank 0 receives this when connected."""
+        """End the operation ``number``, because rank 0 was not found in its time. Once connected, rank 0 receives the
+        failure."""
         operation = self._operations.get(number)
         if operation is not None:
             self._unsent = [message for message in self._unsent if message.op != number]

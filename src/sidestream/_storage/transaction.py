@@ -183,8 +183,8 @@ class Transaction(ABC):
 
     @abstractmethod
     def wrote(self, sizes: Mapping[str, int]) -> None:
-        """Record files that other processes have written into this attempt, by their committed names, so that the commit
-        checks them."""
+        """Record files that other processes have written into this attempt, so that the commit checks them. ``sizes``
+        has their committed names."""
 
     @abstractmethod
     def clear(self, names: Sequence[str]) -> None:
