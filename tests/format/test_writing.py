@@ -10,11 +10,14 @@ import random
 import threading
 import zipfile
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -37,10 +40,17 @@ from sidestream._format.records import (
     ValueEntry,
 )
 from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, lay_out
+from sidestream._format.torch_zip.file import open_value_item
 from sidestream._format.values import pickle_node
 from sidestream._layout.values import decode_value, encode_value
 from sidestream._runtime.threads import Deadline, Stop, run_sliced, time_limit, wait_for_change
-from sidestream.errors import ClosedError, CorruptCheckpointError, DeadlineExceededError, UnsupportedCheckpointError
+from sidestream.errors import (
+    ClosedError,
+    CorruptCheckpointError,
+    DeadlineExceededError,
+    UnsafeObjectError,
+    UnsupportedCheckpointError,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental.*:UserWarning"),
@@ -86,12 +96,35 @@ def test_more_than_four_gibibytes(nbytes: int, tmp_path: Path) -> None:
     [7, 1 << 200, "x", None, (1, [2.5]), {"a": {1: b"\xff"}}, torch.Size([1]), {1}, (torch.arange(3),)],
     ids=str,
 )
-def test_values_are_what_torch_load_expects(value: object) -> None:
+def test_values_are_what_torch_load_expects_and_what_we_read(value: object) -> None:
     node = json.loads(json.dumps(encode_value(value, "v")))
     item = frame_value(*pickle_node(node))
     assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
     assert_same(value, torch.load(io.BytesIO(item), weights_only=False))
     assert_same(value, run_sliced(decode_value(node, "v")))
+    assert run_sliced(open_value_item(io.BytesIO(item), len(item))) == node
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.arange(6, dtype=">i2").reshape(2, 3), np.float32(3.5), np.zeros((0, 2), "?"), (OrderedDict(a=1, b=(2,)),)],
+    ids=repr,
+)
+def test_arrays_and_ordered_dicts_that_we_write_are_what_we_read(value: Any) -> None:
+    node = json.loads(json.dumps(encode_value(value, "v")))
+    item = frame_value(*pickle_node(node))
+    loaded = torch.load(io.BytesIO(item), weights_only=False)
+    assert repr(loaded) == repr(value)
+    assert run_sliced(open_value_item(io.BytesIO(item), len(item))) == node
+
+
+@pytest.mark.parametrize(
+    "content", [{"dtype": "<i2", "shape": [3], "data": "AAAA"}, {"dtype": "|O8", "shape": [1], "data": "AAAAAAAAAAA="}]
+)
+def test_arrays_that_make_no_sense(content: dict[str, Any]) -> None:
+    item = frame_value(*pickle_node({"ndarray": content}))
+    with pytest.raises((CorruptCheckpointError, UnsafeObjectError)):
+        run_sliced(open_value_item(io.BytesIO(item), len(item)))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import math
 import re
 from base64 import b64encode
 from collections.abc import Callable, Sequence, Set
+from itertools import chain
+from typing import Any
 
 from ..._runtime.steps import Steps
 from ...errors import CorruptCheckpointError, UnsafeObjectError
@@ -36,6 +38,7 @@ VALUE_GLOBALS = DtypeNames(
     | _BYTES_IO
     | {f"builtins.{name}" for name in ("set", "frozenset", "complex", "bytes", "bytearray")}
     | {"_codecs.encode", "torch.Size", "torch.device", "numpy.ndarray", "numpy.dtype"}
+    | {"numpy.array", "_operator.getitem"}  # as ``values.pickle_node`` writes arrays and scalars of numpy
 )
 """The names that the pickle of a value may have."""
 
@@ -180,6 +183,12 @@ class _Translator:
                 return {"size": (yield from self._nodes(sizes))}
             case "torch.device", (str(kind),) if _DEVICE.fullmatch(kind):
                 return {"device": kind}
+            case "numpy.array", (PickledCall("numpy.ndarray", (tuple(shape), str(dtype), content), None, None, None),):
+                return self._array(shape, *_checked_dtype(dtype), _bytes_of(content))
+            case "_operator.getitem", (PickledCall("numpy.array", (array,), None, None, None), ()):
+                match array:
+                    case PickledCall("numpy.ndarray", ((), str(dtype), content), None, None, None):
+                        return self._scalar(*_checked_dtype(dtype), _bytes_of(content))
             case "getattr", (Global(enum), str(member)) if enum in self._allow:
                 return {"member": [enum, member]}
             case "torch.device", (str(kind), int(index)) if _DEVICE.fullmatch(kind) and 0 <= index < 1 << 16:
@@ -210,6 +219,8 @@ class _Translator:
         match call.args, call.state:
             case (), None | Pairs(["_metadata", _]):
                 return {"ordered_dict": (yield from self._pairs(call.items or Pairs()))}
+            case (list(pairs),), None if call.items is None and all(map(_is_pair, pairs)):
+                return {"ordered_dict": (yield from self._pairs(Pairs(list(chain.from_iterable(pairs)))))}
         raise UnsafeObjectError("the value holds a collections.OrderedDict with attributes, which is not read as data")
 
     def _bytes_io(self, call: PickledCall) -> Node:
@@ -236,8 +247,9 @@ class _Translator:
                 pass
             case _:
                 raise UnsafeObjectError("the value holds a numpy.ndarray of a subclass or unknown layout")
-        spelled, size = _numpy_dtype(dtype)
-        data = _bytes_of(content)
+        return self._array(shape, *_numpy_dtype(dtype), _bytes_of(content), fortran=fortran)
+
+    def _array(self, shape: tuple[Any, ...], spelled: str, size: int, data: bytes, *, fortran: bool = False) -> Node:
         if len(shape) > 64 or not all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape):
             raise _malformed("a numpy.ndarray of an impossible shape")
         if math.prod(shape) * size != len(data):
@@ -251,8 +263,9 @@ class _Translator:
     def _numpy_scalar(self, call: PickledCall) -> Node:
         if len(call.args) != 2:
             raise _malformed("a numpy scalar without content")
-        spelled, size = _numpy_dtype(call.args[0])
-        data = _bytes_of(call.args[1])
+        return self._scalar(*_numpy_dtype(call.args[0]), _bytes_of(call.args[1]))
+
+    def _scalar(self, spelled: str, size: int, data: bytes) -> Node:
         if len(data) != size:
             raise _malformed(f"a numpy scalar of {len(data)} bytes")
         return {"numpy": {"dtype": spelled, "data": self._base64(data)}}
@@ -315,6 +328,17 @@ def _encode(text: str, encoding: str) -> bytes:
         return text.encode("latin-1")
     except UnicodeEncodeError:
         raise _malformed("bytes that are not latin-1") from None
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+def _checked_dtype(spelled: str) -> tuple[str, int]:
+    """Return a dtype of plain numbers as numpy writes it (``"<f4"``), and its size."""
+    if spelled[:1] not in ("<", ">", "|") or not _NUMPY_KINDS.fullmatch(spelled[1:]):
+        raise UnsafeObjectError(f"the value holds numpy data of dtype {spelled[:20]!a}, not plain numbers")
+    return spelled, int(spelled[2:])
 
 
 def _numpy_dtype(value: object) -> tuple[str, int]:

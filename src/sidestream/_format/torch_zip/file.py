@@ -309,7 +309,7 @@ def _pairs(value: object) -> Pairs | None:
     match value.args:
         case ():
             return value.items or Pairs()
-        case (list(pairs),) if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):  # of Python 2
+        case (list(pairs),) if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):  # of Python 2
             return Pairs([part for pair in pairs for part in pair])
     return None
 
