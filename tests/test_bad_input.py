@@ -567,7 +567,18 @@ async def test_an_object_that_the_checkpoint_does_not_have_names_those_it_has(tm
 
 
 @pytest.mark.parametrize(
-    "url", ["memory://", "memory:///", "http://", "https://", "s3://", "s3:///x", "simplecache::memory://", "data:,x"]
+    "url",
+    [
+        "memory://",
+        "memory:///",
+        "http://",
+        "https://",
+        "s3://",
+        "s3:///x",
+        "simplecache::memory://",
+        "data:,x",
+        "file://",
+    ],
 )
 async def test_urls_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.chdir(tmp_path)

@@ -117,7 +117,7 @@ def _check_address(text: str, protocol: str) -> None:
         )
     if text.startswith("data:") and "," in text.partition("/")[0]:
         raise InvalidOptionError(f"a data: URL has no room for a checkpoint; a directory of that name is ./{text:.80}")
-    if protocol not in _LOCAL and not _SEPARATOR.split(text)[-1].strip("/"):
+    if text.endswith("://") or (protocol not in _LOCAL and not _SEPARATOR.split(text)[-1].strip("/")):
         raise InvalidOptionError(f"{redacted(text)} has no bucket, host or path after {protocol}://")
     if protocol in CLOUDS and not _bucket_and_prefix(text)[0]:
         raise InvalidOptionError(f"{redacted(text)} has no bucket after {protocol}://")
