@@ -53,7 +53,7 @@ _SUPPRESSED = "with suppress(OSError):\n                    os.fsync(descriptor)
 _IN_USE = (
     '        return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)\n'
 )
-_CANDIDATES = "                candidates = [steps[name] for name in chosen if steps[name].order < newest.order]\n"
+_GOING = "                    going = [steps[name] for name in chosen if steps[name].order < newest.order]\n"
 _LOCAL = "_storage/local/publishing.py"
 _REMOVE_TREE = "from .directories import remove_tree"  # a mutant needs more than its module imports
 _DIRECTORIES = "_storage/local/directories.py"
@@ -212,11 +212,11 @@ MUTANTS = (
     Mutant("verify passes sidecar files over", "_layout/checks.py", _SIDECARS,
            _SIDECARS + "    return\n", "corruption"),
     # retention
-    Mutant("nothing is verified before older steps go", _PRUNING, "        if step.name in self._verified:\n",
+    Mutant("nothing is verified before older steps go", _PRUNING, "        if step in self._verified:\n",
            "        if True:\n", "retention"),
     Mutant("a reader's lease is not looked for", _PRUNING, _IN_USE, "        return False\n", "retention"),
-    Mutant("damaged steps are deleted like others", _PRUNING, _CANDIDATES,
-           _CANDIDATES + "                candidates += [self._known[name] for name in self._damaged]\n", "retention"),
+    Mutant("damaged steps are deleted like others", _PRUNING, _GOING,
+           _GOING + "                    going += [self._known[name] for name in self._damaged]\n", "retention"),
     # cancelling
     Mutant("a cancelled save is left to itself", "_save/api.py",
            "        pending.cancel()\n        await run_shielded(pending.ended)\n", "", "cancels"),
