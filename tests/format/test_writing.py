@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
@@ -36,12 +37,14 @@ from sidestream._format.records import (
     DictKey,
     EmptyEntry,
     Manifest,
+    Node,
     TensorEntry,
     ValueEntry,
 )
 from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, lay_out
+from sidestream._format.shared import line_of, value_line_of
 from sidestream._format.torch_zip.file import open_value_item
-from sidestream._format.values import pickle_node
+from sidestream._format.values import node_bytes, node_of_bytes, pickle_node
 from sidestream._layout.values import decode_value, encode_value
 from sidestream._runtime.threads import Deadline, Stop, run_sliced, time_limit, wait_for_change
 from sidestream.errors import (
@@ -125,6 +128,25 @@ def test_arrays_that_make_no_sense(content: dict[str, Any]) -> None:
     item = frame_value(*pickle_node({"ndarray": content}))
     with pytest.raises((CorruptCheckpointError, UnsafeObjectError)):
         run_sliced(open_value_item(io.BytesIO(item), len(item)))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, (3 << 18) - 1, 3 << 18, (3 << 18) + 1, (3 << 19) + 2])
+def test_what_is_encoded_in_slices_is_the_same(nbytes: int) -> None:
+    raw = random.Random(nbytes).randbytes(nbytes)
+    node: Node = {"tuple": [{"bytes": node_of_bytes(raw)}, raw.decode("latin-1") * 2, '"\ud83d\\' * (nbytes // 2)]}
+    content = ["value", ["a.distcp", 0, nbytes, node], "v", ["v"]]
+    assert node_of_bytes(raw) == base64.b64encode(raw).decode()
+    assert node_bytes(node_of_bytes(raw)) == raw
+    assert value_line_of(content, 1 << 30) == line_of(content)
+    texts = pickle.loads(pickle_node(node)[0])
+    assert texts == (raw, *node["tuple"][1:])
+
+
+@pytest.mark.parametrize("cut", [2, 3])
+def test_padding_before_the_end_is_damage(cut: int) -> None:
+    digits = node_of_bytes(bytes(3 << 20))
+    with pytest.raises(CorruptCheckpointError):
+        node_bytes(digits[: (1 << 20) - cut] + "=" * cut + digits)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ async def test_directories_of_the_user_stay(place: str, tmp_path: Path) -> None:
     for name in mine:
         files.pipe_file(f"{url}/{name}", b"mine")
     storage = sidestream.Storage(commit="marker") if place == "marker" else None
-    async with sidestream.Checkpointer(url, keep=KeepLast(1), storage=storage) as checkpoints:
+    options = sidestream.SaveOptions(writer="thread")  # another process has no part of memory://
+    async with sidestream.Checkpointer(url, keep=KeepLast(1), save=options, storage=storage) as checkpoints:
         await save_steps(checkpoints, 1, 2)
         assert (await checkpoints.prune()).abandoned == ()
         assert await checkpoints.steps() == [2]

@@ -307,15 +307,17 @@ class DcpTarget:
                 self._places[one.identity] = (len(self.shards), number)
             self.shards.append(_DcpShard(f"__0_{len(self.shards) + 1}.distcp", layout, first))
         self._entries: dict[str, ValueEntry | EmptyEntry | CompositeEntry] = dict(composites)
-        content = bytearray()
+        items_of_values: list[bytes] = []
+        nbytes = 0
         for value in values:
             if value.empty:
                 self._entries[value.fqn] = EmptyEntry(value.path)
                 continue
             item = frame_value(*pickle_node(value.node))
-            self._entries[value.fqn] = ValueEntry(value.path, "__0_0.distcp", len(content), len(item), value.node)
-            content += item
-        self.values = bytes(content)
+            self._entries[value.fqn] = ValueEntry(value.path, "__0_0.distcp", nbytes, len(item), value.node)
+            items_of_values.append(item)
+            nbytes += len(item)
+        self.values = b"".join(items_of_values)
 
     @property
     def data_files(self) -> list[TargetFile]:

@@ -91,7 +91,8 @@ def frame_tensor(dtype: str, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a row-major tensor. ``dtype`` is one of ``SAVED_DTYPES``. Frames are cached, because a
     training run has few distinct ones."""
     payload_bytes = math.prod(shape) * itemsize(dtype)
-    header, records = _lead(b"\x80\x02" + tensor_pickle(written_dtype(dtype), shape, "0") + b".")
+    lead, records = _lead(b"\x80\x02" + tensor_pickle(written_dtype(dtype), shape, "0") + b".")
+    header = b"".join(lead)
     payload = _Record("data/0", payload_bytes, 0, len(header), CRC_FOLLOWS)
     header += payload.local_header()
     trailer = payload.descriptor()
@@ -105,13 +106,15 @@ def frame_tensor(dtype: str, shape: tuple[int, ...]) -> Frame:
 
 def frame_value(pickled: bytes, storages: Sequence[bytes] = ()) -> bytes:
     """Return the whole item of a plain value. ``pickled`` refers to the i-th of ``storages`` by the key ``str(i)``."""
-    body, records = _lead(pickled)
+    pieces, records = _lead(pickled)
+    nbytes = sum(map(len, pieces))
     for key, raw in enumerate(storages):
-        record = _Record(f"data/{key}", len(raw), crc32(raw), len(body), 0)
-        body += record.local_header() + raw
+        record = _Record(f"data/{key}", len(raw), crc32(raw), nbytes, 0)
+        pieces += [record.local_header(), raw]
         records.append(record)
+        nbytes += len(pieces[-2]) + len(raw)
     directory = b"".join(record.directory_entry() for record in records)
-    return body + directory + end_of_directory(len(records), len(directory), len(body))
+    return b"".join([*pieces, directory, end_of_directory(len(records), len(directory), nbytes)])
 
 
 def tensor_pickle(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
@@ -141,14 +144,14 @@ def tensor_pickle(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
     return p.call(p.global_("torch._utils", rebuild), *arguments)
 
 
-def _lead(pickled: bytes) -> tuple[bytes, list[_Record]]:
-    """Return the records before any payload."""
-    body, records = b"", []
+def _lead(pickled: bytes) -> tuple[list[bytes], list[_Record]]:
+    """Return the records before any payload, first as pieces: a join of large ones releases the GIL."""
+    pieces: list[bytes] = []
+    records: list[_Record] = []
     for name, raw in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
-        record = _Record(name, len(raw), crc32(raw), len(body), 0)
-        body += record.local_header() + raw
-        records.append(record)
-    return body, records
+        records.append(_Record(name, len(raw), crc32(raw), sum(map(len, pieces)), 0))
+        pieces += [records[-1].local_header(), raw]
+    return pieces, records
 
 
 def end_of_directory(count: int, nbytes: int, offset: int) -> bytes:

@@ -29,7 +29,7 @@ from .records import (
     ValueEntry,
 )
 from .rows import Rows
-from .shared import PartName, Root, Shared, SharedRow, chunk_fields, line_of, parse_patterns, row_lines
+from .shared import PartName, Root, Shared, SharedRow, chunk_fields, line_of, parse_patterns, row_lines, value_line_of
 
 __all__ = [
     "entry_line",
@@ -75,7 +75,8 @@ def head_line(manifest: Manifest, torch_version: str, entries: int, *, composite
 
 
 def entry_line(fqn: str, entry: Entry) -> bytes:
-    return line_of([*_entry(entry), fqn, _path(entry)])
+    fields = [*_entry(entry), fqn, _path(entry)]
+    return value_line_of(fields, entry.item_bytes) if isinstance(entry, ValueEntry) else line_of(fields)
 
 
 def line_around_checksums(fqn: str, entry: TensorEntry) -> tuple[bytes, bytes]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -32,6 +33,7 @@ __all__ = [
     "parse_patterns",
     "part_name",
     "row_lines",
+    "value_line_of",
     "write_part",
 ]
 
@@ -112,7 +114,7 @@ def write_part(
     for row, chunk in chunks:
         yield line_of([row, *chunk_fields(chunk)])
     for row, file, offset, nbytes, node in values:
-        yield line_of([row, None, file, offset, nbytes, node])
+        yield value_line_of([row, None, file, offset, nbytes, node], nbytes)
 
 
 def chunk_fields(chunk: Chunk) -> list[object]:
@@ -124,6 +126,33 @@ def chunk_fields(chunk: Chunk) -> list[object]:
 
 def line_of(content: object) -> bytes:
     return _encode(content).encode() + b"\n"
+
+
+_SLICE = 1 << 20
+
+
+def value_line_of(content: object, item_bytes: int) -> bytes:
+    """Return what ``line_of`` returns, for the fields of a value whose item has ``item_bytes``. Long strings in it are
+    encoded in slices, because each call of the encoder holds the GIL."""
+    if item_bytes <= _SLICE:
+        return line_of(content)
+    long: list[str] = []
+    mark = uuid.uuid4().hex
+
+    def shortened(one: object) -> object:
+        if isinstance(one, str) and len(one) > _SLICE:
+            long.append(one)
+            return mark
+        if isinstance(one, dict):
+            return {key: shortened(inner) for key, inner in one.items()}
+        return [shortened(inner) for inner in one] if isinstance(one, list | tuple) else one
+
+    first, *rest = line_of(shortened(content)).split(f'"{mark}"'.encode())
+    pieces = [first]
+    for text, after in zip(long, rest, strict=True):
+        slices = (text[at : at + _SLICE] for at in range(0, len(text), _SLICE))
+        pieces += [b'"', *[_encode(one).encode()[1:-1] for one in slices], b'"', after]
+    return b"".join(pieces)
 
 
 # Made once, and without the check for cycles, a line takes half of the time.

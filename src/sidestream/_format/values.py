@@ -30,7 +30,15 @@ from .frame import tensor_pickle
 from .pickles import write as p
 from .records import DTYPES, Node
 
-__all__ = ["bytes_and_position", "is_stored", "node_bytes", "node_kind", "pickle_node", "pickle_part"]
+__all__ = [
+    "bytes_and_position",
+    "is_stored",
+    "node_bytes",
+    "node_kind",
+    "node_of_bytes",
+    "pickle_node",
+    "pickle_part",
+]
 
 
 def node_kind(node: Node) -> tuple[str, Any]:
@@ -48,10 +56,24 @@ def is_stored(node: Node) -> bool:
     return isinstance(node, dict) and "stored" in node
 
 
+_SLICE_BYTES = 3 << 18
+_SLICE_DIGITS = _SLICE_BYTES // 3 * 4
+
+
+def node_of_bytes(raw: bytes | bytearray) -> str:
+    """Return the base64 string of a node. The GIL is not held for longer than a slice takes."""
+    slices = (raw[at : at + _SLICE_BYTES] for at in range(0, len(raw), _SLICE_BYTES))
+    return "".join([base64.b64encode(one).decode() for one in slices])
+
+
 def node_bytes(content: Any) -> bytes:
-    """Decode a base64 string of a node."""
+    """Decode a base64 string of a node, in slices."""
     try:
-        return base64.b64decode(content, validate=True)
+        starts = range(0, len(content), _SLICE_DIGITS)
+        slices = [base64.b64decode(content[at : at + _SLICE_DIGITS], validate=True) for at in starts]
+        if any(len(one) != _SLICE_BYTES for one in slices[:-1]):
+            raise ValueError("padding before the end")
+        return b"".join(slices)
     except (binascii.Error, TypeError, ValueError):
         raise CorruptCheckpointError("a value of the manifest holds damaged base64") from None
 
@@ -69,7 +91,7 @@ def bytes_and_position(content: Any) -> tuple[bytes, int]:
 def pickle_node(node: Node) -> tuple[bytes, list[bytes]]:
     """Return the value as ``torch.save`` would pickle it, and the storages of the tensors in it."""
     storages: list[bytes] = []
-    return b"\x80\x02" + _pickle(node, storages) + b".", storages
+    return b"".join((b"\x80\x02", _pickle(node, storages), b".")), storages
 
 
 def pickle_part(node: Node, storages: list[bytes]) -> bytes:

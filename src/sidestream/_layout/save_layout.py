@@ -21,6 +21,7 @@ from .._format.records import (
     EmptyEntry,
     Entry,
     Key,
+    Node,
     TensorEntry,
     ValueEntry,
     all_parts,
@@ -296,17 +297,21 @@ def plan_save(
     key = ("save", shard_bytes, budget_bytes, converted)
     layout = yield from plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, shard_bytes, budget_bytes))
     description = yield from layout.describe(outline.key, leaves)
-    content = bytearray()
+    items: list[bytes] = []
+    nbytes = 0
     entries: dict[str, ValueEntry | CompositeEntry] = {}
     if outline.values:
         for (fqn, path), value in zip(description.named_values(), outline.values, strict=True):
             if isinstance(value, CompositeLeaf):
                 entries[fqn] = composite_entry(fqn, path, value.form)
             else:
-                entries[fqn] = _place_value(fqn, path, value, content)
+                node, item = _encode(fqn, value)
+                entries[fqn] = ValueEntry(path, _VALUES_FILE, nbytes, len(item), node)
+                items.append(item)
+                nbytes += len(item)
             yield
     images = yield from layout.images(plans, tensors)
-    return SavePlan(_RANK, description.shards, tuple(images), bytes(content), description, entries)
+    return SavePlan(_RANK, description.shards, tuple(images), b"".join(items), description, entries)
 
 
 def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Steps[Sequence[Leaf]]:
@@ -389,17 +394,15 @@ def _start(copy: Copy) -> int | None:
     return raw_start(copy) if copy.source.is_cpu else None
 
 
-def _place_value(fqn: str, path: tuple[Key, ...], value: Any, content: bytearray) -> ValueEntry:
+def _encode(fqn: str, value: Any) -> tuple[Node, bytes]:
+    """Return a value as data, and its item."""
     if isinstance(value, Composite):
         raise UnsupportedTensorError(
             f"{fqn}: cannot save {value.kind}: this version saves plain tensors of one process; save the "
             "tensors that it is made of (to_local(), indices and values) or a dense, full one"
         )
     node = encode_value(value, fqn)
-    item = frame_value(*pickle_node(node))
-    entry = ValueEntry(path, _VALUES_FILE, len(content), len(item), node)
-    content += item
-    return entry
+    return node, frame_value(*pickle_node(node))
 
 
 def converted_to(tensor: torch.Tensor, dtype: str) -> torch.dtype | None:

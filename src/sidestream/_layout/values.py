@@ -7,7 +7,6 @@ the call, ``__setstate__`` or plain attributes, ``append`` and item assignment. 
 
 from __future__ import annotations
 
-import base64
 import copy
 import io
 import math
@@ -25,7 +24,7 @@ import torch
 from .._format.manifest import metadata_line
 from .._format.marker import MAX_METADATA_BYTES
 from .._format.records import DTYPES, Manifest, Node
-from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
+from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind, node_of_bytes
 from .._runtime.steps import Steps, at_once
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, plain_bytes
 from .._staging import Composite
@@ -175,7 +174,7 @@ def _encode_leaf(value: Any, fqn: str) -> Node:
     if kind is complex:
         return {"complex": [encode_value(value.real, fqn), encode_value(value.imag, fqn)]}
     if kind is bytes or kind is bytearray:
-        return {kind.__name__: _base64(value)}
+        return {kind.__name__: node_of_bytes(value)}
     if kind is io.BytesIO:
         return _encode_bytes_io(value, fqn)
     if kind is torch.Size:
@@ -206,7 +205,7 @@ def _encode_bytes_io(value: io.BytesIO, fqn: str) -> Node:
         raise UnsafeObjectError(
             f"{fqn}: the position {position} of an io.BytesIO is beyond its {len(content)} bytes; seek() back"
         )
-    return {"bytesio": [_base64(content), position]}
+    return {"bytesio": [node_of_bytes(content), position]}
 
 
 def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
@@ -225,7 +224,7 @@ def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
             f"{fqn}: a tensor of {tensor.nbytes} bytes inside a {'tuple or set'}; put it into a dict or a list, where "
             f"it is streamed (inside values {_INLINE_BYTES} bytes are the limit)"
         )
-    data = _base64(bytes(plain_bytes(tensor).tolist()))
+    data = node_of_bytes(bytes(plain_bytes(tensor).tolist()))
     return {"tensor": {"dtype": name, "shape": list(tensor.shape), "data": data}}
 
 
@@ -234,14 +233,10 @@ def _encode_numpy(value: Any, fqn: str, numpy: Any) -> Node:
         raise UnsafeObjectError(f"{fqn}: a numpy array of {value.nbytes} bytes; save torch.from_numpy(array)")
     if value.dtype.itemsize > 16 or value.dtype.char in "gG":
         raise UnsafeObjectError(f"{fqn}: numpy's {value.dtype} differs between machines; convert it to float64")
-    data = _base64(numpy.ascontiguousarray(value).tobytes())
+    data = node_of_bytes(numpy.ascontiguousarray(value).tobytes())
     if isinstance(value, numpy.ndarray):
         return {"ndarray": {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}}
     return {"numpy": {"dtype": value.dtype.str, "data": data}}
-
-
-def _base64(raw: bytes | bytearray) -> str:
-    return base64.b64encode(raw).decode()
 
 
 def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Steps[Any]:

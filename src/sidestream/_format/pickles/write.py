@@ -33,9 +33,16 @@ def global_(module: str, name: str) -> bytes:
     return b"c%s\n%s\n" % (module.encode(), name.encode())
 
 
+_SLICE = 1 << 20  # characters that are encoded at a time, because the GIL is held meanwhile; large joins release it
+
+
 def text(value: str) -> bytes:
-    raw = value.encode("utf-8", "surrogatepass")
-    return b"X" + _length(len(raw)) + raw
+    if len(value) <= _SLICE:
+        raw = value.encode("utf-8", "surrogatepass")
+    else:
+        slices = (value[at : at + _SLICE] for at in range(0, len(value), _SLICE))
+        raw = b"".join([one.encode("utf-8", "surrogatepass") for one in slices])
+    return b"".join((b"X", _length(len(raw)), raw))
 
 
 def integer(value: int) -> bytes:
@@ -59,7 +66,7 @@ def tuple_of(*items: bytes) -> bytes:
     if not items:
         return b")"
     if len(items) <= 3:
-        return b"".join(items) + b"\x85\x86\x87"[len(items) - 1 : len(items)]
+        return b"".join((*items, b"\x85\x86\x87"[len(items) - 1 : len(items)]))
     return b"(" + b"".join(items) + b"t"
 
 
@@ -72,9 +79,9 @@ def dict_of(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def call(function: bytes, *arguments: bytes) -> bytes:
-    return function + tuple_of(*arguments) + b"R"
+    return b"".join((function, tuple_of(*arguments), b"R"))
 
 
 def rebuilt(kind: bytes, state: bytes) -> bytes:
     """Pickle an object that is made by ``__new__`` without arguments and then by ``__setstate__``."""
-    return kind + b")\x81" + state + b"b"
+    return b"".join((kind, b")\x81", state, b"b"))

@@ -133,16 +133,18 @@ def lay_out_rank(
     key = ("rank", agreement, window_bytes, table.key)
     layout = yield from plans.get(key, lambda: _lay_out(table, assignment, window_bytes))
     tensors = yield from collected(_tensor(table.sources[source.tensor], source) for source in layout.sources)
-    raw = bytearray()
+    items: list[bytes] = []
+    nbytes = 0
     places: list[tuple[int, str, int, int, Node]] = []
     for number in assignment.values:
         node = values.nodes[number]
         item = frame_value(*pickle_node(node))
         row = number if assignment.places is None else assignment.places[number]
-        places.append((row, table.held.rows[number].fqn, len(raw), len(item), node))
-        raw += item
+        places.append((row, table.held.rows[number].fqn, nbytes, len(item), node))
+        items.append(item)
+        nbytes += len(item)
     images = yield from _images(layout, tensors)
-    return RankPlan(rank, layout.shards, tuple(images), bytes(raw), layout, tuple(places))
+    return RankPlan(rank, layout.shards, tuple(images), b"".join(items), layout, tuple(places))
 
 
 def _tensor(source: torch.Tensor, piece: _Source) -> torch.Tensor:
