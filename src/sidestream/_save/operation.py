@@ -167,7 +167,7 @@ async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Non
             f"({', '.join(lost[:4])}): save to storage that all ranks share",
             order.location.url,
         )
-    order.transaction.wrote(expected)
+    order.transaction.expect(expected)
 
 
 class Solo:

@@ -183,8 +183,13 @@ class Transaction(ABC):
 
     @abstractmethod
     def wrote(self, sizes: Mapping[str, int]) -> None:
-        """Record files that other processes have written into this attempt, so that the commit checks them. ``sizes``
-        has their committed names."""
+        """Record files that another process has written for this transaction, so that the commit checks them, and a
+        failed attempt removes them. ``sizes`` has their committed names."""
+
+    @abstractmethod
+    def expect(self, sizes: Mapping[str, int]) -> None:
+        """Record the files of all ranks, so that the commit checks them. Each rank removes its own. ``sizes`` has their
+        committed names."""
 
     @abstractmethod
     def clear(self, names: Sequence[str]) -> None:

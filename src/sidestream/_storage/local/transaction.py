@@ -263,6 +263,10 @@ class LocalTransaction(Transaction):
     def wrote(self, sizes: Mapping[str, int]) -> None:
         self._names.update(dict.fromkeys(sizes))
 
+    def expect(self, sizes: Mapping[str, int]) -> None:
+        own = self._names  # which stay behind the others: the last file is the one that readers look for
+        self._names = {**{name: None for name in sizes if name not in own}, **own}
+
     def clear(self, names: Sequence[str]) -> None:
         for name in names:
             unlink(self._directory / self.committed_name(name))

@@ -18,7 +18,6 @@ from ...errors import (
     AccessDeniedError,
     CheckpointExistsError,
     CorruptCheckpointError,
-    DeadlineExceededError,
     InvalidOptionError,
     SidestreamError,
     StorageError,
@@ -258,6 +257,10 @@ class ObjectTransaction(Transaction):
         self._begun.update(map(self.path_of, sizes))
         self._sizes.update(sizes)
 
+    def expect(self, sizes: Mapping[str, int]) -> None:
+        self._sizes.update(sizes)
+        self._in_parts |= any(nbytes > self._bucket.policy.part_bytes for nbytes in sizes.values())
+
     def clear(self, names: Sequence[str]) -> None:
         self._in_parts = True
         bucket, target = self._bucket, self.attempt.target
@@ -323,7 +326,7 @@ class ObjectTransaction(Transaction):
         if self._in_parts and self._carries_id:
             try:
                 await bucket.abort_uploads(target, self.attempt.save_id)
-            except (StorageError, DeadlineExceededError) as error:  # the commit continues: the files may be complete
+            except SidestreamError as error:  # the commit continues: the files may be complete
                 current_deadline().check("listing uploads")
                 unknown = f"a save leaves no open uploads: they could not be listed, so one may stay open ({error})"
                 emit(GuaranteeLost(f"{bucket.url}/{target}", unknown))

@@ -1,0 +1,87 @@
+"""What the transaction of rank 0 does about the files that other ranks have written."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _s3_server import serving
+
+from sidestream import Storage, StorePolicy
+from sidestream._runtime.threads import Deadline, time_limit
+from sidestream._save.operation import RankReceipt, check_shared
+from sidestream._storage import Attempt, BytesBody, Location, Transaction, locate_directory
+from sidestream._storage.local import marking
+from sidestream.dcp import StorageWriter
+from sidestream.errors import StorageError
+
+
+def begin(where: Location, kind: Any, save_id: str) -> Transaction:
+    return where.store.begin(Attempt(where.name, kind, save_id, "fsync"))
+
+
+async def written(transaction: Transaction, **files: bytes) -> RankReceipt:
+    for name, content in files.items():
+        await asyncio.to_thread(transaction.write_here, [(name, BytesBody(content))])
+    return RankReceipt({name: len(content) for name, content in files.items()}, None)
+
+
+async def checked(where: Location, transaction: Transaction, *receipts: RankReceipt) -> None:
+    await check_shared(SimpleNamespace(location=where, transaction=transaction), receipts)  # type: ignore[arg-type]
+
+
+async def test_the_last_file_of_rank_0_is_the_last_to_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, save_id = locate_directory(str(tmp_path / "hf"), Storage(commit="marker")), uuid.uuid4().hex
+    appeared: list[str] = []
+    move_new = marking.move_new
+    monkeypatch.setattr(marking, "move_new", lambda one, other: (appeared.append(other.name), move_new(one, other)))
+    with time_limit(Deadline.after(60)):
+        first, second = begin(where, "files", save_id), begin(where, "joined_files", save_id)
+        await asyncio.to_thread(first.write_here, ())
+        receipts = [await written(first, one=b"1", index=b"{}"), await written(second, two=b"2")]
+        await checked(where, first, *receipts)
+        await first.commit({})
+    assert sorted(appeared) == ["index", "one", "two"]
+    assert appeared[-1] == "index"
+
+
+async def test_a_failed_export_keeps_what_another_writer_committed() -> None:
+    where = locate_directory(f"memory://{uuid.uuid4().hex}/hf")
+    with time_limit(Deadline.after(60)):
+        one, other = (begin(where, "files", uuid.uuid4().hex) for _ in range(2))
+        for each in (one, other):
+            await asyncio.to_thread(each.write_here, ())  # both find the target empty
+        await written(one, model=b"content")
+        receipt = await written(other, model=b"content")
+        await one.commit({})
+        await checked(where, other, receipt)
+        await other.discard()
+    assert fsspec.filesystem("memory").cat_file(f"{where.store.url}/hf/model") == b"content"
+
+
+async def test_the_commit_checks_the_files_of_all_ranks() -> None:
+    where, save_id = locate_directory(f"memory://{uuid.uuid4().hex}/checkpoint"), uuid.uuid4().hex
+    with time_limit(Deadline.after(60)):
+        first, second = begin(where, "directory", save_id), begin(where, "joined", save_id)
+        await asyncio.to_thread(first.write_here, ())
+        await written(second, data=b"2")
+        name = second.committed_name("data")
+        await checked(where, first, RankReceipt({name: 1}, None))
+        fsspec.filesystem("memory").rm(f"{where.store.url}/checkpoint/{name}")
+        with pytest.raises(StorageError, match=r"is gone, 1 were written"):
+            await first.commit({"last": [b"x"]})
+
+
+def test_a_small_save_by_dcp_makes_no_client_for_uploads() -> None:
+    with serving() as server:
+        storage = Storage(server.options, policy=StorePolicy(engine="obstore"))
+        writer = StorageWriter(f"s3://{server.bucket}/checkpoint", storage=storage)
+        dcp.save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
+        assert server.count("uploads") == 0
