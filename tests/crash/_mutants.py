@@ -53,7 +53,7 @@ _SUPPRESSED = "with suppress(OSError):\n                    os.fsync(descriptor)
 _IN_USE = (
     '        return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)\n'
 )
-_GOING = "                    going = [steps[name] for name in chosen if steps[name].order < newest.order]\n"
+_GOING = "                    going = [step for step in chosen.values() if step.order < newest.order]\n"
 _LOCAL = "_storage/local/publishing.py"
 _REMOVE_TREE = "from .directories import remove_tree"  # a mutant needs more than its module imports
 _DIRECTORIES = "_storage/local/directories.py"

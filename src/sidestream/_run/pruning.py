@@ -151,11 +151,12 @@ class Pruner:
                 # The newest step that is kept has to verify. A step that does not verify is left out of all policies.
                 newest = max((step for name, step in steps.items() if name not in chosen), key=lambda step: step.order)
                 if await verifies(newest):
-                    going = [steps[name] for name in chosen if steps[name].order < newest.order]
+                    going = [step for step in chosen.values() if step.order < newest.order]
                     break
                 del steps[newest.name]
                 newest = None
-            if not going or not await self._are_stale([step for step in steps.values() if step not in going]):
+            names = {step.name for step in going}
+            if not going or not await self._are_stale([step for name, step in steps.items() if name not in names]):
                 return newest, going
 
     async def _are_stale(self, staying: list[Step]) -> bool:
@@ -189,14 +190,14 @@ class Pruner:
         self._verified.intersection_update(own.values())
         return {name: step for name, step in own.items() if name not in self._damaged}
 
-    async def _choose(self, steps: dict[str, Step], protected: frozenset[int]) -> list[str]:
-        """Return the names of the steps that may be deleted."""
+    async def _choose(self, steps: dict[str, Step], protected: frozenset[int]) -> dict[str, Step]:
+        """Return the steps that may be deleted, by name."""
         saved = {step: await self._saved_step(step) for step in list(steps.values())}
         for name in self._damaged.keys() & steps.keys():  # without their manifest no policy can decide about them
             del saved[steps.pop(name)]
         self._saved = saved
         going = {each.order for each in doomed(list(saved.values()), self.keep, protected)}
-        return [step.name for step in saved if step.order in going]
+        return {step.name: step for step in saved if step.order in going}
 
     async def _saved_step(self, step: Step) -> SavedStep:
         if step in self._saved:
