@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from sidestream._group import Member, Operation
+from sidestream._group import Member, Operation, rendezvous
 from sidestream._group.operation import Stopped
 from sidestream._group.rank_group import OtherRank, Rank0
 from sidestream._runtime.threads import Deadline
+from sidestream.errors import InvalidOptionError
 
 TIMEOUT_S = 60.0
 NAME = "0/0-1-2"
+ADDRESS = {"token": "old", "host": rendezvous._host(), "addresses": []}
 
 
 async def meet(operation: Operation) -> None:
@@ -70,6 +74,37 @@ def test_each_operation_waits_for_rank_0_until_its_own_limit() -> None:
         ended([spoke, hub])
 
     asyncio.run(both())
+
+
+def test_the_limit_holds_while_a_server_does_not_answer() -> None:
+    """The address in the store is old, and its port belongs to another program. The next address is used."""
+    store = dist.HashStore()
+
+    async def both() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            store.set(NAME, json.dumps({**ADDRESS, "port": silent.getsockname()[1]}))
+            spoke, hub = Member(OtherRank(1, 2), store, NAME), Member(Rank0(2, "token"), store, NAME)
+            short, long = (spoke.begin("load", Deadline.after(limit_s)) for limit_s in (0.2, TIMEOUT_S))
+            met = asyncio.create_task(meet(long))
+            with pytest.raises(Stopped) as stopped:
+                await meet(short)
+            assert "127.0.0.1 does not answer (within timeout_s=0.2)" in str(await short.failed(stopped.value))
+            hub.begin("load", Deadline.after(TIMEOUT_S))
+            await asyncio.gather(meet(hub.begin("save", Deadline.after(TIMEOUT_S))), met)
+        ended([spoke, hub])
+
+    asyncio.run(both())
+
+
+def test_a_rank_that_finds_no_rank_0_reports_its_own_error() -> None:
+    async def fail() -> None:
+        operation = Member(OtherRank(1, 2), dist.HashStore(), NAME).begin("save", Deadline.after(0.2))
+        verdict = await operation.failed(InvalidOptionError("metadata= is wrong"))
+        assert [(one.rank, one.kind, one.text) for one in verdict.failures] == [
+            (1, "InvalidOptionError", "metadata= is wrong")
+        ]
+
+    asyncio.run(fail())
 
 
 class Broken:

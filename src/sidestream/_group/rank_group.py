@@ -357,7 +357,7 @@ class OtherRank(RankGroup):
         self.token = token
         self._connection = connection
         connection.on_message = self._on_message
-        connection.on_close = self._on_close
+        connection.on_close = lambda why: self._on_close(connection, why)
         for operation in list(self._operations.values()):
             self._on_begun(operation)
         unsent, self._unsent = self._unsent, []
@@ -369,11 +369,16 @@ class OtherRank(RankGroup):
             self._connection.close("the process group was destroyed")
 
     def not_connected(self, number: int, why: str) -> None:
-        """End the operation ``number``, because rank 0 was not found in its time. Once connected, rank 0 receives the
-        failure."""
+        """End the operation ``number``, because rank 0 was not found in its time. Its failure is the one that this rank
+        has reported, if there is one. Rank 0 receives it once connected."""
         operation = self._operations.get(number)
-        if operation is not None:
-            self._unsent = [message for message in self._unsent if message.op != number]
+        if operation is None:
+            return
+        reported = [one for one in self._unsent if one.op == number and one.kind is GroupMessageKind.FAILED]
+        self._unsent = [one for one in self._unsent if one.op != number] + reported
+        if reported:
+            self._end_alone(operation, unpack(json.loads(reported[0].payload)))
+        else:
             self._fail(operation, pack(self.rank, "start", DeadlineExceededError(why)), True)
             self._end_alone(operation, RankFailure(0, "start", "DeadlineExceededError", why))
 
@@ -466,7 +471,9 @@ class OtherRank(RankGroup):
             self._forget(operation)
             self._start_over(operation)
 
-    def _on_close(self, why: str) -> None:
+    def _on_close(self, connection: Connection, why: str) -> None:
+        if self._connection is not connection:
+            return
         self._lost, self._connection = why, None
         for operation in list(self._operations.values()):
             self._end_alone(operation, rank_died(0, _UNKNOWN))

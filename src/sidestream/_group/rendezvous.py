@@ -17,8 +17,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from .._runtime.torch_probes import group_store
@@ -286,11 +287,17 @@ def _connect_to_rank_0(group: OtherRank, store: Any, name: str, not_yet: Callabl
                 except OSError as error:
                     why = f"rank 0 cannot be reached at {address}: {error}"
                     continue
-                if _handshake(group, sock, where["token"]):
+                if _handshake(group, sock, where["token"], partial(_is_current, store, name, where, address, not_yet)):
                     return
                 why = f"the server at {address} is not rank 0 of this group"
         not_yet(why)
         time.sleep(_POLL_S)
+
+
+def _is_current(store: Any, name: str, where: dict[str, Any], address: str, not_yet: Callable[[str], None]) -> bool:
+    """Return whether the store still has this address of rank 0, which does not answer."""
+    not_yet(f"the server at {address} does not answer")
+    return bool(json.loads(store.get(name)) == where)
 
 
 def _addresses_in(where: dict[str, Any]) -> list[str]:
@@ -305,10 +312,12 @@ def _addresses_in(where: dict[str, Any]) -> list[str]:
     return addresses
 
 
-def _handshake(group: OtherRank, sock: socket.socket, token: str) -> bool:
-    """Send the token and return whether rank 0 has accepted it. Without a deadline: rank 0 may have received the token,
-    and would take a connection that is closed after that for the end of this process."""
+def _handshake(group: OtherRank, sock: socket.socket, token: str, goes_on: Callable[[], bool]) -> bool:
+    """Send the token and return whether rank 0 has accepted it. While there is no answer ``goes_on`` is called; when it
+    returns False or raises, the connection is closed. Not earlier: rank 0 may have received the token, and takes a
+    connection that is closed after that for the end of this process."""
     welcome: Future[bool] = Future()
+    opened: list[Connection] = []
 
     def welcomed(connection: Connection) -> None:
         group.connected(connection, token)
@@ -316,10 +325,24 @@ def _handshake(group: OtherRank, sock: socket.socket, token: str) -> bool:
 
     def begin() -> None:
         connection = Connection(connection_thread(), sock)
+        opened.append(connection)
         connection.authenticate()
         connection.on_message = lambda _: welcomed(connection)
         connection.on_close = lambda _: welcome.set_result(False)
         connection.send(GroupMessage(GroupMessageKind.HELLO, group.rank, "", token.encode()))
 
+    def end() -> None:
+        if not welcome.done():
+            opened[0].close("rank 0 does not answer")
+
     connection_thread().post(begin)
+    try:
+        while not _is_done(welcome) and goes_on():
+            pass
+    finally:
+        connection_thread().post(end)
     return welcome.result()
+
+
+def _is_done(welcome: Future[bool]) -> bool:
+    return bool(wait([welcome], _POLL_S).done)
