@@ -7,6 +7,7 @@ import json
 import socket
 from typing import Any
 
+import anyio
 import pytest
 import torch.distributed as dist
 
@@ -105,6 +106,18 @@ def test_a_rank_that_finds_no_rank_0_reports_its_own_error() -> None:
         ]
 
     asyncio.run(fail())
+
+
+async def test_a_scope_of_anyio_that_is_cancelled_does_not_keep_the_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    operation = Member(OtherRank(1, 2), dist.HashStore(), NAME).begin("save", Deadline.after(0.5))
+    waits, wait = [], asyncio.wait
+    monkeypatch.setattr(asyncio, "wait", lambda futures: (waits.append(1), wait(futures))[1])
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        verdict = await operation.failed(ValueError("no"))
+    assert [one.rank for one in verdict.failures] == [1]
+    assert len(waits) <= 2
+    assert operation.cancelled is not None
 
 
 class Broken:

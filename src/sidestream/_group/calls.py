@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from .._runtime.abandoned import register
-from .operation import Operation, Stopped
+from .operation import Operation, Stopped, wait_out
 
 __all__ = ["prepare_together", "run_together", "stoppable"]
 
@@ -77,13 +77,7 @@ async def stoppable(operation: Operation | None, work: Coroutine[Any, Any, T]) -
             loop.call_soon_threadsafe(task.cancel)
 
     operation.on_stop(stop)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as cancel:
-            cancelled = cancel
-            task.cancel()
+    cancelled = await wait_out(task, lambda _: task.cancel())
     if cancelled is not None:
         if not task.cancelled():
             task.exception()

@@ -19,13 +19,25 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+import anyio
+
 from .._runtime.gil import wrap_thread_future
 from .._runtime.threads import Deadline, end_abandoned
 from ..errors import ForkedProcessError, RankFailuresError
 from .connections import ConnectionThread, connection_thread
 from .failure import pack
 
-__all__ = ["FOLLOWING", "VERDICT_GRACE_S", "Deadline", "Exchange", "Operation", "RankGroup", "Stopped", "remedy"]
+__all__ = [
+    "FOLLOWING",
+    "VERDICT_GRACE_S",
+    "Deadline",
+    "Exchange",
+    "Operation",
+    "RankGroup",
+    "Stopped",
+    "remedy",
+    "wait_out",
+]
 
 Decide: TypeAlias = Callable[[Sequence[bytes]], "bytes | Sequence[bytes]"]
 """Called on rank 0 with the parts of all ranks, in the order of ranks. Returns one answer for all, or one for each."""
@@ -182,15 +194,13 @@ class Operation:
         """Await ``future``. A cancel is sent to the other ranks, and raised when it is known whether the step was
         completed before."""
         waiter = wrap_thread_future(future)
-        cancelled: asyncio.CancelledError | None = None
-        while not waiter.done():
-            try:
-                await asyncio.wait([waiter])
-            except asyncio.CancelledError as cancel:
-                if cancelled is None and not self._stopping:
-                    self._give_up(cancel)
-                    self.group.fail(self, cancel, undone=False)
-                cancelled = cancelled or cancel
+
+        def give_up(cancel: asyncio.CancelledError) -> None:
+            if self._final is None and not self._stopping:
+                self._give_up(cancel)
+                self.group.fail(self, cancel, undone=False)
+
+        cancelled = await wait_out(waiter, give_up)
         if cancelled is not None:
             error = waiter.exception()  # retrieved in any case, or asyncio would log it
             self.step_completed = final and error is None
@@ -224,11 +234,8 @@ class Operation:
             self.report(error)
         while True:
             verdict = wrap_thread_future(self.verdict)
-            while not verdict.done():
-                try:
-                    await asyncio.wait([verdict])
-                except asyncio.CancelledError as cancel:
-                    self.cancelled = self.cancelled or cancel
+            cancelled = await wait_out(verdict)
+            self.cancelled = self.cancelled or cancelled
             found = verdict.result()
             if found is not None:  # else the other ranks start over, and ``error`` is sent to them in the next round
                 return found
@@ -245,12 +252,7 @@ class Operation:
         is known."""
         verdict = wrap_thread_future(self.verdict)
         self._stopped(error, start_over=wanted)
-        cancelled: asyncio.CancelledError | None = None
-        while not verdict.done():
-            try:
-                await asyncio.wait([verdict])
-            except asyncio.CancelledError as cancel:
-                cancelled = cancelled or cancel
+        cancelled = await wait_out(verdict)
         if cancelled is not None:
             raise cancelled
         return verdict.result() is None
@@ -316,6 +318,23 @@ class Operation:
         self.stop()
         if not self.verdict.done():
             self.verdict.set_result(verdict)
+
+
+async def wait_out(
+    waiter: asyncio.Future[Any], on_cancel: Callable[[asyncio.CancelledError], object] = id
+) -> asyncio.CancelledError | None:
+    """Wait until ``waiter`` is done, and return the first cancel that arrived meanwhile. ``on_cancel`` is called with
+    each. From the first one on, the wait is shielded from scopes of anyio, which cancel a task again and again."""
+    first: asyncio.CancelledError | None = None
+    with anyio.CancelScope() as scope:
+        while not waiter.done():
+            try:
+                await asyncio.wait([waiter])
+            except asyncio.CancelledError as cancel:
+                scope.shield = True
+                first = first or cancel
+                on_cancel(cancel)
+    return first
 
 
 def remedy(kind: str) -> str:
