@@ -453,6 +453,11 @@ def failures_of(work: Coroutine[Any, Any, Any]) -> list[Any]:
     return run(caught())
 
 
+async def saved_in_run(state: dict[str, Any], run: Path, options: Any) -> None:
+    async with sidestream.Checkpointer(run) as checkpoints:
+        await checkpoints.save(state, step=1, options=options)
+
+
 def disagreements(rank: int, world: int, directory: Path) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world,))
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
@@ -473,6 +478,7 @@ def disagreements(rank: int, world: int, directory: Path) -> dict[str, Any]:
         "export": save(good, "export", export=object() if rank else None),
         "options": failures_of(sidestream.save(good, directory / "options", options={} if rank else None)),
         "load_options": failures_of(sidestream.load(good, directory / "good", options={} if rank else None)),
+        "run_options": failures_of(saved_in_run(good, directory / "run", {} if rank else None)),
         "not_shared": save(good, f"disk{rank}/x"),
         "missing": failures_of(
             sidestream.load(large(mesh), directory / "nothing", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))

@@ -24,7 +24,7 @@ def test_disagreements(groups: Groups, tmp_path: Path) -> None:
     assert {kind for _, kind in kinds["partial"]} == {"UnsupportedTensorError"}
     assert kinds["one_rank"] == [[1, "UnsafeObjectError"]]
     assert kinds["option"] == [[0, "InvalidOptionError"]]
-    for case in ("export", "options", "load_options"):
+    for case in ("export", "options", "load_options", "run_options"):
         assert kinds[case] == [[1, "InvalidOptionError"]]
     assert kinds["not_shared"] == [[1, "StorageNotSharedError"]]
     assert {kind for _, kind in kinds["missing"]} == {"CheckpointNotFoundError"}

@@ -417,11 +417,11 @@ class Saves:
     ) -> PendingSave:
         """Do ``Checkpointer.async_save``. A ``promised`` save is never skipped, and is made also if other saves have
         failed."""
-        options = self.options if options is None else self._checked(options)
+        limits = options if isinstance(options, SaveOptions) else self.options
         run, member = self._run, self._run.together()
         when_full: WhenFull = "wait" if promised else self._when_full
-        limit = Deadline.after(options.timeout_s)
-        operation = None if member is None else member.begin("save", limit, options.rank_wait_s)
+        limit = Deadline.after(limits.timeout_s)
+        operation = None if member is None else member.begin("save", limit, limits.rank_wait_s)
         if operation is None:
             turn = Turn(self._queue, when_full)
         else:
@@ -430,7 +430,8 @@ class Saves:
 
         async def check() -> _Asked:
             check_step(step)
-            asked = _Asked(state, step, options, encode_metadata(metadata), check_sources(files))
+            chosen = self.options if options is None else self._checked(options)
+            asked = _Asked(state, step, chosen, encode_metadata(metadata), check_sources(files))
             if not promised:
                 self._raise_unretrieved_to_all(operation) if operation else self.raise_unretrieved()
             return asked
