@@ -260,3 +260,27 @@ async def test_options_are_of_one_side_each(saved: Path, tmp_path: Path) -> None
         assert any("/y/" in key for key in second.objects)
         assert any(key.endswith("z.pt") for key in second.objects)
         assert (await sidestream.verify(other.url("y"), **from_(other))).ok
+
+
+@pytest.mark.parametrize(
+    ("max_shard_bytes", "last"), [(1 << 30, "model.safetensors"), (1 << 20, "model.safetensors.index.json")]
+)
+async def test_the_file_that_readers_look_for_is_the_last(max_shard_bytes: int, last: str) -> None:
+    with serving() as server:
+        url, files = f"s3://{server.bucket}", {"config.json": b"{}", "tokenizer.json": b"{}"}
+        hf = sidestream.HF(f"{url}/hf", files=files, max_shard_bytes=max_shard_bytes, storage_options=server.options)
+        pending = sidestream.async_save(TENSORS, f"{url}/checkpoint", storage_options=server.options, export=hf)
+        await pending
+        for export in pending.exports:
+            await export
+        await sidestream.copy(
+            f"{url}/hf", f"{url}/copy", storage_options=server.options, target_storage_options=server.options
+        )
+        for directory in ("hf", "copy"):
+            written = [
+                one.key.partition("/")[2]
+                for one in server.log
+                if one.kind in ("create", "put", "complete") and one.key.startswith(f"{directory}/")
+            ]
+            assert set(files) < set(written)
+            assert written[-1] == last

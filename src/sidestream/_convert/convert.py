@@ -282,8 +282,8 @@ async def _run_divided(
 ) -> dict[str, int]:
     """Export with other ranks, and return the sizes of all files by their names."""
     tensors = [file for file in files if file.name.endswith(SUFFIX)]
-    last = [file for file in files if not file.name.endswith(SUFFIX)]
-    divided = DividedFiles(order, ranks, tensors, last, terms)
+    beside = [file for file in files if not file.name.endswith(SUFFIX)]
+    divided = DividedFiles(order, ranks, tensors, beside, files[-1].name, terms)
     nbytes = 0 if ranks.rank else sum(file.nbytes for file in files)
     await run_here(order, partial(divided.write, pipeline), divided, nbytes, Divided(order))
     return {**{file.name: file.nbytes for file in tensors}, **divided.others}

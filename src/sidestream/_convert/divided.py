@@ -22,13 +22,15 @@ __all__ = ["Divided", "DividedFiles"]
 
 @dataclass(slots=True)
 class DividedFiles:
-    """The files of an export, which the ranks divide among each other. Rank 0 writes those in ``last`` when the others
-    are complete. ``others`` has the sizes of these. Only rank 0 knows them before it sends them."""
+    """The files of an export. The ranks divide ``tensors`` among each other, and rank 0 writes those in ``beside``.
+    ``others`` has the sizes of these; only rank 0 knows them before it sends them. The file ``final``, which readers
+    look for, is written when the others are complete."""
 
     order: SaveOrder
     operation: Operation
     tensors: Sequence[TargetFile]
-    last: Sequence[TargetFile]
+    beside: Sequence[TargetFile]
+    final: str
     terms: object
     """The facts on which the files depend, apart from their names and sizes."""
     others: dict[str, int] = field(default_factory=dict)
@@ -43,11 +45,11 @@ class DividedFiles:
         self.others = json.loads(answer)
         ranks = _divided(self.tensors, operation.world)
         mine = [one for one, rank in zip(self.tensors, ranks, strict=True) if rank == operation.rank]
-        await stoppable(operation, pipeline.write(mine, into))
-        await operation.agree("write")
         if operation.rank == 0:
-            await stoppable(operation, pipeline.write(self.last, into))
-            mine.extend(self.last)
+            mine.extend(self.beside)
+        await stoppable(operation, pipeline.write([one for one in mine if one.name != self.final], into))
+        await operation.agree("write")
+        await stoppable(operation, pipeline.write([one for one in mine if one.name == self.final], into))
         self._written.update((one.name, one.nbytes) for one in mine)
 
     # --- the layout: the files need no manifest ---
@@ -73,7 +75,7 @@ class DividedFiles:
                 f"other files on rank {differs[0]} than on rank 0"
             )
         await io_threads().run(self.order.make_attempt)
-        return json.dumps({one.name: one.nbytes for one in self.last}).encode()
+        return json.dumps({one.name: one.nbytes for one in self.beside}).encode()
 
 
 def _digest(content: object) -> bytes:

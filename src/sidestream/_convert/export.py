@@ -216,8 +216,8 @@ class _Sink:
         sources = {one.fqn: dtypes[chosen.origin[one.fqn]] for one in tensors}
         stream = _Stream(_pieces(snapshot, plan, by_item, sources, stop))
         bodies = [(file.name, stream.file(file)) for file in laid]
-        small = [(name, BytesBody(content)) for name, content in {**self._others, **index}.items()]
-        files: list[tuple[str, Body]] = [*bodies, *small]
+        others, last = ([(name, BytesBody(one)) for name, one in small.items()] for small in (self._others, index))
+        files: list[tuple[str, Body]] = [*others, *bodies, *last]  # the last file is the one that readers look for
         order = SaveOrder(
             self.location,
             self.durability,

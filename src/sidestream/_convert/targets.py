@@ -236,20 +236,20 @@ def safetensors_files(
     aliases: Mapping[str, str],
     others: Mapping[str, bytes],
 ) -> list[Written]:
-    """Return the files of ``safetensors_layout``, and ``others``."""
+    """Return ``others`` and the files of ``safetensors_layout``. Files appear one by one on object storage, so the one
+    that readers look for is the last."""
     laid, index = safetensors_layout(tensors, name, shard_bytes, aliases)
-    files = []
+    files = [_small(*one, window_bytes) for one in others.items()]
     for file in laid:
         pieces: list[tuple[int, int, Piece]] = [(0, len(file.header), file.header)]
         for one in file.tensors:
             pieces.append((pieces[-1][0] + pieces[-1][1], one.nbytes, one))
         files.append(Written(file.name, pieces, window_bytes))
-    for other, content in {
-        **others,
-        **index,
-    }.items():  # the index is last, because files appear one by one on object storage
-        files.append(Written(other, [(0, len(content), content)], max(window_bytes, len(content))))
-    return files
+    return [*files, *(_small(*one, window_bytes) for one in index.items())]
+
+
+def _small(name: str, content: bytes, window_bytes: int) -> Written:
+    return Written(name, [(0, len(content), content)], max(window_bytes, len(content)))
 
 
 # --- a checkpoint for DCP ---
