@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -45,7 +46,9 @@ from .ranges import Candidate, Straight
 
 __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 
+T = TypeVar("T")
 PlainPath = tuple[str | int, ...]
+_Box: TypeAlias = list[tuple[int, int]]
 
 _MANY = 256
 _FEW = 32  # leaves, which take some microseconds each
@@ -398,16 +401,8 @@ def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: Findings) 
 
 def _sharing(tensors: Iterable[tuple[str, torch.Tensor]]) -> Steps[tuple[tuple[str, ...], ...]]:
     """Return the groups of tensors that may share elements with each other, or have elements that share memory."""
-    extents = yield from collected((one.data_ptr(), _end(one), name, one) for name, one in tensors if one.numel())
-    extents.sort(key=lambda one: one[:2])
-    groups: list[list[tuple[str, torch.Tensor]]] = []
-    reached = 0
-    for start, end, name, tensor in extents:
-        yield
-        if start >= reached:
-            groups.append([])
-        groups[-1].append((name, tensor))
-        reached = max(reached, end)
+    extents = yield from collected((one.data_ptr(), _end(one), (name, one)) for name, one in tensors if one.numel())
+    groups = yield from _separated(extents)
     found: list[tuple[str, ...]] = []
     for group in groups:
         if not (yield from _all_apart([tensor for _, tensor in group])):
@@ -416,14 +411,21 @@ def _sharing(tensors: Iterable[tuple[str, torch.Tensor]]) -> Steps[tuple[tuple[s
 
 
 def _all_apart(tensors: Sequence[torch.Tensor]) -> Steps[bool]:
-    """Return whether these tensors certainly have no element in common, and each has none twice."""
+    """Return whether these tensors certainly have no element in common, and each has none twice. They are sorted by
+    address. Several must be boxes of one array."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return _is_distinct(first)
     if len(tensors) > _MANY:
         return False
-    for number, one in enumerate(tensors):
+    boxes: list[_Box] = []
+    for one in tensors:
         yield
-        if not _is_distinct(one) or not all(_apart(one, other) for other in tensors[:number]):
+        box = _box_in(one, first.data_ptr())
+        if box is None or one.stride() != first.stride() or one.itemsize != first.itemsize:
             return False
-    return True
+        boxes.append(box)
+    return (yield from _cut_apart(boxes))
 
 
 def _is_distinct(tensor: torch.Tensor) -> bool:
@@ -438,36 +440,53 @@ def _is_distinct(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have no element in common. False if that is not certain. It is for slices of one
-    array."""
-    if _end(one) <= other.data_ptr() or _end(other) <= one.data_ptr():
-        return True
-    if one.stride() != other.stride() or one.itemsize != other.itemsize:
-        return False
-    begin = min(one.data_ptr(), other.data_ptr())
-    first, second = _box_in(one, begin), _box_in(other, begin)
-    if first is None or second is None:
-        return False
-    pairs = zip(first, second, strict=True)
-    return any(at + size <= start or start + extent <= at for (at, size), (start, extent) in pairs)
-
-
-def _box_in(tensor: torch.Tensor, begin: int) -> list[tuple[int, int]] | None:
-    """Return the start and the size of ``tensor`` in each dimension of the row-major array at ``begin`` that has its
+def _box_in(tensor: torch.Tensor, begin: int) -> _Box | None:
+    """Return where ``tensor`` starts and ends in each dimension of the row-major array at ``begin`` that has its
     strides. None if it is not a box in such an array."""
     offset, rest = divmod(tensor.data_ptr() - begin, tensor.itemsize)
-    box: list[tuple[int, int]] = []
+    if rest:
+        return None
+    box: _Box = []
     outer = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True):
-        if rest or stride == 0:
+        if stride == 0:
             return None
         start, offset = divmod(offset, stride)
         if outer and (outer % stride or start + size > outer // stride):
             return None
-        box.append((start, size))
+        box.append((start, start + size))
         outer = stride
-    return [*box, (offset, 1)]
+    return [*box, (offset, offset + 1)]
+
+
+def _cut_apart(boxes: list[_Box]) -> Steps[bool]:
+    """Return whether all boxes can be separated by cuts in one dimension at a time, each through the whole of a part.
+    That takes some sorting, and no comparison of all pairs."""
+    uncut = [boxes]
+    while uncut:
+        some = uncut.pop()
+        for dimension in range(len(some[0])):
+            parts = yield from _separated([(*box[dimension], box) for box in some])
+            if len(parts) > 1:
+                break
+        else:
+            return False
+        uncut += [part for part in parts if len(part) > 1]
+    return True
+
+
+def _separated(extents: list[tuple[int, int, T]]) -> Steps[list[list[T]]]:
+    """Return the groups of what has a start and an end, such that extents of different groups do not overlap."""
+    groups: list[list[T]] = []
+    reached = 0
+    for some in chunked(sorted(extents, key=itemgetter(0)), _FEW):
+        for start, end, one in some:
+            if start >= reached:
+                groups.append([])
+            groups[-1].append(one)
+            reached = max(reached, end)
+        yield
+    return groups
 
 
 def _content(entry: Entry) -> object:
