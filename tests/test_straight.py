@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sidestream
+from sidestream._format.records import Entries
 from sidestream._layout import match as matching
 from sidestream._layout.ranges import Straight, StraightBatch, straight_batches
 from sidestream._load.jobs import Scratch
@@ -292,3 +293,16 @@ def test_views_that_are_held_apart_have_no_element_in_common(spans: list[tuple[t
     met = torch.cat([view.reshape(-1) for view in views])
     if at_once(matching._all_apart(views)):
         assert len(met.unique()) == len(met)
+
+
+async def test_entries_of_tensors_that_are_not_tied_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await sidestream.save({f"t{number}": torch.ones(2, 3) for number in range(50)}, tmp_path / "step")
+    made: list[str] = []
+    make = Entries.__getitem__
+    monkeypatch.setattr(Entries, "__getitem__", lambda self, fqn: made.append(fqn) or make(self, fqn))
+    target = {f"t{number}": torch.zeros(3, 2).t() for number in range(50)}
+    await sidestream.load(target, tmp_path / "step")
+    assert all(tensor.all() for tensor in target.values())
+    assert len(made) == 2 * 50  # for the match and for the read

@@ -28,7 +28,7 @@ from .._format.records import (
 )
 from .._runtime.public import shortened
 from .._runtime.steps import Steps, chunked, collected, in_turn
-from .._runtime.torch_probes import Stateful, check_tensor, dtype_name, extent_bytes, lazy_bits
+from .._runtime.torch_probes import Stateful, addresses, check_tensor, dtype_name, lazy_bits
 from ..errors import (
     KindMismatchError,
     ShapeMismatchError,
@@ -49,6 +49,8 @@ __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 T = TypeVar("T")
 PlainPath = tuple[str | int, ...]
 _Box: TypeAlias = list[tuple[int, int]]
+_Extents: TypeAlias = Mapping[str, tuple[int, int]]
+"""The first address of each tensor that has elements, and the one after the last."""
 
 _MANY = 256
 _FEW = 32  # leaves, which take some microseconds each
@@ -192,9 +194,9 @@ def match(
     asked.update(part for fqn in composites.met for part in parts_of(fqn, manifest.entries))
     top = {str(key) for key, _ in answers.items(state)}
     rest = yield from _not_requested(called, asked, top, findings, parts)
-    local = yield from _locals(tensors, held, straight, manifest)
-    leaders = yield from _tied(local, manifest, findings)
-    shared = yield from _sharing([(name, local[name].tensor) for name in dict.fromkeys(leaders.values())])
+    local, extents = yield from _locals(tensors, held, straight, manifest)
+    leaders = yield from _tied(local, extents, manifest, findings)
+    shared = yield from _sharing(local, extents, dict.fromkeys(leaders.values()))
     _check_fresh(statefuls, tensors)
     yield from findings.raise_if_any(url, lambda: _names_in(state, answers), saved_names)
     new = dict.fromkeys(part for leaf in composites.sparse for part in parts_of(leaf.fqn, manifest.entries))
@@ -255,20 +257,14 @@ def _view(tensor: torch.Tensor) -> object:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy_bits(tensor)
 
 
-def _end(tensor: torch.Tensor) -> int:
-    """Return the address after the last element."""
-    skipped = int(tensor.storage_offset()) * tensor.itemsize
-    return tensor.data_ptr() + extent_bytes(tensor) - skipped
-
-
 def _locals(
     tensors: Mapping[str, torch.Tensor],
     held: Mapping[str, Iterable[tuple[str, Local]]],
     straight: Straight,
     manifest: Manifest,
-) -> Steps[dict[str, Local]]:
-    """Return the memory of the tensors that are not ``straight``. Tensors that share memory are removed from
-    ``straight`` first. ``held`` has the pieces of tensors that are known already."""
+) -> Steps[tuple[dict[str, Local], _Extents]]:
+    """Return the memory of the tensors that are not ``straight``, and its extents. Tensors that share memory are
+    removed from ``straight`` first. ``held`` has the pieces of tensors that are known already."""
 
     def others() -> Iterator[tuple[str, Local]]:
         for fqn, tensor in tensors.items():
@@ -279,13 +275,18 @@ def _locals(
                     yield name, piece
 
     local = dict((yield from collected(others())))
-    pieces = (one.tensor for one in local.values() if one.tensor.numel())
-    extents = yield from collected((one.data_ptr(), _end(one), "") for one in pieces)
-    shared = yield from straight.shared(extents)
+    extents = yield from _extents(local)
+    shared = yield from straight.shared(extents.values())
     if not shared:
-        return local
+        return local, extents
     straight.remove(shared)
-    return dict((yield from collected(others())))
+    local = dict((yield from collected(others())))
+    return local, (yield from _extents(local))
+
+
+def _extents(local: Mapping[str, Local]) -> Steps[_Extents]:
+    pieces = ((name, one.tensor) for name, one in local.items())
+    return dict((yield from collected((name, addresses(tensor)) for name, tensor in pieces if tensor.numel())))
 
 
 def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> Steps[frozenset[str]]:
@@ -371,27 +372,28 @@ def _tensor_fits(leaf: Leaf, pieces: Iterable[tuple[str, Local]], entry: Entry |
     return False
 
 
-def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: Findings) -> Steps[dict[str, str]]:
+def _tied(
+    tensors: Mapping[str, Local], extents: _Extents, manifest: Manifest, findings: Findings
+) -> Steps[dict[str, str]]:
     """Return the leader of each tensor. Tied tensors must have been saved with the same bytes; for other writers that
     is only known when they are read. Row-major tensors that overlap in another way are findings, because one would be
     read over the other. ``_sharing`` finds other overlaps."""
     first: dict[object, str] = {}
     leaders: dict[str, str] = {}
-    extents: list[tuple[int, int, str]] = []
+    row_major: list[tuple[int, int, str]] = []
     exact = manifest.exact and not manifest.ranks
     for fqn, (whole, tensor, box) in tensors.items():
         yield
-        view = (_view(tensor), box) if tensor.numel() else fqn
+        view = (_view(tensor), box) if fqn in extents else fqn
         leaders[fqn] = leader = first.setdefault(view, fqn)
-        saved = manifest.entries[whole], manifest.entries[tensors[leader].fqn]
-        if leader != fqn and exact and _content(saved[0]) != _content(saved[1]):
+        if leader != fqn and exact and not _same_content(manifest, whole, tensors[leader].fqn):
             findings.add(
                 StateMismatchError, f"{fqn}: shares its memory with {leader}, but they were saved with different values"
             )
-        if leader == fqn and tensor.numel() and tensor.is_contiguous() and not lazy_bits(tensor):
-            extents.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, fqn))
-    extents.sort()
-    for (_, end, fqn), (start, _, other) in pairwise(extents):
+        if leader == fqn and fqn in extents and tensor.is_contiguous() and not lazy_bits(tensor):
+            row_major.append((*extents[fqn], fqn))
+    row_major.sort()
+    for (_, end, fqn), (start, _, other) in pairwise(row_major):
         if start < end:
             findings.add(
                 StateMismatchError, f"{other}: overlaps with {fqn} in the memory of the target; clone() one of them"
@@ -399,14 +401,17 @@ def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: Findings) 
     return leaders
 
 
-def _sharing(tensors: Iterable[tuple[str, torch.Tensor]]) -> Steps[tuple[tuple[str, ...], ...]]:
-    """Return the groups of tensors that may share elements with each other, or have elements that share memory."""
-    extents = yield from collected((one.data_ptr(), _end(one), (name, one)) for name, one in tensors if one.numel())
-    groups = yield from _separated(extents)
+def _sharing(
+    tensors: Mapping[str, Local], extents: _Extents, names: Iterable[str]
+) -> Steps[tuple[tuple[str, ...], ...]]:
+    """Return the groups of ``names`` of tensors that may share elements with each other, or have elements that share
+    memory."""
+    placed = yield from collected((*extents[name], name) for name in names if name in extents)
+    groups = yield from _separated(placed)
     found: list[tuple[str, ...]] = []
     for group in groups:
-        if not (yield from _all_apart([tensor for _, tensor in group])):
-            found.append(tuple(name for name, _ in group))
+        if not (yield from _all_apart([tensors[name].tensor for name in group])):
+            found.append(tuple(group))
     return tuple(found)
 
 
@@ -487,6 +492,10 @@ def _separated(extents: list[tuple[int, int, T]]) -> Steps[list[list[T]]]:
             reached = max(reached, end)
         yield
     return groups
+
+
+def _same_content(manifest: Manifest, fqn: str, other: str) -> bool:
+    return _content(manifest.entries[fqn]) == _content(manifest.entries[other])
 
 
 def _content(entry: Entry) -> object:

@@ -26,7 +26,7 @@ from .._layout.match import LoadPlan, StatefulLoad, match, plain_path
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.state_dict_calls import key_order, monitored
 from .._runtime.threads import Steps, clear_gradually, gathered, io_threads, run_sliced, sliced, yielding_gil
-from .._runtime.torch_probes import copyable, extent_bytes, neg_view, plain_bytes
+from .._runtime.torch_probes import addresses, copyable, neg_view, plain_bytes
 from .._storage import Location, RangeSource
 from ..errors import LoadStateDictError, StateMismatchError, allocating, indented
 from .device_streams import streams_of
@@ -418,11 +418,7 @@ def _check_shared(prepared: _Prepared) -> None:
 
 def _laid_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors in new memory that lie to each other as these do."""
-    starts = [one.data_ptr() for one in tensors]
-    ends = [
-        start + extent_bytes(one) - int(one.storage_offset()) * one.itemsize
-        for start, one in zip(starts, tensors, strict=True)
-    ]
+    starts, ends = zip(*map(addresses, tensors), strict=True)
     first = min(starts) // _ALIGN_BYTES * _ALIGN_BYTES
     with allocating("memory to compare tensors that share memory"):
         memory = torch.empty(max(ends) - first, dtype=torch.uint8).untyped_storage()
