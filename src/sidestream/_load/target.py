@@ -235,8 +235,9 @@ class StateTarget:
 
     async def read(self) -> None:
         prepared = self._ready
-        await self._check_ties(prepared)
+        compared = await self._check_ties(prepared)
         await prepared.reader.read(prepared.wanted, own=self._manifest.own)
+        prepared.reader.nbytes += compared
         if prepared.plan.shared:
             await io_threads().run(_check_shared, prepared)
         if prepared.plan.composites:
@@ -284,27 +285,33 @@ class StateTarget:
 
     @property
     def unverified(self) -> set[str]:
-        return self._ready.reader.unverified
+        found, leaders = self._ready.reader.unverified, self._ready.plan.leaders
+        return found | {fqn for fqn, leader in leaders.items() if leader in found} if found else found
 
     @property
     def _ready(self) -> _Prepared:
         assert self._prepared is not None
         return self._prepared
 
-    async def _check_ties(self, prepared: _Prepared) -> None:
+    async def _check_ties(self, prepared: _Prepared) -> int:
         """Compare tensors that are tied in the target, and were saved separately, as stock DCP does. They are read into
-        other memory, before the target is changed. Raises ``StateMismatchError``."""
+        other memory, before the target is changed. Returns how many bytes that reads. Raises
+        ``StateMismatchError``."""
         if self._manifest.exact and not self._manifest.ranks:  # tied tensors were saved once
-            return
+            return 0
         plan = prepared.plan
         tied = {fqn: leader for fqn, leader in plan.leaders.items() if fqn != leader}
         if tied:
-            assert self._source is not None
-            aside = await io_threads().run(self._aside, plan, dict.fromkeys([*tied, *tied.values()]))
-            reader = Reader(self._source, self.request.options.verify)
-            await reader.read(list(aside.values()), own=self._manifest.own)
-            prepared.reader.unverified |= reader.unverified
-            await io_threads().run(_compare_ties, tied, aside)
+            tied = await io_threads().run(_saved_apart, plan, tied)
+        if not tied:
+            return 0
+        assert self._source is not None
+        aside = await io_threads().run(self._aside, plan, dict.fromkeys([*tied, *tied.values()]))
+        reader = Reader(self._source, self.request.options.verify)
+        await reader.read(list(aside.values()), own=self._manifest.own)
+        prepared.reader.unverified |= reader.unverified
+        await io_threads().run(_compare_ties, tied, aside)
+        return reader.nbytes
 
     # --- in threads ---
 
@@ -384,6 +391,18 @@ def _copy_all(prepared: _Prepared) -> Steps[None]:
             with torch.inference_mode(target.is_inference()), torch.no_grad():
                 copyable(target).copy_(copyable(source))
     reader.streams.finish()
+
+
+def _saved_apart(plan: LoadPlan, tied: Mapping[str, str]) -> dict[str, str]:
+    """Return those of ``tied`` whose bytes are at another place than those of their leaders."""
+    entries = plan.names.manifest.entries
+
+    def place(name: str) -> object:
+        entry = entries[plan.local[name].fqn]
+        assert isinstance(entry, TensorEntry)
+        return entry.dtype, entry.chunks
+
+    return {fqn: leader for fqn, leader in yielding_gil(tied.items()) if place(fqn) != place(leader)}
 
 
 def _compare_ties(tied: Mapping[str, str], aside: Mapping[str, Wanted]) -> None:
