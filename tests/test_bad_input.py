@@ -169,6 +169,7 @@ async def test_tied_in_the_target_but_saved_apart_by_another_writer(tmp_path: Pa
         assert not other.any()
         report = await sidestream.load({"a": tied, "b": tied, "other": other}, tmp_path / "c", options=options)
         assert report.unverified == ()
+        assert report.nbytes == 3 * tied.nbytes + other.nbytes  # a and b for the comparison, and a again
         assert torch.equal(tied, apart["a"])
         assert torch.equal(other, apart["other"])
         tied.zero_()

@@ -18,12 +18,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from keywords import for_load
+from safetensors.torch import save_file
 from states import assert_same, model_and_optimizer
 
 import sidestream
 from sidestream import errors
 from sidestream._layout.ask import Answers
 from sidestream._layout.flatten import leaves_of
+from sidestream._load.reader import Reader, Wanted
 from sidestream._storage import ReadRange
 from sidestream._storage.store import coalesce
 
@@ -117,6 +119,31 @@ async def test_cast_converts_into_the_dtype_of_the_target(tmp_path: Path) -> Non
         assert torch.equal(target["half"], half.double())
         assert target["ints"].tolist() == [0.0, 1.0, 2.0, 3.0]
         assert report.nbytes == large.nbytes + half.nbytes + 4 * 8 + 2 * 4
+
+
+@pytest.mark.parametrize("writer", ["torch", "safetensors"])
+async def test_tied_tensors_that_another_writer_saved_once_are_read_once(
+    writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tied, target = torch.arange(100.0), torch.zeros(100)
+    file, options = tmp_path / f"saved.{writer}", sidestream.LoadOptions()
+    if writer == "torch":
+        torch.save({"a": tied, "b": tied}, file)
+    else:
+        save_file({"a": tied}, file)
+        options = sidestream.LoadOptions(names={"b": "a"})
+    read: list[int] = []
+    read_all = Reader.read
+
+    async def count(self: Reader, wanted: list[Wanted], **more: Any) -> None:
+        read.append(len(wanted))
+        await read_all(self, wanted, **more)
+
+    monkeypatch.setattr(Reader, "read", count)
+    report = await sidestream.load({"a": target, "b": target}, file, options=options)
+    assert torch.equal(target, tied)
+    assert read == [1]
+    assert report.unverified == (() if writer == "torch" else ("a", "b"))
 
 
 async def test_cast_never_drops_a_part_of_a_number(tmp_path: Path) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import sidestream
+from sidestream._format.records import Entries
 from sidestream._layout import match as matching
 from sidestream._layout.ranges import Straight, StraightBatch, straight_batches
 from sidestream._load.jobs import Scratch
@@ -247,3 +253,56 @@ async def test_a_tensor_without_memory(tmp_path: Path) -> None:
     await sidestream.save({"a": torch.ones(3)}, tmp_path / "step")
     with pytest.raises(sidestream.errors.SidestreamError):
         await sidestream.load({"a": torch._efficientzerotensor(3)}, tmp_path / "step")
+
+
+def calls_of_steps(steps: Iterator[None]) -> list[int]:
+    """Return how many functions each step calls."""
+    found = [0]
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        found[-1] += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        for _ in steps:
+            found.append(0)
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def test_many_views_of_one_array_are_not_compared_in_pairs() -> None:
+    columns = torch.zeros(4, 256).unbind(1)
+    tiles = [tile for row in torch.zeros(64, 64).split(4) for tile in row.split(4, 1)]
+    for views in (columns, tiles):
+        assert at_once(matching._all_apart(views))
+        calls = calls_of_steps(matching._all_apart(views))
+        assert sum(calls) < 100 * len(views)
+        assert max(calls) < 10 * len(views)
+
+
+SPANS = st.tuples(st.integers(0, 5), st.integers(1, 6))
+
+
+@given(st.lists(st.tuples(SPANS, SPANS), min_size=2, max_size=6))
+def test_views_that_are_held_apart_have_no_element_in_common(spans: list[tuple[tuple[int, int], ...]]) -> None:
+    numbers = torch.arange(36).reshape(6, 6)
+    views = [numbers[top : top + height, left : left + width] for (top, height), (left, width) in spans]
+    views.sort(key=torch.Tensor.data_ptr)
+    met = torch.cat([view.reshape(-1) for view in views])
+    if at_once(matching._all_apart(views)):
+        assert len(met.unique()) == len(met)
+
+
+async def test_entries_of_tensors_that_are_not_tied_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await sidestream.save({f"t{number}": torch.ones(2, 3) for number in range(50)}, tmp_path / "step")
+    made: list[str] = []
+    make = Entries.__getitem__
+    monkeypatch.setattr(Entries, "__getitem__", lambda self, fqn: made.append(fqn) or make(self, fqn))
+    target = {f"t{number}": torch.zeros(3, 2).t() for number in range(50)}
+    await sidestream.load(target, tmp_path / "step")
+    assert all(tensor.all() for tensor in target.values())
+    assert len(made) == 2 * 50  # for the match and for the read

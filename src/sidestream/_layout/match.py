@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -27,7 +28,7 @@ from .._format.records import (
 )
 from .._runtime.public import shortened
 from .._runtime.steps import Steps, chunked, collected, in_turn
-from .._runtime.torch_probes import Stateful, check_tensor, dtype_name, extent_bytes, lazy_bits
+from .._runtime.torch_probes import Stateful, addresses, check_tensor, dtype_name, lazy_bits
 from ..errors import (
     KindMismatchError,
     ShapeMismatchError,
@@ -45,7 +46,11 @@ from .ranges import Candidate, Straight
 
 __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 
+T = TypeVar("T")
 PlainPath = tuple[str | int, ...]
+_Box: TypeAlias = list[tuple[int, int]]
+_Extents: TypeAlias = Mapping[str, tuple[int, int]]
+"""The first address of each tensor that has elements, and the one after the last."""
 
 _MANY = 256
 _FEW = 32  # leaves, which take some microseconds each
@@ -189,9 +194,9 @@ def match(
     asked.update(part for fqn in composites.met for part in parts_of(fqn, manifest.entries))
     top = {str(key) for key, _ in answers.items(state)}
     rest = yield from _not_requested(called, asked, top, findings, parts)
-    local = yield from _locals(tensors, held, straight, manifest)
-    leaders = yield from _tied(local, manifest, findings)
-    shared = yield from _sharing([(name, local[name].tensor) for name in dict.fromkeys(leaders.values())])
+    local, extents = yield from _locals(tensors, held, straight, manifest)
+    leaders = yield from _tied(local, extents, manifest, findings)
+    shared = yield from _sharing(local, extents, dict.fromkeys(leaders.values()))
     _check_fresh(statefuls, tensors)
     yield from findings.raise_if_any(url, lambda: _names_in(state, answers), saved_names)
     new = dict.fromkeys(part for leaf in composites.sparse for part in parts_of(leaf.fqn, manifest.entries))
@@ -252,20 +257,14 @@ def _view(tensor: torch.Tensor) -> object:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy_bits(tensor)
 
 
-def _end(tensor: torch.Tensor) -> int:
-    """Return the address after the last element."""
-    skipped = int(tensor.storage_offset()) * tensor.itemsize
-    return tensor.data_ptr() + extent_bytes(tensor) - skipped
-
-
 def _locals(
     tensors: Mapping[str, torch.Tensor],
     held: Mapping[str, Iterable[tuple[str, Local]]],
     straight: Straight,
     manifest: Manifest,
-) -> Steps[dict[str, Local]]:
-    """Return the memory of the tensors that are not ``straight``. Tensors that share memory are removed from
-    ``straight`` first. ``held`` has the pieces of tensors that are known already."""
+) -> Steps[tuple[dict[str, Local], _Extents]]:
+    """Return the memory of the tensors that are not ``straight``, and its extents. Tensors that share memory are
+    removed from ``straight`` first. ``held`` has the pieces of tensors that are known already."""
 
     def others() -> Iterator[tuple[str, Local]]:
         for fqn, tensor in tensors.items():
@@ -276,13 +275,18 @@ def _locals(
                     yield name, piece
 
     local = dict((yield from collected(others())))
-    pieces = (one.tensor for one in local.values() if one.tensor.numel())
-    extents = yield from collected((one.data_ptr(), _end(one), "") for one in pieces)
-    shared = yield from straight.shared(extents)
+    extents = yield from _extents(local)
+    shared = yield from straight.shared(extents.values())
     if not shared:
-        return local
+        return local, extents
     straight.remove(shared)
-    return dict((yield from collected(others())))
+    local = dict((yield from collected(others())))
+    return local, (yield from _extents(local))
+
+
+def _extents(local: Mapping[str, Local]) -> Steps[_Extents]:
+    pieces = ((name, one.tensor) for name, one in local.items())
+    return dict((yield from collected((name, addresses(tensor)) for name, tensor in pieces if tensor.numel())))
 
 
 def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> Steps[frozenset[str]]:
@@ -368,27 +372,28 @@ def _tensor_fits(leaf: Leaf, pieces: Iterable[tuple[str, Local]], entry: Entry |
     return False
 
 
-def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: Findings) -> Steps[dict[str, str]]:
+def _tied(
+    tensors: Mapping[str, Local], extents: _Extents, manifest: Manifest, findings: Findings
+) -> Steps[dict[str, str]]:
     """Return the leader of each tensor. Tied tensors must have been saved with the same bytes; for other writers that
     is only known when they are read. Row-major tensors that overlap in another way are findings, because one would be
     read over the other. ``_sharing`` finds other overlaps."""
     first: dict[object, str] = {}
     leaders: dict[str, str] = {}
-    extents: list[tuple[int, int, str]] = []
+    row_major: list[tuple[int, int, str]] = []
     exact = manifest.exact and not manifest.ranks
     for fqn, (whole, tensor, box) in tensors.items():
         yield
-        view = (_view(tensor), box) if tensor.numel() else fqn
+        view = (_view(tensor), box) if fqn in extents else fqn
         leaders[fqn] = leader = first.setdefault(view, fqn)
-        saved = manifest.entries[whole], manifest.entries[tensors[leader].fqn]
-        if leader != fqn and exact and _content(saved[0]) != _content(saved[1]):
+        if leader != fqn and exact and not _same_content(manifest, whole, tensors[leader].fqn):
             findings.add(
                 StateMismatchError, f"{fqn}: shares its memory with {leader}, but they were saved with different values"
             )
-        if leader == fqn and tensor.numel() and tensor.is_contiguous() and not lazy_bits(tensor):
-            extents.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, fqn))
-    extents.sort()
-    for (_, end, fqn), (start, _, other) in pairwise(extents):
+        if leader == fqn and fqn in extents and tensor.is_contiguous() and not lazy_bits(tensor):
+            row_major.append((*extents[fqn], fqn))
+    row_major.sort()
+    for (_, end, fqn), (start, _, other) in pairwise(row_major):
         if start < end:
             findings.add(
                 StateMismatchError, f"{other}: overlaps with {fqn} in the memory of the target; clone() one of them"
@@ -396,34 +401,36 @@ def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: Findings) 
     return leaders
 
 
-def _sharing(tensors: Iterable[tuple[str, torch.Tensor]]) -> Steps[tuple[tuple[str, ...], ...]]:
-    """Return the groups of tensors that may share elements with each other, or have elements that share memory."""
-    extents = yield from collected((one.data_ptr(), _end(one), name, one) for name, one in tensors if one.numel())
-    extents.sort(key=lambda one: one[:2])
-    groups: list[list[tuple[str, torch.Tensor]]] = []
-    reached = 0
-    for start, end, name, tensor in extents:
-        yield
-        if start >= reached:
-            groups.append([])
-        groups[-1].append((name, tensor))
-        reached = max(reached, end)
+def _sharing(
+    tensors: Mapping[str, Local], extents: _Extents, names: Iterable[str]
+) -> Steps[tuple[tuple[str, ...], ...]]:
+    """Return the groups of ``names`` of tensors that may share elements with each other, or have elements that share
+    memory."""
+    placed = yield from collected((*extents[name], name) for name in names if name in extents)
+    groups = yield from _separated(placed)
     found: list[tuple[str, ...]] = []
     for group in groups:
-        if not (yield from _all_apart([tensor for _, tensor in group])):
-            found.append(tuple(name for name, _ in group))
+        if not (yield from _all_apart([tensors[name].tensor for name in group])):
+            found.append(tuple(group))
     return tuple(found)
 
 
 def _all_apart(tensors: Sequence[torch.Tensor]) -> Steps[bool]:
-    """Return whether these tensors certainly have no element in common, and each has none twice."""
+    """Return whether these tensors certainly have no element in common, and each has none twice. They are sorted by
+    address. Several must be boxes of one array."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return _is_distinct(first)
     if len(tensors) > _MANY:
         return False
-    for number, one in enumerate(tensors):
+    boxes: list[_Box] = []
+    for one in tensors:
         yield
-        if not _is_distinct(one) or not all(_apart(one, other) for other in tensors[:number]):
+        box = _box_in(one, first.data_ptr())
+        if box is None or one.stride() != first.stride() or one.itemsize != first.itemsize:
             return False
-    return True
+        boxes.append(box)
+    return (yield from _cut_apart(boxes))
 
 
 def _is_distinct(tensor: torch.Tensor) -> bool:
@@ -438,36 +445,57 @@ def _is_distinct(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have no element in common. False if that is not certain. It is for slices of one
-    array."""
-    if _end(one) <= other.data_ptr() or _end(other) <= one.data_ptr():
-        return True
-    if one.stride() != other.stride() or one.itemsize != other.itemsize:
-        return False
-    begin = min(one.data_ptr(), other.data_ptr())
-    first, second = _box_in(one, begin), _box_in(other, begin)
-    if first is None or second is None:
-        return False
-    pairs = zip(first, second, strict=True)
-    return any(at + size <= start or start + extent <= at for (at, size), (start, extent) in pairs)
-
-
-def _box_in(tensor: torch.Tensor, begin: int) -> list[tuple[int, int]] | None:
-    """Return the start and the size of ``tensor`` in each dimension of the row-major array at ``begin`` that has its
+def _box_in(tensor: torch.Tensor, begin: int) -> _Box | None:
+    """Return where ``tensor`` starts and ends in each dimension of the row-major array at ``begin`` that has its
     strides. None if it is not a box in such an array."""
     offset, rest = divmod(tensor.data_ptr() - begin, tensor.itemsize)
-    box: list[tuple[int, int]] = []
+    if rest:
+        return None
+    box: _Box = []
     outer = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True):
-        if rest or stride == 0:
+        if stride == 0:
             return None
         start, offset = divmod(offset, stride)
         if outer and (outer % stride or start + size > outer // stride):
             return None
-        box.append((start, size))
+        box.append((start, start + size))
         outer = stride
-    return [*box, (offset, 1)]
+    return [*box, (offset, offset + 1)]
+
+
+def _cut_apart(boxes: list[_Box]) -> Steps[bool]:
+    """Return whether all boxes can be separated by cuts in one dimension at a time, each through the whole of a part.
+    That takes some sorting, and no comparison of all pairs."""
+    uncut = [boxes]
+    while uncut:
+        some = uncut.pop()
+        for dimension in range(len(some[0])):
+            parts = yield from _separated([(*box[dimension], box) for box in some])
+            if len(parts) > 1:
+                break
+        else:
+            return False
+        uncut += [part for part in parts if len(part) > 1]
+    return True
+
+
+def _separated(extents: list[tuple[int, int, T]]) -> Steps[list[list[T]]]:
+    """Return the groups of what has a start and an end, such that extents of different groups do not overlap."""
+    groups: list[list[T]] = []
+    reached = 0
+    for some in chunked(sorted(extents, key=itemgetter(0)), _FEW):
+        for start, end, one in some:
+            if start >= reached:
+                groups.append([])
+            groups[-1].append(one)
+            reached = max(reached, end)
+        yield
+    return groups
+
+
+def _same_content(manifest: Manifest, fqn: str, other: str) -> bool:
+    return _content(manifest.entries[fqn]) == _content(manifest.entries[other])
 
 
 def _content(entry: Entry) -> object:

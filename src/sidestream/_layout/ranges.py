@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import attrgetter, lt
@@ -317,14 +317,14 @@ class Straight:
             self.payloads.setdefault(file, []).append((offset, nbytes, 0, crcs, digests, fqn))
         return taken
 
-    def shared(self, others: list[tuple[int, int, str]]) -> Steps[set[str]]:
-        """Return the FQNs of tensors that share memory with each other, or with one of ``others``. Each of ``others``
-        is a start address, an end address and an empty name."""
-        starts = sorted([*self.starts, *(start for start, _, _ in others)])
-        ends = sorted([*self.ends, *(end for _, end, _ in others)])
+    def shared(self, others: Collection[tuple[int, int]]) -> Steps[set[str]]:
+        """Return the FQNs of tensors that share memory with each other, or with one of ``others``, which are start and
+        end addresses."""
+        starts = sorted([*self.starts, *(start for start, _ in others)])
+        ends = sorted([*self.ends, *(end for _, end in others)])
         if not any(map(lt, starts[1:], ends)):  # the (n+1)-th smallest start is never less than the n-th smallest end
             return set()
-        extents = sorted([*zip(self.starts, self.ends, self.tensors, strict=True), *others])
+        extents = sorted([*zip(self.starts, self.ends, self.tensors, strict=True), *((*one, "") for one in others)])
         found: set[str] = set()
         reached, holder = 0, ""
         for some in chunked(extents, _MANY):

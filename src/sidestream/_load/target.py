@@ -26,7 +26,7 @@ from .._layout.match import LoadPlan, StatefulLoad, match, plain_path
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.state_dict_calls import key_order, monitored
 from .._runtime.threads import Steps, clear_gradually, gathered, io_threads, run_sliced, sliced, yielding_gil
-from .._runtime.torch_probes import copyable, extent_bytes, neg_view, plain_bytes
+from .._runtime.torch_probes import addresses, copyable, neg_view, plain_bytes
 from .._storage import Location, RangeSource
 from ..errors import LoadStateDictError, StateMismatchError, allocating, indented
 from .device_streams import streams_of
@@ -235,8 +235,9 @@ class StateTarget:
 
     async def read(self) -> None:
         prepared = self._ready
-        await self._check_ties(prepared)
+        compared = await self._check_ties(prepared)
         await prepared.reader.read(prepared.wanted, own=self._manifest.own)
+        prepared.reader.nbytes += compared
         if prepared.plan.shared:
             await io_threads().run(_check_shared, prepared)
         if prepared.plan.composites:
@@ -284,27 +285,33 @@ class StateTarget:
 
     @property
     def unverified(self) -> set[str]:
-        return self._ready.reader.unverified
+        found, leaders = self._ready.reader.unverified, self._ready.plan.leaders
+        return found | {fqn for fqn, leader in leaders.items() if leader in found} if found else found
 
     @property
     def _ready(self) -> _Prepared:
         assert self._prepared is not None
         return self._prepared
 
-    async def _check_ties(self, prepared: _Prepared) -> None:
+    async def _check_ties(self, prepared: _Prepared) -> int:
         """Compare tensors that are tied in the target, and were saved separately, as stock DCP does. They are read into
-        other memory, before the target is changed. Raises ``StateMismatchError``."""
+        other memory, before the target is changed. Returns how many bytes that reads. Raises
+        ``StateMismatchError``."""
         if self._manifest.exact and not self._manifest.ranks:  # tied tensors were saved once
-            return
+            return 0
         plan = prepared.plan
         tied = {fqn: leader for fqn, leader in plan.leaders.items() if fqn != leader}
         if tied:
-            assert self._source is not None
-            aside = await io_threads().run(self._aside, plan, dict.fromkeys([*tied, *tied.values()]))
-            reader = Reader(self._source, self.request.options.verify)
-            await reader.read(list(aside.values()), own=self._manifest.own)
-            prepared.reader.unverified |= reader.unverified
-            await io_threads().run(_compare_ties, tied, aside)
+            tied = await io_threads().run(_saved_apart, plan, tied)
+        if not tied:
+            return 0
+        assert self._source is not None
+        aside = await io_threads().run(self._aside, plan, dict.fromkeys([*tied, *tied.values()]))
+        reader = Reader(self._source, self.request.options.verify)
+        await reader.read(list(aside.values()), own=self._manifest.own)
+        prepared.reader.unverified |= reader.unverified
+        await io_threads().run(_compare_ties, tied, aside)
+        return reader.nbytes
 
     # --- in threads ---
 
@@ -386,6 +393,18 @@ def _copy_all(prepared: _Prepared) -> Steps[None]:
     reader.streams.finish()
 
 
+def _saved_apart(plan: LoadPlan, tied: Mapping[str, str]) -> dict[str, str]:
+    """Return those of ``tied`` whose bytes are at another place than those of their leaders."""
+    entries = plan.names.manifest.entries
+
+    def place(name: str) -> object:
+        entry = entries[plan.local[name].fqn]
+        assert isinstance(entry, TensorEntry)
+        return entry.dtype, entry.chunks
+
+    return {fqn: leader for fqn, leader in yielding_gil(tied.items()) if place(fqn) != place(leader)}
+
+
 def _compare_ties(tied: Mapping[str, str], aside: Mapping[str, Wanted]) -> None:
     for fqn, leader in tied.items():
         one, other = aside[fqn].target, aside[leader].target
@@ -418,11 +437,7 @@ def _check_shared(prepared: _Prepared) -> None:
 
 def _laid_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors in new memory that lie to each other as these do."""
-    starts = [one.data_ptr() for one in tensors]
-    ends = [
-        start + extent_bytes(one) - int(one.storage_offset()) * one.itemsize
-        for start, one in zip(starts, tensors, strict=True)
-    ]
+    starts, ends = zip(*map(addresses, tensors), strict=True)
     first = min(starts) // _ALIGN_BYTES * _ALIGN_BYTES
     with allocating("memory to compare tensors that share memory"):
         memory = torch.empty(max(ends) - first, dtype=torch.uint8).untyped_storage()

@@ -17,6 +17,7 @@ __all__ = [
     "TORCH_VERSION",
     "HeldShard",
     "Stateful",
+    "addresses",
     "attributes_of",
     "check_tensor",
     "convert_all",
@@ -172,10 +173,20 @@ def extent_bytes(tensor: torch.Tensor) -> int:
     """Return the number of bytes from the beginning of the storage to the last element of ``tensor``."""
     if tensor.numel() == 0:
         return 0
+    return int(tensor.storage_offset()) * tensor.itemsize + _spanned_bytes(tensor)
+
+
+def addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first element of ``tensor``, which has one, and the address after the last."""
+    start = tensor.data_ptr()
+    return start, start + _spanned_bytes(tensor)
+
+
+def _spanned_bytes(tensor: torch.Tensor) -> int:
     if tensor.is_contiguous():
-        return int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes
+        return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (int(tensor.storage_offset()) + int(last) + 1) * tensor.itemsize
+    return (int(last) + 1) * tensor.itemsize
 
 
 _keys_of = torch._C._dispatch_keys
