@@ -3,6 +3,7 @@ no time on the event loop. Every function that works on a listing or on metadata
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -39,6 +40,7 @@ from sidestream._format.marker import PartMarker, missing_ranks, part_attribute,
 from sidestream._format.rank_files import merge_ranks, rank_files
 from sidestream._format.records import Chunk, DictKey, Manifest, TensorEntry
 from sidestream._format.shared import parse_part
+from sidestream._format.torch_zip.file import read_torch_file
 from sidestream._layout.assemble import assemble
 from sidestream._layout.hashed import check_hashes, fill, set_of
 from sidestream._layout.values import decode_value
@@ -56,7 +58,9 @@ from sidestream.errors import (
     CorruptCheckpointError,
     DeadlineExceededError,
     IncompleteCheckpointError,
+    KeyCollisionError,
     OutOfMemoryError,
+    UnsafeObjectError,
     UnsupportedCheckpointError,
 )
 
@@ -153,7 +157,38 @@ async def test_metadata_of_a_user_has_no_keys_but_strings(tmp_path: Path) -> Non
         _ = checkpoint.metadata
 
 
+@pytest.mark.parametrize("last", [b"](K\x01K\x01e", b"K\x01"], ids=["of Python 2", "malformed"])
+@pytest.mark.parametrize("holder", [b"]", b""], ids=["list", "tuple"])
+def test_a_dict_of_pairs_that_is_shared_is_not_walked_for_each_reference(last: bytes, holder: bytes) -> None:
+    count = 1000
+    pairs = b"](](K\x01K\x01eq\x00" + b"h\x00" * (count - 2) + last + b"e"
+    shared = b"(ccollections\nOrderedDict\n" + pairs + b"\x85Rq\x01" + b"h\x01" * (count - 1)
+    pickled = b"\x80\x02}X\x01\x00\x00\x00a" + (holder + shared + b"e" if holder else shared + b"t") + b"s."
+    raw = with_records(item(1), lambda name, old: pickled if name.endswith("data.pkl") else old)
+    with processor_budget(SECONDS):
+        assert most_calls_of_a_step(read_torch_file(io.BytesIO(raw), len(raw))) < 20 * count
+
+
 # --- 20,000 names ----------------------------------------------------------------------------------------------------
+
+
+def most_calls_of_a_step(steps: Steps[object]) -> int:
+    """Return the number of calls in the longest step, up to the end of ``steps`` or an error."""
+    calls = most = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        for _ in steps:
+            calls, most = 0, max(most, calls)
+    except (CorruptCheckpointError, KeyCollisionError, UnsafeObjectError):
+        pass
+    finally:
+        sys.setprofile(None)
+    return max(most, calls)
 
 
 @contextmanager

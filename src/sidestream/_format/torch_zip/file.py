@@ -47,6 +47,7 @@ _OTHER_KINDS = {
     "torch._utils._rebuild_sparse_csr_tensor": "a sparse tensor",
     "torch._utils._rebuild_nested_tensor": "a nested tensor",
 }
+_ORDERED_DICT = "collections.OrderedDict"
 _CHECKED_OPCODES = 1 << 18
 
 Records = Literal["needed", "all"]
@@ -304,7 +305,7 @@ def _pairs(value: object) -> Pairs | None:
     """Return the content of a dict, or of an ``OrderedDict`` without its attributes. None for other objects."""
     if isinstance(value, Pairs):
         return value
-    if not isinstance(value, PickledCall) or value.function != "collections.OrderedDict":
+    if not isinstance(value, PickledCall) or value.function != _ORDERED_DICT:
         return None
     match value.args:
         case ():
@@ -321,8 +322,11 @@ def _key(key: object) -> Key | None:
 
 
 def _holds(value: object) -> bool:
-    tensor = isinstance(value, PickledCall) and value.function in TENSOR_REBUILDERS
-    return tensor or isinstance(value, list) or _pairs(value) is not None
+    """Return whether a list with this element is flattened. Only the kind decides. A list may refer to one object many
+    times, and a look at the content of each would take too long."""
+    if isinstance(value, PickledCall):
+        return value.function in TENSOR_REBUILDERS or value.function == _ORDERED_DICT
+    return isinstance(value, list | Pairs)
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
