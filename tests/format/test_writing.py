@@ -96,8 +96,22 @@ def test_more_than_four_gibibytes(nbytes: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [7, 1 << 200, "x", None, (1, [2.5]), {"a": {1: b"\xff"}}, torch.Size([1]), {1}, (torch.arange(3),)],
-    ids=str,
+    [
+        7,
+        1 << 200,
+        (1 << 8191) - 1,
+        -(1 << 8190),
+        "x",
+        None,
+        (1, [2.5]),
+        {"a": {1: b"\xff"}},
+        torch.Size([1]),
+        {1},
+        (torch.arange(3),),
+        torch.device("cuda:0"),
+        torch.device("cpu"),
+    ],
+    ids=lambda value: str(value)[:40],
 )
 def test_values_are_what_torch_load_expects_and_what_we_read(value: object) -> None:
     node = json.loads(json.dumps(encode_value(value, "v")))

@@ -11,6 +11,7 @@ __all__ = [
     "BLOCK_BYTES",
     "DTYPES",
     "MAX_FQN_CHARS",
+    "MAX_INTEGER_BYTES",
     "MAX_PARTS",
     "MAX_PATH_DEPTH",
     "MAX_RANK",
@@ -50,7 +51,8 @@ MAX_FQN_CHARS = 4096
 MAX_PATH_DEPTH = 64
 MAX_RANK = 64
 MAX_SIZE = (1 << 63) - 1
-"""The limits of names, paths and shapes. Readers refuse more, so nothing more is written."""
+MAX_INTEGER_BYTES = 1024
+"""The limits of names, paths, shapes and integers. Readers refuse more, so nothing more is written."""
 
 _SHOWN_CHARS = 200
 
@@ -363,9 +365,15 @@ def name_problem(fqn: str, path: tuple[Key, ...]) -> str | None:
         what = f"a name of {len(fqn)} characters, and {MAX_FQN_CHARS} are the most that are read: use shorter keys"
     elif len(path) > MAX_PATH_DEPTH:
         what = f"nested deeper than {MAX_PATH_DEPTH} levels, the most that are read: use fewer levels"
+    elif len(fqn) > 2 * MAX_INTEGER_BYTES and any(map(_is_long, path)):
+        what = f"an integer of more than {MAX_INTEGER_BYTES} bytes as a key, the most that are read: use shorter keys"
     else:
         return None
     return f"{fqn[:_SHOWN_CHARS]}: {what}, or another name with names="
+
+
+def _is_long(key: Key) -> bool:
+    return isinstance(key, DictKey) and type(key.value) is int and key.value.bit_length() >= 8 * MAX_INTEGER_BYTES
 
 
 def shape_problem(dtype: str, shape: tuple[int, ...]) -> str | None:

@@ -26,7 +26,8 @@ __all__ = ["VALUE_GLOBALS", "ValueBudget", "node_of", "value_globals"]
 _PARTS_IN_A_STEP = 64
 _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMPY_KINDS = re.compile("b1|[iu][1248]|f[248]|c8|c16")
-_DEVICE = re.compile("[a-z0-9_]{1,32}")
+_DEVICE_TYPE = re.compile("[a-z0-9_]{1,32}")
+_DEVICE = re.compile(f"{_DEVICE_TYPE.pattern}(:[0-9]{{1,5}})?")
 _RECONSTRUCT = frozenset(f"{core}._reconstruct" for core in _NUMPY_CORES)
 _BYTES_IO = frozenset({"_io.BytesIO", "io.BytesIO"})
 _SCALAR = frozenset(f"{core}.scalar" for core in _NUMPY_CORES)
@@ -181,8 +182,8 @@ class _Translator:
                 return {"bytearray": self._base64(_encode(content, encoding))}
             case "torch.Size", (tuple(sizes),) if all(type(size) is int and abs(size) < 1 << 63 for size in sizes):
                 return {"size": (yield from self._nodes(sizes))}
-            case "torch.device", (str(kind),) if _DEVICE.fullmatch(kind):
-                return {"device": kind}
+            case "torch.device", (str(device),) if _DEVICE.fullmatch(device):
+                return {"device": device}
             case "numpy.array", (PickledCall("numpy.ndarray", (tuple(shape), str(dtype), content), None, None, None),):
                 return self._array(shape, *_checked_dtype(dtype), _bytes_of(content))
             case "_operator.getitem", (PickledCall("numpy.array", (array,), None, None, None), ()):
@@ -191,7 +192,7 @@ class _Translator:
                         return self._scalar(*_checked_dtype(dtype), _bytes_of(content))
             case "getattr", (Global(enum), str(member)) if enum in self._allow:
                 return {"member": [enum, member]}
-            case "torch.device", (str(kind), int(index)) if _DEVICE.fullmatch(kind) and 0 <= index < 1 << 16:
+            case "torch.device", (str(kind), int(index)) if _DEVICE_TYPE.fullmatch(kind) and 0 <= index < 1 << 16:
                 return {"device": f"{kind}:{index}"}
         if name not in VALUE_GLOBALS:
             raise UnsafeObjectError(f"the value asks for {name}, which is not among the types read as data")
