@@ -43,6 +43,7 @@ from sidestream._format.shared import parse_part
 from sidestream._format.torch_zip.file import read_torch_file
 from sidestream._layout.assemble import assemble
 from sidestream._layout.hashed import check_hashes, fill, set_of
+from sidestream._layout.names import consistent
 from sidestream._layout.values import decode_value
 from sidestream._run.steps import Generations, list_generations, list_steps, named_steps
 from sidestream._runtime.steps import Steps
@@ -141,6 +142,35 @@ def test_colliding_places_of_ranks_cost_nothing() -> None:
         assert len(run_sliced(parse_part(part)).chunks) == MANY
     with pytest.raises(CorruptCheckpointError):
         run_sliced(parse_part(json.dumps([1 << 80, [0], [1], "f", 0, 1, 0, ""]).encode() + b"\n"))
+
+
+def test_new_names_of_colliding_paths_cost_nothing() -> None:
+    paths = {str(n): tuple(DictKey((n >> bit & 1) * MODULUS) for bit in range(10)) for n in range(1 << 10)}
+    assert len(set(map(hash, paths.values()))) == 1
+    with processor_budget(SECONDS):
+        assert most_calls_of_a_step(consistent(paths, "c")) < 200
+
+
+async def test_a_selection_of_colliding_paths_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[Any, Any] = {"a": 1}
+    for _ in range(9):
+        state = {0: state, MODULUS: state}
+    await sidestream.save(state, tmp_path / "c")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
+    compared = 0
+    same = DictKey.__eq__
+
+    def count(first: DictKey, second: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return same(first, second)
+
+    with processor_budget(SECONDS):
+        monkeypatch.setattr(DictKey, "__eq__", count)
+        assert await checkpoint.state_dict(select="*") == state
+        assert compared == 0
+        await sidestream.convert(tmp_path / "c", tmp_path / "d", select="*")
+    assert compared < 50 << 9
 
 
 async def test_metadata_of_a_user_has_no_keys_but_strings(tmp_path: Path) -> None:
@@ -663,6 +693,19 @@ async def test_a_path_of_stock_dcp_makes_its_fqn(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*")
+async def test_paths_that_contradict_each_other_are_damage_also_in_a_selection(tmp_path: Path) -> None:
+    described(tmp_path / "c", item(STATE["w"]), item(STATE["v"]))
+    metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    metadata.planner_data = {"w": ("w",), "w.v": ("w", "v")}
+    metadata.state_dict_metadata["w.v"] = metadata.state_dict_metadata.pop("v")
+    metadata.storage_data[MetadataIndex("w.v")] = metadata.storage_data.pop(MetadataIndex("v"))
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
+    for select in (None, "*"):
+        with pytest.raises(CorruptCheckpointError, match="a container at"):
+            await checkpoint.state_dict(select=select)
+
+
 async def test_every_path_that_stock_dcp_makes_is_read(tmp_path: Path) -> None:
     one = torch.ones(1)
     state = {
