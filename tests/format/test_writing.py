@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import random
+import sys
 import threading
 import zipfile
 import zlib
@@ -154,6 +155,28 @@ def test_what_is_encoded_in_slices_is_the_same(nbytes: int) -> None:
     assert value_line_of(content, 1 << 30) == line_of(content)
     texts = pickle.loads(pickle_node(node)[0])
     assert texts == (raw, *node["tuple"][1:])
+
+
+@pytest.mark.parametrize("long", ["", "x" * (3 << 19)], ids=["short strings", "a long string"])
+def test_a_value_of_many_numbers_is_encoded_without_a_call_for_each(long: str) -> None:
+    numbers: list[Node] = [*range(100_000), 2.5, True, None]
+    pairs: list[Node] = [[number, str(number)] for number in range(0 if long else 100_000)]
+    node: Node = {"tuple": [{"list": numbers}, {"dict": pairs}, [], {}, long]}
+    content = ["value", ["a.distcp", 0, 1 << 30, node], "v", ["v"]]
+    expected = line_of(content)
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        line = value_line_of(content, 1 << 30)
+    finally:
+        sys.setprofile(None)
+    assert line == expected
+    assert calls < 1000
 
 
 @pytest.mark.parametrize("cut", [2, 3])
