@@ -269,3 +269,14 @@ def test_random_opcodes_end_in_a_value_or_a_typed_error(opcodes: list[bytes]) ->
 
 def test_the_longest_integer_that_is_saved_is_read() -> None:
     assert Limits().integer_bytes == MAX_INTEGER_BYTES
+
+
+@pytest.mark.parametrize("shift", range(5))
+def test_a_long_text_is_decoded_as_at_once(shift: int) -> None:
+    text = "a" * ((1 << 20) - shift) + "\ud800\U0001d11e" + "\u00e9\u20ac" * (1 << 18) + "\udc00"
+    data = pickle.dumps(text, 2)
+    assert run_sliced(decode(data, ALLOWED)) == text
+    for right, wrong in ((b"\xf0\x9d\x84\x9e", b"\xf0\x9d\x84a"), (b"\xed\xb0\x80", b"aa\xed")):
+        assert data.count(right) == 1
+        with pytest.raises(CorruptCheckpointError, match="UnicodeDecodeError"):
+            run_sliced(decode(data.replace(right, wrong), ALLOWED))

@@ -41,11 +41,12 @@ from sidestream._format.records import (
     Node,
     TensorEntry,
     ValueEntry,
+    node_of_bytes,
 )
 from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, lay_out
 from sidestream._format.shared import line_of, value_line_of
 from sidestream._format.torch_zip.file import open_value_item
-from sidestream._format.values import node_bytes, node_of_bytes, pickle_node
+from sidestream._format.values import node_bytes, pickle_node
 from sidestream._layout.values import decode_value, encode_value
 from sidestream._runtime.threads import Deadline, Stop, run_sliced, time_limit, wait_for_change
 from sidestream.errors import (

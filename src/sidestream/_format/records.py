@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ __all__ = [
     "MAX_RANK",
     "MAX_SIZE",
     "SAVED_DTYPES",
+    "SLICE_BYTES",
     "SPARSE_PARTS",
     "STORAGE_DTYPES",
     "SUB_BYTE_DTYPES",
@@ -37,6 +39,7 @@ __all__ = [
     "all_parts",
     "itemsize",
     "name_problem",
+    "node_of_bytes",
     "parts_of",
     "path_of",
     "shape_problem",
@@ -53,6 +56,9 @@ MAX_RANK = 64
 MAX_SIZE = (1 << 63) - 1
 MAX_INTEGER_BYTES = 1024
 """The limits of names, paths, shapes and integers. Readers refuse more, so nothing more is written."""
+
+SLICE_BYTES = 3 << 18
+"""The bytes that are encoded or decoded in one call, which holds the GIL."""
 
 _SHOWN_CHARS = 200
 
@@ -357,6 +363,12 @@ STORAGE_DTYPES = {storage: name for name, (_, storage) in DTYPES.items() if stor
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element. Raises ``KeyError`` for a dtype that a checkpoint cannot hold."""
     return 1 if dtype in SUB_BYTE_DTYPES else DTYPES[dtype][0]
+
+
+def node_of_bytes(raw: bytes | bytearray) -> str:
+    """Return the base64 string of a ``Node`` for bytes, which are encoded in slices."""
+    slices = (raw[at : at + SLICE_BYTES] for at in range(0, len(raw), SLICE_BYTES))
+    return "".join([base64.b64encode(one).decode() for one in slices])
 
 
 def name_problem(fqn: str, path: tuple[Key, ...]) -> str | None:

@@ -23,8 +23,8 @@ import torch
 
 from .._format.manifest import metadata_line
 from .._format.marker import MAX_METADATA_BYTES
-from .._format.records import DTYPES, MAX_INTEGER_BYTES, Manifest, Node
-from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind, node_of_bytes
+from .._format.records import DTYPES, MAX_INTEGER_BYTES, Manifest, Node, node_of_bytes
+from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
 from .._runtime.steps import Steps, at_once
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, plain_bytes
 from .._staging import Composite

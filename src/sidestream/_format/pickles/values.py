@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from base64 import b64encode
 from collections.abc import Callable, Sequence, Set
 from itertools import chain
 from typing import Any
 
 from ..._runtime.steps import Steps
 from ...errors import CorruptCheckpointError, UnsafeObjectError
-from ..records import Node, itemsize
+from ..records import SLICE_BYTES, Node, itemsize, node_of_bytes
 from .machine import Global, Pairs, Persistent, PickledCall
 from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, is_dtype, read_tensor
 
@@ -240,7 +239,7 @@ class _Translator:
         size = itemsize(tensor.dtype)
         self._spend(math.prod(tensor.shape) * size)
         data = _row_major(self._read_payload(tensor), size, tensor.shape, tensor.strides, tensor.storage_offset)
-        return {"tensor": {"dtype": tensor.dtype, "shape": list(tensor.shape), "data": _ascii(data)}}
+        return {"tensor": {"dtype": tensor.dtype, "shape": list(tensor.shape), "data": node_of_bytes(data)}}
 
     def _ndarray(self, call: PickledCall) -> Node:
         match call.args, call.state:
@@ -259,7 +258,7 @@ class _Translator:
         if fortran:
             strides = [math.prod(shape[:dim]) for dim in range(len(shape))]
             data = _row_major(data, size, shape, strides, 0)
-        return {"ndarray": {"dtype": spelled, "shape": list(shape), "data": _ascii(data)}}
+        return {"ndarray": {"dtype": spelled, "shape": list(shape), "data": node_of_bytes(data)}}
 
     def _numpy_scalar(self, call: PickledCall) -> Node:
         if len(call.args) != 2:
@@ -290,15 +289,11 @@ class _Translator:
 
     def _base64(self, content: bytes | bytearray) -> str:
         self._spend(len(content))
-        return _ascii(content)
+        return node_of_bytes(content)
 
 
 def _malformed(what: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"malformed value: {what}")
-
-
-def _ascii(content: bytes | bytearray) -> str:
-    return b64encode(content).decode("ascii")
 
 
 def _hashable(node: Node) -> bool:
@@ -326,7 +321,8 @@ def _encode(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1"):
         raise _malformed("bytes in an encoding other than latin-1")
     try:
-        return text.encode("latin-1")
+        slices = (text[at : at + SLICE_BYTES] for at in range(0, len(text), SLICE_BYTES))
+        return b"".join([one.encode("latin-1") for one in slices])
     except UnicodeEncodeError:
         raise _malformed("bytes that are not latin-1") from None
 
