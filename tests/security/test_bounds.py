@@ -41,6 +41,7 @@ from sidestream._format.rank_files import merge_ranks, rank_files
 from sidestream._format.records import Chunk, DictKey, Manifest, TensorEntry
 from sidestream._format.shared import parse_part
 from sidestream._format.torch_zip.file import read_torch_file
+from sidestream._format.torch_zip.zip import TorchZip
 from sidestream._layout.assemble import assemble
 from sidestream._layout.hashed import check_hashes, fill, set_of
 from sidestream._layout.names import consistent
@@ -171,6 +172,24 @@ async def test_a_selection_of_colliding_paths_costs_nothing(tmp_path: Path, monk
         assert compared == 0
         await sidestream.convert(tmp_path / "c", tmp_path / "d", select="*")
     assert compared < 50 << 9
+
+
+def test_a_storage_that_many_small_tensors_share_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_storage = torch.arange(1 << 20, dtype=torch.uint8)
+    state = {"a": [(whole_storage[:1], whole_storage[1:2])] * 100, "b": (torch.ones(1),)}
+    torch.save(state, tmp_path / "c.pt")
+    reads: list[str] = []
+    read = TorchZip.read
+
+    def noted(archive: TorchZip, name: str, most_bytes: int) -> bytes:
+        reads.append(name)
+        return read(archive, name, most_bytes)
+
+    monkeypatch.setattr(TorchZip, "read", noted)
+    raw = (tmp_path / "c.pt").read_bytes()
+    found, _ = run_sliced(read_torch_file(io.BytesIO(raw), len(raw)))
+    assert len(found) == 2
+    assert sorted(reads) == ["data.pkl", "data/0", "data/1"]
 
 
 async def test_metadata_of_a_user_has_no_keys_but_strings(tmp_path: Path) -> None:
