@@ -270,6 +270,8 @@ ONE_HASH = {7 + number * ((1 << 61) - 1) for number in range(257)}
         (nested(64, torch.eye(2).to_sparse()), errors.InvalidOptionError, "k.indices: nested deeper than 64 levels"),
         ({"a": torch.ones((1,) * 65)}, errors.UnsupportedTensorError, "a: cannot save a tensor of the shape (1, 1,"),
         ({"a": torch.empty(0, 1 << 62)}, errors.UnsupportedTensorError, "a: cannot save a tensor of the shape (0, 4"),
+        ({"a": {"b": [1 << 9000]}}, errors.UnsafeObjectError, "a.b: an integer of 1126 bytes, and 1024 are the most"),
+        ({1 << 9000: torch.ones(1)}, errors.InvalidOptionError, ": an integer of more than 1024 bytes as a key"),
         ({"a": ({"b": ONE_HASH},)}, errors.UnsafeObjectError, "a: more than 256 keys of one set have the same hash"),
         ({"a": (dict.fromkeys(ONE_HASH),)}, errors.UnsafeObjectError, "a: more than 256 keys of one dict have"),
     ],
@@ -286,7 +288,7 @@ async def test_states_at_the_limits_are_read(tmp_path: Path) -> None:
     def state(leaf: torch.Tensor) -> dict[str, Any]:
         deepest = {"t": nested(63, leaf), "s": nested(62, torch.eye(2).to_sparse())}
         rows = {"a" * 4096: leaf, "d": leaf.clone().reshape((1,) * 64), "e": leaf.new_empty(0, 1 << 60)}
-        return {**deepest, **rows, "v": (set(list(ONE_HASH)[:256]),)}
+        return {**deepest, **rows, 1 << 8190: 1, "v": (set(list(ONE_HASH)[:256]), (1 << 8191) - 1)}
 
     await sidestream.save(state(torch.ones(1)), tmp_path / "c")
     target = state(torch.zeros(1))

@@ -269,3 +269,5 @@ async def test_a_selection_of_a_list_is_a_dict(tmp_path: Path) -> None:
     found = await checkpoint.state_dict(select=["layers.[12].*", "more.*"])
     assert_same(found, {"layers": {1: layers[1], 2: layers[2]}, "more": [[torch.ones(1)]]})
     assert_same(await checkpoint.state_dict(select="layers.*"), {"layers": layers})
+    assert_same(await checkpoint.state_dict(select="layers.[02].*"), {"layers": {0: layers[0], 2: layers[2]}})
+    assert_same(await checkpoint.state_dict(select="layers.[01].*"), {"layers": layers[:2]})

@@ -223,7 +223,7 @@ async def test_names_are_refused_before_anything_is_written(tmp_path: Path) -> N
     for names, kind, said in (
         ({"m.a": "m.b"}, errors.KeyCollisionError, r"m\.b: the name of m\.a, m\.b"),
         ({"m.a": "n"}, errors.KeyCollisionError, r"n: the name of m\.a, n"),
-        ({"m.a": "m"}, errors.KeyCollisionError, "the name m to an entry, and names below it"),
+        ({"m.a": "m"}, errors.KeyCollisionError, "m is an entry and a container of others"),
         ({"x": "y"}, errors.InvalidOptionError, "names that are not among"),
         (lambda name: 3, errors.InvalidOptionError, "not a string"),
         ("m.", errors.InvalidOptionError, "has to be a function"),

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import struct
+import sys
 import tracemalloc
 import warnings
 import zipfile
@@ -531,3 +532,21 @@ def test_mutated_pickles_end_in_a_value_or_a_typed_error() -> None:
                 mutated[generator.randrange(len(mutated))] = generator.randrange(256)
             with contextlib.suppress(SidestreamError):
                 opened(zipped(records | {"archive/data.pkl": bytes(mutated)}))
+
+
+def test_long_bytes_of_others_are_read_in_slices() -> None:
+    content = random.Random(1).randbytes(6 << 20)
+    calls: Counter[str] = Counter()
+
+    def count(_: object, event: str, called: Any) -> None:
+        if event == "c_call":
+            calls[called.__name__] += 1
+
+    raw = saved(content)
+    sys.setprofile(count)
+    try:
+        node = value_of(raw)
+    finally:
+        sys.setprofile(None)
+    assert node == {"bytes": b64(content)}
+    assert min(calls["b2a_base64"], calls["encode"], calls["utf_8_decode"]) >= 6

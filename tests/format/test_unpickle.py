@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidestream._format.pickles.unpickle import Global, Limits, Pairs, Persistent, PickledCall, decode
+from sidestream._format.records import MAX_INTEGER_BYTES
 from sidestream._runtime.threads import run_sliced
 from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError
 
@@ -200,7 +201,7 @@ def test_limits() -> None:
     run_sliced(decode(data, ALLOWED, Limits(total_bytes=len(data), opcodes=20, depth=1)))
     for bits in (71, 1 << 13):
         with pytest.raises(CorruptCheckpointError):
-            run_sliced(decode(pickle.dumps(1 << bits, 2), ALLOWED, Limits(integer_bytes=9 if bits == 71 else 1024)))
+            run_sliced(decode(pickle.dumps(1 << bits, 2), ALLOWED, Limits(integer_bytes=9) if bits == 71 else Limits()))
     assert run_sliced(decode(pickle.dumps((1 << 63) + 1, 2), ALLOWED, Limits(integer_bytes=9))) == (1 << 63) + 1
 
 
@@ -264,3 +265,18 @@ def test_mutations_end_in_a_value_or_a_typed_error() -> None:
 def test_random_opcodes_end_in_a_value_or_a_typed_error(opcodes: list[bytes]) -> None:
     with contextlib.suppress(SidestreamError):
         run_sliced(decode(b"\x80\x04" + b"".join(opcodes) + b".", ALLOWED))
+
+
+def test_the_longest_integer_that_is_saved_is_read() -> None:
+    assert Limits().integer_bytes == MAX_INTEGER_BYTES
+
+
+@pytest.mark.parametrize("shift", range(5))
+def test_a_long_text_is_decoded_as_at_once(shift: int) -> None:
+    text = "a" * ((1 << 20) - shift) + "\ud800\U0001d11e" + "\u00e9\u20ac" * (1 << 18) + "\udc00"
+    data = pickle.dumps(text, 2)
+    assert run_sliced(decode(data, ALLOWED)) == text
+    for right, wrong in ((b"\xf0\x9d\x84\x9e", b"\xf0\x9d\x84a"), (b"\xed\xb0\x80", b"aa\xed")):
+        assert data.count(right) == 1
+        with pytest.raises(CorruptCheckpointError, match="UnicodeDecodeError"):
+            run_sliced(decode(data.replace(right, wrong), ALLOWED))

@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import random
+import sys
 import threading
 import zipfile
 import zlib
@@ -40,11 +41,12 @@ from sidestream._format.records import (
     Node,
     TensorEntry,
     ValueEntry,
+    node_of_bytes,
 )
 from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, lay_out
 from sidestream._format.shared import line_of, value_line_of
 from sidestream._format.torch_zip.file import open_value_item
-from sidestream._format.values import node_bytes, node_of_bytes, pickle_node
+from sidestream._format.values import node_bytes, pickle_node
 from sidestream._layout.values import decode_value, encode_value
 from sidestream._runtime.threads import Deadline, Stop, run_sliced, time_limit, wait_for_change
 from sidestream.errors import (
@@ -96,8 +98,22 @@ def test_more_than_four_gibibytes(nbytes: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [7, 1 << 200, "x", None, (1, [2.5]), {"a": {1: b"\xff"}}, torch.Size([1]), {1}, (torch.arange(3),)],
-    ids=str,
+    [
+        7,
+        1 << 200,
+        (1 << 8191) - 1,
+        -(1 << 8190),
+        "x",
+        None,
+        (1, [2.5]),
+        {"a": {1: b"\xff"}},
+        torch.Size([1]),
+        {1},
+        (torch.arange(3),),
+        torch.device("cuda:0"),
+        torch.device("cpu"),
+    ],
+    ids=lambda value: str(value)[:40],
 )
 def test_values_are_what_torch_load_expects_and_what_we_read(value: object) -> None:
     node = json.loads(json.dumps(encode_value(value, "v")))
@@ -140,6 +156,28 @@ def test_what_is_encoded_in_slices_is_the_same(nbytes: int) -> None:
     assert value_line_of(content, 1 << 30) == line_of(content)
     texts = pickle.loads(pickle_node(node)[0])
     assert texts == (raw, *node["tuple"][1:])
+
+
+@pytest.mark.parametrize("long", ["", "x" * (3 << 19)], ids=["short strings", "a long string"])
+def test_a_value_of_many_numbers_is_encoded_without_a_call_for_each(long: str) -> None:
+    numbers: list[Node] = [*range(100_000), 2.5, True, None]
+    pairs: list[Node] = [[number, str(number)] for number in range(0 if long else 100_000)]
+    node: Node = {"tuple": [{"list": numbers}, {"dict": pairs}, [], {}, long]}
+    content = ["value", ["a.distcp", 0, 1 << 30, node], "v", ["v"]]
+    expected = line_of(content)
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        line = value_line_of(content, 1 << 30)
+    finally:
+        sys.setprofile(None)
+    assert line == expected
+    assert calls < 1000
 
 
 @pytest.mark.parametrize("cut", [2, 3])

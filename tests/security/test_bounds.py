@@ -3,6 +3,7 @@ no time on the event loop. Every function that works on a listing or on metadata
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -39,8 +40,11 @@ from sidestream._format.marker import PartMarker, missing_ranks, part_attribute,
 from sidestream._format.rank_files import merge_ranks, rank_files
 from sidestream._format.records import Chunk, DictKey, Manifest, TensorEntry
 from sidestream._format.shared import parse_part
+from sidestream._format.torch_zip.file import read_torch_file
+from sidestream._format.torch_zip.zip import TorchZip
 from sidestream._layout.assemble import assemble
 from sidestream._layout.hashed import check_hashes, fill, set_of
+from sidestream._layout.names import consistent
 from sidestream._layout.values import decode_value
 from sidestream._run.steps import Generations, list_generations, list_steps, named_steps
 from sidestream._runtime.steps import Steps
@@ -56,7 +60,9 @@ from sidestream.errors import (
     CorruptCheckpointError,
     DeadlineExceededError,
     IncompleteCheckpointError,
+    KeyCollisionError,
     OutOfMemoryError,
+    UnsafeObjectError,
     UnsupportedCheckpointError,
 )
 
@@ -139,6 +145,53 @@ def test_colliding_places_of_ranks_cost_nothing() -> None:
         run_sliced(parse_part(json.dumps([1 << 80, [0], [1], "f", 0, 1, 0, ""]).encode() + b"\n"))
 
 
+def test_new_names_of_colliding_paths_cost_nothing() -> None:
+    paths = {str(n): tuple(DictKey((n >> bit & 1) * MODULUS) for bit in range(10)) for n in range(1 << 10)}
+    assert len(set(map(hash, paths.values()))) == 1
+    with processor_budget(SECONDS):
+        assert most_calls_of_a_step(consistent(paths, "c")) < 200
+
+
+async def test_a_selection_of_colliding_paths_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[Any, Any] = {"a": 1}
+    for _ in range(9):
+        state = {0: state, MODULUS: state}
+    await sidestream.save(state, tmp_path / "c")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
+    compared = 0
+    same = DictKey.__eq__
+
+    def count(first: DictKey, second: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return same(first, second)
+
+    with processor_budget(SECONDS):
+        monkeypatch.setattr(DictKey, "__eq__", count)
+        assert await checkpoint.state_dict(select="*") == state
+        assert compared == 0
+        await sidestream.convert(tmp_path / "c", tmp_path / "d", select="*")
+    assert compared < 50 << 9
+
+
+def test_a_storage_that_many_small_tensors_share_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_storage = torch.arange(1 << 20, dtype=torch.uint8)
+    state = {"a": [(whole_storage[:1], whole_storage[1:2])] * 100, "b": (torch.ones(1),)}
+    torch.save(state, tmp_path / "c.pt")
+    reads: list[str] = []
+    read = TorchZip.read
+
+    def noted(archive: TorchZip, name: str, most_bytes: int) -> bytes:
+        reads.append(name)
+        return read(archive, name, most_bytes)
+
+    monkeypatch.setattr(TorchZip, "read", noted)
+    raw = (tmp_path / "c.pt").read_bytes()
+    found, _ = run_sliced(read_torch_file(io.BytesIO(raw), len(raw)))
+    assert len(found) == 2
+    assert sorted(reads) == ["data.pkl", "data/0", "data/1"]
+
+
 async def test_metadata_of_a_user_has_no_keys_but_strings(tmp_path: Path) -> None:
     await sidestream.save(STATE, tmp_path / "sound")
     node = {"dict": [[number * MODULUS, None] for number in range(MANY)]}
@@ -153,7 +206,38 @@ async def test_metadata_of_a_user_has_no_keys_but_strings(tmp_path: Path) -> Non
         _ = checkpoint.metadata
 
 
+@pytest.mark.parametrize("last", [b"](K\x01K\x01e", b"K\x01"], ids=["of Python 2", "malformed"])
+@pytest.mark.parametrize("holder", [b"]", b""], ids=["list", "tuple"])
+def test_a_dict_of_pairs_that_is_shared_is_not_walked_for_each_reference(last: bytes, holder: bytes) -> None:
+    count = 1000
+    pairs = b"](](K\x01K\x01eq\x00" + b"h\x00" * (count - 2) + last + b"e"
+    shared = b"(ccollections\nOrderedDict\n" + pairs + b"\x85Rq\x01" + b"h\x01" * (count - 1)
+    pickled = b"\x80\x02}X\x01\x00\x00\x00a" + (holder + shared + b"e" if holder else shared + b"t") + b"s."
+    raw = with_records(item(1), lambda name, old: pickled if name.endswith("data.pkl") else old)
+    with processor_budget(SECONDS):
+        assert most_calls_of_a_step(read_torch_file(io.BytesIO(raw), len(raw))) < 20 * count
+
+
 # --- 20,000 names ----------------------------------------------------------------------------------------------------
+
+
+def most_calls_of_a_step(steps: Steps[object]) -> int:
+    """Return the number of calls in the longest step, up to the end of ``steps`` or an error."""
+    calls = most = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        for _ in steps:
+            calls, most = 0, max(most, calls)
+    except (CorruptCheckpointError, KeyCollisionError, UnsafeObjectError):
+        pass
+    finally:
+        sys.setprofile(None)
+    return max(most, calls)
 
 
 @contextmanager
@@ -628,6 +712,19 @@ async def test_a_path_of_stock_dcp_makes_its_fqn(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*")
+async def test_paths_that_contradict_each_other_are_damage_also_in_a_selection(tmp_path: Path) -> None:
+    described(tmp_path / "c", item(STATE["w"]), item(STATE["v"]))
+    metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    metadata.planner_data = {"w": ("w",), "w.v": ("w", "v")}
+    metadata.state_dict_metadata["w.v"] = metadata.state_dict_metadata.pop("v")
+    metadata.storage_data[MetadataIndex("w.v")] = metadata.storage_data.pop(MetadataIndex("v"))
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
+    for select in (None, "*"):
+        with pytest.raises(CorruptCheckpointError, match="a container at"):
+            await checkpoint.state_dict(select=select)
+
+
 async def test_every_path_that_stock_dcp_makes_is_read(tmp_path: Path) -> None:
     one = torch.ones(1)
     state = {

@@ -141,7 +141,8 @@ async def convert(
         target: A new file or directory.
         format: What is written (``options.Format``). None: names that end in ``.safetensors``, ``.pt``, ``.pth`` or
             ``.bin`` are files of that kind, all others a directory for DCP.
-        select: Patterns of names in the source (``"model.*"``). None: everything.
+        select: Patterns of names in the source (``"model.*"``). A list of which elements before others are left out
+            becomes a dict by index. None: everything.
         names: The name in the target of each name in the selection (``options.Names``). None leaves an entry out.
         dtype: What floating-point tensors are converted to, or patterns of names in the target and what those are
             converted to (``options.Dtypes``).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,11 +12,13 @@ __all__ = [
     "BLOCK_BYTES",
     "DTYPES",
     "MAX_FQN_CHARS",
+    "MAX_INTEGER_BYTES",
     "MAX_PARTS",
     "MAX_PATH_DEPTH",
     "MAX_RANK",
     "MAX_SIZE",
     "SAVED_DTYPES",
+    "SLICE_BYTES",
     "SPARSE_PARTS",
     "STORAGE_DTYPES",
     "SUB_BYTE_DTYPES",
@@ -36,6 +39,7 @@ __all__ = [
     "all_parts",
     "itemsize",
     "name_problem",
+    "node_of_bytes",
     "parts_of",
     "path_of",
     "shape_problem",
@@ -50,7 +54,11 @@ MAX_FQN_CHARS = 4096
 MAX_PATH_DEPTH = 64
 MAX_RANK = 64
 MAX_SIZE = (1 << 63) - 1
-"""The limits of names, paths and shapes. Readers refuse more, so nothing more is written."""
+MAX_INTEGER_BYTES = 1024
+"""The limits of names, paths, shapes and integers. Readers refuse more, so nothing more is written."""
+
+SLICE_BYTES = 3 << 18
+"""The bytes that are encoded or decoded in one call, which holds the GIL."""
 
 _SHOWN_CHARS = 200
 
@@ -357,15 +365,27 @@ def itemsize(dtype: str) -> int:
     return 1 if dtype in SUB_BYTE_DTYPES else DTYPES[dtype][0]
 
 
+def node_of_bytes(raw: bytes | bytearray) -> str:
+    """Return the base64 string of a ``Node`` for bytes, which are encoded in slices."""
+    slices = (raw[at : at + SLICE_BYTES] for at in range(0, len(raw), SLICE_BYTES))
+    return "".join([base64.b64encode(one).decode() for one in slices])
+
+
 def name_problem(fqn: str, path: tuple[Key, ...]) -> str | None:
     """Return text about a name or a path that every reader refuses, and what to do. None if it is accepted."""
     if len(fqn) > MAX_FQN_CHARS:
         what = f"a name of {len(fqn)} characters, and {MAX_FQN_CHARS} are the most that are read: use shorter keys"
     elif len(path) > MAX_PATH_DEPTH:
         what = f"nested deeper than {MAX_PATH_DEPTH} levels, the most that are read: use fewer levels"
+    elif len(fqn) > 2 * MAX_INTEGER_BYTES and any(map(_is_long, path)):
+        what = f"an integer of more than {MAX_INTEGER_BYTES} bytes as a key, the most that are read: use shorter keys"
     else:
         return None
     return f"{fqn[:_SHOWN_CHARS]}: {what}, or another name with names="
+
+
+def _is_long(key: Key) -> bool:
+    return isinstance(key, DictKey) and type(key.value) is int and key.value.bit_length() >= 8 * MAX_INTEGER_BYTES
 
 
 def shape_problem(dtype: str, shape: tuple[int, ...]) -> str | None:

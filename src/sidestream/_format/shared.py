@@ -12,6 +12,7 @@ import json
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 from .._runtime.steps import Steps, collected
@@ -134,7 +135,7 @@ _SLICE = 1 << 20
 def value_line_of(content: object, item_bytes: int) -> bytes:
     """Return what ``line_of`` returns, for the fields of a value whose item has ``item_bytes``. Long strings in it are
     encoded in slices, because each call of the encoder holds the GIL."""
-    if item_bytes <= _SLICE:
+    if item_bytes <= _SLICE or not _has_long_string(content):
         return line_of(content)
     long: list[str] = []
     mark = uuid.uuid4().hex
@@ -145,7 +146,9 @@ def value_line_of(content: object, item_bytes: int) -> bytes:
             return mark
         if isinstance(one, dict):
             return {key: shortened(inner) for key, inner in one.items()}
-        return [shortened(inner) for inner in one] if isinstance(one, list | tuple) else one
+        if not isinstance(one, list | tuple) or _NUMBERS.issuperset(map(type, one)):
+            return one
+        return [shortened(inner) for inner in one]
 
     first, *rest = line_of(shortened(content)).split(f'"{mark}"'.encode())
     pieces = [first]
@@ -153,6 +156,27 @@ def value_line_of(content: object, item_bytes: int) -> bytes:
         slices = (text[at : at + _SLICE] for at in range(0, len(text), _SLICE))
         pieces += [b'"', *[_encode(one).encode()[1:-1] for one in slices], b'"', after]
     return b"".join(pieces)
+
+
+_NUMBERS = frozenset({int, float, bool, type(None)})
+_CONTAINERS = frozenset({list, tuple, dict})
+
+
+def _has_long_string(content: object) -> bool:
+    """Return whether a string in ``content`` is longer than a slice. All parts at one depth are looked at together,
+    because a value may have millions of them."""
+    level = [content]
+    while level:
+        kinds = set(map(type, level))
+        if str in kinds and max(map(len, [one for one in level if type(one) is str])) > _SLICE:
+            return True
+        if kinds.isdisjoint(_CONTAINERS):
+            return False
+        inner: list[Any] = level if kinds == {list} else [one for one in level if type(one) in _CONTAINERS]
+        if dict in kinds:
+            inner = [one.values() if type(one) is dict else one for one in inner]
+        level = list(chain.from_iterable(inner))
+    return False
 
 
 # Made once, and without the check for cycles, a line takes half of the time.

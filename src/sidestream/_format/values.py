@@ -28,14 +28,13 @@ from typing import Any
 from ..errors import CorruptCheckpointError
 from .frame import tensor_pickle
 from .pickles import write as p
-from .records import DTYPES, Node
+from .records import DTYPES, SLICE_BYTES, Node
 
 __all__ = [
     "bytes_and_position",
     "is_stored",
     "node_bytes",
     "node_kind",
-    "node_of_bytes",
     "pickle_node",
     "pickle_part",
 ]
@@ -56,14 +55,7 @@ def is_stored(node: Node) -> bool:
     return isinstance(node, dict) and "stored" in node
 
 
-_SLICE_BYTES = 3 << 18
-_SLICE_DIGITS = _SLICE_BYTES // 3 * 4
-
-
-def node_of_bytes(raw: bytes | bytearray) -> str:
-    """Return the base64 string of a node. The GIL is not held for longer than a slice takes."""
-    slices = (raw[at : at + _SLICE_BYTES] for at in range(0, len(raw), _SLICE_BYTES))
-    return "".join([base64.b64encode(one).decode() for one in slices])
+_SLICE_DIGITS = SLICE_BYTES // 3 * 4
 
 
 def node_bytes(content: Any) -> bytes:
@@ -71,7 +63,7 @@ def node_bytes(content: Any) -> bytes:
     try:
         starts = range(0, len(content), _SLICE_DIGITS)
         slices = [base64.b64decode(content[at : at + _SLICE_DIGITS], validate=True) for at in starts]
-        if any(len(one) != _SLICE_BYTES for one in slices[:-1]):
+        if any(len(one) != SLICE_BYTES for one in slices[:-1]):
             raise ValueError("padding before the end")
         return b"".join(slices)
     except (binascii.Error, TypeError, ValueError):

@@ -20,9 +20,12 @@ class _ListParts(dict[int, Any]):
     """The elements of a list by index, in any order."""
 
 
-def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]]) -> Steps[dict[Any, Any]]:
-    """Return the state dict with these leaves. Raises ``CorruptCheckpointError`` if paths contradict each other or a
-    list has holes."""
+def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]], *, gaps: bool = False) -> Steps[dict[Any, Any]]:
+    """Return the state dict with these leaves. With ``gaps``, a list of which elements before others are missing
+    becomes a dict by index.
+
+    Raises ``CorruptCheckpointError`` if paths contradict each other, and without ``gaps`` also if a list has holes.
+    """
     root: dict[Any, Any] = {}
     alike: dict[tuple[int, bytes], int] = {}
     for path, value in leaves:
@@ -40,7 +43,7 @@ def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]]) -> Steps[dict[Any, A
         if _plain(path[-1]) in holder:
             raise CorruptCheckpointError(f"the checkpoint has two values at {path}")
         holder[_plain(path[-1])] = value
-    result: dict[Any, Any] = _close(root)
+    result: dict[Any, Any] = _close(root, gaps)
     return result
 
 
@@ -62,11 +65,14 @@ def _plain(key: Key) -> Any:
     return key.value if isinstance(key, DictKey) else key
 
 
-def _close(node: Any) -> Any:
+def _close(node: Any, gaps: bool) -> Any:
     if type(node) is dict:
-        return {key: _close(value) for key, value in node.items()}
+        return {key: _close(value, gaps) for key, value in node.items()}
     if type(node) is not _ListParts:
         return node
-    if sorted(node) != list(range(len(node))):
+    indices = sorted(node)
+    if indices == list(range(len(node))):
+        return [_close(node[index], gaps) for index in indices]
+    if not gaps:
         raise CorruptCheckpointError("a list in the checkpoint has holes")
-    return [_close(node[index]) for index in range(len(node))]
+    return {index: _close(node[index], gaps) for index in indices}

@@ -178,35 +178,51 @@ def renamed_path(path: tuple[Key, ...], old: str, new: str, *, nested: bool = Fa
 
 
 def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> Steps[dict[str, tuple[Key, ...]]]:
-    """Return the path of each FQN, after some entries were renamed or left out. A list that has lost elements or got
-    other entries becomes a dict with the same keys. Raises ``KeyCollisionError`` if an entry has the path of a
+    """Return the path of each FQN, after some entries were renamed or left out. A list with other entries than its
+    first elements becomes a dict with the same keys. Raises ``KeyCollisionError`` if an entry has the path of a
     container of others."""
-    numbers: dict[tuple[Key, ...], set[Key]] = {}
-    containers: set[tuple[Key, ...]] = set()
+    places = _Places()
+    containers: set[int] = set()
+    lists: dict[int, set[str]] = {}
     for path in paths.values():
-        for depth, key in enumerate(path):
-            containers.add(path[:depth])
+        for place, key in zip(places.of(path), path, strict=False):
+            containers.add(place)
             if type(key) is int:
-                numbers.setdefault(path[:depth], set())
+                lists.setdefault(place, set())
         yield
     for fqn, path in paths.items():
-        if path in containers:
-            raise KeyCollisionError(f"{url}: names= gives the name {fqn} to an entry, and names below it to others")
-        for depth, key in enumerate(path) if numbers else ():
-            if path[:depth] in numbers:
-                numbers[path[:depth]].add(key)
+        *outer, own = places.of(path)
+        if own in containers:
+            raise KeyCollisionError(f"{url}: {fqn} is an entry and a container of others; names= can give other names")
+        for place, key in zip(outer, path, strict=True) if lists else ():
+            if place in lists:
+                lists[place].add(repr(key))
         yield
-    broken = {place for place, keys in numbers.items() if keys != set(range(len(keys)))}
+    broken = {place for place, keys in lists.items() if keys != {repr(index) for index in range(len(keys))}}
     found: dict[str, tuple[Key, ...]] = {}
     for fqn, path in paths.items():
-        found[fqn] = path if not broken else tuple(_plain(path, depth, broken) for depth in range(len(path)))
+        found[fqn] = path if not broken else tuple(map(_plain, path, map(broken.__contains__, places.of(path))))
         yield
     return found
 
 
-def _plain(path: tuple[Key, ...], depth: int, broken: set[tuple[Key, ...]]) -> Key:
-    key = path[depth]
-    return DictKey(key) if type(key) is int and path[:depth] in broken else key
+class _Places:
+    """A number for each container and entry. Numbers of a dict that are in a path may have a chosen hash (see
+    ``hashed.py``), so a number is found by the text of a key, whose hash depends on a secret of the process."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, str], int] = {}
+
+    def of(self, path: tuple[Key, ...]) -> list[int]:
+        """Return the numbers of the containers of ``path`` from the root on, and its own number."""
+        found = [0]
+        for key in path:
+            found.append(self._numbers.setdefault((found[-1], repr(key)), len(self._numbers) + 1))
+        return found
+
+
+def _plain(key: Key, broken: bool) -> Key:
+    return DictKey(key) if broken and type(key) is int else key
 
 
 def target_dtypes(dtype: Dtypes | None) -> Steps[Callable[[str, str], str]]:

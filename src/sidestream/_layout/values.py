@@ -23,8 +23,8 @@ import torch
 
 from .._format.manifest import metadata_line
 from .._format.marker import MAX_METADATA_BYTES
-from .._format.records import DTYPES, Manifest, Node
-from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind, node_of_bytes
+from .._format.records import DTYPES, MAX_INTEGER_BYTES, Manifest, Node, node_of_bytes
+from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
 from .._runtime.steps import Steps, at_once
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, plain_bytes
 from .._staging import Composite
@@ -142,13 +142,14 @@ def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
 
     Raises ``UnsafeObjectError`` with ``fqn`` and the type for anything but numbers, strings, bytes, None, tuples,
     lists, dicts, sets, ``io.BytesIO``, ``torch.Size``, dtypes, devices, numpy numbers and arrays, and tensors of at
-    most 1 MiB inside those. The same for dicts and sets of more than 256 keys with one hash, which no reader accepts.
+    most 1 MiB inside those. The same for what no reader accepts: integers of more than 1024 bytes, and dicts and sets
+    of more than 256 keys with one hash.
     """
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value  # type: ignore[no-any-return]
     if kind is int:
-        return value if -_JSON_INT <= value < _JSON_INT else {"int": hex(value)}
+        return value if -_JSON_INT <= value < _JSON_INT else _encode_long(value, fqn)
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if depth > _MAX_DEPTH:
@@ -167,6 +168,15 @@ def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
         ]
         return {name: pairs}
     return _encode_leaf(value, fqn)
+
+
+def _encode_long(value: int, fqn: str) -> Node:
+    nbytes = value.bit_length() // 8 + 1
+    if nbytes > MAX_INTEGER_BYTES:
+        raise UnsafeObjectError(
+            f"{fqn}: an integer of {nbytes} bytes, and {MAX_INTEGER_BYTES} are the most that are read; save it as bytes"
+        )
+    return {"int": hex(value)}
 
 
 def _encode_leaf(value: Any, fqn: str) -> Node:

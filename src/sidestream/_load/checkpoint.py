@@ -29,7 +29,7 @@ from .._format.records import (
 )
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types
-from .._layout.names import consistent, selected, target_dtypes
+from .._layout.names import selected, target_dtypes
 from .._layout.ranges import Box
 from .._layout.values import Allowed, allowed_types, decode_metadata
 from .._runtime.public import Displayed, Table, public, readable_bytes
@@ -404,8 +404,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
                 them.
             progress: Called on the event loop with the bytes read so far and the bytes to read. What it raises ends the
                 call.
-            select: Patterns of FQNs (``"model.*"``). Only what matches is read. A list of which some elements are left
-                out becomes a dict of the others by index. None: everything.
+            select: Patterns of FQNs (``"model.*"``). Only what matches is read. A list of which elements before
+                others are left out becomes a dict by index. None: everything.
             dtype: What floating-point tensors are converted to, or patterns of FQNs and what those are converted to
                 (``options.Dtypes``). Converted tensors are not mapped. Tensors that consist of others keep their dtype.
 
@@ -427,7 +427,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         async with self._files("state_dict") as files:
             entries = await io_threads().run(self._selected, select)
             leaves = await self._leaves(files, entries, memory, device, progress, dtype)
-            return await io_threads().run(_nested, entries, leaves, None if select is None else self.url)
+            return await io_threads().run(_nested, entries, leaves, select is not None)
 
     async def _leaves(
         self,
@@ -642,14 +642,12 @@ def _converted(kinds: _Kinds, dtype: Dtypes) -> Steps[dict[str, str]]:
     return found
 
 
-def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any], selected_of: str | None) -> dict[Any, Any]:
-    """Return the state dict. ``selected_of``: the URL of the checkpoint, if these are some of its entries. A list that
-    lacks elements is then a dict."""
+def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any], some: bool) -> dict[Any, Any]:
+    """Return the state dict. ``some``: these are perhaps not all entries of the checkpoint, so a list may lack
+    elements."""
     parts = all_parts(entries)
-    paths = {fqn: path_of(one) for fqn, one in stored(entries).items() if fqn not in parts}
-    if selected_of is not None:
-        paths = run_sliced(consistent(paths, selected_of))
-    return run_sliced(assemble((path, leaves.get(fqn, {})) for fqn, path in paths.items()))
+    named = ((path_of(one), leaves.get(fqn, {})) for fqn, one in stored(entries).items() if fqn not in parts)
+    return run_sliced(assemble(named, gaps=some))
 
 
 def _indices(composites: Mapping[str, CompositeEntry]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from codecs import getincrementaldecoder
 from collections.abc import Callable
 
 from ...errors import UnsafeObjectError
@@ -12,6 +13,7 @@ __all__ = ["HANDLERS"]
 
 _Handler = Callable[[Machine], None]
 _U32 = struct.Struct("<I")
+_SLICE = 1 << 20  # bytes that are decoded at a time, because the GIL is held meanwhile
 
 
 def _refuse(machine: Machine) -> None:
@@ -99,7 +101,11 @@ def _sized(length_bytes: int, make: Callable[[bytes | bytearray], object]) -> _H
 
 
 def _text(encoded: bytes | bytearray) -> str:
-    return encoded.decode("utf-8", "surrogatepass")
+    if len(encoded) <= _SLICE:
+        return encoded.decode("utf-8", "surrogatepass")
+    decoder = getincrementaldecoder("utf-8")("surrogatepass")
+    slices = [decoder.decode(encoded[at : at + _SLICE]) for at in range(0, len(encoded), _SLICE)]
+    return "".join([*slices, decoder.decode(b"", final=True)])
 
 
 @_opcode(0x8C)  # SHORT_BINUNICODE

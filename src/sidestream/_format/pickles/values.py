@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from base64 import b64encode
 from collections.abc import Callable, Sequence, Set
 from itertools import chain
 from typing import Any
 
 from ..._runtime.steps import Steps
 from ...errors import CorruptCheckpointError, UnsafeObjectError
-from ..records import Node, itemsize
+from ..records import SLICE_BYTES, Node, itemsize, node_of_bytes
 from .machine import Global, Pairs, Persistent, PickledCall
 from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, is_dtype, read_tensor
 
@@ -26,7 +25,8 @@ __all__ = ["VALUE_GLOBALS", "ValueBudget", "node_of", "value_globals"]
 _PARTS_IN_A_STEP = 64
 _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMPY_KINDS = re.compile("b1|[iu][1248]|f[248]|c8|c16")
-_DEVICE = re.compile("[a-z0-9_]{1,32}")
+_DEVICE_TYPE = re.compile("[a-z0-9_]{1,32}")
+_DEVICE = re.compile(f"{_DEVICE_TYPE.pattern}(:[0-9]{{1,5}})?")
 _RECONSTRUCT = frozenset(f"{core}._reconstruct" for core in _NUMPY_CORES)
 _BYTES_IO = frozenset({"_io.BytesIO", "io.BytesIO"})
 _SCALAR = frozenset(f"{core}.scalar" for core in _NUMPY_CORES)
@@ -181,8 +181,8 @@ class _Translator:
                 return {"bytearray": self._base64(_encode(content, encoding))}
             case "torch.Size", (tuple(sizes),) if all(type(size) is int and abs(size) < 1 << 63 for size in sizes):
                 return {"size": (yield from self._nodes(sizes))}
-            case "torch.device", (str(kind),) if _DEVICE.fullmatch(kind):
-                return {"device": kind}
+            case "torch.device", (str(device),) if _DEVICE.fullmatch(device):
+                return {"device": device}
             case "numpy.array", (PickledCall("numpy.ndarray", (tuple(shape), str(dtype), content), None, None, None),):
                 return self._array(shape, *_checked_dtype(dtype), _bytes_of(content))
             case "_operator.getitem", (PickledCall("numpy.array", (array,), None, None, None), ()):
@@ -191,7 +191,7 @@ class _Translator:
                         return self._scalar(*_checked_dtype(dtype), _bytes_of(content))
             case "getattr", (Global(enum), str(member)) if enum in self._allow:
                 return {"member": [enum, member]}
-            case "torch.device", (str(kind), int(index)) if _DEVICE.fullmatch(kind) and 0 <= index < 1 << 16:
+            case "torch.device", (str(kind), int(index)) if _DEVICE_TYPE.fullmatch(kind) and 0 <= index < 1 << 16:
                 return {"device": f"{kind}:{index}"}
         if name not in VALUE_GLOBALS:
             raise UnsafeObjectError(f"the value asks for {name}, which is not among the types read as data")
@@ -239,7 +239,7 @@ class _Translator:
         size = itemsize(tensor.dtype)
         self._spend(math.prod(tensor.shape) * size)
         data = _row_major(self._read_payload(tensor), size, tensor.shape, tensor.strides, tensor.storage_offset)
-        return {"tensor": {"dtype": tensor.dtype, "shape": list(tensor.shape), "data": _ascii(data)}}
+        return {"tensor": {"dtype": tensor.dtype, "shape": list(tensor.shape), "data": node_of_bytes(data)}}
 
     def _ndarray(self, call: PickledCall) -> Node:
         match call.args, call.state:
@@ -258,7 +258,7 @@ class _Translator:
         if fortran:
             strides = [math.prod(shape[:dim]) for dim in range(len(shape))]
             data = _row_major(data, size, shape, strides, 0)
-        return {"ndarray": {"dtype": spelled, "shape": list(shape), "data": _ascii(data)}}
+        return {"ndarray": {"dtype": spelled, "shape": list(shape), "data": node_of_bytes(data)}}
 
     def _numpy_scalar(self, call: PickledCall) -> Node:
         if len(call.args) != 2:
@@ -289,15 +289,11 @@ class _Translator:
 
     def _base64(self, content: bytes | bytearray) -> str:
         self._spend(len(content))
-        return _ascii(content)
+        return node_of_bytes(content)
 
 
 def _malformed(what: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"malformed value: {what}")
-
-
-def _ascii(content: bytes | bytearray) -> str:
-    return b64encode(content).decode("ascii")
 
 
 def _hashable(node: Node) -> bool:
@@ -325,7 +321,8 @@ def _encode(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1"):
         raise _malformed("bytes in an encoding other than latin-1")
     try:
-        return text.encode("latin-1")
+        slices = (text[at : at + SLICE_BYTES] for at in range(0, len(text), SLICE_BYTES))
+        return b"".join([one.encode("latin-1") for one in slices])
     except UnicodeEncodeError:
         raise _malformed("bytes that are not latin-1") from None
 

@@ -47,6 +47,7 @@ _OTHER_KINDS = {
     "torch._utils._rebuild_sparse_csr_tensor": "a sparse tensor",
     "torch._utils._rebuild_nested_tensor": "a nested tensor",
 }
+_ORDERED_DICT = "collections.OrderedDict"
 _CHECKED_OPCODES = 1 << 18
 
 Records = Literal["needed", "all"]
@@ -210,6 +211,7 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, 
     root = storages.root
     budget = ValueBudget()
     budget.grant(storages.pickle_bytes, min(file_bytes, _MOST_VALUES_BYTES))
+    payloads = _Payloads(storages)
     if _pairs(root) is None:
         raise UnsupportedCheckpointError("the file holds something else than a dict")
     found: dict[str, FileTensor | FileValue] = {}
@@ -221,7 +223,7 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, 
         budget.spend_part()  # containers may be shared, so a small pickle may have very many leaves
         budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
         try:
-            found[fqn] = yield from _leaf(storages, path, value, budget)
+            found[fqn] = yield from _leaf(payloads, path, value, budget)
         except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
             error.within(fqn).about(fqn=fqn)
             raise
@@ -261,22 +263,41 @@ def _read_zip(source: BinaryIO, file_bytes: int) -> Steps[_ZipFile]:
     return _ZipFile(root, len(pickled), archive)
 
 
+class _Payloads:
+    """The storages of a file, of which some that were read last are kept. Many tensors may refer to one storage, of
+    which each has a few bytes."""
+
+    def __init__(self, storages: _ZipFile | LegacyFile) -> None:
+        self.locate = storages.locate
+        self._read = storages.payload
+        self._kept: dict[tuple[str, int], bytes] = {}
+        self._kept_bytes = 0
+
+    def read(self, stored: StoredTensor) -> bytes:
+        """Return the bytes of a storage. Raises ``CorruptCheckpointError`` if it is too large for a value."""
+        which = (stored.key, stored.storage_bytes)
+        found = self._kept.get(which)
+        if found is None:
+            if self._kept_bytes > _MOST_VALUE_BYTES:
+                self._kept.clear()
+                self._kept_bytes = 0
+            found = self._kept[which] = self._read(stored, _MOST_VALUE_BYTES)
+            self._kept_bytes += len(found)
+        return found
+
+
 def _leaf(
-    storages: _ZipFile | LegacyFile, path: tuple[Key, ...], value: object, budget: ValueBudget
+    payloads: _Payloads, path: tuple[Key, ...], value: object, budget: ValueBudget
 ) -> Steps[FileTensor | FileValue]:
     if isinstance(value, PickledCall) and value.function in TENSOR_REBUILDERS:
         stored = read_tensor(value)
         if math.prod(stored.shape) * itemsize(stored.dtype) > stored.storage_bytes:
             raise UnsupportedCheckpointError("an expanded tensor; save tensor.contiguous()")
-        return FileTensor(path, stored, *storages.locate(stored))
+        return FileTensor(path, stored, *payloads.locate(stored))
     pairs = _pairs(value)
     if pairs is not None and not len(pairs):
         return FileValue(path, None, empty=True)
-
-    def read_payload(tensor: StoredTensor) -> bytes:
-        return storages.payload(tensor, _MOST_VALUE_BYTES)
-
-    return FileValue(path, (yield from node_of(value, budget, read_payload)))
+    return FileValue(path, (yield from node_of(value, budget, payloads.read)))
 
 
 def _leaves(path: tuple[Key, ...], value: object) -> Iterator[tuple[tuple[Key, ...], object]]:
@@ -304,7 +325,7 @@ def _pairs(value: object) -> Pairs | None:
     """Return the content of a dict, or of an ``OrderedDict`` without its attributes. None for other objects."""
     if isinstance(value, Pairs):
         return value
-    if not isinstance(value, PickledCall) or value.function != "collections.OrderedDict":
+    if not isinstance(value, PickledCall) or value.function != _ORDERED_DICT:
         return None
     match value.args:
         case ():
@@ -321,8 +342,11 @@ def _key(key: object) -> Key | None:
 
 
 def _holds(value: object) -> bool:
-    tensor = isinstance(value, PickledCall) and value.function in TENSOR_REBUILDERS
-    return tensor or isinstance(value, list) or _pairs(value) is not None
+    """Return whether a list with this element is flattened. Only the kind decides. A list may refer to one object many
+    times, and a look at the content of each would take too long."""
+    if isinstance(value, PickledCall):
+        return value.function in TENSOR_REBUILDERS or value.function == _ORDERED_DICT
+    return isinstance(value, list | Pairs)
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
