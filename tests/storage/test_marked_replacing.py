@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,146 @@ async def test_a_save_that_commits_during_a_removal(tmp_path: Path, monkeypatch:
         assert begun.outcome == "absent"
         await begun.discard()
     assert not (tmp_path / "a").exists()
+
+
+class Hold:
+    """The ``number``-th call of ``os.<name>`` on a path that ends like this, by any thread: ``reached`` is set before
+    it, and it is done when ``done`` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, end: str, number: int = 1) -> None:
+        self.reached, self.done = threading.Event(), threading.Event()
+        self._real, self._end, self._number = getattr(os, name), end, number
+        self._lock, self._count = threading.Lock(), 0
+        monkeypatch.setattr(os, name, self._call)
+
+    def _call(self, path: Any, *args: Any, **options: Any) -> Any:
+        name = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path)
+        with self._lock:
+            self._count += name.endswith(self._end)
+            held = name.endswith(self._end) and self._count == self._number
+        if held:
+            self.reached.set()
+            assert self.done.wait(60)
+        return self._real(path, *args, **options)
+
+    async def come(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, 60)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+async def test_two_removals_at_once_keep_the_files_of_a_save(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower removal opens the marker when the faster one has deleted it. The save has begun before both."""
+    with time_limit(Deadline.after(60)):
+        begun = locate_run(tmp_path, MARKER)[0].begin(Attempt("a", "directory", "a" * 32, "fsync"))
+        begun.write_here([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+        await replace(tmp_path / "a", 1)
+        hold = Hold(monkeypatch, "open", "/.metadata", number)
+        slower = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
+        await hold.come()
+        await sidestream.remove(tmp_path / "a", storage=MARKER)
+        hold.done.set()
+        await slower
+        file = begun.committed_name("__0_0.distcp")
+        assert os.listdir(tmp_path / "a") == [file]
+        await begun.commit({".metadata": [b"a marker that is long enough"]})
+        assert set(os.listdir(tmp_path / "a")) == {file, ".metadata"}
+
+
+async def test_a_removal_in_a_directory_that_another_one_has_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await replace(tmp_path / "a", 1)
+    hold = Hold(monkeypatch, "open", NOTE)
+    slower = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
+    await hold.come()
+    await sidestream.remove(tmp_path / "a", storage=MARKER)
+    hold.done.set()
+    await slower
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_save_that_commits_when_a_removal_has_read_the_marker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal finds out before it deletes the marker, and deletes the files of this save too."""
+    await replace(tmp_path / "a", 1)
+    hold = Hold(monkeypatch, "open", NOTE)
+    removal = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
+    await hold.come()
+    await replace(tmp_path / "a", 2)
+    hold.done.set()
+    await removal
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_removal_when_a_save_has_replaced_the_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save finds the note and fails. The files of the checkpoint that it has replaced are deleted too."""
+    await replace(tmp_path / "a", 1)
+    renaming = Hold(monkeypatch, "rename", "..metadata")
+    save = asyncio.create_task(replace(tmp_path / "a", 2))
+    await renaming.come()
+    listing = Hold(monkeypatch, "listdir", "/a")
+    renaming.done.set()
+    await listing.come()
+    unlinking = Hold(monkeypatch, "unlink", "/.metadata")
+    removal = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
+    await unlinking.come()
+    listing.done.set()
+    with pytest.raises(errors.CheckpointExistsError, match="is being removed"):
+        await save
+    unlinking.done.set()
+    await removal
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_removal_when_a_save_deletes_what_it_has_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await replace(tmp_path / "a", 1)
+    renaming = Hold(monkeypatch, "rename", "..metadata")
+    save = asyncio.create_task(replace(tmp_path / "a", 2))
+    await renaming.come()
+    syncing = Hold(monkeypatch, "fsync", "/a")
+    renaming.done.set()
+    await syncing.come()
+    unlinking = Hold(monkeypatch, "unlink", "/.metadata")
+    removal = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
+    await unlinking.come()
+    syncing.done.set()
+    await save
+    assert NOTE in os.listdir(tmp_path / "a")
+    unlinking.done.set()
+    await removal
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_new_directory_that_another_process_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a removal does, or a save that has failed there. The directory is made again."""
+    mkdir, made = os.mkdir, []
+
+    def make(path: Any, *args: Any, **options: Any) -> None:
+        mkdir(path, *args, **options)
+        made.append(path)
+        if len(made) == 1:
+            os.rmdir(path)
+
+    monkeypatch.setattr(os, "mkdir", make)
+    await sidestream.save(state(1), tmp_path / "a", storage=MARKER)
+    assert len(made) == 2
+    assert_same(await loaded(tmp_path / "a"), state(1))
+
+
+async def test_the_note_where_no_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await replace(tmp_path / "a", 1)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    await sidestream.remove(tmp_path / "a", storage=MARKER)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("place", ["marker", "memory"])

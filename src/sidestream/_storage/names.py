@@ -124,8 +124,9 @@ def retired_files(files: Collection[str], save_id: str) -> list[str]:
     note, because it distinguishes these files from an attempt.
 
     ``save_id`` is the content of the note; empty if the id was unknown. Files with other ids stay, because a save that
-    began before this checkpoint was committed may be committed while its files are deleted."""
-    committed = MARKER in files  # by such a save
+    began before this checkpoint was committed may be committed while its files are deleted. Without the note, which
+    another removal has deleted after all other files, files without the id stay too."""
+    committed = MARKER in files or NOTE not in files
     found = [
         name
         for name in files
