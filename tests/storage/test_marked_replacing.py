@@ -347,6 +347,51 @@ async def test_the_note_where_no_file_is_renamed(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("place", ["marker", "memory"])
+@pytest.mark.parametrize("complete", [True, False])
+async def test_an_export_is_deleted_and_no_attempt(complete: bool, place: str, tmp_path: Path) -> None:
+    """Neither an export that is still being written, without the file that readers look for, nor files with ids."""
+    run = f"memory://{uuid.uuid4().hex}" if place == "memory" else str(tmp_path / "run")
+    files = fsspec.filesystem("memory" if place == "memory" else "file", auto_mkdir=True)
+    exported = ["model-00001-of-00001.safetensors", "config.json", *["model.safetensors.index.json"] * complete]
+    attempt = name_with_id("__0_0.distcp", "a" * 32)
+    for name in (attempt, *exported):
+        files.pipe_file(f"{run}/step-1/{name}", b"x")
+    with time_limit(Deadline.after(60)):
+        store = locate_run(run, MARKER if place == "marker" else sidestream.Storage())[0]
+        await store.retire("step-1", durability="fsync")
+        left = {path.rpartition("/")[2] for path in files.find(f"{run}/step-1")}
+        assert left == ({attempt} if complete else {attempt, *exported})
+        await store.retire("step-2", durability="fsync")
+
+
+async def test_readers_find_no_export_whose_removal_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "z.json"]
+    (tmp_path / "step-1").mkdir()
+    for name in names:
+        (tmp_path / "step-1" / name).touch()
+    syncs, fsync, unlink = 0, os.fsync, os.unlink
+
+    def count(descriptor: int) -> None:
+        nonlocal syncs
+        syncs += 1
+        fsync(descriptor)
+
+    def fail_the_second(path: Any, **options: Any) -> None:
+        if len(os.listdir(tmp_path / "step-1")) < len(names):
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "fsync", count)
+    monkeypatch.setattr(os, "unlink", fail_the_second)
+    with time_limit(Deadline.after(60)), pytest.raises(errors.StorageError, match="Input/output"):
+        await locate_run(tmp_path, MARKER)[0].retire("step-1", durability="fsync")
+    assert set(names) - set(os.listdir(tmp_path / "step-1")) == {"model.safetensors.index.json"}
+    assert syncs == 1
+
+
+@pytest.mark.parametrize("place", ["marker", "memory"])
 async def test_the_rest_of_a_removal_beside_a_later_checkpoint(place: str, tmp_path: Path) -> None:
     """By a save that began before. Only the files that belong to what was removed are deleted."""
     run = f"memory://{uuid.uuid4().hex}" if place == "memory" else str(tmp_path / "run")

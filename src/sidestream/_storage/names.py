@@ -16,6 +16,7 @@ __all__ = [
     "NOTE",
     "READ_FIRST",
     "attempt_name",
+    "export_files",
     "id_of",
     "is_plain_shard",
     "is_unfinished",
@@ -134,6 +135,14 @@ def retired_files(files: Collection[str], save_id: str) -> list[str]:
         and (owner_of(name) == save_id or not (committed or (save_id and owner_of(name) is not None)))
     ]
     return [*found, NOTE]
+
+
+def export_files(files: Collection[str]) -> list[str]:
+    """Return the files of the export in a directory, those that readers look for first. The result is empty if there is
+    no export, also if its removal was interrupted. Files with an id stay, which belong to attempts at a checkpoint."""
+    if READ_FIRST.isdisjoint(files):
+        return []
+    return sorted((name for name in files if owner_of(name) is None), key=lambda name: name not in READ_FIRST)
 
 
 def is_unfinished(files: Iterable[str]) -> bool:

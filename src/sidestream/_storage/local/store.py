@@ -14,7 +14,7 @@ from ..._runtime.threads import Stop
 from ...errors import CheckpointExistsError, SidestreamError, StorageError, from_os_error
 from ...options import Capabilities, Durability, Storage
 from ..bodies import Body
-from ..names import MARKER, NOTE, is_unfinished, parse_step, retired_files
+from ..names import MARKER, NOTE, READ_FIRST, export_files, is_unfinished, parse_step, retired_files
 from ..store import Leftover, ReadRange
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
@@ -257,15 +257,31 @@ def _directories(root: Path) -> list[str]:
 
 
 def _unmark(directory: Path, durability: Durability) -> None:
-    save_id = None
-    if MARKER in files_in(directory):
-        try:
-            save_id = _delete_marker(directory, durability)
-        except SidestreamError:
-            raise
-        except OSError as error:
-            raise from_os_error(error, "removing", str(directory)) from error
-    _finish_retiring(directory, save_id)
+    names = files_in(directory)
+    try:
+        if MARKER in names:
+            _finish_retiring(directory, _delete_marker(directory, durability))
+        elif NOTE in names:
+            _finish_retiring(directory)
+        else:
+            _delete_export(directory, names, durability)
+    except SidestreamError:
+        raise
+    except OSError as error:
+        raise from_os_error(error, "removing", str(directory)) from error
+
+
+def _delete_export(directory: Path, names: list[str], durability: Durability) -> None:
+    """Delete the export in the directory, if there is one: first what readers look for."""
+    found = export_files(names)
+    for name in found:
+        if durability == "fsync" and name not in READ_FIRST:
+            sync_names(directory)
+            durability = "flush"
+        unlink_or_remove(directory / name)
+    if found:
+        with suppress(OSError):  # not empty
+            directory.rmdir()
 
 
 def _delete_marker(directory: Path, durability: Durability) -> str | None:

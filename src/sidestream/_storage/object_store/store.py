@@ -16,7 +16,7 @@ from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import on_io_loop
-from ..names import MARKER, NOTE, id_of, parse_step, retired_files
+from ..names import MARKER, NOTE, export_files, id_of, parse_step, retired_files
 from ..store import Leftover, ReadRange, StoreSource, coalesce
 from ..transaction import Attempt, StoreAddress, Transaction, id_in
 from ..wrappers.file_cache import FileCache
@@ -184,14 +184,19 @@ class ObjectStore:
 
     async def retire(self, directory: str, *, durability: Durability) -> None:
         """Write the note, and delete the marker before the other files, so that readers never find an incomplete
-        checkpoint."""
+        checkpoint. Of an export, delete first what readers look for."""
 
         async def retire() -> None:
             save_id = None
-            if MARKER in (await self._bucket.listing(directory)).files:
+            files = (await self._bucket.listing(directory)).files
+            if MARKER in files:
                 with suppress(FileNotFoundError):  # another removal has deleted the marker: its note has the id
                     save_id = await self._write_note(directory)
                     await self._bucket.delete(directory, [MARKER])
+            elif NOTE not in files:
+                await self._bucket.delete(directory, export_files(files))
+                await self._bucket.forget(directory)
+                return
             await self._finish_retiring(directory, save_id)
 
         await on_io_loop(retire, f"removing {directory}")
