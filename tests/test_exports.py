@@ -8,10 +8,12 @@ import logging
 import os
 import re
 import threading
+import uuid
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from keywords import for_run
@@ -320,6 +322,23 @@ async def test_the_exports_of_a_run(tmp_path: Path) -> None:
                 await pending.exports[0]
     assert sorted(os.listdir(tmp_path / "exports")) == ["step-6", "step-8"]
     same(exported(tmp_path / "exports" / "step-8"), {k: v for k, v in state_of(8)["model"].items() if k != "head"})
+
+
+@pytest.mark.parametrize("place", ["directory", "marker", "memory"])
+@pytest.mark.parametrize("shard_bytes", [5 << 30, 1])
+async def test_old_exports_are_deleted_everywhere(place: str, shard_bytes: int, tmp_path: Path) -> None:
+    url = f"memory://{uuid.uuid4().hex}" if place == "memory" else str(tmp_path)
+    storage = sidestream.Storage(commit="marker") if place == "marker" else None
+    export = HF(f"{url}/step-{{step}}", max_shard_bytes=shard_bytes, files={"config.json": b"{}"}, storage=storage)
+    options = sidestream.SaveOptions(writer="thread")  # another process has no part of memory://
+    async with Checkpointer(tmp_path / "run", export=export, exports_keep=2, save=options) as checkpoints:
+        for step in range(1, 5):
+            await (await checkpoints.async_save({"a": torch.ones(3), "b": torch.ones(3)}, step=step)).exports[0]
+    left = fsspec.filesystem("memory" if place == "memory" else "file").find(url)
+    directories = {path.rpartition("/")[0].rpartition("/")[2] for path in left if "/run/" not in path}
+    assert directories == {"step-3", "step-4"}
+    if place != "memory":
+        assert sorted(os.listdir(tmp_path)) == ["run", "step-3", "step-4"]
 
 
 async def test_a_step_that_is_saved_again_replaces_its_export(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,191 @@ async def test_a_save_that_commits_during_a_removal(tmp_path: Path, monkeypatch:
         assert begun.outcome == "absent"
         await begun.discard()
     assert not (tmp_path / "a").exists()
+
+
+class Hold:
+    """The ``number``-th call of ``os.<name>`` on a path that ends like this, by any thread: ``reached`` is set before
+    it, and it is done when ``done`` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, end: str, number: int = 1) -> None:
+        self.reached, self.done = threading.Event(), threading.Event()
+        self._real, self._end, self._number = getattr(os, name), end, number
+        self._lock, self._count = threading.Lock(), 0
+        monkeypatch.setattr(os, name, self._call)
+
+    def _call(self, path: Any, *args: Any, **options: Any) -> Any:
+        name = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path)
+        with self._lock:
+            self._count += name.endswith(self._end)
+            held = name.endswith(self._end) and self._count == self._number
+        if held:
+            self.reached.set()
+            assert self.done.wait(60)
+        return self._real(path, *args, **options)
+
+    async def come(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, 60)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+async def test_two_removals_at_once_keep_the_files_of_a_save(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower removal opens the marker when the faster one has deleted it. The save has begun before both."""
+    with time_limit(Deadline.after(60)):
+        begun = locate_run(tmp_path, MARKER)[0].begin(Attempt("a", "directory", "a" * 32, "fsync"))
+        begun.write_here([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+        await replace(tmp_path / "a", 1)
+        hold = Hold(monkeypatch, "open", "/.metadata", number)
+        slower = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
+        await hold.come()
+        await sidestream.remove(tmp_path / "a", storage=MARKER)
+        hold.done.set()
+        await slower
+        file = begun.committed_name("__0_0.distcp")
+        assert os.listdir(tmp_path / "a") == [file]
+        await begun.commit({".metadata": [b"a marker that is long enough"]})
+        assert set(os.listdir(tmp_path / "a")) == {file, ".metadata"}
+
+
+async def test_a_removal_in_a_directory_that_another_one_has_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await replace(tmp_path / "a", 1)
+    hold = Hold(monkeypatch, "open", NOTE)
+    slower = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
+    await hold.come()
+    await sidestream.remove(tmp_path / "a", storage=MARKER)
+    hold.done.set()
+    await slower
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_save_that_commits_when_a_removal_has_read_the_marker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal finds out before it deletes the marker, and deletes the files of this save too."""
+    await replace(tmp_path / "a", 1)
+    hold = Hold(monkeypatch, "open", NOTE)
+    removal = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
+    await hold.come()
+    await replace(tmp_path / "a", 2)
+    hold.done.set()
+    await removal
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_removal_when_a_save_has_replaced_the_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save finds the note and fails. The files of the checkpoint that it has replaced are deleted too."""
+    await replace(tmp_path / "a", 1)
+    renaming = Hold(monkeypatch, "rename", "..metadata")
+    save = asyncio.create_task(replace(tmp_path / "a", 2))
+    await renaming.come()
+    listing = Hold(monkeypatch, "listdir", "/a")
+    renaming.done.set()
+    await listing.come()
+    unlinking = Hold(monkeypatch, "unlink", "/.metadata")
+    removal = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
+    await unlinking.come()
+    listing.done.set()
+    with pytest.raises(errors.CheckpointExistsError, match="is being removed"):
+        await save
+    unlinking.done.set()
+    await removal
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_removal_when_a_save_deletes_what_it_has_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await replace(tmp_path / "a", 1)
+    renaming = Hold(monkeypatch, "rename", "..metadata")
+    save = asyncio.create_task(replace(tmp_path / "a", 2))
+    await renaming.come()
+    syncing = Hold(monkeypatch, "fsync", "/a")
+    renaming.done.set()
+    await syncing.come()
+    unlinking = Hold(monkeypatch, "unlink", "/.metadata")
+    removal = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
+    await unlinking.come()
+    syncing.done.set()
+    await save
+    assert NOTE in os.listdir(tmp_path / "a")
+    unlinking.done.set()
+    await removal
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_new_directory_that_another_process_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a removal does, or a save that has failed there. The directory is made again."""
+    mkdir, made = os.mkdir, []
+
+    def make(path: Any, *args: Any, **options: Any) -> None:
+        mkdir(path, *args, **options)
+        made.append(path)
+        if len(made) == 1:
+            os.rmdir(path)
+
+    monkeypatch.setattr(os, "mkdir", make)
+    await sidestream.save(state(1), tmp_path / "a", storage=MARKER)
+    assert len(made) == 2
+    assert_same(await loaded(tmp_path / "a"), state(1))
+
+
+async def test_the_note_where_no_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await replace(tmp_path / "a", 1)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    await sidestream.remove(tmp_path / "a", storage=MARKER)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", ["marker", "memory"])
+@pytest.mark.parametrize("complete", [True, False])
+async def test_an_export_is_deleted_and_no_attempt(complete: bool, place: str, tmp_path: Path) -> None:
+    """Neither an export that is still being written, without the file that readers look for, nor files with ids."""
+    run = f"memory://{uuid.uuid4().hex}" if place == "memory" else str(tmp_path / "run")
+    files = fsspec.filesystem("memory" if place == "memory" else "file", auto_mkdir=True)
+    exported = ["model-00001-of-00001.safetensors", "config.json", *["model.safetensors.index.json"] * complete]
+    attempt = name_with_id("__0_0.distcp", "a" * 32)
+    for name in (attempt, *exported):
+        files.pipe_file(f"{run}/step-1/{name}", b"x")
+    with time_limit(Deadline.after(60)):
+        store = locate_run(run, MARKER if place == "marker" else sidestream.Storage())[0]
+        await store.retire("step-1", durability="fsync")
+        left = {path.rpartition("/")[2] for path in files.find(f"{run}/step-1")}
+        assert left == ({attempt} if complete else {attempt, *exported})
+        await store.retire("step-2", durability="fsync")
+
+
+async def test_readers_find_no_export_whose_removal_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "z.json"]
+    (tmp_path / "step-1").mkdir()
+    for name in names:
+        (tmp_path / "step-1" / name).touch()
+    syncs, fsync, unlink = 0, os.fsync, os.unlink
+
+    def count(descriptor: int) -> None:
+        nonlocal syncs
+        syncs += 1
+        fsync(descriptor)
+
+    def fail_the_second(path: Any, **options: Any) -> None:
+        if len(os.listdir(tmp_path / "step-1")) < len(names):
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "fsync", count)
+    monkeypatch.setattr(os, "unlink", fail_the_second)
+    with time_limit(Deadline.after(60)), pytest.raises(errors.StorageError, match="Input/output"):
+        await locate_run(tmp_path, MARKER)[0].retire("step-1", durability="fsync")
+    assert set(names) - set(os.listdir(tmp_path / "step-1")) == {"model.safetensors.index.json"}
+    assert syncs == 1
 
 
 @pytest.mark.parametrize("place", ["marker", "memory"])

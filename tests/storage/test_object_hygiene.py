@@ -150,6 +150,50 @@ async def test_a_save_that_commits_during_a_removal(s3: S3Server) -> None:
     assert target["step"] == 8
 
 
+async def test_two_removals_at_once_keep_the_files_of_a_save(s3: S3Server) -> None:
+    """The slower removal reads the marker when the faster one has deleted it. The save has begun before both."""
+    place, store = s3_place(s3, "obstore"), store_of(s3)
+    begun = store.begin(Attempt("step-1", "directory", "a" * 32, "fsync"))
+    await asyncio.to_thread(begun.write_here, [("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+    await sidestream.save(STATE, place.url("step-1"), **for_save(**place.keywords))
+    reading, read = threading.Event(), threading.Event()
+
+    def wait_once(request: Any) -> Any:
+        if reading.is_set() or request.kind not in ("get", "head") or not request.key.endswith("/.metadata"):
+            return None
+        reading.set()
+        return lambda: read.wait(60)
+
+    s3.fault = wait_once
+    slower = asyncio.create_task(store.retire("step-1", durability="fsync"))
+    assert await asyncio.to_thread(reading.wait, 60)
+    await store.retire("step-1", durability="fsync")
+    read.set()
+    await slower
+    assert set(s3.objects) == {f"run/step-1/{begun.committed_name('__0_0.distcp')}"}
+
+
+async def test_a_save_that_commits_when_a_removal_has_read_the_marker(s3: S3Server) -> None:
+    """The removal finds out before it deletes the marker, and deletes the files of this save too."""
+    place, store = s3_place(s3, "obstore"), store_of(s3)
+    await sidestream.save(STATE, place.url("step-1"), **for_save(**place.keywords))
+    noting, note = threading.Event(), threading.Event()
+
+    def wait_once(request: Any) -> Any:
+        if noting.is_set() or request.kind != "put" or not request.key.endswith(NOTE):
+            return None
+        noting.set()
+        return lambda: note.wait(60)
+
+    s3.fault = wait_once
+    removal = asyncio.create_task(store.retire("step-1", durability="fsync"))
+    assert await asyncio.to_thread(noting.wait, 60)
+    await sidestream.save(STATE, place.url("step-1"), overwrite=True, **for_save(**place.keywords))
+    note.set()
+    await removal
+    assert s3.objects == {}
+
+
 async def test_a_save_that_finds_a_removal_does_not_commit(s3: S3Server) -> None:
     store = store_of(s3)
     begun = store.begin(Attempt("step-1", "directory", "a" * 32, "fsync"))

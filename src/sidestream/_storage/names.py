@@ -16,6 +16,7 @@ __all__ = [
     "NOTE",
     "READ_FIRST",
     "attempt_name",
+    "export_files",
     "id_of",
     "is_plain_shard",
     "is_unfinished",
@@ -124,8 +125,9 @@ def retired_files(files: Collection[str], save_id: str) -> list[str]:
     note, because it distinguishes these files from an attempt.
 
     ``save_id`` is the content of the note; empty if the id was unknown. Files with other ids stay, because a save that
-    began before this checkpoint was committed may be committed while its files are deleted."""
-    committed = MARKER in files  # by such a save
+    began before this checkpoint was committed may be committed while its files are deleted. Without the note, which
+    another removal has deleted after all other files, files without the id stay too."""
+    committed = MARKER in files or NOTE not in files
     found = [
         name
         for name in files
@@ -133,6 +135,14 @@ def retired_files(files: Collection[str], save_id: str) -> list[str]:
         and (owner_of(name) == save_id or not (committed or (save_id and owner_of(name) is not None)))
     ]
     return [*found, NOTE]
+
+
+def export_files(files: Collection[str]) -> list[str]:
+    """Return the files of the export in a directory, those that readers look for first. The result is empty if there is
+    no export, also if its removal was interrupted. Files with an id stay, which belong to attempts at a checkpoint."""
+    if READ_FIRST.isdisjoint(files):
+        return []
+    return sorted((name for name in files if owner_of(name) is None), key=lambda name: name not in READ_FIRST)
 
 
 def is_unfinished(files: Iterable[str]) -> bool:

@@ -162,10 +162,11 @@ class Store(Protocol):
         process deletes it. A writer that still has a transaction on it cannot commit the rest of it."""
 
     async def retire(self, directory: str, *, durability: Durability) -> None:
-        """Delete a committed checkpoint. It is made invisible, with ``"fsync"`` durably, before its first byte is
-        deleted. Files of other saves in the directory stay, if they can be distinguished.
+        """Delete a committed checkpoint, or an export. It is made invisible, with ``"fsync"`` durably, before anything
+        else is deleted. Files of other saves in the directory stay, if they can be distinguished.
 
-        If the deletion is interrupted, ``leftovers`` lists the rest. Does nothing if the checkpoint does not exist."""
+        If the deletion of a checkpoint is interrupted, ``leftovers`` lists the rest. Does nothing if there is neither a
+        checkpoint nor an export."""
 
     async def collect(self, target: str, *, after_s: float) -> list[str]:
         """Delete attempts at ``target`` that killed processes left behind, and return their names. An attempt counts as

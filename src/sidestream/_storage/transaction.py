@@ -401,11 +401,11 @@ def run_without_loop(work: Callable[[], Coroutine[Any, Any, T]], doing: str, sto
 
 
 async def id_in(name: str, read_tail: Callable[[str, int], Awaitable[bytes]]) -> str:
-    """Return the id of the save that wrote the marker ``name``; empty if it is missing, damaged or of another
-    writer."""
+    """Return the id of the save that wrote the marker ``name``; empty if the marker is damaged or of another writer.
+    Raises ``FileNotFoundError`` if there is no marker."""
     try:
         marker = find_marker(await read_tail(name, TAIL_BYTES))
-    except (CorruptCheckpointError, FileNotFoundError):
+    except CorruptCheckpointError:
         return ""
     return "" if marker is None else marker.save_id
 

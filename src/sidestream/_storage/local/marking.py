@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +27,7 @@ from ...errors import (
     from_os_error,
 )
 from ..bodies import Body
-from ..names import ABANDONED_AFTER_S, MARKER, NOTE, id_of, is_unfinished, owner_of
+from ..names import ABANDONED_AFTER_S, MARKER, NOTE, id_of, is_unfinished, owner_of, sidecar_with_id
 from ..transaction import Attempt, StoreAddress, being_removed
 from .directories import (
     RACES,
@@ -54,6 +55,7 @@ __all__ = [
     "marked_id",
     "sync_names",
     "taken",
+    "write_note",
 ]
 
 
@@ -92,8 +94,34 @@ def discard_orphans(target: Path, marked: str) -> None:
 
 def delete_replaced(target: Path, replaced: str) -> None:
     for name in files_in(target):
-        if name != MARKER and owner_of(name) in (None, replaced):
+        if name not in (MARKER, NOTE) and owner_of(name) in (None, replaced):
             unlink_or_remove(target / name)
+
+
+def write_note(directory: Path, save_id: str, *, durable: bool) -> None:
+    """Write the note of a removal with this id. A removal that reads the note meanwhile never finds a part of it, but
+    on file systems that cannot rename a file over another one."""
+    note, hidden = directory / NOTE, directory / sidecar_with_id(NOTE, uuid.uuid4().hex)
+    try:
+        _write_id(hidden, save_id, durable)
+        os.rename(hidden, note)
+    except BaseException as error:
+        with suppress(OSError):
+            os.unlink(hidden)
+        if not isinstance(error, OSError) or error.errno not in NO_RENAME:
+            raise
+        _write_id(note, save_id, durable)
+    if durable:
+        sync_names(directory)
+
+
+def _write_id(path: Path, save_id: str, durable: bool) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(path, flags, 0o666), "wb") as file:
+        file.write(save_id.encode())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def taken(target: Path) -> CheckpointExistsError:
@@ -260,8 +288,20 @@ class MarkedTransaction(LocalTransaction):
         else:
             discard_orphans(self._target, marked)
         with self._make_once():
-            self._make_target()
-            self._made = self._target.stat()
+            self._made = self._make_and_look()
+
+    def _make_and_look(self) -> os.stat_result:
+        """Make the target, and return its status. Another attempt that failed, or a removal, may remove it while it is
+        empty. Then it is made again."""
+        for left in reversed(range(RACES)):
+            try:
+                self._make_target()
+                return self._target.stat()
+            except OSError as error:
+                lost = error.errno in (errno.ENOENT, errno.EEXIST)
+                if not lost or (not left and isinstance(error, SidestreamError)):
+                    raise
+        raise CheckpointExistsError(f"{self._target} is removed as often as it is made")
 
     def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
         for _ in range(RACES):
@@ -272,7 +312,7 @@ class MarkedTransaction(LocalTransaction):
                 # already, another process has removed those, and making the directory again would not help.
                 if error.errno != errno.ENOENT or len(self._names) > 1 or not self._carries_id:
                     raise
-                self._make_target()
+                self._make_and_look()
             else:
                 return
         raise CheckpointExistsError(f"{self._directory} is removed as often as it is made")
@@ -415,7 +455,8 @@ class MarkedTransaction(LocalTransaction):
         self._check_not_removed(path)
 
     def _check_not_removed(self, path: Path) -> None:
-        """Withdraw the marker if a removal has begun meanwhile, or has deleted files of this attempt."""
+        """Withdraw the marker if a removal has begun meanwhile, or has deleted files of this attempt. Then the files of
+        the checkpoint that it has replaced are deleted too."""
         try:
             check_whole(self._target, (*self._names, path.name), self._target)
             if NOTE in files_in(self._target):
@@ -426,6 +467,9 @@ class MarkedTransaction(LocalTransaction):
                 unlink(path)
             elif marked is not None:
                 return  # another save has replaced this one already
+            if self._replaced is not None:
+                with suppress(SidestreamError):  # its marker is gone: the rest counts as files of a dead save
+                    delete_replaced(self._target, self._replaced)
             raise
 
     def _note_replaced(self, error: NotDurableError) -> None:

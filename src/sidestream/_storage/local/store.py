@@ -14,7 +14,7 @@ from ..._runtime.threads import Stop
 from ...errors import CheckpointExistsError, SidestreamError, StorageError, from_os_error
 from ...options import Capabilities, Durability, Storage
 from ..bodies import Body
-from ..names import MARKER, NOTE, is_unfinished, parse_step, retired_files
+from ..names import MARKER, NOTE, READ_FIRST, export_files, is_unfinished, parse_step, retired_files
 from ..store import Leftover, ReadRange
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
@@ -30,7 +30,17 @@ from .directories import (
     unlink,
     unlink_or_remove,
 )
-from .marking import MarkedTransaction, ages_of, collect, discard, files_in, is_torn, marked_id, sync_names
+from .marking import (
+    MarkedTransaction,
+    ages_of,
+    collect,
+    discard,
+    files_in,
+    is_torn,
+    marked_id,
+    sync_names,
+    write_note,
+)
 from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of, sizes_in
 from .transaction import LocalTransaction, write_file
 
@@ -247,43 +257,80 @@ def _directories(root: Path) -> list[str]:
 
 
 def _unmark(directory: Path, durability: Durability) -> None:
+    names = files_in(directory)
     try:
-        if MARKER in files_in(directory):
-            _write_note(directory, durability)
-            unlink(directory / MARKER)
-            if durability == "fsync":
-                sync_names(directory)
+        if MARKER in names:
+            _finish_retiring(directory, _delete_marker(directory, durability))
+        elif NOTE in names:
+            _finish_retiring(directory)
+        else:
+            _delete_export(directory, names, durability)
     except SidestreamError:
         raise
     except OSError as error:
         raise from_os_error(error, "removing", str(directory)) from error
-    _finish_retiring(directory)
 
 
-def _write_note(directory: Path, durability: Durability) -> None:
+def _delete_export(directory: Path, names: list[str], durability: Durability) -> None:
+    """Delete the export in the directory, if there is one: first what readers look for."""
+    found = export_files(names)
+    for name in found:
+        if durability == "fsync" and name not in READ_FIRST:
+            sync_names(directory)
+            durability = "flush"
+        unlink_or_remove(directory / name)
+    if found:
+        with suppress(OSError):  # not empty
+            directory.rmdir()
+
+
+def _delete_marker(directory: Path, durability: Durability) -> str | None:
+    """Write the note, delete the marker, and return what the note contains. Return None if another process has deleted
+    the marker, or the directory.
+
+    A save may replace the marker meanwhile. The descriptor stays open until the markers have been compared, so that no
+    other file has the same inode. A save that replaces the marker after that finds the note."""
+    marker = directory / MARKER
+    for _ in range(RACES):
+        try:
+            descriptor = os.open(marker, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                save_id = _marked_id(directory)
+                if save_id is None:
+                    continue
+                write_note(directory, save_id, durable=durability == "fsync")
+                if not os.path.samestat(os.fstat(descriptor), os.stat(marker)):
+                    continue
+                unlink(marker)
+            finally:
+                os.close(descriptor)
+            if durability == "fsync":
+                sync_names(directory)
+        except FileNotFoundError:
+            return None
+        return save_id
+    raise StorageError(errno.EBUSY, "other saves replace the checkpoint as often as it is removed", str(directory))
+
+
+def _marked_id(directory: Path) -> str | None:
+    """Return the id of the save whose marker is in the directory; empty if the marker is incomplete, damaged or of
+    another writer. Return None if it has changed meanwhile."""
     try:
-        save_id = marked_id(directory, removed=True) or ""
-    except CheckpointExistsError:  # of another writer, or damaged
-        save_id = ""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(directory / NOTE, flags, 0o666), "wb") as note:
-        note.write(save_id.encode())
-        if durability == "fsync":
-            note.flush()
-            os.fsync(note.fileno())
-    if durability == "fsync":
-        sync_names(directory)
+        save_id = marked_id(directory, removed=True)
+    except CheckpointExistsError:
+        return ""
+    return "" if save_id is None and is_torn(directory) else save_id
 
 
-def _finish_retiring(directory: Path) -> None:
-    """Delete the files of a retired checkpoint, whose marker was deleted before."""
+def _finish_retiring(directory: Path, save_id: str | None = None) -> None:
+    """Delete the files of a retired checkpoint, whose marker was deleted before. ``save_id`` is the content of the
+    note, if it is known."""
     names = files_in(directory)
-    if NOTE not in names:
-        return
-    try:
-        save_id = bytes(read_tail(directory / NOTE, None, 32)).decode()
-    except FileNotFoundError:  # another process has finished it
-        return
+    if save_id is None:
+        try:
+            save_id = bytes(read_tail(directory / NOTE, None, 32)).decode()
+        except FileNotFoundError:  # another process has finished it
+            return
     for name in retired_files(names, save_id):
         unlink_or_remove(directory / name)
     with suppress(OSError):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Sequence
+from contextlib import suppress
 from mmap import mmap
 from typing import Any
 
@@ -15,7 +16,7 @@ from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import on_io_loop
-from ..names import MARKER, NOTE, id_of, parse_step, retired_files
+from ..names import MARKER, NOTE, export_files, id_of, parse_step, retired_files
 from ..store import Leftover, ReadRange, StoreSource, coalesce
 from ..transaction import Attempt, StoreAddress, Transaction, id_in
 from ..wrappers.file_cache import FileCache
@@ -183,17 +184,34 @@ class ObjectStore:
 
     async def retire(self, directory: str, *, durability: Durability) -> None:
         """Write the note, and delete the marker before the other files, so that readers never find an incomplete
-        checkpoint."""
+        checkpoint. Of an export, delete first what readers look for."""
 
         async def retire() -> None:
             save_id = None
-            if MARKER in (await self._bucket.listing(directory)).files:
-                save_id = await id_in(f"{directory}/{MARKER}", self.read_tail)
-                await self._bucket.put(f"{directory}/{NOTE}", memoryview(save_id.encode()))
-                await self._bucket.delete(directory, [MARKER])
+            files = (await self._bucket.listing(directory)).files
+            if MARKER in files:
+                with suppress(FileNotFoundError):  # another removal has deleted the marker: its note has the id
+                    save_id = await self._write_note(directory)
+                    await self._bucket.delete(directory, [MARKER])
+            elif NOTE not in files:
+                await self._bucket.delete(directory, export_files(files))
+                await self._bucket.forget(directory)
+                return
             await self._finish_retiring(directory, save_id)
 
         await on_io_loop(retire, f"removing {directory}")
+
+    async def _write_note(self, directory: str) -> str:
+        """Write the id of the save whose marker is in ``directory`` to the note, and return it. Raises
+        ``FileNotFoundError`` if there is no marker.
+
+        The marker is read again after that, because another save may have put its own meanwhile. Saves that find the
+        note put none."""
+        written, save_id = None, await id_in(f"{directory}/{MARKER}", self.read_tail)
+        while save_id != written:
+            await self._bucket.put(f"{directory}/{NOTE}", memoryview(save_id.encode()))
+            written, save_id = save_id, await id_in(f"{directory}/{MARKER}", self.read_tail)
+        return save_id
 
     async def _finish_retiring(self, directory: str, save_id: str | None = None) -> None:
         """Delete the files of a retired checkpoint, whose marker was deleted before. ``save_id`` is the content of the
