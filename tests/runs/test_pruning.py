@@ -22,6 +22,7 @@ from _run import Held, blank, ended, flip, is_state_of, leases_in, line_of, proc
 
 import sidestream
 from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, SavedStep
+from sidestream._load.open.steps import Step
 from sidestream._run.leases import Kind, Lease, Leases, parse_lease
 from sidestream._run.pruning import Pruner
 from sidestream._run.retention import judges_by_number
@@ -74,6 +75,17 @@ async def test_directories_of_the_user_stay(place: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         await sidestream.remove(f"{url}/staff", storage=storage)
     assert [files.cat_file(f"{url}/{name}") for name in mine] == [b"mine"] * len(mine)
+
+
+async def test_a_pass_over_many_steps_compares_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of steps that was searched for each step stopped the loop for seconds."""
+    many, compared, equal = 120, [], Step.__eq__
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, *range(many))
+    monkeypatch.setattr(Step, "__eq__", lambda one, other: (compared.append(1), equal(one, other))[1])
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        assert len((await checkpoints.prune(dry_run=True)).deleted) == many - 1
+    assert len(compared) < 10 * many
 
 
 async def test_nothing_goes_without_a_policy(tmp_path: Path) -> None:

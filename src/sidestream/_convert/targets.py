@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from .._format.checksum import crc32
-from .._format.frame import frame_tensor, frame_value, tensor_pickle
+from .._format.frame import frame_tensor, tensor_pickle
 from .._format.pickles.write import EMPTY_DICT, dict_of, list_of
 from .._format.records import (
     BLOCK_BYTES,
@@ -26,7 +26,7 @@ from .._format.safetensors.read import INDEX_NAME
 from .._format.safetensors.write import ALIGN_BYTES, Named, alignment, file_names, header_of, index_of, shards_of_sizes
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window, lay_out
 from .._format.torch_zip.file import TorchArchive
-from .._format.values import pickle_node, pickle_part
+from .._format.values import ValueItems, pickle_part
 from .._layout.assemble import assemble
 from .._runtime.threads import (
     Stop,
@@ -307,17 +307,13 @@ class DcpTarget:
                 self._places[one.identity] = (len(self.shards), number)
             self.shards.append(_DcpShard(f"__0_{len(self.shards) + 1}.distcp", layout, first))
         self._entries: dict[str, ValueEntry | EmptyEntry | CompositeEntry] = dict(composites)
-        items_of_values: list[bytes] = []
-        nbytes = 0
+        contents = ValueItems()
         for value in values:
             if value.empty:
                 self._entries[value.fqn] = EmptyEntry(value.path)
                 continue
-            item = frame_value(*pickle_node(value.node))
-            self._entries[value.fqn] = ValueEntry(value.path, "__0_0.distcp", nbytes, len(item), value.node)
-            items_of_values.append(item)
-            nbytes += len(item)
-        self.values = b"".join(items_of_values)
+            self._entries[value.fqn] = ValueEntry(value.path, "__0_0.distcp", *contents.add(value.node), value.node)
+        self.values = contents.content()
 
     @property
     def data_files(self) -> list[TargetFile]:

@@ -26,17 +26,19 @@ import math
 from typing import Any
 
 from ..errors import CorruptCheckpointError
-from .frame import tensor_pickle
+from .frame import frame_value, tensor_pickle
 from .pickles import write as p
 from .records import DTYPES, SLICE_BYTES, Node
 
 __all__ = [
+    "ValueItems",
     "bytes_and_position",
     "is_stored",
     "node_bytes",
     "node_kind",
     "pickle_node",
     "pickle_part",
+    "value_item",
 ]
 
 
@@ -84,6 +86,30 @@ def pickle_node(node: Node) -> tuple[bytes, list[bytes]]:
     """Return the value as ``torch.save`` would pickle it, and the storages of the tensors in it."""
     storages: list[bytes] = []
     return b"".join((b"\x80\x02", _pickle(node, storages), b".")), storages
+
+
+def value_item(node: Node) -> bytes:
+    """Return the item of a value."""
+    return frame_value(*pickle_node(node))
+
+
+class ValueItems:
+    """The items of values, one after the other in a file of ``nbytes``."""
+
+    def __init__(self) -> None:
+        self._items: list[bytes] = []
+        self.nbytes = 0
+
+    def add(self, node: Node) -> tuple[int, int]:
+        """Append the item of a value, and return its offset and size."""
+        item, offset = value_item(node), self.nbytes
+        self._items.append(item)
+        self.nbytes += len(item)
+        return offset, len(item)
+
+    def content(self) -> bytes:
+        """Return the file. A join of large items releases the GIL."""
+        return b"".join(self._items)
 
 
 def pickle_part(node: Node, storages: list[bytes]) -> bytes:

@@ -321,7 +321,7 @@ class Operation:
 
 
 async def wait_out(
-    waiter: asyncio.Future[Any], on_cancel: Callable[[asyncio.CancelledError], object] = id
+    waiter: asyncio.Future[Any], on_cancel: Callable[[asyncio.CancelledError], object] | None = None
 ) -> asyncio.CancelledError | None:
     """Wait until ``waiter`` is done, and return the first cancel that arrived meanwhile. ``on_cancel`` is called with
     each. From the first one on, the wait is shielded from scopes of anyio, which cancel a task again and again."""
@@ -333,7 +333,8 @@ async def wait_out(
             except asyncio.CancelledError as cancel:
                 scope.shield = True
                 first = first or cancel
-                on_cancel(cancel)
+                if on_cancel is not None:
+                    on_cancel(cancel)
     return first
 
 

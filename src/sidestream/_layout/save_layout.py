@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from .._format.dcp.write import Described, Template
-from .._format.frame import Frame, frame_tensor, frame_value
+from .._format.frame import Frame, frame_tensor
 from .._format.records import (
     BLOCK_BYTES,
     SAVED_DTYPES,
@@ -29,7 +29,7 @@ from .._format.records import (
     shape_problem,
 )
 from .._format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
-from .._format.values import pickle_node
+from .._format.values import ValueItems
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_key, view_key
 from .._staging import (
@@ -297,21 +297,18 @@ def plan_save(
     key = ("save", shard_bytes, budget_bytes, converted)
     layout = yield from plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, shard_bytes, budget_bytes))
     description = yield from layout.describe(outline.key, leaves)
-    items: list[bytes] = []
-    nbytes = 0
+    items = ValueItems()
     entries: dict[str, ValueEntry | CompositeEntry] = {}
     if outline.values:
         for (fqn, path), value in zip(description.named_values(), outline.values, strict=True):
             if isinstance(value, CompositeLeaf):
                 entries[fqn] = composite_entry(fqn, path, value.form)
             else:
-                node, item = _encode(fqn, value)
-                entries[fqn] = ValueEntry(path, _VALUES_FILE, nbytes, len(item), node)
-                items.append(item)
-                nbytes += len(item)
+                node = _encode(fqn, value)
+                entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(node), node)
             yield
     images = yield from layout.images(plans, tensors)
-    return SavePlan(_RANK, description.shards, tuple(images), b"".join(items), description, entries)
+    return SavePlan(_RANK, description.shards, tuple(images), items.content(), description, entries)
 
 
 def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Steps[Sequence[Leaf]]:
@@ -394,15 +391,13 @@ def _start(copy: Copy) -> int | None:
     return raw_start(copy) if copy.source.is_cpu else None
 
 
-def _encode(fqn: str, value: Any) -> tuple[Node, bytes]:
-    """Return a value as data, and its item."""
+def _encode(fqn: str, value: Any) -> Node:
     if isinstance(value, Composite):
         raise UnsupportedTensorError(
             f"{fqn}: cannot save {value.kind}: this version saves plain tensors of one process; save the "
             "tensors that it is made of (to_local(), indices and values) or a dense, full one"
         )
-    node = encode_value(value, fqn)
-    return node, frame_value(*pickle_node(node))
+    return encode_value(value, fqn)
 
 
 def converted_to(tensor: torch.Tensor, dtype: str) -> torch.dtype | None:

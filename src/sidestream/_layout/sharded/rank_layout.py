@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..._format.frame import Frame, frame_tensor, frame_value
+from ..._format.frame import Frame, frame_tensor
 from ..._format.records import Chunk, Node
 from ..._format.shard import BlockSums, ShardLayout, lay_out
-from ..._format.values import pickle_node
+from ..._format.values import ValueItems
 from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import view_key
 from ..._staging import Composite, ImageLayout, PlanCache
@@ -133,18 +133,14 @@ def lay_out_rank(
     key = ("rank", agreement, window_bytes, table.key)
     layout = yield from plans.get(key, lambda: _lay_out(table, assignment, window_bytes))
     tensors = yield from collected(_tensor(table.sources[source.tensor], source) for source in layout.sources)
-    items: list[bytes] = []
-    nbytes = 0
+    items = ValueItems()
     places: list[tuple[int, str, int, int, Node]] = []
     for number in assignment.values:
         node = values.nodes[number]
-        item = frame_value(*pickle_node(node))
         row = number if assignment.places is None else assignment.places[number]
-        places.append((row, table.held.rows[number].fqn, nbytes, len(item), node))
-        items.append(item)
-        nbytes += len(item)
+        places.append((row, table.held.rows[number].fqn, *items.add(node), node))
     images = yield from _images(layout, tensors)
-    return RankPlan(rank, layout.shards, tuple(images), b"".join(items), layout, tuple(places))
+    return RankPlan(rank, layout.shards, tuple(images), items.content(), layout, tuple(places))
 
 
 def _tensor(source: torch.Tensor, piece: _Source) -> torch.Tensor:
