@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import os
 import sys
-import threading
 import weakref
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from torch import nn
 
 import sidestream
 from sidestream._layout import save_layout as save_plan
+from sidestream._runtime import threads
 from sidestream._staging import stage as staging
 from sidestream.errors import (
     ArenaExhaustedError,
@@ -270,20 +272,25 @@ async def test_overlapping_views_of_any_dtypes(parts: list[tuple[torch.dtype, in
         del staged
 
 
-async def nobody_writes_any_more(before: list[threading.Thread]) -> None:
-    for thread in threading.enumerate():
-        if thread.name == "sidestream-write" and thread not in before:
-            await asyncio.to_thread(thread.join, 60)
-            assert not thread.is_alive()
+@contextlib.asynccontextmanager
+async def own_write_threads() -> AsyncIterator[None]:
+    """Make the saves in this context write in threads of their own, and wait until those have ended."""
+    shared, threads._writing = threads._writing, None
+    try:
+        yield
+        used = threads.write_threads()
+    finally:
+        threads._writing = shared
+    used.close()
+    assert await asyncio.to_thread(used.join, threads.Deadline.after(60))
 
 
 async def test_a_save_that_cannot_be_launched_leaves_nothing(tmp_path: Path) -> None:
-    before = threading.enumerate()
     stager = sidestream.AsyncStager()
     await stager.aclose()
-    with pytest.raises(ClosedError):
-        sidestream.async_save({"w": torch.zeros(4)}, tmp_path / "c", stager=stager)
-    await nobody_writes_any_more(before)
+    async with own_write_threads():
+        with pytest.raises(ClosedError):
+            sidestream.async_save({"w": torch.zeros(4)}, tmp_path / "c", stager=stager)
     assert not list(tmp_path.iterdir())
 
 
@@ -293,12 +300,11 @@ async def test_a_save_that_is_interrupted_while_it_settles_leaves_nothing(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    before = threading.enumerate()
     async with sidestream.AsyncStager(mode="eager") as stager:
         monkeypatch.setattr(stager, "settle", interrupted)  # a signal, while it blocks
-        with pytest.raises(KeyboardInterrupt):
-            sidestream.async_save({"w": torch.zeros(1 << 20)}, tmp_path / "c", stager=stager)
-        await nobody_writes_any_more(before)
+        async with own_write_threads():
+            with pytest.raises(KeyboardInterrupt):
+                sidestream.async_save({"w": torch.zeros(1 << 20)}, tmp_path / "c", stager=stager)
         assert not list(tmp_path.iterdir())
         await all_returned(stager)
 
@@ -323,17 +329,16 @@ async def test_a_second_interrupt_while_a_save_is_given_up(tmp_path: Path, monke
         waiting = stager.stage({"t": torch.ones(200_000)})
         while stager.statistics().waiters == 0:
             await asyncio.sleep(0)
-        before = threading.enumerate()
         with monkeypatch.context() as patched:
             patched.setattr(stager, "settle", interrupted)
             for step in itertools.count(1):
                 left = step
-                try:
-                    with pytest.raises(KeyboardInterrupt):
-                        sidestream.async_save({"w": torch.zeros(4)}, tmp_path / "queued", stager=stager)
-                finally:
-                    sys.setprofile(None)
-                await nobody_writes_any_more(before)
+                async with own_write_threads():
+                    try:
+                        with pytest.raises(KeyboardInterrupt):
+                            sidestream.async_save({"w": torch.zeros(4)}, tmp_path / "queued", stager=stager)
+                    finally:
+                        sys.setprofile(None)
                 if left > 0:
                     break
         assert step > 10

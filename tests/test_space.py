@@ -131,7 +131,7 @@ def test_what_a_save_still_writes_is_counted_and_nothing_twice(shm: Path) -> Non
         space.take(third, 64 << 20)
     space.take(first, half, alone=True)  # and the exports fail, when the disk is full
     with time_limit(Deadline.after(60)):
-        first.write_here([("file", BytesBody(content))])
+        first.write([("file", BytesBody(content))])
         space.take(third, 16 << 20)
         first.discard_here()
     space.take(third, half)

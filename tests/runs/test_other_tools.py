@@ -98,7 +98,7 @@ async def test_several_ranks_share_one_attempt(tmp_path: Path, name: str) -> Non
     store = LocalStore(tmp_path)
     first, second = (store.begin(Attempt(name, kind, "a" * 32, "flush")) for kind in ("directory", "joined"))
     for transaction, file in ((first, "__0_0.distcp"), (second, "__1_0.distcp")):
-        transaction.write_here([(file, BytesBody(b"x"))])
+        transaction.write([(file, BytesBody(b"x"))])
     (hidden,) = tmp_path.iterdir()
     assert not taken(hidden.name)
     assert sorted(path.name for path in hidden.iterdir()) == ["__0_0.distcp", "__1_0.distcp"]

@@ -26,7 +26,7 @@ from sidestream._load.open.steps import Step
 from sidestream._run.leases import Kind, Lease, Leases, parse_lease
 from sidestream._run.pruning import Pruner
 from sidestream._run.retention import judges_by_number
-from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
+from sidestream._runtime.threads import Deadline, Stop, time_limit
 from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
 from sidestream._storage.local.read import LocalFiles, LocalSource
@@ -543,13 +543,8 @@ async def test_a_writer_whose_attempt_was_taken_away_publishes_nothing(tmp_path:
     """As after a suspension that was longer than every lease: an error, and nothing torn."""
     writer, collector = LocalStore(tmp_path), LocalStore(tmp_path)
     transaction = writer.begin(Attempt("step-1", "directory", "a" * 32, "flush"))
-    threads = Threads("test-writer", 1)
     files = [("__0_1.distcp", BytesBody(b"x")), ("__0_2.distcp", BytesBody(b"y"))]
-
-    def write() -> None:
-        transaction.write(files, threads=threads, stop=Stop())
-
-    await threads.run(write)
+    await asyncio.to_thread(transaction.write, files)
     with time_limit(Deadline.after(60)):
         (left,) = await collector.leftovers()
         assert (left.name, left.kind) == (transaction.attempt.name, "attempt")
@@ -560,7 +555,6 @@ async def test_a_writer_whose_attempt_was_taken_away_publishes_nothing(tmp_path:
     with pytest.raises(StorageError):
         await transaction.make_visible()
     await transaction.discard()
-    threads.close()
     assert entries(tmp_path) == []
 
 

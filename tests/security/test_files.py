@@ -13,7 +13,7 @@ import torch
 
 import sidestream
 from sidestream import errors
-from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
+from sidestream._runtime.threads import Deadline, Stop, time_limit
 from sidestream._storage import Attempt, LocalStore
 from sidestream._storage.bodies import BytesBody
 from sidestream.errors import redacted
@@ -53,7 +53,6 @@ class Looking(BytesBody):
 
 async def test_private_while_it_is_written(tmp_path: Path) -> None:
     old = os.umask(0)
-    threads = Threads("test", 1)
     body = Looking(b"content")
     attempt = Attempt("c", "directory", "a" * 32, "flush")
     transaction = LocalStore(tmp_path).begin(attempt)
@@ -61,11 +60,10 @@ async def test_private_while_it_is_written(tmp_path: Path) -> None:
     object.__setattr__(body, "modes", modes := [])
     try:
         with time_limit(Deadline.after(60)):
-            transaction.write([("f", body)], threads=threads, stop=Stop())
+            transaction.write([("f", body)])
         await transaction.make_visible()
     finally:
         os.umask(old)
-        threads.close()
     assert modes == [0o700]
     assert stat.S_IMODE((tmp_path / "c").stat().st_mode) == 0o777
 

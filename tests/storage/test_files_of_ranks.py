@@ -29,7 +29,7 @@ def begin(where: Location, kind: Any, save_id: str) -> Transaction:
 
 async def written(transaction: Transaction, **files: bytes) -> RankReceipt:
     for name, content in files.items():
-        await asyncio.to_thread(transaction.write_here, [(name, BytesBody(content))])
+        await asyncio.to_thread(transaction.write, [(name, BytesBody(content))])
     return RankReceipt({name: len(content) for name, content in files.items()}, None)
 
 
@@ -44,7 +44,7 @@ async def test_the_last_file_of_rank_0_is_the_last_to_appear(tmp_path: Path, mon
     monkeypatch.setattr(marking, "move_new", lambda one, other: (appeared.append(other.name), move_new(one, other)))
     with time_limit(Deadline.after(60)):
         first, second = begin(where, "files", save_id), begin(where, "joined_files", save_id)
-        await asyncio.to_thread(first.write_here, ())
+        await asyncio.to_thread(first.write, ())
         receipts = [await written(first, one=b"1", index=b"{}"), await written(second, two=b"2")]
         await checked(where, first, *receipts)
         await first.commit({})
@@ -57,7 +57,7 @@ async def test_a_failed_export_keeps_what_another_writer_committed() -> None:
     with time_limit(Deadline.after(60)):
         one, other = (begin(where, "files", uuid.uuid4().hex) for _ in range(2))
         for each in (one, other):
-            await asyncio.to_thread(each.write_here, ())  # both find the target empty
+            await asyncio.to_thread(each.write, ())  # both find the target empty
         await written(one, model=b"content")
         receipt = await written(other, model=b"content")
         await one.commit({})
@@ -70,7 +70,7 @@ async def test_the_commit_checks_the_files_of_all_ranks() -> None:
     where, save_id = locate_directory(f"memory://{uuid.uuid4().hex}/checkpoint"), uuid.uuid4().hex
     with time_limit(Deadline.after(60)):
         first, second = begin(where, "directory", save_id), begin(where, "joined", save_id)
-        await asyncio.to_thread(first.write_here, ())
+        await asyncio.to_thread(first.write, ())
         await written(second, data=b"2")
         name = second.committed_name("data")
         await checked(where, first, RankReceipt({name: 1}, None))

@@ -368,7 +368,7 @@ async def test_a_target_with_files_of_others_is_refused(tmp_path: Path) -> None:
     with time_limit(Deadline.after(60)):
         store = locate_run(tmp_path, MARKER)[0]
         begun = store.begin(Attempt("c", "directory", "a" * 32, "fsync"))
-        begun.write_here([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+        begun.write([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
         info = await sidestream.save(state(2), tmp_path / "c", storage=MARKER)  # it is faster
         with pytest.raises(errors.CheckpointExistsError):
             await begun.commit({".metadata": [b"a marker that is long enough"]})

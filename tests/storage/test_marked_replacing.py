@@ -155,7 +155,7 @@ async def test_a_removal_that_comes_first(tmp_path: Path) -> None:
     with time_limit(Deadline.after(60)):
         store = locate_run(tmp_path, MARKER)[0]
         begun = store.begin(Attempt("a", "replacement", "a" * 32, "fsync"))
-        begun.write_here([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+        begun.write([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
         os.utime(tmp_path / "a" / begun.committed_name("__0_0.distcp"), (1, 1))  # more than an hour ago
         await sidestream.remove(tmp_path / "a", storage=MARKER)
         with pytest.raises((errors.StorageError, OSError)):
@@ -172,7 +172,7 @@ async def test_a_save_that_commits_after_a_removal(kind: Kind, tmp_path: Path) -
     with time_limit(Deadline.after(60)):
         store = locate_run(tmp_path, MARKER)[0]
         begun = store.begin(Attempt("a", kind, "a" * 32, "fsync"))
-        begun.write_here([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+        begun.write([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
         await replace(tmp_path / "a", 1)
         await sidestream.remove(tmp_path / "a", storage=MARKER)
         file = begun.committed_name("__0_0.distcp")
@@ -186,7 +186,7 @@ async def test_a_save_that_commits_during_a_removal(tmp_path: Path, monkeypatch:
     loop, unlink = asyncio.get_running_loop(), os.unlink
     with time_limit(Deadline.after(60)):
         begun = locate_run(tmp_path, MARKER)[0].begin(Attempt("a", "directory", "a" * 32, "fsync"))
-        begun.write_here([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+        begun.write([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
         await replace(tmp_path / "a", 1)
         failures: list[BaseException | None] = []
 
@@ -237,7 +237,7 @@ async def test_two_removals_at_once_keep_the_files_of_a_save(
     """The slower removal opens the marker when the faster one has deleted it. The save has begun before both."""
     with time_limit(Deadline.after(60)):
         begun = locate_run(tmp_path, MARKER)[0].begin(Attempt("a", "directory", "a" * 32, "fsync"))
-        begun.write_here([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+        begun.write([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
         await replace(tmp_path / "a", 1)
         hold = Hold(monkeypatch, "open", "/.metadata", number)
         slower = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))

@@ -154,7 +154,7 @@ async def test_two_removals_at_once_keep_the_files_of_a_save(s3: S3Server) -> No
     """The slower removal reads the marker when the faster one has deleted it. The save has begun before both."""
     place, store = s3_place(s3, "obstore"), store_of(s3)
     begun = store.begin(Attempt("step-1", "directory", "a" * 32, "fsync"))
-    await asyncio.to_thread(begun.write_here, [("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+    await asyncio.to_thread(begun.write, [("__0_0.distcp", BytesBody(b"of a save that goes on"))])
     await sidestream.save(STATE, place.url("step-1"), **for_save(**place.keywords))
     reading, read = threading.Event(), threading.Event()
 
@@ -197,7 +197,7 @@ async def test_a_save_that_commits_when_a_removal_has_read_the_marker(s3: S3Serv
 async def test_a_save_that_finds_a_removal_does_not_commit(s3: S3Server) -> None:
     store = store_of(s3)
     begun = store.begin(Attempt("step-1", "directory", "a" * 32, "fsync"))
-    await asyncio.to_thread(begun.write_here, [("__0_0.distcp", BytesBody(b"x"))])
+    await asyncio.to_thread(begun.write, [("__0_0.distcp", BytesBody(b"x"))])
     s3.objects[f"run/step-1/{NOTE}"] = b"b" * 32
     s3.modified[f"run/step-1/{NOTE}"] = datetime.now(UTC)
     with pytest.raises(errors.CheckpointExistsError, match="is being removed"):

@@ -161,7 +161,7 @@ async def test_an_export_that_another_one_has_replaced(ends: str, server: S3Serv
     async def written(content: bytes) -> Transaction:
         attempt = Attempt(location.name, "files", uuid.uuid4().hex, "fsync", replaces_export=True)
         transaction = location.store.begin(attempt)
-        await asyncio.to_thread(transaction.write_here, [("model.safetensors", BytesBody(content))])
+        await asyncio.to_thread(transaction.write, [("model.safetensors", BytesBody(content))])
         return transaction
 
     with time_limit(Deadline.after(60)):
@@ -191,10 +191,10 @@ async def test_a_store_without_conditional_puts_names_the_remedy(tmp_path: Path)
         transaction = location.store.begin(attempt)
         with time_limit(Deadline.after(60)):
             if not replaces:
-                await asyncio.to_thread(transaction.write_here, content)
+                await asyncio.to_thread(transaction.write, content)
                 await transaction.commit({})
                 continue
             with pytest.raises(
                 CheckpointExistsError, match=r"has an export, and .* creates no object conditionally.*: delete it"
             ):
-                await asyncio.to_thread(transaction.write_here, content)
+                await asyncio.to_thread(transaction.write, content)

@@ -68,12 +68,7 @@ def begin(store: Store, save_id: str = ID) -> Transaction:
 
 
 def write(transaction: Transaction, files: dict[str, bytes], stop: Stop | None = None) -> None:
-    threads = Threads("test", 2)
-    bodies = ((name, BytesBody(content)) for name, content in files.items())
-    try:
-        transaction.write(bodies, threads=threads, stop=stop or Stop())
-    finally:
-        threads.close()
+    transaction.write(((name, BytesBody(content)) for name, content in files.items()), stop=stop)
 
 
 def written(store: Store, files: dict[str, bytes], save_id: str = ID) -> Transaction:
@@ -107,11 +102,8 @@ async def test_a_large_file_in_odd_pieces(store: Store) -> None:
     """Larger than a part of an upload, and no piece ends where a part does."""
     lengths = [1, (3 << 20) + 7, 11 << 20, 4096, (5 << 20) - 1]
     pieces = [bytes([number]) * length for number, length in enumerate(lengths)]
-    transaction, threads = begin(store), Threads("test", 2)
-    try:
-        transaction.write([("__0_0.distcp", PiecesBody(pieces))], threads=threads, stop=Stop())
-    finally:
-        threads.close()
+    transaction = begin(store)
+    transaction.write([("__0_0.distcp", PiecesBody(pieces))])
     await publish(transaction)
     name = f"ckpt/{transaction.committed_name('__0_0.distcp')}"
     assert await store.size(name) == sum(lengths)

@@ -232,7 +232,7 @@ class _Sink:
         save.space.expect(save.transaction, plan.nbytes)
         try:
             save.space.take(order.transaction, sum(body.nbytes for _, body in files))
-            order.transaction.write_here(files, stop=stop)
+            order.transaction.write(files, stop=stop)
         finally:
             stream.close()
         report = self._report({name: body.nbytes for name, body in files}, chosen)

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 from .._runtime.tasks import first_error
-from .._runtime.threads import Stop, Threads, current_deadline
-from .._storage import WRITE_THREADS, Transaction
+from .._runtime.threads import Stop, current_deadline, write_threads
+from .._storage import Transaction
 from ..errors import ClosedError, allocating
 
 __all__ = ["WINDOWS", "WindowedFile", "Windows"]
@@ -104,17 +104,16 @@ class Windows:
         parts = [(file, [_Part(file, index) for index in range(len(file.windows))]) for file in files]
         bodies = [(file.name, _Body(file.nbytes, file.aligned, one)) for file, one in parts]
         self._largest = max((part.nbytes for _, one in parts for part in one), default=1)
-        threads, stop = Threads("sidestream-convert", WRITE_THREADS), Stop()
+        threads, stop = write_threads(), Stop()
 
         try:
-            done = threads.submit(partial(into.write, bodies, threads=threads, stop=stop))
+            done = threads.submit(partial(into.write, bodies, stop=stop))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._fill_all([part for _, one in parts for part in one]))
                 await threads.wait(done, "writing", stop=stop)
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         finally:
-            threads.close()
             # A thread that has just ended its work may refer to the memory for some time.
             self._keeping = False
             self._spare.clear()

@@ -12,6 +12,7 @@ import atexit
 import math
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -58,6 +59,7 @@ __all__ = [
     "sliced",
     "time_limit",
     "wait_for_change",
+    "write_threads",
     "yielding_gil",
 ]
 
@@ -305,20 +307,19 @@ class Threads(Executor):
         with self._lock:
             if self._closed:
                 raise ClosedError("these threads take no more work: their owner was closed")
-            item = _WorkItem(work, self._on_dropped())
-            self._work.put(item)
             try:
                 self._idle.get_nowait()
             except queue.Empty:
                 if self._count < self._size:
-                    self._start_thread(future, item.dropped)
+                    self._start_thread()
+            self._work.put(_WorkItem(work, self._on_dropped()))  # last: after an interrupt no work waits for a thread
         return future
 
     def _on_dropped(self) -> Callable[[], object]:
         """Return the function that the thread calls when it has dropped all references to the work."""
         return _nothing
 
-    def _start_thread(self, future: Future[T], left: Callable[[], object]) -> None:
+    def _start_thread(self) -> None:
         thread = threading.Thread(
             target=_serve, args=(self._work, self._idle, self._lull), name=self._name, daemon=True
         )
@@ -326,8 +327,6 @@ class Threads(Executor):
             _start(thread)
         except RuntimeError:  # the system cannot start another thread
             if self._count == 0:
-                future.cancel()
-                left()
                 raise
         finally:
             if thread.ident is not None:  # it runs, also if an interrupt ended the wait for it
@@ -740,9 +739,23 @@ def read_threads() -> Threads:
         return _reading
 
 
+_writing: Threads | None = None
+
+
+def write_threads() -> Threads:
+    """Return the pool of threads that write attempts, which all saves of this process share. It has no limit: files
+    that do not respond take no thread from another save. Idle threads are kept, because a save would hold up the loop
+    for 0.2 ms to start one."""
+    global _writing
+    with _shared_lock:
+        if _writing is None:
+            _writing = Threads("sidestream-write", sys.maxsize)
+        return _writing
+
+
 def _forget_after_fork() -> None:
-    global _shared, _reading, _shared_lock, _stops
-    _shared, _reading, _shared_lock = None, None, threading.Lock()
+    global _shared, _reading, _writing, _shared_lock, _stops
+    _shared, _reading, _writing, _shared_lock = None, None, None, threading.Lock()
     _stops = weakref.WeakSet()  # the locks of the parent's may be held, by threads that the child does not have
     _torch_work.clear()
 

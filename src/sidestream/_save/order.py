@@ -184,7 +184,7 @@ class SaveOrder:
         """Make the attempt, on rank 0 before the other ranks write. Its name is unique, so a rank that finds a
         directory of that name sees the same storage. A rank that does not find it raises an error. Called in a
         thread."""
-        self.transaction.write_here(())
+        self.transaction.write(())
 
     async def read_files(self) -> None:
         """Read the sidecar files. Raises what ``read_sources`` raises."""

@@ -30,14 +30,14 @@ from .._runtime.threads import (
     Deadline,
     Stop,
     ThreadFuture,
-    Threads,
     release_in_background,
     result_of,
     run_sliced,
     time_limit,
+    write_threads,
 )
 from .._staging import AsyncStager, Captured, PlanCache, SnapshotReader, Staging, borrow, capture, give_back
-from .._storage import WRITE_THREADS, Body, BytesBody, ShardBody
+from .._storage import Body, BytesBody, ShardBody
 from ..errors import (
     ClosedError,
     DeadlineExceededError,
@@ -150,7 +150,7 @@ class LiveWriter:
         self._done: Future[Any] | None = None
         # Before the launch: starting a thread releases the GIL, and the stager's thread would then keep it for a while.
         launch = _Launch()
-        self._threads = Threads("sidestream-write", WRITE_THREADS)
+        self._threads = write_threads()
         try:
             self._done = self._threads.submit(self._work, launch.succeeded)
             stage.launch()
@@ -242,7 +242,6 @@ class LiveWriter:
             raise self._order.deadline.exceeded("launching the copies") from None
         finally:
             self._stage.end()
-            self._threads.close()
             if began and self._withdrawn:
                 self._discard()
 
@@ -257,7 +256,7 @@ class LiveWriter:
             order.space.take(order.transaction, nbytes, alone=True)
         if self._ready is not None:
             self._ready(stop)
-        write_files(order, stage.files(plan), self._threads, stop)  # after planning: it needs the id of the save
+        write_files(order, stage.files(plan), stop)  # after planning: it needs the id of the save
         return plan, stage.written()
 
     def _discard(self) -> None:
@@ -266,15 +265,15 @@ class LiveWriter:
         self._close_own()
 
 
-def write_files(order: SaveOrder, files: Iterable[tuple[str, Body]], threads: Threads, stop: Stop) -> None:
-    """Write ``files`` into the attempt, in ``threads`` or in the writer process. Blocks. Raises what
+def write_files(order: SaveOrder, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
+    """Write ``files`` into the attempt, in threads or in the writer process. Blocks. Raises what
     ``Transaction.write`` raises, and ``WriterProcessError``."""
     transaction, worker = order.transaction, order.worker
     if worker is None:
-        transaction.write(files, threads=threads, stop=stop)
+        transaction.write(files, stop=stop)
     else:
         url = order.location.url
-        worker.write(transaction, files, threads=threads, stop=stop, fall_back=order.fall_back, url=url)
+        worker.write(transaction, files, stop=stop, fall_back=order.fall_back, url=url)
 
 
 async def _ended(copied: Future[Any], patience_s: float) -> None:

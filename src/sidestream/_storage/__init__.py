@@ -8,14 +8,13 @@ from .local.store import LocalStore
 from .names import ABANDONED_AFTER_S, LEASES, id_of, is_unfinished, parse_step, step_name, target_of_attempt
 from .space import FreeSpace, Space, free_space
 from .store import Files, Leftover, RangeSource, ReadRange, Store
-from .transaction import WRITE_THREADS, Attempt, Kind, StoreAddress, Transaction, run_without_loop
+from .transaction import Attempt, Kind, StoreAddress, Transaction, run_without_loop
 from .urls import EVERYDAY, Location, locate_directory, locate_run
 
 __all__ = [
     "ABANDONED_AFTER_S",
     "EVERYDAY",
     "LEASES",
-    "WRITE_THREADS",
     "Attempt",
     "Body",
     "BytesBody",

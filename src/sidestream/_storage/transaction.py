@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.tasks import run_shielded
-from .._runtime.threads import Deadline, Stop, Threads, time_limit
+from .._runtime.threads import Deadline, Stop, time_limit
 from ..errors import (
     CheckpointExistsError,
     ClosedError,
@@ -36,7 +36,6 @@ from .bodies import Body, PiecesBody
 from .names import attempt_name, name_with_id, sidecar_with_id
 
 __all__ = [
-    "WRITE_THREADS",
     "Attempt",
     "CommitFiles",
     "Kind",
@@ -66,9 +65,6 @@ Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "joined
 - ``"file"``: one file, which is the target itself.
 - ``"part"``: files in the target itself, to which other processes write as well.
 """
-
-WRITE_THREADS = 4
-"""The number of threads that write one attempt. This many direct writes in flight keep a fast disk busy."""
 
 _log = logging.getLogger("sidestream")
 
@@ -139,8 +135,8 @@ class Transaction(ABC):
         Without a name, return the path of the directory of the files."""
 
     @abstractmethod
-    def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
-        """Write ``files``, one after the other, in the calling thread and in ``threads``. Needs no event loop.
+    def write(self, files: Iterable[tuple[str, Body]], *, stop: Stop | None = None) -> None:
+        """Write ``files``, one after the other, in the calling thread and in others. Needs no event loop.
 
         The first call makes the attempt and, durably, every missing parent directory. The iterator ``files`` may block
         until the next file is known.
@@ -219,14 +215,6 @@ class Transaction(ABC):
     def sidecar_name(self, name: str) -> str:
         """Return the name of a sidecar file, which is the same before and after the commit."""
         return sidecar_with_id(name, self.attempt.save_id) if self._carries_id else name
-
-    def write_here(self, files: Iterable[tuple[str, Body]], *, stop: Stop | None = None) -> None:
-        """Do ``write`` in the calling thread and in threads that end with this call."""
-        threads = Threads("sidestream-write", WRITE_THREADS)
-        try:
-            self.write(files, threads=threads, stop=Stop() if stop is None else stop)
-        finally:
-            threads.close()
 
     @contextmanager
     def _make_once(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from .._runtime.threads import Deadline, Stop, Threads, current_deadline, io_threads, result_of
+from .._runtime.threads import Deadline, Stop, current_deadline, io_threads, result_of
 from .._staging import FillPart, FillPiece
 from .._storage import Body, Store, Transaction
 from ..errors import InvalidOptionError, WriterProcessError
@@ -181,7 +181,6 @@ class Worker:
         transaction: Transaction,
         files: Iterable[tuple[str, Body]],
         *,
-        threads: Threads,
         stop: Stop,
         fall_back: bool = False,
         url: str = "",
@@ -193,9 +192,9 @@ class Worker:
         be started.
         """
         attempt = transaction.attempt
-        transaction.write((), threads=threads, stop=stop)
+        transaction.write((), stop=stop)
         if fall_back and not self._starts(stop):
-            transaction.write(files, threads=threads, stop=stop)
+            transaction.write(files, stop=stop)
             return
         assert transaction.address is not None
         joined = replace(attempt, kind="joined")

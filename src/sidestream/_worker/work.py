@@ -174,7 +174,7 @@ class Request:
 
     def _write(self) -> None:
         with time_limit(self._deadline):
-            self._store().begin(self._attempt).write_here(self._bodies(), stop=self._stop)
+            self._store().begin(self._attempt).write(self._bodies(), stop=self._stop)
 
     def _bodies(self) -> Iterator[tuple[str, Body]]:
         """Yield the files. When the store requests the next file, the last one is written and synced, and its receipt

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .._layout.values import allowed_types
-from .._runtime.threads import Deadline, Stop, Threads, io_threads, time_limit
+from .._runtime.threads import Deadline, Stop, io_threads, time_limit
 from .._save.operation import RankReceipt, SaveOrder, Solo, check_shared
 from .._save.planner.independent import Independent, tag_of
 from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.layout import PlannerLayout, receipt_for
 from .._save.writer import write_files
-from .._storage import WRITE_THREADS, Kind, Location
+from .._storage import Kind, Location
 from .._storage.clients.requests import in_io_thread
 from .._worker.client import choose_worker
 from ..blocking import run_anywhere
@@ -298,14 +298,13 @@ class StorageWriter(DcpStorageWriter):
         outgoing = Outgoing(
             plan, planner, rank, self._extensions, order.deadline, shared=shared, tag=tag, allow=self._allow
         )
-        threads, stop = Threads("sidestream-write", WRITE_THREADS), Stop()
+        stop = Stop()
         try:
-            write_files(order, outgoing.files(), threads, stop)
+            write_files(order, outgoing.files(), stop)
             self._warn(outgoing, order.location.url)
             return outgoing.results(order.transaction.committed_name)
         finally:
             stop.set()
-            threads.close()
             outgoing.close()
 
     def _warn(self, outgoing: Outgoing, url: str) -> None:

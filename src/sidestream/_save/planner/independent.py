@@ -46,7 +46,7 @@ class Independent(Solo):
         transaction, threads = order.transaction, io_threads()
         files = await threads.run(layout.files, [receipt])
         (manifest, raw), (name, content) = files.items()
-        await threads.run(transaction.write_here, [(manifest, BytesBody(b"".join(raw)))])
+        await threads.run(transaction.write, [(manifest, BytesBody(b"".join(raw)))])
         self._known = await self._look_for_room()
         await transaction.commit({name: content})
         self._known |= {name}

@@ -48,6 +48,7 @@ RACES = 100
 """The number of attempts at an operation that fails because another process makes or removes the same directory."""
 
 _ID = 32 * "0"
+_HEX_ID = re.compile("[0-9a-f]{32}")
 _RETIRED = re.compile(r"\.retired-(?:step-[0-9.g]+-)?[0-9a-f]{32}")  # earlier versions put the step into it
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 
@@ -317,10 +318,18 @@ def collect_orphans(
     If ``take`` renames an attempt, a process that still writes it cannot publish it any more. In a run nothing is
     deleted, because there leases show which processes are alive. Directories that cannot be deleted are skipped."""
     before, _, after = attempt_name(target, _ID).partition(_ID)
-    attempt = re.compile(f"{re.escape(before)}[0-9a-f]{{32}}{re.escape(after)}")
+
+    def is_attempt(name: str) -> bool:  # no pattern, which would be compiled for each target
+        return (
+            name.startswith(before)
+            and name.endswith(after)
+            and _HEX_ID.fullmatch(name, len(before), len(name) - len(after)) is not None
+        )
+
     collected: list[str] = []
     with suppress(OSError):
-        found = [name for name in os.listdir(root) if attempt.fullmatch(name) or is_retired(name)]
+        hidden = (name for name in os.listdir(root) if name.startswith("."))  # a run may have thousands of steps
+        found = [name for name in hidden if is_attempt(name) or is_retired(name)]
         if not found or has_leases(root, target):
             return []
         now = storage_time(root)

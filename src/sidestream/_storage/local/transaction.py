@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from ..._runtime.threads import Stop, Threads, io_threads
+from ..._runtime.threads import Stop, Threads, io_threads, write_threads
 from ...errors import (
     CheckpointExistsError,
     NoSpaceError,
@@ -31,7 +31,7 @@ from ...errors import (
 from ...options import Durability
 from ..bodies import Body, FilePart
 from ..names import ABANDONED_AFTER_S
-from ..transaction import WRITE_THREADS, Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of
+from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of
 from .directories import (
     collect_orphans,
     is_directory,
@@ -48,6 +48,9 @@ from .read import read_tail
 
 __all__ = ["LocalTransaction", "write_buffer", "write_file"]
 
+
+_THREADS = 4
+"""The number of threads that write one file. This many direct writes in flight keep a fast disk busy."""
 
 _MAX_TRANSFER_BYTES = 0x7FFFF000  # the most that one write on Linux transfers
 _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
@@ -103,7 +106,7 @@ class _Parts:
             stop.check()
             try:
                 if threads is not None:
-                    for _ in range(min(len(self._parts), WRITE_THREADS) - 1):
+                    for _ in range(min(len(self._parts), _THREADS) - 1):
                         others.append(threads.submit(self._work, failed))
                 self._work(failed)
             except BaseException:
@@ -222,8 +225,8 @@ class LocalTransaction(Transaction):
         directory = self.attempt.target if self._in_target else self.attempt.name
         return f"{directory}/{name}" if name else directory
 
-    def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
-        attempt = self.attempt
+    def write(self, files: Iterable[tuple[str, Body]], *, stop: Stop | None = None) -> None:
+        attempt, stop = self.attempt, stop or Stop()
         stop.check()
         if attempt.kind == "part":
             with self._make_once():
@@ -235,7 +238,7 @@ class LocalTransaction(Transaction):
         for given, body in files:
             name = self.committed_name(given)
             self._names[name] = None
-            self._write_file(name, body, stop, threads)
+            self._write_file(name, body, stop, write_threads())
             del body  # frees its memory while the loop waits for the next file
 
     def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
-from ..._runtime.threads import Deadline, Stop, Threads, current_deadline, io_threads, time_limit
+from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...errors import (
     AccessDeniedError,
     CheckpointExistsError,
@@ -82,9 +82,9 @@ class ObjectTransaction(Transaction):
 
     # --- files ---
 
-    def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
+    def write(self, files: Iterable[tuple[str, Body]], *, stop: Stop | None = None) -> None:
         try:
-            self._write(files, stop)
+            self._write(files, stop or Stop())
         except BaseException as error:
             # Without frames, because an error that the caller keeps must not keep staging memory alive.
             raise without_frames(self._explained(error))  # noqa: B904
