@@ -97,7 +97,7 @@ def busy_threads() -> list[str]:
     from there, so it is given the time to. What it must not do meanwhile, touch a file, the operations' hook tells.
     """
     end = time.monotonic() + 2.0
-    while (busy := _sample()) and time.monotonic() < end:
+    while (busy := in_pools()) and time.monotonic() < end:
         time.sleep(0.001)
     return list(busy.values())
 
@@ -105,7 +105,7 @@ def busy_threads() -> list[str]:
 def leave_out_busy_threads() -> None:
     """Make ``busy_threads`` leave out the threads that are busy now: they belong to an earlier test."""
     _of_others.clear()
-    _of_others.update(_sample())
+    _of_others.update(in_pools())
 
 
 _of_others: set[int] = set()
@@ -119,12 +119,9 @@ def owned_threads(besides: list[str], before: Collection[threading.Thread] = ())
     while True:
         there = [one for one in threading.enumerate() if one not in before]
         left = [one.name for one in there if one.name.startswith("sidestream-")]
-        # The pool of the process, and what watches calls into objects: it ends some seconds after the last of them.
-        left = [
-            name
-            for name in left
-            if name not in ("sidestream-io", "sidestream-parse", "sidestream-read", "sidestream-watch")
-        ]
+        # The pools of the process, and what watches calls into objects: it ends some seconds after the last of them.
+        pools = ("sidestream-io", "sidestream-parse", "sidestream-read", "sidestream-watch", "sidestream-write")
+        left = [name for name in left if name not in pools]
         for name in besides:
             if name in left:
                 left.remove(name)
@@ -133,8 +130,8 @@ def owned_threads(besides: list[str], before: Collection[threading.Thread] = ())
         time.sleep(0.001)
 
 
-def _sample() -> dict[int, str]:
-    """By the number of the thread."""
+def in_pools() -> dict[int, str]:
+    """What threads of pools do now, by the number of the thread."""
     busy = {}
     for number, frame in sys._current_frames().items():
         names = []

@@ -20,6 +20,7 @@ import warm
 from _look import attempts_in, descriptors
 from _operations import Intercept, Operation, exists
 from _seeded import blank_state, make_state, same
+from _stepping import in_pools
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 import sidestream
@@ -40,14 +41,15 @@ def until(holds: Callable[[], object]) -> None:
 
 
 OF_THE_PROCESS = frozenset(
-    f"sidestream-{name}" for name in ("exit", "io", "parse", "read", "saver", "storage", "unregister", "watch")
+    f"sidestream-{name}" for name in ("exit", "io", "parse", "read", "saver", "storage", "unregister", "watch", "write")
 )
 
 
 def ours() -> list[str]:
-    """Return the threads that work for one operation, without those that belong to the process."""
+    """Return the threads that work for one operation: those of its own, and those of a shared pool that are busy."""
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("sidestream") and name not in OF_THE_PROCESS]
+    own = [name for name in names if name.startswith("sidestream") and name not in OF_THE_PROCESS]
+    return own + list(in_pools().values())
 
 
 def closed(begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
