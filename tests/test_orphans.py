@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 
 import sidestream
 from sidestream import events
@@ -66,7 +66,7 @@ KILLED = """
 def kill(what: str, target: Path, source: Path, at: str = "written") -> None:
     """Run ``what`` in a process that is killed before it commits, or just after it has exchanged two directories."""
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(KILLED), what, str(target), str(source), at]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = warm.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 

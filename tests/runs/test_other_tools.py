@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
+import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
-from _run import ended, process
+import warm
 
 from sidestream._storage import Attempt, LocalStore
 from sidestream._storage.bodies import BytesBody
@@ -54,6 +56,17 @@ print(json.dumps(sorted(seen)), file=sys.stderr, flush=True)
 """
 
 
+def saves(*arguments: object) -> tuple[int, str]:
+    """Return the exit status of the program and what it wrote to stderr."""
+    done = warm.run(
+        [sys.executable, "-W", "error", "-c", _SAVES, *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stderr
+
+
 def taken(name: str) -> bool:
     """Whether one of the other tools takes a directory with this name for a checkpoint."""
     return (
@@ -65,13 +78,12 @@ def taken(name: str) -> bool:
 
 @pytest.mark.parametrize("name", _NAMES[:3])
 @pytest.mark.parametrize("way", ["whole", "killed"])
-async def test_only_what_is_committed_looks_like_a_checkpoint(tmp_path: Path, name: str, way: str) -> None:
+def test_only_what_is_committed_looks_like_a_checkpoint(tmp_path: Path, name: str, way: str) -> None:
     """While it is written, renamed, replaced by another, and after a kill just before the commit."""
     root = tmp_path / "root"
-    with process(_SAVES, root, name, way) as running:
-        code, errors = await ended(running)
-        assert code == (-signal.SIGKILL if way == "killed" else 0), errors
-        lines = [json.loads(line) for line in errors.splitlines() if line.startswith("[[")]
+    code, errors = saves(root, name, way)
+    assert code == (-signal.SIGKILL if way == "killed" else 0), errors
+    lines = [json.loads(line) for line in errors.splitlines() if line.startswith("[[")]
     seen = lines[-1]
     hidden = {entry for _, *entries in seen for entry in entries if entry != name}
     assert any(entry.endswith(".partial") for entry in hidden)
@@ -81,10 +93,9 @@ async def test_only_what_is_committed_looks_like_a_checkpoint(tmp_path: Path, na
         assert committed or name not in entries
 
 
-async def test_only_steps_of_a_run_look_like_checkpoints(tmp_path: Path) -> None:
+def test_only_steps_of_a_run_look_like_checkpoints(tmp_path: Path) -> None:
     """Through retention too, which takes a step's name away before it deletes it."""
-    with process(_SAVES, tmp_path / "run", "", "run") as running:
-        code, errors = await ended(running)
+    code, errors = saves(tmp_path / "run", "", "run")
     assert code == 0, errors
     (line,) = [line for line in errors.splitlines() if line.startswith("[[")]
     hidden = {entry for _, *entries in json.loads(line) for entry in entries if entry.startswith(".")}
