@@ -59,6 +59,8 @@ class LocalStore:
 
     retired_note: str | None = None
 
+    _preallocates = True
+
     @property
     def url(self) -> str:
         return str(self.root)
@@ -78,7 +80,7 @@ class LocalStore:
 
     async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         stop = Stop()
-        await run_io(_put, self.root, self.root / name, body, durability, stop, stop=stop)
+        await run_io(_put, self.root, self.root / name, body, durability, self._preallocates, stop, stop=stop)
 
     async def discard(self, leftover: str) -> None:
         await run_io(_discard, self.root, leftover)
@@ -129,6 +131,8 @@ class MarkedStore(LocalStore):
 
     retired_note = NOTE
 
+    _preallocates = False
+
     @property
     def address(self) -> StoreAddress:
         return StoreAddress(f"file://{self.root}", Storage(commit="marker"))
@@ -158,10 +162,10 @@ class MarkedStore(LocalStore):
 # --- what runs in threads; each function owns the descriptors that it opens ---
 
 
-def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop) -> None:
+def _put(root: Path, path: Path, body: Body, durability: Durability, preallocate: bool, stop: Stop) -> None:
     for _ in range(RACES):  # another process that removes the last file of the directory removes the directory too
         try:
-            write_file(path, body, durability, stop)
+            write_file(path, body, durability, stop, preallocate=preallocate)
             return
         except StorageError as error:
             if error.errno != errno.ENOENT:

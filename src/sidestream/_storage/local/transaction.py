@@ -63,8 +63,8 @@ def write_file(
     stop: Stop,
     threads: Threads | None = None,
     *,
+    preallocate: bool,
     target: str = "",
-    preallocate: bool = True,
 ) -> None:
     """Write a new file. Errors name ``target``, because ``path`` need not contain the name of what is saved.
     ``preallocate=False`` is for file systems that cannot reserve space: there libc would write into every block."""
@@ -244,7 +244,7 @@ class LocalTransaction(Transaction):
     def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
         attempt = self.attempt
         path, preallocate = self._directory / name, self._preallocates
-        write_file(path, body, attempt.durability, stop, threads, target=attempt.target, preallocate=preallocate)
+        write_file(path, body, attempt.durability, stop, threads, preallocate=preallocate, target=attempt.target)
 
     def _make(self) -> None:
         vacant = is_vacant(self._target)
@@ -414,7 +414,7 @@ class LocalTransaction(Transaction):
         durability = self.attempt.durability
         hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
         try:
-            write_file(hidden, body, durability, stop)
+            write_file(hidden, body, durability, stop, preallocate=self._preallocates)
             if durability == "fsync":
                 self._sync(path.parent)  # makes the names of the files durable before the last one appears
             self._appear(hidden, path)
