@@ -344,7 +344,7 @@ class Transaction(ABC):
             try:
                 with time_limit(Deadline.after(_CLEAN_UP_S)):
                     await self.discard()
-            except SidestreamError as failure:
+            except (SidestreamError, OSError) as failure:
                 error.add_note(f"what it had written could not be removed: {failure}")
                 if isinstance(error, SidestreamError):
                     error.about(left_behind=self.attempt.name)

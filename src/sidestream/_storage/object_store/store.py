@@ -168,10 +168,7 @@ class ObjectStore:
         return mapped
 
     async def sizes(self, directory: str) -> dict[str, int]:
-        listing = await on_io_loop(lambda: self._bucket.listing(directory), f"listing {directory}")
-        if not listing.files and not listing.directories:
-            raise FileNotFoundError(errno.ENOENT, "nothing there", f"{self.url}/{directory}")
-        return {name: info.nbytes for name, info in listing.files.items()}
+        return await on_io_loop(lambda: self._bucket.sizes(directory), f"listing {directory}")
 
     async def directories(self, directory: str = ".") -> list[str]:
         shown = "listing" if directory == "." else f"listing {directory}"
