@@ -23,7 +23,7 @@ import obstore.store
 
 from ..._runtime.imports import importing
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
-from ...errors import AccessDeniedError, ClosedError, ForkedProcessError, StorageError
+from ...errors import AccessDeniedError, ClosedError, ForkedProcessError, SidestreamError, StorageError
 from ...events import SlowPart, emit
 from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body, FilePart, ShowingPart
@@ -204,8 +204,10 @@ class ObstoreEngine(Engine):
             if put in done:
                 try:
                     await put
+                except SidestreamError:
+                    raise
                 except Exception as error:
-                    raise _explained(error, f"uploading {key}", key) from error
+                    raise translated(error, f"uploading {key}", key) from error
                 return
             deadline.check(f"uploading {key}")
             if feed.failed:
@@ -315,13 +317,6 @@ def _result(call: LoopCall[T], name: str) -> T:
     """Wait for a call that aborts by itself when the deadline has passed, and give it time to do so."""
     with time_limit(Deadline.after(current_deadline().remaining_s() + 3 * _ABORT_S)):
         return call.result(name)
-
-
-def _explained(error: Exception, doing: str, key: str) -> Exception:
-    failure = translated(error, doing, key)
-    if isinstance(failure, (StorageError, FileNotFoundError)):
-        return failure
-    return StorageError(errno.EIO, str(failure), key)
 
 
 def _open(client: Client, policy: StorePolicy, *, retries: int) -> Any:

@@ -17,7 +17,7 @@ from ...errors import CheckpointExistsError, StorageError
 from ...options import Listing, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
-from ..clients.requests import LoopCall, Requests, Taken, fate_of, is_refused, on_io_loop
+from ..clients.requests import LoopCall, Requests, fate_of, is_refused, on_io_loop
 from ..names import ABANDONED_AFTER_S, LEASES, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard
 
 __all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans"]
@@ -125,14 +125,12 @@ class Bucket:
                 if fate_of(error) != "taken":
                     raise
                 if not await _holds(engine, key, end, whole=whole):
-                    raise Taken(name) from error
+                    taken = f"{self.url}/{name} exists already: another writer was first"
+                    raise CheckpointExistsError(taken) from error
                 return False
             return True
 
-        try:
-            return await self._run_in_bucket("writing", name, create)
-        except Taken as taken:
-            raise CheckpointExistsError(f"{self.url}/{name} exists already: another writer was first") from taken
+        return await self._run_in_bucket("writing", name, create)
 
     async def version(self, name: str) -> str:
         key = self.key(name)
@@ -151,14 +149,12 @@ class Bucket:
                 if fate_of(error) not in ("taken", "absent"):
                     raise
                 if not await _has_replaced(engine, key, content[-4096:], version):
-                    raise Taken(name) from error
+                    raise self.overtaken(name) from error
 
-        try:
-            await self.run("writing", name, replace)
-        except Taken as taken:
-            raise CheckpointExistsError(
-                f"{self.url}/{name} was replaced or removed meanwhile: another writer was first"
-            ) from taken
+        await self.run("writing", name, replace)
+
+    def overtaken(self, name: str) -> CheckpointExistsError:
+        return CheckpointExistsError(f"{self.url}/{name} was replaced or removed meanwhile: another writer was first")
 
     async def compares_versions(self, name: str, version: str) -> bool:
         """Return whether the storage refuses to replace the object ``name``, which does not exist. Storage that ignores

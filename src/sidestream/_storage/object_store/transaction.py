@@ -39,10 +39,6 @@ _CLEAN_UP_S = 60.0
 _warned: set[str] = set()
 
 
-class _NotSent(StorageError):
-    """The error of a commit that was not sent."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Replaced:
     """The state of the target before a replacement: the ``version`` of the marker, and the id in it.
@@ -192,9 +188,7 @@ class ObjectTransaction(Transaction):
         except FileNotFoundError:
             unchanged = False
         if not unchanged:
-            raise CheckpointExistsError(
-                f"{self._bucket.url}/{name} was replaced or removed meanwhile: another writer was first"
-            )
+            raise self._bucket.overtaken(name)
 
     def _send_whole(self, name: str, body: Body, stop: Stop) -> None:
         bucket = self._bucket
@@ -220,9 +214,11 @@ class ObjectTransaction(Transaction):
         url = f"{self._bucket.url}/{name}"
         try:
             self._bucket.upload(name, body, stop)
+        except SidestreamError:
+            raise
         except Exception as error:
             failure = translated(error, "uploading", url)
-            if isinstance(failure, FileNotFoundError) and not isinstance(failure, SidestreamError):
+            if isinstance(failure, FileNotFoundError):
                 failure = StorageError(errno.ENOENT, "the bucket, or the upload, is not there", url)
             raise failure from error
 
@@ -339,8 +335,8 @@ class ObjectTransaction(Transaction):
                 await self._check_not_overtaken()
                 self._check_export_not_overtaken(listing)
                 found = "is gone" if info is None else f"has {info.nbytes} bytes"
-                raise _NotSent(
-                    5,
+                raise StorageError(
+                    errno.EIO,
                     f"{name} {found}, {nbytes} were written: the attempt was removed, or the storage lost a part",
                     bucket.url,
                 )
