@@ -24,7 +24,7 @@ from ...errors import (
     NotDurableError,
     SidestreamError,
     StorageError,
-    from_os_error,
+    os_errors_as,
 )
 from ..bodies import Body
 from ..names import ABANDONED_AFTER_S, MARKER, NOTE, id_of, is_unfinished, owner_of, sidecar_with_id
@@ -135,14 +135,13 @@ def taken(target: Path) -> CheckpointExistsError:
 
 def files_in(directory: Path) -> list[str]:
     """Return the names in a directory. The result is empty if it does not exist."""
-    try:
-        return os.listdir(directory)
-    except FileNotFoundError:
-        return []
-    except NotADirectoryError:
-        raise occupied(directory) from None
-    except OSError as error:
-        raise from_os_error(error, "listing", str(directory)) from error
+    with os_errors_as("listing", directory):
+        try:
+            return os.listdir(directory)
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise occupied(directory) from None
 
 
 def is_torn(directory: Path) -> bool:
@@ -337,25 +336,24 @@ class MarkedTransaction(LocalTransaction):
         order. Readers look for the last one."""
         hidden, target, names = self._hidden, self._target, [*self._names]
         durable, moved, last = self.attempt.durability == "fsync", [], names[-1]
-        try:
-            check_whole(hidden, names, target)
-            names = [*sorted(set(os.listdir(hidden)).difference(names)), *names]
-            if not is_vacant(target):
-                raise occupied(target)
-            make_root(target, self.attempt.durability, self._new, sync_names)
-            for name in names:
-                if durable and name is last:
-                    sync_names(target)
-                move_new(hidden / name, target / name)
-                moved.append(name)
-        except BaseException as error:
-            for name in moved:
-                unlink(target / name)
-            if isinstance(error, SidestreamError) or not isinstance(error, OSError):
+        with os_errors_as("publishing", target):
+            try:
+                check_whole(hidden, names, target)
+                names = [*sorted(set(os.listdir(hidden)).difference(names)), *names]
+                if not is_vacant(target):
+                    raise occupied(target)
+                make_root(target, self.attempt.durability, self._new, sync_names)
+                for name in names:
+                    if durable and name is last:
+                        sync_names(target)
+                    move_new(hidden / name, target / name)
+                    moved.append(name)
+            except BaseException as error:
+                for name in moved:
+                    unlink(target / name)
+                if isinstance(error, FileExistsError) and not isinstance(error, SidestreamError):
+                    raise occupied(target) from error
                 raise
-            if isinstance(error, FileExistsError):
-                raise occupied(target) from error
-            raise from_os_error(error, "publishing", str(target)) from error
         try:
             if durable:
                 failed = "the files are complete, but the sync of their directory failed"
@@ -367,17 +365,13 @@ class MarkedTransaction(LocalTransaction):
         assert self._last is not None
         name, body = self._last
         path, durable = self._target / name, self.attempt.durability == "fsync"
-        try:
+        with os_errors_as("publishing", path):
             if durable:
                 sync_names(self._target)  # makes the names of the files durable before there is a marker
             if self.attempt.kind == "replacement":
                 self._rename_marker(path, body, durable)
             else:
                 self._create_marker(path, body, durable)
-        except SidestreamError:
-            raise
-        except OSError as error:
-            raise from_os_error(error, "publishing", str(path)) from error
         if durable:
             failed = "the checkpoint is committed, but the sync of its directory failed"
             sync_visible(self._target, self._target, failed, sync_names)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from ...errors import CheckpointExistsError, NotDurableError, SidestreamError, StorageError, from_os_error
+from ...errors import CheckpointExistsError, NotDurableError, SidestreamError, StorageError, from_os_error, os_errors_as
 from ...options import Durability
 from ..names import MARKER, READ_FIRST
 from .directories import RACES, exchange, exchanges, is_directory, is_vacant, sync_directory
@@ -188,12 +188,11 @@ def may_be_replaced(target: Path) -> bool:
 def _check_replaceable(target: Path) -> None:
     """Raise ``CheckpointExistsError`` if the directory is not empty and neither a checkpoint nor an export. Replacing a
     directory deletes everything in it."""
-    try:
-        found = os.listdir(target)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise from_os_error(error, "listing", str(target)) from error
+    with os_errors_as("listing", target):
+        try:
+            found = os.listdir(target)
+        except FileNotFoundError:
+            return
     if found and _REPLACEABLE.isdisjoint(found):
         raise CheckpointExistsError(
             f"{target} is not empty, and no checkpoint (it has no .metadata), so it was not replaced: save to a new "
@@ -202,7 +201,5 @@ def _check_replaceable(target: Path) -> None:
 
 
 def can_exchange(directory: Path) -> bool:
-    try:
+    with os_errors_as("trying to exchange two directories", directory):
         return exchanges(directory)
-    except OSError as error:
-        raise from_os_error(error, "trying to exchange two directories", str(directory)) from error

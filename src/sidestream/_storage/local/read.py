@@ -139,7 +139,7 @@ class LocalFiles:
     def read(self, name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
         path = self._directory / name
         deadline = current_deadline()
-        try:
+        with _os_errors_as("reading", path):
             descriptor = _open_regular(path, self._within)
             try:
                 for run in coalesce(ranges, gap_bytes=_GAP_BYTES, most=_RUN_RANGES, most_bytes=self._call_bytes):
@@ -148,8 +148,6 @@ class LocalFiles:
                     self._read_run(descriptor, run, path, stop)
             finally:
                 os.close(descriptor)
-        except OSError as error:
-            raise _translated(error, "reading", str(path)) from error
 
     def _read_run(self, descriptor: int, run: Sequence[ReadRange], path: Path, stop: Stop) -> None:
         if len(run) == 1:
@@ -224,7 +222,7 @@ def read_ranges(path: Path, within: OpenDirectory | None, ranges: Sequence[ReadR
 
 
 def map_file(path: Path, within: OpenDirectory | None, nbytes: int) -> mmap.mmap:
-    try:
+    with _os_errors_as("mapping", path):
         descriptor = _open_regular(path, within)
         try:
             if os.fstat(descriptor).st_size < nbytes:  # an access beyond the end would kill the process (SIGBUS)
@@ -235,17 +233,15 @@ def map_file(path: Path, within: OpenDirectory | None, nbytes: int) -> mmap.mmap
             return mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise _translated(error, "mapping", str(path)) from error
 
 
 def read_tail(path: Path, within: OpenDirectory | None, nbytes: int) -> bytes:
-    try:
-        with open(path, "rb", opener=lambda *_: _open_regular(path, within)) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
-            return file.read(nbytes)
-    except OSError as error:
-        raise _translated(error, "reading", str(path)) from error
+    with (
+        _os_errors_as("reading", path),
+        open(path, "rb", opener=lambda *_: _open_regular(path, within)) as file,
+    ):
+        file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
+        return file.read(nbytes)
 
 
 def _buffers_of(run: Sequence[ReadRange]) -> list[memoryview]:
@@ -276,11 +272,8 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def size_of(path: Path, within: OpenDirectory | None) -> int:
-    try:
-        with _place(path, within) as (name, directory):
-            return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
-    except OSError as error:
-        raise _translated(error, "looking at this path", str(path)) from error
+    with _os_errors_as("looking at this path", path), _place(path, within) as (name, directory):
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
 
 
 def _moved(path: Path, within: OpenDirectory) -> bool:
@@ -290,15 +283,14 @@ def _moved(path: Path, within: OpenDirectory) -> bool:
     except OSError:
         return False  # the directory was never opened
     try:
-        return not os.path.samestat(opened, os.stat(path, follow_symlinks=True))
+        with _os_errors_as("looking at this path", path):
+            return not os.path.samestat(opened, os.stat(path, follow_symlinks=True))
     except FileNotFoundError:
         return True
-    except OSError as error:
-        raise _translated(error, "looking at this path", str(path)) from error
 
 
 def sizes_in(directory: Path, within: OpenDirectory | None) -> dict[str, int]:
-    try:
+    with _os_errors_as("listing", directory):
         if within is None:
             return _sizes(directory)
         with within.descriptor() as descriptor:
@@ -308,8 +300,6 @@ def sizes_in(directory: Path, within: OpenDirectory | None) -> dict[str, int]:
                 return _sizes(listed)
             finally:
                 os.close(listed)
-    except OSError as error:
-        raise _translated(error, "listing", str(directory)) from error
 
 
 def _sizes(directory: Path | int) -> dict[str, int]:
@@ -322,14 +312,20 @@ def _sizes(directory: Path | int) -> dict[str, int]:
     return sizes
 
 
-def _translated(error: OSError, doing: str, path: str) -> Exception:
-    if isinstance(error, SidestreamError):
-        return error
-    if isinstance(error, FileNotFoundError):  # each caller handles a missing file in its own way
-        error.filename = path
-        return error
-    if error.errno == errno.ENOTDIR:
-        return FileNotFoundError(errno.ENOENT, "no such directory", path)
-    if error.errno == errno.ELOOP:
-        return CorruptCheckpointError(f"{path} is a symbolic link", file=os.path.basename(path))
-    return from_os_error(error, doing, path)
+@contextmanager
+def _os_errors_as(doing: str, path: Path) -> Iterator[None]:
+    """Raise the typed error for an ``OSError`` in the ``with`` block. A missing file or directory is a
+    ``FileNotFoundError``, which each caller handles in its own way."""
+    try:
+        yield
+    except SidestreamError:
+        raise
+    except FileNotFoundError as error:
+        error.filename = str(path)
+        raise
+    except OSError as error:
+        if error.errno == errno.ENOTDIR:
+            raise FileNotFoundError(errno.ENOENT, "no such directory", str(path)) from error
+        if error.errno == errno.ELOOP:
+            raise CorruptCheckpointError(f"{path} is a symbolic link", file=path.name) from error
+        raise from_os_error(error, doing, str(path)) from error

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..._runtime.threads import Stop
-from ...errors import CheckpointExistsError, SidestreamError, StorageError, from_os_error
+from ...errors import CheckpointExistsError, StorageError, os_errors_as
 from ...options import Capabilities, Durability, Storage
 from ..bodies import Body
 from ..names import MARKER, NOTE, READ_FIRST, export_files, is_unfinished, parse_step, retired_files
@@ -170,14 +170,11 @@ def _put(root: Path, path: Path, body: Body, durability: Durability, preallocate
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
-        try:
+        with os_errors_as("creating a directory", path.parent), suppress(FileNotFoundError, FileExistsError):
+            # Suppressed: another process has removed, or made, the directory meanwhile.
             if not root.exists():  # "fsync" in any case: later saves rely on durable parents
                 make_root(root, "fsync", [], sync_directory)
             path.parent.mkdir()
-        except (FileNotFoundError, FileExistsError):  # removed, or made, meanwhile
-            continue
-        except OSError as error:
-            raise from_os_error(error, "creating a directory", str(path.parent)) from error
     raise CheckpointExistsError(f"{path.parent} is removed as often as it is made")
 
 
@@ -189,36 +186,29 @@ def _discard(root: Path, leftover: str) -> None:
 
 def _retire(root: Path, directory: str, durability: Durability) -> None:
     path = root / directory
-    try:
+    with os_errors_as("removing", path):
         linked = path.is_symlink()
-    except OSError as error:
-        raise from_os_error(error, "removing", str(path)) from error
     if linked:  # taken away, it would stay under a hidden name
         raise StorageError(errno.ENOTDIR, "a symbolic link: remove the directory that it names", str(path))
     hidden = take_away(root, directory)
     if hidden is None:
         return
     if durability == "fsync":
-        try:
+        with os_errors_as("removing", path):
             sync_directory(root)
-        except OSError as error:
-            raise from_os_error(error, "removing", str(path)) from error
     remove_tree(hidden)
 
 
 def _leftovers(root: Path) -> list[Leftover]:
     names = _directories(root)
-    try:
+    with os_errors_as("listing", root), suppress(FileNotFoundError):
         found = [(name, "retired") for name in names if is_retired(name)]
         found += [(name, "attempt") for name in names if _ATTEMPT.fullmatch(name)]
         if not found:
             return []
         now = storage_time(root)
         return [Leftover(name, kind, now - last_write(root / name)) for name, kind in found]  # type: ignore[arg-type]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise from_os_error(error, "listing", str(root)) from error
+    return []
 
 
 def _remove(root: Path, names: tuple[str, ...]) -> None:
@@ -230,31 +220,23 @@ def _remove(root: Path, names: tuple[str, ...]) -> None:
 
 
 def _ages(directory: Path) -> dict[str, float]:
-    try:
+    ages: dict[str, float] = {}
+    with os_errors_as("listing", directory), suppress(FileNotFoundError):
         with os.scandir(directory) as entries:
             found = list(entries)
         if not found:
             return {}
         now = storage_time(directory)
-        ages = {}
         for one in found:
             with suppress(FileNotFoundError):
                 ages[one.name] = now - one.stat(follow_symlinks=False).st_mtime
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise from_os_error(error, "listing", str(directory)) from error
     return ages
 
 
 def _directories(root: Path) -> list[str]:
-    try:
-        with os.scandir(root) as entries:
-            return [one.name for one in entries if one.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise from_os_error(error, "listing", str(root)) from error
+    with os_errors_as("listing", root), suppress(FileNotFoundError), os.scandir(root) as entries:
+        return [one.name for one in entries if one.is_dir(follow_symlinks=False)]
+    return []
 
 
 # --- the same for ``MarkedStore``, where the files of an attempt are in its target ---
@@ -262,17 +244,13 @@ def _directories(root: Path) -> list[str]:
 
 def _unmark(directory: Path, durability: Durability) -> None:
     names = files_in(directory)
-    try:
+    with os_errors_as("removing", directory):
         if MARKER in names:
             _finish_retiring(directory, _delete_marker(directory, durability))
         elif NOTE in names:
             _finish_retiring(directory)
         else:
             _delete_export(directory, names, durability)
-    except SidestreamError:
-        raise
-    except OSError as error:
-        raise from_os_error(error, "removing", str(directory)) from error
 
 
 def _delete_export(directory: Path, names: list[str], durability: Durability) -> None:

@@ -23,9 +23,9 @@ from ...errors import (
     CheckpointExistsError,
     NoSpaceError,
     NotDurableError,
-    SidestreamError,
     StorageNotSharedError,
     from_os_error,
+    os_errors_as,
     without_frames,
 )
 from ...options import Durability
@@ -68,8 +68,11 @@ def write_file(
 ) -> None:
     """Write a new file. Errors name ``target``, because ``path`` need not contain the name of what is saved.
     ``preallocate=False`` is for file systems that cannot reserve space: there libc would write into every block."""
-    try:
-        descriptor, direct = _open_new(path, direct=body.aligned)
+    with os_errors_as(f"writing {target}".rstrip(), path):
+        try:
+            descriptor, direct = _open_new(path, direct=body.aligned)
+        except FileExistsError as error:
+            raise CheckpointExistsError(f"{path} exists already: two saves share one attempt's name") from error
         try:
             if body.nbytes and preallocate:
                 _preallocate(descriptor, body.nbytes)
@@ -78,12 +81,6 @@ def write_file(
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)  # its errors count: NFS may report a failed write only here
-    except FileExistsError as error:
-        raise CheckpointExistsError(f"{path} exists already: two saves share one attempt's name") from error
-    except OSError as error:
-        if isinstance(error, SidestreamError):  # from staging: some of them are also an OSError
-            raise
-        raise from_os_error(error, f"writing {target}".rstrip(), str(path)) from error
 
 
 class _Parts:
@@ -378,10 +375,8 @@ class LocalTransaction(Transaction):
 
     def _make_target(self) -> None:
         """Make the target if it does not exist. Another process may make it at the same time."""
-        try:
+        with os_errors_as("creating a checkpoint directory", self._target):
             make_root(self._target, self.attempt.durability, self._new, self._sync)
-        except OSError as error:
-            raise from_os_error(error, "creating a checkpoint directory", str(self._target)) from error
 
     def _check_joined(self) -> None:
         try:
@@ -397,12 +392,12 @@ class LocalTransaction(Transaction):
 
     def _publish_file(self) -> None:
         target = self._target
-        try:
-            self._appear(self._hidden / target.name, target)
-        except FileExistsError as error:
-            raise CheckpointExistsError(f"{target} already exists: choose another name, or delete it first") from error
-        except OSError as error:
-            raise from_os_error(error, "publishing", str(target)) from error
+        with os_errors_as("publishing", target):
+            try:
+                self._appear(self._hidden / target.name, target)
+            except FileExistsError as error:
+                exists = f"{target} already exists: choose another name, or delete it first"
+                raise CheckpointExistsError(exists) from error
         try:
             if self.attempt.durability == "fsync":
                 failed = "the file is complete, but the sync of its directory failed"
@@ -415,17 +410,13 @@ class LocalTransaction(Transaction):
         hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
         try:
             write_file(hidden, body, durability, stop, preallocate=self._preallocates)
-            if durability == "fsync":
-                self._sync(path.parent)  # makes the names of the files durable before the last one appears
-            self._appear(hidden, path)
-        except FileExistsError as error:
-            if isinstance(error, SidestreamError):
-                raise
-            raise CheckpointExistsError(f"{path} exists already: save to a new directory") from error
-        except OSError as error:
-            if isinstance(error, SidestreamError):
-                raise
-            raise from_os_error(error, "publishing", str(path)) from error
+            with os_errors_as("publishing", path):
+                if durability == "fsync":
+                    self._sync(path.parent)  # makes the names of the files durable before the last one appears
+                try:
+                    self._appear(hidden, path)
+                except FileExistsError as error:
+                    raise CheckpointExistsError(f"{path} exists already: save to a new directory") from error
         finally:
             with suppress(OSError):
                 hidden.unlink()
