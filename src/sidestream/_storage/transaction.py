@@ -127,7 +127,8 @@ class Transaction(ABC):
 
     @abstractmethod
     async def read_tail(self, name: str, nbytes: int) -> bytes:
-        """Do ``Store.read_tail``."""
+        """Return the last ``nbytes`` of the file with this name in the store, or all of it if it is smaller. Raises
+        ``FileNotFoundError``."""
 
     @abstractmethod
     def path_of(self, name: str = "") -> str:

@@ -19,10 +19,10 @@ from typing import TypeVar, TypeVarTuple
 from ..._runtime.tasks import run_shielded
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...errors import CorruptCheckpointError, DeadlineExceededError, SidestreamError, from_os_error
-from ..store import DirectorySource, ReadRange, coalesce
+from ..store import RangeSource, ReadRange, coalesce
 from .directories import OpenDirectory
 
-__all__ = ["LocalSource", "map_file", "read_ranges", "read_tail", "run_io", "size_of", "sizes_in"]
+__all__ = ["LocalSource", "map_file", "read_tail", "run_io", "size_of", "sizes_in"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -48,8 +48,8 @@ _CLOSE_S = 5.0
 """How long ``aclose`` waits for the system call that closes a directory, also after the deadline of a load."""
 
 
-class LocalSource(DirectorySource):
-    """The ``RangeSource`` of the directory ``path``, whose name in its store is ``name``."""
+class LocalSource(RangeSource):
+    """The ``RangeSource`` of the directory ``path``."""
 
     def __init__(self, path: Path, name: str) -> None:
         super().__init__(name)
@@ -58,7 +58,8 @@ class LocalSource(DirectorySource):
 
     async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
         stop = Stop()
-        await run_io(read_ranges, self._path / file, self._directory, ranges, stop, stop=stop)
+        files = LocalFiles(self._path, self._directory, call_bytes=_MOST_CALL_BYTES)
+        await run_io(files.read, file, ranges, stop, stop=stop)
 
     def files(self, waiting: Callable[[], None]) -> LocalFiles:
         return LocalFiles(self._path, self._directory, waiting)
@@ -126,7 +127,7 @@ class LocalFiles:
     def __init__(
         self,
         directory: Path,
-        within: OpenDirectory | None,
+        within: OpenDirectory,
         waiting: Callable[[], None] | None = None,
         call_bytes: int = _CALL_BYTES,
     ) -> None:
@@ -217,11 +218,7 @@ class LocalFiles:
             waiting()
 
 
-def read_ranges(path: Path, within: OpenDirectory | None, ranges: Sequence[ReadRange], stop: Stop) -> None:
-    LocalFiles(path.parent, within, call_bytes=_MOST_CALL_BYTES).read(path.name, ranges, stop)
-
-
-def map_file(path: Path, within: OpenDirectory | None, nbytes: int) -> mmap.mmap:
+def map_file(path: Path, within: OpenDirectory, nbytes: int) -> mmap.mmap:
     with _os_errors_as("mapping", path):
         descriptor = _open_regular(path, within)
         try:
@@ -271,7 +268,7 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-def size_of(path: Path, within: OpenDirectory | None) -> int:
+def size_of(path: Path, within: OpenDirectory) -> int:
     with _os_errors_as("looking at this path", path), _place(path, within) as (name, directory):
         return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
 

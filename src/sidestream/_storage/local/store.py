@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import re
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from ...errors import CheckpointExistsError, StorageError, os_errors_as
 from ...options import Capabilities, Durability, Storage
 from ..bodies import Body
 from ..names import MARKER, NOTE, READ_FIRST, export_files, is_unfinished, parse_step, retired_files
-from ..store import Leftover, ReadRange
+from ..store import Leftover
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
     RACES,
@@ -41,7 +40,7 @@ from .marking import (
     sync_names,
     write_note,
 )
-from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of, sizes_in
+from .read import LocalSource, read_tail, run_io, sizes_in
 from .transaction import LocalTransaction, write_file
 
 __all__ = ["LocalStore", "MarkedStore"]
@@ -100,21 +99,8 @@ class LocalStore:
     async def ages(self, directory: str) -> dict[str, float]:
         return await run_io(_ages, self.root / directory)
 
-    async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
-        stop = Stop()
-        await run_io(read_ranges, self.root / name, None, ranges, stop, stop=stop)
-
     def source(self, directory: str) -> LocalSource:
         return LocalSource(self.root / directory, directory)
-
-    async def map(self, name: str, nbytes: int) -> mmap.mmap:
-        return await run_io(map_file, self.root / name, None, nbytes)
-
-    async def read_tail(self, name: str, nbytes: int) -> bytes:
-        return await run_io(read_tail, self.root / name, None, nbytes)
-
-    async def size(self, name: str) -> int:
-        return await run_io(size_of, self.root / name, None)
 
     async def sizes(self, directory: str) -> dict[str, int]:
         return await run_io(sizes_in, self.root / directory, None)
