@@ -33,6 +33,7 @@ from ..errors import (
 )
 from ..options import Durability, Outcome, Storage
 from .bodies import Body, PiecesBody
+from .clients.requests import LoopCall
 from .names import attempt_name, name_with_id, sidecar_with_id
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "being_removed",
     "bodies_of",
     "id_in",
+    "marker_in",
     "run_without_loop",
 ]
 
@@ -194,10 +196,6 @@ class Transaction(ABC):
         exist are skipped."""
 
     # --- what is the same for all ---
-
-    async def _marker_in(self, name: str) -> Marker | None:
-        """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``."""
-        return find_marker(await self.read_tail(name, TAIL_BYTES))
 
     @property
     def place(self) -> Path | None:
@@ -384,16 +382,20 @@ class Transaction(ABC):
 def run_without_loop(work: Callable[[], Coroutine[Any, Any, T]], doing: str, stop: Stop | None = None) -> T:
     """Run ``work()``, which makes requests to a store, on the event loop of the storage clients, and return its result.
     Called in a thread that runs no loop. Raises as ``LoopCall.result`` does."""
-    from .clients.requests import LoopCall  # imports fsspec
-
     return LoopCall(work).result(doing, stop)
+
+
+async def marker_in(name: str, read_tail: Callable[[str, int], Awaitable[bytes]]) -> Marker | None:
+    """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``, and
+    ``FileNotFoundError`` if there is no such file."""
+    return find_marker(await read_tail(name, TAIL_BYTES))
 
 
 async def id_in(name: str, read_tail: Callable[[str, int], Awaitable[bytes]]) -> str:
     """Return the id of the save that wrote the marker ``name``; empty if the marker is damaged or of another writer.
     Raises ``FileNotFoundError`` if there is no marker."""
     try:
-        marker = find_marker(await read_tail(name, TAIL_BYTES))
+        marker = await marker_in(name, read_tail)
     except CorruptCheckpointError:
         return ""
     return "" if marker is None else marker.save_id

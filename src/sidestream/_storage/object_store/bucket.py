@@ -17,7 +17,7 @@ from ...errors import CheckpointExistsError, StorageError
 from ...options import Listing, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
-from ..clients.requests import LoopCall, Requests, fate_of, is_refused, on_io_loop
+from ..clients.requests import LoopCall, Requests, fate_of, is_refused
 from ..names import ABANDONED_AFTER_S, LEASES, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard
 
 __all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans"]
@@ -76,11 +76,7 @@ class Bucket:
 
     async def tail(self, name: str, nbytes: int) -> bytes:
         key = self.key(name)
-
-        async def get() -> bytes:
-            return await self.run("reading", name, lambda engine: engine.tail(key, nbytes))
-
-        return await on_io_loop(get, f"reading {name}")
+        return await self.run("reading", name, lambda engine: engine.tail(key, nbytes))
 
     async def size(self, name: str) -> int:
         key = self.key(name)

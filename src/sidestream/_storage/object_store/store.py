@@ -253,7 +253,8 @@ class ObjectSource(RangeSource):
         return await self._bucket.requests.run("fetching", name, get, request_timeout_s=timeout_s)
 
     async def _tail(self, file: str, nbytes: int) -> bytes:
-        return await self._bucket.tail(self.path_of(file), nbytes)
+        name = self.path_of(file)
+        return await on_io_loop(lambda: self._bucket.tail(name, nbytes), f"reading {name}")
 
     async def size(self, file: str) -> int:
         name = self.path_of(file)

@@ -30,7 +30,16 @@ from ...options import Listing
 from ..bodies import Body
 from ..clients.requests import LoopCall, on_io_loop, translated
 from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard, owner_of
-from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, being_removed, bodies_of
+from ..transaction import (
+    Attempt,
+    CommitFiles,
+    MakeFiles,
+    StoreAddress,
+    Transaction,
+    being_removed,
+    bodies_of,
+    marker_in,
+)
 from .bucket import Bucket, clear_export, collect_orphans
 
 __all__ = ["ObjectTransaction", "check_replaces", "content_of"]
@@ -70,7 +79,7 @@ class ObjectTransaction(Transaction):
         self._replaced: _Replaced | None = None
 
     async def read_tail(self, name: str, nbytes: int) -> bytes:
-        return await self._bucket.tail(name, nbytes)
+        return await on_io_loop(lambda: self._bucket.tail(name, nbytes), f"reading {name}")
 
     def path_of(self, name: str = "") -> str:
         target = self.attempt.target
@@ -166,7 +175,7 @@ class ObjectTransaction(Transaction):
     async def _marked_id(self, name: str) -> str | None:
         """Return the id of the save that wrote this marker; None if it is damaged."""
         try:
-            marker = await self._marker_in(name)
+            marker = await marker_in(name, self._bucket.tail)
         except CorruptCheckpointError:
             return None
         if marker is None:
