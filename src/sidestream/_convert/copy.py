@@ -35,7 +35,7 @@ from .._runtime.threads import (
     yielding_gil,
 )
 from .._save.operation import RankReceipt, SaveOrder
-from .._storage import ABANDONED_AFTER_S, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
+from .._storage import ABANDONED_AFTER_S, NOTE, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout, storage_of
 from .operation import run_here
@@ -182,8 +182,9 @@ async def remove(
     check_timeout(timeout_s)
     location = locate_directory(url, storage_of(storage_options, storage))
     with time_limit(Deadline.after(timeout_s)):
+        marks = {METADATA_NAME} if location.store.capabilities.rename else {METADATA_NAME, NOTE}
         try:
-            there = {METADATA_NAME, location.store.retired_note} & (await location.store.sizes(location.name)).keys()
+            there = marks & (await location.store.sizes(location.name)).keys()
         except FileNotFoundError:
             there = set()
         if there:

@@ -175,11 +175,6 @@ class Store(Protocol):
     def begin(self, attempt: Attempt) -> Transaction:
         """Return a transaction for one attempt. Changes nothing on the storage and never raises."""
 
-    @property
-    def retired_note(self) -> str | None:
-        """The name of the file that ``retire`` puts beside the files of a checkpoint until all of them are deleted;
-        None if this store does not write one."""
-
     def check_replaces(self) -> None:
         """Raise ``InvalidOptionError`` if this store is known not to replace a checkpoint in one step."""
 
@@ -196,8 +191,9 @@ class Store(Protocol):
         """Delete a committed checkpoint, or an export. It is made invisible, with ``"fsync"`` durably, before anything
         else is deleted. Files of other saves in the directory stay, if they can be distinguished.
 
-        If the deletion of a checkpoint is interrupted, ``leftovers`` lists the rest. Does nothing if there is neither a
-        checkpoint nor an export."""
+        If the deletion of a checkpoint is interrupted, ``leftovers`` lists the rest. A store without
+        ``capabilities.rename`` puts the file ``NOTE`` beside the files until all of them are deleted. Does nothing if
+        there is neither a checkpoint nor an export."""
 
     async def collect(self, target: str, *, after_s: float) -> list[str]:
         """Delete attempts at ``target`` that killed processes left behind, and return their names. An attempt counts as

@@ -56,8 +56,6 @@ class LocalStore:
 
     capabilities = Capabilities(create_only=True, listing=True, mapping=True, rename=True)
 
-    retired_note: str | None = None
-
     _preallocates = True
 
     @property
@@ -114,8 +112,6 @@ class MarkedStore(LocalStore):
     renamed."""
 
     capabilities = Capabilities(create_only=True, listing=True, mapping=True)
-
-    retired_note = NOTE
 
     _preallocates = False
 

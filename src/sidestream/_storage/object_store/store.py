@@ -34,8 +34,6 @@ _RUN_RANGES = 4096
 class ObjectStore:
     """A ``Store`` below ``root``, which is a bucket with a prefix. ``url`` is its name in messages."""
 
-    retired_note = NOTE
-
     def __init__(
         self,
         engine: Engine | LateEngine,
