@@ -106,7 +106,7 @@ async def test_nothing_is_preallocated(tmp_path: Path, monkeypatch: pytest.Monke
     await async_save_part(state(), tmp_path / "parts", part, storage=MARKER)
     store, _ = locate_run(tmp_path / "other", MARKER)
     with time_limit(Deadline.after(60)):
-        await store.put("step-1/signature", BytesBody(b"signed"), durability="fsync")
+        await store.put("step-1/signature", b"signed", durability="fsync")
     assert asked == []
 
 

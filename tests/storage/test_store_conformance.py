@@ -287,16 +287,16 @@ async def test_a_transaction_that_has_committed_keeps_no_content(store: Store) -
 
 async def test_a_small_file_is_made_once(store: Store) -> None:
     written(store, {})  # makes the root
-    await store.put("note", BytesBody(b"mine, and nobody else's"), durability="fsync")
+    await store.put("note", b"mine, and nobody else's", durability="fsync")
     with pytest.raises(errors.CheckpointExistsError):
-        await store.put("note", BytesBody(b"yours, as it seems to me"), durability="fsync")
+        await store.put("note", b"yours, as it seems to me", durability="fsync")
     assert await tail_of(store, "note", 100) == b"mine, and nobody else's"
 
 
 async def test_files_are_removed(store: Store) -> None:
     written(store, {})
     for name in ("one", "two"):
-        await store.put(f"notes/{name}", BytesBody(b"note"), durability="fsync")
+        await store.put(f"notes/{name}", b"note", durability="fsync")
     await store.remove(["notes/one", "notes/none", "none/none"])
     assert set(await store.ages("notes")) == {"two"}
 

@@ -10,7 +10,6 @@ from typing import Literal, Protocol
 
 from .._runtime.threads import Stop
 from ..options import Capabilities, Durability
-from .bodies import Body
 from .names import MARKER
 from .transaction import Attempt, StoreAddress, Transaction
 
@@ -178,7 +177,7 @@ class Store(Protocol):
     def check_replaces(self) -> None:
         """Raise ``InvalidOptionError`` if this store is known not to replace a checkpoint in one step."""
 
-    async def put(self, name: str, body: Body, *, durability: Durability) -> None:
+    async def put(self, name: str, content: bytes, *, durability: Durability) -> None:
         """Write a new file, in a directory that need not exist yet. When this returns, the file is complete and, with
         ``"fsync"``, its content is durable. Raises ``CheckpointExistsError`` if the file exists. A failure may leave a
         partial file behind."""

@@ -32,7 +32,7 @@ from ..errors import (
     is_stuck,
 )
 from ..options import Durability, Outcome, Storage
-from .bodies import Body, PiecesBody
+from .bodies import Body
 from .clients.requests import LoopCall
 from .names import attempt_name, name_with_id, sidecar_with_id
 
@@ -44,7 +44,6 @@ __all__ = [
     "StoreAddress",
     "Transaction",
     "being_removed",
-    "bodies_of",
     "id_in",
     "marker_in",
     "run_without_loop",
@@ -153,7 +152,7 @@ class Transaction(ABC):
         """
 
     @abstractmethod
-    async def put(self, name: str, body: Body) -> None:
+    async def put(self, name: str, content: bytes) -> None:
         """Write a small file. With ``durability="fsync"``, its content is durable when this returns, and its name after
         the commit. Raises ``CheckpointExistsError`` if it exists."""
 
@@ -405,11 +404,6 @@ def being_removed(where: str | Path) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{where} is being removed: save when remove() has ended, and call it again if it was interrupted"
     )
-
-
-def bodies_of(files: CommitFiles) -> list[tuple[str, Body]]:
-    """Return the name and the content of each file."""
-    return [(name, PiecesBody(pieces)) for name, pieces in files.items()]
 
 
 def _tail_of(pieces: Sequence[bytes]) -> bytes:

@@ -363,35 +363,34 @@ class MarkedTransaction(LocalTransaction):
 
     def _mark(self) -> None:
         assert self._last is not None
-        name, body = self._last
-        path, durable = self._target / name, self.attempt.durability == "fsync"
+        name, pieces = self._last
+        path, content, durable = self._target / name, b"".join(pieces), self.attempt.durability == "fsync"
         with os_errors_as("publishing", path):
             if durable:
                 sync_names(self._target)  # makes the names of the files durable before there is a marker
             if self.attempt.kind == "replacement":
-                self._rename_marker(path, body, durable)
+                self._rename_marker(path, content, durable)
             else:
-                self._create_marker(path, body, durable)
+                self._create_marker(path, content, durable)
         if durable:
             failed = "the checkpoint is committed, but the sync of its directory failed"
             sync_visible(self._target, self._target, failed, sync_names)
 
-    def _create_marker(self, path: Path, body: Body, durable: bool) -> None:
+    def _create_marker(self, path: Path, content: bytes, durable: bool) -> None:
         """Write the marker: first all but its last bytes, then these. If anything fails before the last bytes are
         written, remove the marker. After that the outcome has to be read back.
 
         Another process may remove the marker meanwhile, and another save may create its own. The descriptor stays open
         until the markers have been compared, so that no other file has the same inode."""
-        content = memoryview(b"".join(part.take(Stop()) for part in body.parts))
-        began = time.monotonic()
+        view, began = memoryview(content), time.monotonic()
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileExistsError as error:
             raise taken(self._target) from error
         sent = False
         try:
-            end = len(content) - END_BYTES
-            write_buffer(descriptor, content[:end], 0)
+            end = len(view) - END_BYTES
+            write_buffer(descriptor, view[:end], 0)
             if durable:
                 os.fsync(descriptor)
             check_whole(self._target, self._names, self._target)
@@ -399,7 +398,7 @@ class MarkedTransaction(LocalTransaction):
                 raise being_removed(self._target)
             _check_not_late(began, path)
             self._claimed = sent = True
-            write_buffer(descriptor, content[end:], end)
+            write_buffer(descriptor, view[end:], end)
             if durable:
                 os.fsync(descriptor)
             os.close(os.dup(descriptor))  # reports errors, and a mount of a bucket uploads the file
@@ -416,7 +415,7 @@ class MarkedTransaction(LocalTransaction):
                 os.close(descriptor)
         self._claimed = False
 
-    def _rename_marker(self, path: Path, body: Body, durable: bool) -> None:
+    def _rename_marker(self, path: Path, content: bytes, durable: bool) -> None:
         """Write the whole marker under another name, and rename that file over the present marker. The present marker
         is read again first, because each of several saves at the same time deletes what it has replaced. The checkpoint
         of the last one is kept."""
@@ -424,7 +423,7 @@ class MarkedTransaction(LocalTransaction):
         began = time.monotonic()
         descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            write_buffer(descriptor, memoryview(b"".join(part.take(Stop()) for part in body.parts)), 0)
+            write_buffer(descriptor, memoryview(content), 0)
             if durable:
                 os.fsync(descriptor)
         finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..._runtime.threads import Stop
 from ...errors import CheckpointExistsError, StorageError, os_errors_as
 from ...options import Capabilities, Durability, Storage
-from ..bodies import Body
+from ..bodies import Body, BytesBody
 from ..names import MARKER, NOTE, READ_FIRST, export_files, is_unfinished, parse_step, retired_files
 from ..store import Leftover
 from ..transaction import Attempt, StoreAddress, Transaction
@@ -75,8 +75,8 @@ class LocalStore:
     def check_replaces(self) -> None:
         """Do nothing: only the save can find out whether the file system exchanges directories or renames files."""
 
-    async def put(self, name: str, body: Body, *, durability: Durability) -> None:
-        stop = Stop()
+    async def put(self, name: str, content: bytes, *, durability: Durability) -> None:
+        stop, body = Stop(), BytesBody(content)
         await run_io(_put, self.root, self.root / name, body, durability, self._preallocates, stop, stop=stop)
 
     async def discard(self, leftover: str) -> None:

@@ -29,9 +29,9 @@ from ...errors import (
     without_frames,
 )
 from ...options import Durability
-from ..bodies import Body, FilePart
+from ..bodies import Body, BytesBody, FilePart, PiecesBody
 from ..names import ABANDONED_AFTER_S
-from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of
+from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction
 from .directories import (
     collect_orphans,
     is_directory,
@@ -209,7 +209,7 @@ class LocalTransaction(Transaction):
         self._new: list[Path] = []  # directories that were made down to the target
         self._replaceable = False  # whether the target was checked, and is a checkpoint or an export
         self._names: dict[str, None] = {}  # of the files written, in their order
-        self._last: tuple[str, Body] | None = None
+        self._last: tuple[str, Sequence[bytes]] | None = None
 
     @property
     def place(self) -> Path:
@@ -271,8 +271,8 @@ class LocalTransaction(Transaction):
         for name in names:
             unlink(self._directory / self.committed_name(name))
 
-    async def put(self, name: str, body: Body) -> None:
-        stop = Stop()
+    async def put(self, name: str, content: bytes) -> None:
+        stop, body = Stop(), BytesBody(content)
         self._names[name] = None
         # The directory is not made again if it is gone: another process has removed the attempt.
         await io_threads().run(self._write_file, name, body, stop, stop=stop)
@@ -280,9 +280,9 @@ class LocalTransaction(Transaction):
     async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
         """In one call of a thread: each way there and back takes the GIL from a trainer in a thread several times."""
         stop = Stop()
-        made, bodies = await io_threads().run(self._write_files, files, stop, stop=stop)
-        if bodies and not self._writes_last:
-            self._last = bodies[-1]
+        made = await io_threads().run(self._write_files, files, stop, stop=stop)
+        if made and not self._writes_last:
+            *_, self._last = made.items()
         return made
 
     @property
@@ -290,15 +290,14 @@ class LocalTransaction(Transaction):
         """Whether the last file is written like the others."""
         return self.attempt.kind != "part"
 
-    def _write_files(self, files: CommitFiles | MakeFiles, stop: Stop) -> tuple[CommitFiles, list[tuple[str, Body]]]:
+    def _write_files(self, files: CommitFiles | MakeFiles, stop: Stop) -> CommitFiles:
         """Write the files, and return them. The last one may be left to ``make_visible``."""
         made = files() if callable(files) else files
-        bodies = bodies_of(made)
-        for name, body in bodies if self._writes_last else bodies[:-1]:
+        for name in [*made] if self._writes_last else [*made][:-1]:
             stop.check()
             self._names[name] = None
-            self._write_file(name, body, stop)
-        return made, bodies
+            self._write_file(name, PiecesBody(made[name]), stop)
+        return made
 
     async def make_visible(self) -> None:
         attempt = self.attempt
@@ -307,8 +306,8 @@ class LocalTransaction(Transaction):
             return
         if attempt.kind == "part":
             assert self._last is not None
-            stop, (name, body) = Stop(), self._last
-            await io_threads().run(self._publish_part, self._target / name, body, stop, stop=stop)
+            stop, (name, pieces) = Stop(), self._last
+            await io_threads().run(self._publish_part, self._target / name, PiecesBody(pieces), stop, stop=stop)
             self._names.clear()
             self._last = None
             return

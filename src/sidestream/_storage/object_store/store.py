@@ -13,7 +13,6 @@ from typing import Any
 from ..._runtime.threads import current_deadline, io_threads
 from ...errors import AccessDeniedError, CorruptCheckpointError
 from ...options import BlobInfo, Capabilities, Durability, StorePolicy
-from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import on_io_loop
 from ..names import MARKER, NOTE, export_files, id_of, parse_step, retired_files
@@ -21,7 +20,7 @@ from ..store import Leftover, RangeSource, ReadRange, coalesce
 from ..transaction import Attempt, StoreAddress, Transaction, id_in
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket, age_s, clock_of, collect_orphans
-from .transaction import ObjectTransaction, check_replaces, content_of
+from .transaction import ObjectTransaction, check_replaces
 
 __all__ = ["ObjectStore"]
 
@@ -69,8 +68,7 @@ class ObjectStore:
     def check_replaces(self) -> None:
         check_replaces(self._bucket)
 
-    async def put(self, name: str, body: Body, *, durability: Durability) -> None:
-        content = await content_of(body)
+    async def put(self, name: str, content: bytes, *, durability: Durability) -> None:
         if not self.capabilities.listing:
             raise AccessDeniedError(errno.EROFS, "it can be read and not written", f"{self.url}/{name}")
         await on_io_loop(lambda: self._bucket.create(name, content), f"writing {name}")

@@ -15,7 +15,6 @@ from datetime import datetime
 
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...errors import (
-    AccessDeniedError,
     CheckpointExistsError,
     CorruptCheckpointError,
     InvalidOptionError,
@@ -37,12 +36,11 @@ from ..transaction import (
     StoreAddress,
     Transaction,
     being_removed,
-    bodies_of,
     marker_in,
 )
 from .bucket import Bucket, clear_export, collect_orphans
 
-__all__ = ["ObjectTransaction", "check_replaces", "content_of"]
+__all__ = ["ObjectTransaction", "check_replaces"]
 
 _CLEAN_UP_S = 60.0
 _warned: set[str] = set()
@@ -231,28 +229,19 @@ class ObjectTransaction(Transaction):
                 failure = StorageError(errno.ENOENT, "the bucket, or the upload, is not there", url)
             raise failure from error
 
-    async def put(self, name: str, body: Body) -> None:
+    async def put(self, name: str, content: bytes) -> None:
         bucket = self._bucket
-        content = await content_of(body)
-        self._check_writable(name)
         self._sizes[name] = len(content)
         await on_io_loop(lambda: bucket.put(self.path_of(name), memoryview(content)), f"writing {self._shown(name)}")
 
     async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
         made = await io_threads().run(_files, files) if callable(files) else files
-        bodies = bodies_of(made)
-        for name, body in bodies[:-1]:
-            await self.put(name, body)
-        if bodies:
-            name, last = bodies[-1]
-            self._last = name, await content_of(last)
-            self._check_writable(name)
+        names = [*made]
+        for name in names[:-1]:
+            await self.put(name, await _joined(made[name]))
+        if names:
+            self._last = names[-1], await _joined(made[names[-1]])
         return made
-
-    def _check_writable(self, name: str) -> None:
-        if not self._bucket.capabilities.listing:
-            where = f"{self._bucket.url}/{self._shown(name)}"
-            raise AccessDeniedError(errno.EROFS, "it can be read and not written", where)
 
     def _shown(self, name: str) -> str:
         return f"{self.attempt.name}/{name}"
@@ -447,14 +436,9 @@ def _no_conditions(bucket: Bucket) -> str:
     )
 
 
-async def content_of(body: Body) -> bytes:
-    """Return the content of a small file. The pieces are joined in a thread, because the manifest of many tensors has
-    tens of megabytes."""
-    taken = [part.take(Stop()) for part in body.parts]
-    whole = taken[0].obj if len(taken) == 1 else None
-    if isinstance(whole, bytes) and len(whole) == taken[0].nbytes:
-        return whole
-    return await io_threads().run(b"".join, taken)
+async def _joined(pieces: Sequence[bytes]) -> bytes:
+    """Join the pieces of a file in a thread, because the manifest of many tensors has tens of megabytes."""
+    return pieces[0] if len(pieces) == 1 else await io_threads().run(b"".join, pieces)
 
 
 def _in_one_piece(body: Body, stop: Stop) -> memoryview:
