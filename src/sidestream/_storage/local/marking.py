@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ..._format.marker import END_BYTES, TAIL_BYTES, find_marker, is_complete
@@ -41,16 +42,15 @@ from .directories import (
     unlink,
     unlink_or_remove,
 )
-from .publishing import NO_RENAME, check_whole, occupied, sync_visible
+from .publishing import NO_RENAME, check_whole, files_in, occupied, sync_visible
 from .read import read_tail
-from .transaction import LocalTransaction, write_buffer
+from .transaction import LocalTransaction, write_again, write_buffer
 
 __all__ = [
     "MarkedTransaction",
     "ages_of",
     "collect",
     "discard",
-    "files_in",
     "is_torn",
     "marked_id",
     "sync_names",
@@ -133,32 +133,24 @@ def taken(target: Path) -> CheckpointExistsError:
     )
 
 
-def files_in(directory: Path) -> list[str]:
-    """Return the names in a directory. The result is empty if it does not exist."""
-    with os_errors_as("listing", directory):
-        try:
-            return os.listdir(directory)
-        except FileNotFoundError:
-            return []
-        except NotADirectoryError:
-            raise occupied(directory) from None
-
-
 def is_torn(directory: Path) -> bool:
     """Return whether the marker of the directory lacks its last bytes."""
+    return _torn_tail(directory) is not None
+
+
+def _torn_tail(directory: Path) -> bytes | None:
+    """Return the end of the marker of the directory; None if the marker is complete, or does not exist."""
     try:
-        return not is_complete(read_tail(directory / MARKER, None, TAIL_BYTES))
+        tail = read_tail(directory / MARKER, None, TAIL_BYTES)
     except FileNotFoundError:
-        return False
+        return None
+    return None if is_complete(tail) else tail
 
 
 def remove_torn(directory: Path, save_id: str = "") -> None:
     """Delete an incomplete marker; with ``save_id`` only one of this save, of which no more than its end is missing."""
-    try:
-        tail = read_tail(directory / MARKER, None, TAIL_BYTES)
-    except FileNotFoundError:
-        return
-    if not is_complete(tail) and save_id.encode() in tail:
+    tail = _torn_tail(directory)
+    if tail is not None and save_id.encode() in tail:
         unlink(directory / MARKER)
 
 
@@ -303,18 +295,11 @@ class MarkedTransaction(LocalTransaction):
         raise CheckpointExistsError(f"{self._target} is removed as often as it is made")
 
     def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
-        for _ in range(RACES):
-            try:
-                super()._write_file(name, body, stop, threads)
-            except StorageError as error:
-                # Another attempt that failed has removed the empty directory. If this attempt has written files
-                # already, another process has removed those, and making the directory again would not help.
-                if error.errno != errno.ENOENT or len(self._names) > 1 or not self._carries_id:
-                    raise
-                self._make_and_look()
-            else:
-                return
-        raise CheckpointExistsError(f"{self._directory} is removed as often as it is made")
+        write = partial(super()._write_file, name, body, stop, threads)
+        if self._carries_id and len(self._names) == 1:
+            write_again(write, self._make_and_look, self._directory)
+        else:  # where other files of this attempt were removed, making the directory again would not help
+            write()
 
     @property
     def _writes_last(self) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "Step",
     "can_exchange",
     "check_whole",
+    "files_in",
     "may_be_replaced",
     "move_there",
     "occupied",
@@ -175,6 +176,17 @@ def occupied(target: Path) -> CheckpointExistsError:
     )
 
 
+def files_in(directory: Path) -> list[str]:
+    """Return the names in a directory. The result is empty if it does not exist."""
+    with os_errors_as("listing", directory):
+        try:
+            return os.listdir(directory)
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise occupied(directory) from None
+
+
 def may_be_replaced(target: Path) -> bool:
     """Return whether the target is a directory or was removed meanwhile. Raises ``CheckpointExistsError`` if the
     directory may not be replaced."""
@@ -188,11 +200,7 @@ def may_be_replaced(target: Path) -> bool:
 def _check_replaceable(target: Path) -> None:
     """Raise ``CheckpointExistsError`` if the directory is not empty and neither a checkpoint nor an export. Replacing a
     directory deletes everything in it."""
-    with os_errors_as("listing", target):
-        try:
-            found = os.listdir(target)
-        except FileNotFoundError:
-            return
+    found = files_in(target)
     if found and _REPLACEABLE.isdisjoint(found):
         raise CheckpointExistsError(
             f"{target} is not empty, and no checkpoint (it has no .metadata), so it was not replaced: save to a new "

@@ -34,14 +34,14 @@ from .marking import (
     ages_of,
     collect,
     discard,
-    files_in,
     is_torn,
     marked_id,
     sync_names,
     write_note,
 )
+from .publishing import files_in
 from .read import LocalSource, read_tail, run_io, sizes_in
-from .transaction import LocalTransaction, write_file
+from .transaction import LocalTransaction, write_again, write_file
 
 __all__ = ["LocalStore", "MarkedStore"]
 
@@ -145,19 +145,14 @@ class MarkedStore(LocalStore):
 
 
 def _put(root: Path, path: Path, body: Body, durability: Durability, preallocate: bool, stop: Stop) -> None:
-    for _ in range(RACES):  # another process that removes the last file of the directory removes the directory too
-        try:
-            write_file(path, body, durability, stop, preallocate=preallocate)
-            return
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
+    def make() -> None:
         with os_errors_as("creating a directory", path.parent), suppress(FileNotFoundError, FileExistsError):
             # Suppressed: another process has removed, or made, the directory meanwhile.
             if not root.exists():  # "fsync" in any case: later saves rely on durable parents
                 make_root(root, "fsync", [], sync_directory)
             path.parent.mkdir()
-    raise CheckpointExistsError(f"{path.parent} is removed as often as it is made")
+
+    write_again(lambda: write_file(path, body, durability, stop, preallocate=preallocate), make, path.parent)
 
 
 def _discard(root: Path, leftover: str) -> None:

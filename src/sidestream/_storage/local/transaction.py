@@ -23,6 +23,7 @@ from ...errors import (
     CheckpointExistsError,
     NoSpaceError,
     NotDurableError,
+    StorageError,
     StorageNotSharedError,
     from_os_error,
     os_errors_as,
@@ -33,6 +34,7 @@ from ..bodies import Body, BytesBody, FilePart, PiecesBody
 from ..names import ABANDONED_AFTER_S
 from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction
 from .directories import (
+    RACES,
     collect_orphans,
     is_directory,
     is_vacant,
@@ -46,7 +48,7 @@ from .directories import (
 from .publishing import Step, can_exchange, may_be_replaced, move_there, occupied, publish, replace, sync_visible
 from .read import read_tail
 
-__all__ = ["LocalTransaction", "write_buffer", "write_file"]
+__all__ = ["LocalTransaction", "write_again", "write_buffer", "write_file"]
 
 
 _THREADS = 4
@@ -81,6 +83,21 @@ def write_file(
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)  # its errors count: NFS may report a failed write only here
+
+
+def write_again(write: Callable[[], None], make: Callable[[], object], directory: Path) -> None:
+    """Call ``write``, which writes a file in ``directory``. If the directory does not exist, call ``make`` and then
+    ``write`` again: another process that removes the last file of a directory removes the directory too."""
+    for _ in range(RACES):
+        try:
+            write()
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            make()
+        else:
+            return
+    raise CheckpointExistsError(f"{directory} is removed as often as it is made")
 
 
 class _Parts:
