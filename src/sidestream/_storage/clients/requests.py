@@ -238,8 +238,8 @@ def _marked(error: E, uncertain: bool) -> E:
 
 
 def translated(error: BaseException, doing: str, url: str) -> Exception:
-    """Return the typed error, without secrets, for what a client raised while ``doing`` something at ``url``. ``error``
-    is no ``SidestreamError``."""
+    """Return the typed error, without secrets, for what a client raised while ``doing`` something at ``url``. Do
+    not pass errors of sidestream: callers raise them unchanged."""
     fate = fate_of(error)
     if fate == "absent":
         return FileNotFoundError(errno.ENOENT, "no such object", url)
