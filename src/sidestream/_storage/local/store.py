@@ -29,16 +29,7 @@ from .directories import (
     unlink,
     unlink_or_remove,
 )
-from .marking import (
-    MarkedTransaction,
-    ages_of,
-    collect,
-    discard,
-    is_torn,
-    marked_id,
-    sync_names,
-    write_note,
-)
+from .marking import MarkedTransaction, ages_of, collect, discard, is_torn, marked_id, sync_names, write_note
 from .publishing import files_in
 from .read import LocalSource, read_tail, run_io, sizes_in
 from .transaction import LocalTransaction, write_again, write_file

@@ -29,15 +29,7 @@ from ...options import Listing
 from ..bodies import Body
 from ..clients.requests import LoopCall, on_io_loop, translated
 from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard, owner_of
-from ..transaction import (
-    Attempt,
-    CommitFiles,
-    MakeFiles,
-    StoreAddress,
-    Transaction,
-    being_removed,
-    marker_in,
-)
+from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, being_removed, marker_in
 from .bucket import Bucket, clear_export, collect_orphans
 
 __all__ = ["ObjectTransaction", "check_replaces"]
