@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._hang_up()
         body = self._body(length)
         if isinstance(fault, int):
-            code = {400: "RequestTimeout", 503: "SlowDown", 409: "ConditionalRequestConflict"}.get(
+            code = {400: "RequestTimeout", 404: "NoSuchBucket", 503: "SlowDown", 409: "ConditionalRequestConflict"}.get(
                 fault, "InternalError"
             )
             return self._answer(fault, f"<Error><Code>{code}</Code><Message>as told</Message></Error>".encode())

@@ -20,7 +20,7 @@ import warm
 import sidestream
 from sidestream import events
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import BytesBody, LocalStore
+from sidestream._storage import LocalStore
 from sidestream.errors import CheckpointNotFoundError, StorageError
 
 STATE = {"a": torch.arange(1000.0), "b": torch.ones(300, 300)}
@@ -204,6 +204,6 @@ async def test_a_directory_that_another_process_makes_at_the_same_time(
 
     monkeypatch.setattr(os, "mkdir", mkdir)
     with time_limit(Deadline.after(60.0)):
-        await LocalStore(tmp_path).put(".leases/one", BytesBody(b"1"), durability="flush")
+        await LocalStore(tmp_path).put(".leases/one", b"1", durability="flush")
     assert [Path(one).name for one in made] == [".leases"]
     assert (tmp_path / ".leases" / "one").read_bytes() == b"1"

@@ -469,6 +469,17 @@ def from_os_error(error: OSError, doing: str, path: str) -> StorageError:
     return kind(number, f"{doing} failed: {error.strerror or error} ({remedy})", path)
 
 
+@contextmanager
+def os_errors_as(doing: str, path: object) -> Iterator[None]:
+    """Raise the typed error for an ``OSError`` in the ``with`` block. Errors of sidestream pass unchanged."""
+    try:
+        yield
+    except SidestreamError:  # some of them are also an OSError
+        raise
+    except OSError as error:
+        raise from_os_error(error, doing, str(path)) from error
+
+
 # --- text that is safe to print and to log -----------------------------------------------------------------------
 #
 # The name of a tensor, a file or a rank can hold escape sequences of a terminal, line breaks that would forge a line of

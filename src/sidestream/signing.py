@@ -24,7 +24,7 @@ from ._load.open.manifest import read_manifest
 from ._load.verify import VerifyReport, verify_manifest
 from ._runtime.tasks import running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
-from ._storage import BytesBody, Location, RangeSource, locate_directory
+from ._storage import Location, RangeSource, locate_directory
 from .errors import (
     BadSignatureError,
     CheckpointExistsError,
@@ -99,7 +99,7 @@ async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], p
     raw = await io_threads().run(_with_files, files, b"", make)
     name = f"{manifest_name(manifest.save_id)}.sig"
     try:
-        await location.store.put(f"{location.name}/{name}", BytesBody(raw), durability="fsync")
+        await location.store.put(f"{location.name}/{name}", raw, durability="fsync")
     except CheckpointExistsError as error:
         raise CheckpointExistsError(
             f"{location.url} has been signed already: delete {name} to sign it again"

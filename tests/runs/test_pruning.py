@@ -551,7 +551,7 @@ async def test_a_writer_whose_attempt_was_taken_away_publishes_nothing(tmp_path:
         await collector.discard(left.name)
     for name in ("manifest", ".metadata"):
         with pytest.raises(StorageError):
-            await transaction.put(name, BytesBody(b"z"))
+            await transaction.put(name, b"z")
     with pytest.raises(StorageError):
         await transaction.make_visible()
     await transaction.discard()

@@ -75,7 +75,7 @@ async def test_a_name_that_is_taken_is_never_written_through(tmp_path: Path) -> 
     os.link(tmp_path / "precious", tmp_path / "d" / "hard")
     for name in ("link", "hard"):
         with pytest.raises(errors.CheckpointExistsError), time_limit(Deadline.after(60)):
-            await LocalStore(tmp_path).put(f"d/{name}", BytesBody(b"other"), durability="flush")
+            await LocalStore(tmp_path).put(f"d/{name}", b"other", durability="flush")
     assert (tmp_path / "precious").read_bytes() == b"precious"
 
 

@@ -29,7 +29,7 @@ from sidestream._format.marker import find_marker
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import Attempt, BytesBody, id_of, locate_run
 from sidestream._storage.names import attempt_name, name_with_id
-from sidestream.dcp import StorageReader, StorageWriter
+from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
 
 MARKER = sidestream.Storage(commit="marker")
 
@@ -91,6 +91,23 @@ async def test_everybody_reads_it(tmp_path: Path) -> None:
     target = {"w": torch.zeros(3 << 20)}
     dcp.load(target, checkpoint_id=tmp_path / "a")
     assert torch.equal(target["w"], state()["w"])
+
+
+async def test_nothing_is_preallocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints, leases of a run, parts, signatures: where nothing can be reserved, libc would write into every
+    block."""
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: asked.append(arguments))
+    async with sidestream.Checkpointer(tmp_path / "run", storage=MARKER) as checkpoints:
+        await checkpoints.save(state(), step=1)
+        async with checkpoints.reading(1):
+            assert [*(tmp_path / "run" / ".leases").iterdir()]
+    part = IndependentPart(rank=0, world_size=1, save_id="0" * 32)
+    await async_save_part(state(), tmp_path / "parts", part, storage=MARKER)
+    store, _ = locate_run(tmp_path / "other", MARKER)
+    with time_limit(Deadline.after(60)):
+        await store.put("step-1/signature", b"signed", durability="fsync")
+    assert asked == []
 
 
 async def test_a_process_writes(tmp_path: Path) -> None:

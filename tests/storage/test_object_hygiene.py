@@ -231,7 +231,7 @@ async def test_a_run_keeps_what_its_policy_says(s3: S3Server) -> None:
 async def test_the_object_for_the_time_of_a_cancelled_call(s3: S3Server) -> None:
     """It is deleted by a later call, when nobody can be waiting for it any more."""
     store = store_of(s3)
-    await store.put("step-1/a", BytesBody(b"a"), durability="fsync")
+    await store.put("step-1/a", b"a", durability="fsync")
     s3.always("list", "stall", ".leases")
     cancelled = asyncio.create_task(store.ages("step-1"))
     await asyncio.to_thread(s3.wait_for, "list")

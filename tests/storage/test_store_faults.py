@@ -15,6 +15,7 @@ from keywords import for_load, for_run, for_save
 import sidestream
 from sidestream import errors, events
 from sidestream._storage.clients import requests
+from sidestream._storage.object_store.transaction import ObjectTransaction
 
 ENGINES = ["obstore", "fsspec"]
 
@@ -34,6 +35,44 @@ async def loads(place: Place) -> None:
 def assert_nothing_left(server: S3Server) -> None:
     assert server.uploads == {}
     assert sorted(server.objects) == []
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_bucket_that_does_not_exist(s3: S3Server, engine: str) -> None:
+    place = s3_place(s3, engine)
+    s3.fault = lambda request: 404
+    for state in (large(), {"step": 7}):
+        with pytest.raises(errors.StorageError, match="no such bucket"):
+            await sidestream.save(state, place.url(), **for_save(**place.keywords))
+    async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
+        with pytest.raises(errors.StorageError, match="no such bucket"):
+            await checkpoints.save(large(), step=1)
+    with pytest.raises(errors.CheckpointNotFoundError):
+        await sidestream.load(large(), place.url(), **for_load(**place.keywords))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_bucket_that_is_deleted_meanwhile(s3: S3Server, engine: str) -> None:
+    place = s3_place(s3, engine)
+    s3.fault = lambda request: None if request.kind == "list" and s3.count("put") == 0 else 404
+    with pytest.raises(errors.StorageError, match="no such bucket"):
+        await sidestream.save({"step": 7}, place.url(), **for_save(**place.keywords))
+
+
+async def test_a_removal_that_fails_hides_no_error(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(transaction: ObjectTransaction) -> None:
+        raise FileNotFoundError("what was to be removed")
+
+    monkeypatch.setattr(ObjectTransaction, "discard", fail)
+    place = s3_place(s3, "obstore")
+    s3.fault = lambda request: 403 if request.kind == "put" else None
+    with pytest.raises(errors.AccessDeniedError) as raised:
+        await sidestream.save({"step": 7}, place.url(), **for_save(**place.keywords))
+    assert "could not be removed: what was to be removed" in raised.value.__notes__[0]
+    assert raised.value.left_behind is not None
 
 
 # --- what passes ----------------------------------------------------------------------------------------------------
@@ -139,8 +178,9 @@ async def test_repetitions_can_be_seen(s3: S3Server) -> None:
 async def test_a_save_that_fails_leaves_nothing(s3: S3Server, engine: str, kind: str) -> None:
     place = s3_place(s3, engine, retries=1)
     s3.always(kind, 500)
-    with pytest.raises(errors.StorageError):
+    with pytest.raises(errors.StorageError) as raised:
         await sidestream.save(large(), place.url(), **for_save(**place.keywords))
+    assert raised.value.__cause__ is not raised.value
     s3.fault = lambda request: None
     assert_nothing_left(s3)
     await sidestream.save(large(), place.url(), **for_save(**place.keywords))
@@ -297,6 +337,7 @@ async def test_an_attempt_that_was_removed_cannot_be_published(s3: S3Server, eng
                 del s3.objects[name]
 
     s3.fault = remove
-    with pytest.raises(errors.StorageError, match="is gone"):
+    with pytest.raises(errors.StorageError, match="is gone") as raised:
         await sidestream.save(large(), place.url(), **for_save(**place.keywords))
+    assert type(raised.value) is errors.StorageError  # other ranks make it again by its name
     assert not any(name.endswith(".metadata") for name in s3.objects)

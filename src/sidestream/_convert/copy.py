@@ -35,7 +35,7 @@ from .._runtime.threads import (
     yielding_gil,
 )
 from .._save.operation import RankReceipt, SaveOrder
-from .._storage import ABANDONED_AFTER_S, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
+from .._storage import ABANDONED_AFTER_S, NOTE, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout, storage_of
 from .operation import run_here
@@ -182,8 +182,9 @@ async def remove(
     check_timeout(timeout_s)
     location = locate_directory(url, storage_of(storage_options, storage))
     with time_limit(Deadline.after(timeout_s)):
+        marks = {METADATA_NAME} if location.store.capabilities.rename else {METADATA_NAME, NOTE}
         try:
-            there = {METADATA_NAME, location.store.retired_note} & (await location.store.sizes(location.name)).keys()
+            there = marks & (await location.store.sizes(location.name)).keys()
         except FileNotFoundError:
             there = set()
         if there:
@@ -389,8 +390,12 @@ class _Copy:
         await self._read_back(files, into)
 
     async def _read_back(self, files: Sequence[_CopiedFile], into: Transaction) -> None:
+        if not files:
+            return
         windows = ((file, index) for file in files for index in range(len(file.windows)))
         scratch = Scratch()
+        directory = into.path_of(files[0].name).rpartition("/")[0]
+        written = self.where.store.source(directory or ".")
 
         async def work(window: tuple[_CopiedFile, int]) -> None:
             file, index = window
@@ -399,7 +404,7 @@ class _Copy:
             view = memoryview(memory)[: end - start]
             name = into.path_of(file.name)
             try:
-                await self.where.store.read(name, [ReadRange(start, view)])
+                await written.read(name.rpartition("/")[2], [ReadRange(start, view)])
             except (CorruptCheckpointError, FileNotFoundError) as error:
                 raise StorageError(errno.EIO, f"the written file cannot be read back: {error}", name) from error
             if await io_threads().run(crc32, view) != file.crcs[index]:
@@ -410,7 +415,8 @@ class _Copy:
             scratch.give_back(memory)
             self._tell(end - start)
 
-        await in_parallel(windows, work)
+        async with aclosing(written):
+            await in_parallel(windows, work)
 
     def _tell(self, nbytes: int) -> None:
         self._done_bytes += nbytes

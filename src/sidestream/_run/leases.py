@@ -26,7 +26,7 @@ from typing import Literal
 from .._runtime.abandoned import RegisteredOperation, register
 from .._runtime.tasks import create_owned_task, run_shielded
 from .._runtime.threads import Deadline, time_limit
-from .._storage import LEASES, BytesBody, Store, run_without_loop
+from .._storage import LEASES, Store, run_without_loop
 from ..errors import AccessDeniedError, NoSpaceError, SidestreamError
 
 __all__ = ["Lease", "Leases", "Seen", "parse_lease"]
@@ -183,7 +183,7 @@ class Lease:
         name = f"{LEASES}/{self.directory}.{self._kind}{max(1, round(self._ttl_s))}.{uuid.uuid4().hex}"
         self._files.append(name)  # before the put: after a cancel the file may exist
         put_at = time.monotonic()
-        await self._store.put(name, BytesBody(_content(self._kind)), durability="flush")
+        await self._store.put(name, _content(self._kind), durability="flush")
         self._put_at = put_at
 
     async def _renew(self) -> None:

@@ -30,7 +30,7 @@ from .._layout.sharded.rank_table import Row, local_table, parse_rows
 from .._runtime.threads import gathered, io_threads, run_sliced
 from .._runtime.torch_probes import TORCH_VERSION
 from .._staging import Captured, PlanCache
-from .._storage import BytesBody, free_space
+from .._storage import free_space
 from ..errors import InvalidOptionError, NoSpaceError, SidestreamError
 from .operation import RankReceipt, SaveOrder, join_pieces, split_pieces
 
@@ -205,7 +205,7 @@ class AgreedLayout:
         receipt, part = made
         if part:
             name = part_name(manifest_name(order.save_id), operation.rank)
-            await order.transaction.put(name, BytesBody(part))
+            await order.transaction.put(name, part)
         return receipt
 
     def pack(self, receipt: RankReceipt) -> bytes:

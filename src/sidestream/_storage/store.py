@@ -10,11 +10,10 @@ from typing import Literal, Protocol
 
 from .._runtime.threads import Stop
 from ..options import Capabilities, Durability
-from .bodies import Body
 from .names import MARKER
 from .transaction import Attempt, StoreAddress, Transaction
 
-__all__ = ["DirectorySource", "Files", "Leftover", "RangeSource", "ReadRange", "Store", "StoreSource", "coalesce"]
+__all__ = ["Files", "Leftover", "RangeSource", "ReadRange", "Store", "coalesce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,53 +68,84 @@ class Files(Protocol):
     """The files of one directory, for threads that read them without an event loop."""
 
     def read(self, name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
-        """Do ``Store.read`` in the calling thread. Raises ``ClosedError`` once ``stop`` is set."""
+        """Do ``RangeSource.read`` in the calling thread. Raises ``ClosedError`` once ``stop`` is set."""
 
 
-class RangeSource(Protocol):
-    """The files of one directory for a reader, which names them relative to the directory.
+class RangeSource(ABC):
+    """The files of one directory for a reader, which names them relative to the directory. ``name`` is the name of the
+    directory in its store.
 
     The first request opens a local directory, in the thread that makes the request. Every file is opened relative to
     the open directory. So all requests see the same directory, also if it is renamed meanwhile and another one takes
-    its place. Requests raise what those of a ``Store`` raise, and ``ClosedError`` after ``aclose``.
+    its place. Requests can be cancelled, and raise, as those of a ``Store``. They raise ``ClosedError`` after
+    ``aclose``.
     """
 
-    @property
-    def name(self) -> str:
-        """The name of the directory in its store."""
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._marker: tuple[int, bytes] | None = None  # of the first read: bytes requested, result
 
     def path_of(self, file: str) -> str:
         """Return the name of a file in the store, for messages."""
+        return file if self.name == "." else f"{self.name}/{file}"
 
+    @abstractmethod
     async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
-        """Do ``Store.read`` in the directory."""
+        """Fill every range. Raises ``CorruptCheckpointError`` if the file ends before the end of a range, and
+        ``FileNotFoundError`` if there is no such file.
+
+        Ranges that lie close together are read with one request. Each store decides how close."""
 
     def files(self, waiting: Callable[[], None]) -> Files | None:
         """Return the object with which threads read the files; None where a read is a request to a server.
 
         ``waiting`` is called once, in one of these threads, when reads wait for a device or a network more than for
         the processor. Then more reads at a time are faster."""
+        return None
 
     async def read_tail(self, file: str, nbytes: int) -> bytes:
-        """Do ``Store.read_tail`` in the directory."""
+        """Return the last ``nbytes`` of a file, or all of it if it is smaller. Raises ``FileNotFoundError``."""
+        tail = await self._tail(file, nbytes)
+        if file == MARKER and self._marker is None:
+            self._marker = nbytes, tail
+        return tail
 
+    @abstractmethod
+    async def _tail(self, file: str, nbytes: int) -> bytes:
+        """Do ``read_tail``."""
+
+    @abstractmethod
     async def size(self, file: str) -> int:
-        """Do ``Store.size`` in the directory."""
+        """Return the size of one file. Raises ``FileNotFoundError``."""
 
+    @abstractmethod
     async def sizes(self) -> dict[str, int]:
         """Do ``Store.sizes`` of the directory."""
 
+    @abstractmethod
     async def map(self, file: str, nbytes: int) -> mmap:
-        """Do ``Store.map`` in the directory."""
+        """Map the first ``nbytes`` of a file into memory. Only stores with ``capabilities.mapping`` can. Writing to the
+        memory changes private copies of its pages, never the file.
+
+        Raises ``CorruptCheckpointError`` if the file is shorter, and ``FileNotFoundError`` if there is no such
+        file."""
 
     async def moved(self) -> bool:
         """Return whether the name of this directory now belongs to another directory, or to none, since it was opened.
-        On stores where the files of several saves share a directory, return whether the marker differs from the one
-        that was read first."""
+        Where a save that replaces a checkpoint does not replace the directory, it replaces the marker: return whether
+        the marker differs from the one that was read first."""
+        if self._marker is None:
+            return False
+        nbytes, tail = self._marker
+        try:
+            return await self._tail(MARKER, nbytes) != tail
+        except FileNotFoundError:
+            return True
 
     async def aclose(self) -> None:
         """Release the directory. A cancel is raised afterwards. A thread that still uses the directory keeps it open
         until its system call has ended. Does nothing if the directory is not open."""
+        return
 
 
 class Store(Protocol):
@@ -144,15 +174,10 @@ class Store(Protocol):
     def begin(self, attempt: Attempt) -> Transaction:
         """Return a transaction for one attempt. Changes nothing on the storage and never raises."""
 
-    @property
-    def retired_note(self) -> str | None:
-        """The name of the file that ``retire`` puts beside the files of a checkpoint until all of them are deleted;
-        None if this store does not write one."""
-
     def check_replaces(self) -> None:
         """Raise ``InvalidOptionError`` if this store is known not to replace a checkpoint in one step."""
 
-    async def put(self, name: str, body: Body, *, durability: Durability) -> None:
+    async def put(self, name: str, content: bytes, *, durability: Durability) -> None:
         """Write a new file, in a directory that need not exist yet. When this returns, the file is complete and, with
         ``"fsync"``, its content is durable. Raises ``CheckpointExistsError`` if the file exists. A failure may leave a
         partial file behind."""
@@ -165,8 +190,9 @@ class Store(Protocol):
         """Delete a committed checkpoint, or an export. It is made invisible, with ``"fsync"`` durably, before anything
         else is deleted. Files of other saves in the directory stay, if they can be distinguished.
 
-        If the deletion of a checkpoint is interrupted, ``leftovers`` lists the rest. Does nothing if there is neither a
-        checkpoint nor an export."""
+        If the deletion of a checkpoint is interrupted, ``leftovers`` lists the rest. A store without
+        ``capabilities.rename`` puts the file ``NOTE`` beside the files until all of them are deleted. Does nothing if
+        there is neither a checkpoint nor an export."""
 
     async def collect(self, target: str, *, after_s: float) -> list[str]:
         """Delete attempts at ``target`` that killed processes left behind, and return their names. An attempt counts as
@@ -184,21 +210,9 @@ class Store(Protocol):
         """Return the name and the age in seconds, by the storage's clock, of every file directly in ``directory``. The
         result is empty if the directory does not exist. It has every file that was complete before the call."""
 
-    async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
-        """Fill every range. Raises ``CorruptCheckpointError`` if the file ends before the end of a range, and
-        ``FileNotFoundError`` if there is no such file.
-
-        Ranges that lie close together are read with one request. Each store decides how close."""
-
     def source(self, directory: str) -> RangeSource:
         """Return the ``RangeSource`` of ``directory``, which the caller closes. The first request opens the directory;
         nothing is raised before it."""
-
-    async def read_tail(self, name: str, nbytes: int) -> bytes:
-        """Return the last ``nbytes`` of a file, or all of it if it is smaller. Raises ``FileNotFoundError``."""
-
-    async def size(self, name: str) -> int:
-        """Return the size of one file. Raises ``FileNotFoundError``."""
 
     async def sizes(self, directory: str) -> dict[str, int]:
         """Return the name and the size of every regular file directly in ``directory``. Raises
@@ -207,71 +221,3 @@ class Store(Protocol):
     async def directories(self, directory: str = ".") -> list[str]:
         """Return the names of the directories directly in ``directory``, by default the root. The result is empty if
         it does not exist."""
-
-    async def map(self, name: str, nbytes: int) -> mmap:
-        """Map the first ``nbytes`` of a file into memory. Only stores with ``capabilities.mapping`` can. Writing to the
-        memory changes private copies of its pages, never the file.
-
-        Raises ``CorruptCheckpointError`` if the file is shorter, and ``FileNotFoundError`` if there is no such
-        file."""
-
-
-class DirectorySource(ABC):
-    """What all sources have: a name, and a check whether another save has replaced the marker since it was read."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._marker: tuple[int, bytes] | None = None  # of the first read: bytes requested, result
-
-    def path_of(self, file: str) -> str:
-        return file if self.name == "." else f"{self.name}/{file}"
-
-    async def read_tail(self, file: str, nbytes: int) -> bytes:
-        tail = await self._tail(file, nbytes)
-        if file == MARKER and self._marker is None:
-            self._marker = nbytes, tail
-        return tail
-
-    @abstractmethod
-    async def _tail(self, file: str, nbytes: int) -> bytes:
-        """Do ``Store.read_tail`` in the directory."""
-
-    async def moved(self) -> bool:
-        """Compare the marker with the one that was read first: where a save that replaces a checkpoint does not replace
-        the directory, it replaces the marker."""
-        if self._marker is None:
-            return False
-        nbytes, tail = self._marker
-        try:
-            return await self._tail(MARKER, nbytes) != tail
-        except FileNotFoundError:
-            return True
-
-
-class StoreSource(DirectorySource):
-    """The ``RangeSource`` of a store that looks up the name of a file at every request."""
-
-    def __init__(self, store: Store, directory: str) -> None:
-        super().__init__(directory)
-        self._store = store
-
-    async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
-        await self._store.read(self.path_of(file), ranges)
-
-    def files(self, waiting: Callable[[], None]) -> None:
-        return None
-
-    async def _tail(self, file: str, nbytes: int) -> bytes:
-        return await self._store.read_tail(self.path_of(file), nbytes)
-
-    async def size(self, file: str) -> int:
-        return await self._store.size(self.path_of(file))
-
-    async def sizes(self) -> dict[str, int]:
-        return await self._store.sizes(self.name)
-
-    async def map(self, file: str, nbytes: int) -> mmap:
-        return await self._store.map(self.path_of(file), nbytes)
-
-    async def aclose(self) -> None:
-        """Do nothing: nothing is open between two requests."""

@@ -32,7 +32,8 @@ from ..errors import (
     is_stuck,
 )
 from ..options import Durability, Outcome, Storage
-from .bodies import Body, PiecesBody
+from .bodies import Body
+from .clients.requests import LoopCall
 from .names import attempt_name, name_with_id, sidecar_with_id
 
 __all__ = [
@@ -43,8 +44,8 @@ __all__ = [
     "StoreAddress",
     "Transaction",
     "being_removed",
-    "bodies_of",
     "id_in",
+    "marker_in",
     "run_without_loop",
 ]
 
@@ -127,7 +128,8 @@ class Transaction(ABC):
 
     @abstractmethod
     async def read_tail(self, name: str, nbytes: int) -> bytes:
-        """Do ``Store.read_tail``."""
+        """Return the last ``nbytes`` of the file with this name in the store, or all of it if it is smaller. Raises
+        ``FileNotFoundError``."""
 
     @abstractmethod
     def path_of(self, name: str = "") -> str:
@@ -150,7 +152,7 @@ class Transaction(ABC):
         """
 
     @abstractmethod
-    async def put(self, name: str, body: Body) -> None:
+    async def put(self, name: str, content: bytes) -> None:
         """Write a small file. With ``durability="fsync"``, its content is durable when this returns, and its name after
         the commit. Raises ``CheckpointExistsError`` if it exists."""
 
@@ -193,10 +195,6 @@ class Transaction(ABC):
         exist are skipped."""
 
     # --- what is the same for all ---
-
-    async def _marker_in(self, name: str) -> Marker | None:
-        """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``."""
-        return find_marker(await self.read_tail(name, TAIL_BYTES))
 
     @property
     def place(self) -> Path | None:
@@ -344,7 +342,7 @@ class Transaction(ABC):
             try:
                 with time_limit(Deadline.after(_CLEAN_UP_S)):
                     await self.discard()
-            except SidestreamError as failure:
+            except (SidestreamError, OSError) as failure:
                 error.add_note(f"what it had written could not be removed: {failure}")
                 if isinstance(error, SidestreamError):
                     error.about(left_behind=self.attempt.name)
@@ -383,16 +381,20 @@ class Transaction(ABC):
 def run_without_loop(work: Callable[[], Coroutine[Any, Any, T]], doing: str, stop: Stop | None = None) -> T:
     """Run ``work()``, which makes requests to a store, on the event loop of the storage clients, and return its result.
     Called in a thread that runs no loop. Raises as ``LoopCall.result`` does."""
-    from .clients.requests import LoopCall  # imports fsspec
-
     return LoopCall(work).result(doing, stop)
+
+
+async def marker_in(name: str, read_tail: Callable[[str, int], Awaitable[bytes]]) -> Marker | None:
+    """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``, and
+    ``FileNotFoundError`` if there is no such file."""
+    return find_marker(await read_tail(name, TAIL_BYTES))
 
 
 async def id_in(name: str, read_tail: Callable[[str, int], Awaitable[bytes]]) -> str:
     """Return the id of the save that wrote the marker ``name``; empty if the marker is damaged or of another writer.
     Raises ``FileNotFoundError`` if there is no marker."""
     try:
-        marker = find_marker(await read_tail(name, TAIL_BYTES))
+        marker = await marker_in(name, read_tail)
     except CorruptCheckpointError:
         return ""
     return "" if marker is None else marker.save_id
@@ -402,11 +404,6 @@ def being_removed(where: str | Path) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{where} is being removed: save when remove() has ended, and call it again if it was interrupted"
     )
-
-
-def bodies_of(files: CommitFiles) -> list[tuple[str, Body]]:
-    """Return the name and the content of each file."""
-    return [(name, PiecesBody(pieces)) for name, pieces in files.items()]
 
 
 def _tail_of(pieces: Sequence[bytes]) -> bytes:

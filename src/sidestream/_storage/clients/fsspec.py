@@ -53,7 +53,7 @@ class FsspecEngine(Engine):
 
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
         data = bytes(content)  # botocore and the client of Azure accept bytes only
-        if self._is_async("_pipe_file"):
+        if self._asynchronous:
             await self.filesystem._pipe_file(key, data, mode=mode)
         else:
             await self._in_thread(self._put_here, key, data, mode)
@@ -139,21 +139,12 @@ class FsspecEngine(Engine):
                 self.filesystem.makedirs(key.rpartition("/")[0], exist_ok=True)
 
     async def read(self, key: str, start: int, end: int) -> memoryview:
-        if self._is_async("_cat_file"):
-            return memoryview(await self.filesystem._cat_file(key, start=start, end=end))
-        return memoryview(await self._in_thread(self._read_here, key, start, end))
-
-    def _read_here(self, key: str, start: int, end: int) -> bytes:
-        content: bytes = self.filesystem.cat_file(key, start=start, end=end)
-        return content
+        return memoryview(await self._call("cat_file", key, start=start, end=end))
 
     async def listing(self, prefix: str) -> Listing:
+        self.filesystem.invalidate_cache(prefix)
         try:
-            if self._is_async("_ls"):
-                self.filesystem.invalidate_cache(prefix)
-                entries = await self.filesystem._ls(prefix, detail=True)
-            else:
-                entries = await self._in_thread(self._list_here, prefix)
+            entries = await self._call("ls", prefix, detail=True)
         except FileNotFoundError:
             return Listing({}, ())
         files, directories = {}, []
@@ -167,27 +158,17 @@ class FsspecEngine(Engine):
                 files[name] = BlobInfo(int(entry["size"]), _modified(entry))
         return Listing(files, directories)
 
-    def _list_here(self, prefix: str) -> list[dict[str, Any]]:
-        self.filesystem.invalidate_cache(prefix)
-        entries: list[dict[str, Any]] = self.filesystem.ls(prefix, detail=True)
-        return entries
-
     async def size(self, key: str) -> int:
-        if self._is_async("_info"):
+        if self._asynchronous:
             self.filesystem.invalidate_cache(key.rpartition("/")[0])
-            info = await self.filesystem._info(key)
-        else:
-            info = await self._in_thread(self.filesystem.info, key)
+        info = await self._call("info", key)
         if info["type"] == "directory":
             raise FileNotFoundError(key)
         return int(info["size"])
 
     async def delete(self, key: str) -> None:
         with suppress(FileNotFoundError):
-            if self._is_async("_rm_file"):
-                await self.filesystem._rm_file(key)
-            else:
-                await self._in_thread(self.filesystem.rm_file, key)
+            await self._call("rm_file", key)
 
     async def forget(self, prefix: str) -> None:
         if not self._asynchronous:
@@ -223,8 +204,17 @@ class FsspecEngine(Engine):
             with suppress(FileNotFoundError):
                 await self.filesystem._call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
 
-    def _is_async(self, method: str) -> bool:
-        return bool(self._asynchronous) and callable(getattr(self.filesystem, method, None))
+    async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call a method of the file system: its coroutine if it has one, else the method itself, in a thread."""
+        coroutine = getattr(self.filesystem, f"_{method}", None)
+        if self._asynchronous and callable(coroutine):
+            return await coroutine(*arguments, **keywords)
+
+        def call() -> Any:
+            return getattr(self.filesystem, method)(*arguments, **keywords)
+
+        call.__name__ = method  # for messages
+        return await self._in_thread(call)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         with time_limit(Deadline.after(self._policy.request_timeout_s)):

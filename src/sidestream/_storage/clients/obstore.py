@@ -23,7 +23,7 @@ import obstore.store
 
 from ..._runtime.imports import importing
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
-from ...errors import AccessDeniedError, ClosedError, ForkedProcessError, StorageError
+from ...errors import AccessDeniedError, ClosedError, ForkedProcessError, SidestreamError, StorageError
 from ...events import SlowPart, emit
 from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body, FilePart, ShowingPart
@@ -93,8 +93,14 @@ class ObstoreEngine(Engine):
         self._kind = client.kind
         self._policy = policy
         self._helper = helper
-        self._store = _open(client, policy, retries=0)  # Requests retries, with events
+        self._client = _open(client, policy, retries=0)  # Requests retries, with events
         self._uploads = _open(client, policy, retries=policy.retries)  # only obstore can send one part again
+
+    @property
+    def _store(self) -> Any:
+        """The client. Raises ``ForkedProcessError`` in a forked child."""
+        self._check_process()
+        return self._client
 
     def __repr__(self) -> str:
         return f"<ObstoreEngine {self._kind} {self._bucket}>"
@@ -106,18 +112,15 @@ class ObstoreEngine(Engine):
             await (await self._helper.get()).connect(prefix)
 
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
-        self._check_process()
         await obstore.put_async(self._store, self._name(key), content, mode=mode, use_multipart=False)
 
     async def version(self, key: str) -> str:
         """Return the ETag, which S3 and Azure compare, and the version, which is Google's generation, as JSON."""
-        self._check_process()
         found = await obstore.head_async(self._store, self._name(key))
         told = {"e_tag": found["e_tag"], "version": found["version"]}
         return json.dumps({name: one for name, one in told.items() if one is not None})
 
     async def replace(self, key: str, content: memoryview, version: str) -> None:
-        self._check_process()
         known = json.loads(version)
         await obstore.put_async(self._store, self._name(key), content, mode=known, use_multipart=False)
 
@@ -204,8 +207,10 @@ class ObstoreEngine(Engine):
             if put in done:
                 try:
                     await put
+                except SidestreamError:
+                    raise
                 except Exception as error:
-                    raise _explained(error, f"uploading {key}", key) from error
+                    raise translated(error, f"uploading {key}", key) from error
                 return
             deadline.check(f"uploading {key}")
             if feed.failed:
@@ -245,11 +250,9 @@ class ObstoreEngine(Engine):
             return False
 
     async def read(self, key: str, start: int, end: int) -> memoryview:
-        self._check_process()
         return memoryview(await obstore.get_range_async(self._store, self._name(key), start=start, end=end))
 
     async def tail(self, key: str, nbytes: int) -> bytes:
-        self._check_process()
         if self._kind == "azure":  # Azure has no suffix ranges
             return await super().tail(key, nbytes)
         try:
@@ -261,7 +264,6 @@ class ObstoreEngine(Engine):
             raise
 
     async def listing(self, prefix: str) -> Listing:
-        self._check_process()
         found = await obstore.list_with_delimiter_async(self._store, self._name(prefix) or None)
         files = {
             one["path"].rpartition("/")[2]: BlobInfo(one["size"], one["last_modified"])
@@ -271,11 +273,9 @@ class ObstoreEngine(Engine):
         return Listing(files, [one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"]])
 
     async def size(self, key: str) -> int:
-        self._check_process()
         return int((await obstore.head_async(self._store, self._name(key)))["size"])
 
     async def delete(self, key: str) -> None:
-        self._check_process()
         try:
             await obstore.delete_async(self._store, self._name(key))
         except Exception as error:
@@ -315,13 +315,6 @@ def _result(call: LoopCall[T], name: str) -> T:
     """Wait for a call that aborts by itself when the deadline has passed, and give it time to do so."""
     with time_limit(Deadline.after(current_deadline().remaining_s() + 3 * _ABORT_S)):
         return call.result(name)
-
-
-def _explained(error: Exception, doing: str, key: str) -> Exception:
-    failure = translated(error, doing, key)
-    if isinstance(failure, (StorageError, FileNotFoundError)):
-        return failure
-    return StorageError(errno.EIO, str(failure), key)
 
 
 def _open(client: Client, policy: StorePolicy, *, retries: int) -> Any:

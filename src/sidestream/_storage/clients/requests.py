@@ -33,7 +33,7 @@ from ...errors import (
 from ...events import Retried, Throttled, emit
 from ...options import StorePolicy
 
-__all__ = ["Fate", "LoopCall", "Requests", "Taken", "fate_of", "in_io_thread", "is_refused", "on_io_loop", "translated"]
+__all__ = ["Fate", "LoopCall", "Requests", "fate_of", "in_io_thread", "is_refused", "on_io_loop", "translated"]
 
 
 T = TypeVar("T")
@@ -147,14 +147,10 @@ _CUT_OFF = frozenset(
     }
 )
 _ABSENT = frozenset({"NotFoundError", "NoSuchKey", "ResourceNotFoundError"})
-_TAKEN = frozenset({"Taken", "AlreadyExistsError", "PreconditionError", "ResourceExistsError", "FileExpired"})
+_TAKEN = frozenset({"AlreadyExistsError", "PreconditionError", "ResourceExistsError", "FileExpired"})
 _DENIED = frozenset(
     {"PermissionDeniedError", "UnauthenticatedError", "NoCredentialsError", "ClientAuthenticationError"}
 )
-
-
-class Taken(Exception):
-    """The error of a create-only put whose name exists, and of a put on a condition that does not hold."""
 
 
 @dataclass(slots=True)
@@ -176,8 +172,9 @@ class Requests:
         """Repeat ``call()`` until it succeeds, fails for good, or the deadline passes. Each call has the time limit
         ``request_timeout_s``, by default that of the policy.
 
-        Raises ``FileNotFoundError``, ``Taken``, ``AccessDeniedError``, ``StorageError``, ``DeadlineExceededError``. If
-        it is unknown whether the request was carried out, ``is_uncertain`` is true of the error.
+        Raises ``FileNotFoundError``, ``AccessDeniedError``, ``StorageError``, ``DeadlineExceededError``, and any
+        error of sidestream that ``call()`` raises. If it is unknown whether the request was carried out,
+        ``is_uncertain`` is true of the error.
         """
         timeout_s = request_timeout_s or self.policy.request_timeout_s
         tries, throttled, uncertain, deadline = 0, 0, False, current_deadline()
@@ -193,7 +190,7 @@ class Requests:
                     _marked(error, uncertain)  # whatever ends this try, an earlier one may still be carried out
                     raise
                 fate = fate_of(error)
-                if fate == "taken" and not isinstance(error, Taken):
+                if fate == "taken":
                     fate = "transient"  # 409 or 412 in answer to a request without a condition
                 # Without a status it is unknown whether the storage has answered.
                 uncertain = uncertain or fate == "transient" or (fate == "throttled" and _status(error) is None)
@@ -241,14 +238,11 @@ def _marked(error: E, uncertain: bool) -> E:
 
 
 def translated(error: BaseException, doing: str, url: str) -> Exception:
-    """Return the typed error, without secrets, for what a client raised while ``doing`` something at ``url``."""
-    if isinstance(error, SidestreamError):
-        return error
+    """Return the typed error, without secrets, for what a client raised while ``doing`` something at ``url``. Do
+    not pass errors of sidestream: callers raise them unchanged."""
     fate = fate_of(error)
     if fate == "absent":
         return FileNotFoundError(errno.ENOENT, "no such object", url)
-    if isinstance(error, Taken):
-        return error
     if fate == "denied":
         return AccessDeniedError(
             errno.EACCES, f"{doing} was refused ({_reason(error)}); check credentials and policy", url

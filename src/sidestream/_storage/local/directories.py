@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...errors import ClosedError, from_os_error
+from ...errors import ClosedError, from_os_error, os_errors_as
 from ...options import Durability
 from ..names import LEASES, attempt_name, parse_step
 
@@ -171,15 +171,14 @@ def is_retired(name: str) -> bool:
 
 
 def is_vacant(target: Path) -> bool:
-    try:
-        if not stat.S_ISDIR(target.lstat().st_mode):
-            return False
-        with os.scandir(target) as entries:
-            return next(entries, None) is None
-    except FileNotFoundError:
-        return True
-    except OSError as error:
-        raise from_os_error(error, "looking at this path", str(target)) from error
+    with os_errors_as("looking at this path", target):
+        try:
+            if not stat.S_ISDIR(target.lstat().st_mode):
+                return False
+            with os.scandir(target) as entries:
+                return next(entries, None) is None
+        except FileNotFoundError:
+            return True
 
 
 def sync_directory(path: Path) -> None:
@@ -192,7 +191,7 @@ def sync_directory(path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     failure = OSError(errno.EBUSY, "files keep vanishing from it")
-    try:
+    with os_errors_as("removing", path):
         for _ in range(RACES):
             try:
                 shutil.rmtree(path)
@@ -204,16 +203,12 @@ def remove_tree(path: Path) -> None:
                 failure = error  # another rank was creating a file meanwhile
             if not path.exists():
                 return
-    except OSError as error:
-        raise from_os_error(error, "removing", str(path)) from error
-    raise from_os_error(failure, "removing", str(path)) from failure
+        raise failure
 
 
 def unlink(path: Path) -> None:
-    try:
+    with os_errors_as("removing", path):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise from_os_error(error, "removing", str(path)) from error
 
 
 def unlink_or_remove(path: Path) -> None:
@@ -228,12 +223,11 @@ def take_away(root: Path, name: str) -> Path | None:
     """Rename the directory, so that readers do not find it and its writer cannot publish it, and return its new path.
     Return None if it does not exist."""
     hidden = root / f".retired-{uuid.uuid4().hex}"  # not ``name``, because other tools search names for steps
-    try:
-        os.rename(root / name, hidden)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise from_os_error(error, "removing", str(root / name)) from error
+    with os_errors_as("removing", root / name):
+        try:
+            os.rename(root / name, hidden)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
     return hidden
 
 

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ..._format.marker import END_BYTES, TAIL_BYTES, find_marker, is_complete
@@ -24,7 +25,7 @@ from ...errors import (
     NotDurableError,
     SidestreamError,
     StorageError,
-    from_os_error,
+    os_errors_as,
 )
 from ..bodies import Body
 from ..names import ABANDONED_AFTER_S, MARKER, NOTE, id_of, is_unfinished, owner_of, sidecar_with_id
@@ -41,16 +42,15 @@ from .directories import (
     unlink,
     unlink_or_remove,
 )
-from .publishing import NO_RENAME, check_whole, occupied, sync_visible
+from .publishing import NO_RENAME, check_whole, files_in, occupied, sync_visible
 from .read import read_tail
-from .transaction import LocalTransaction, write_buffer
+from .transaction import LocalTransaction, write_again, write_buffer
 
 __all__ = [
     "MarkedTransaction",
     "ages_of",
     "collect",
     "discard",
-    "files_in",
     "is_torn",
     "marked_id",
     "sync_names",
@@ -133,33 +133,24 @@ def taken(target: Path) -> CheckpointExistsError:
     )
 
 
-def files_in(directory: Path) -> list[str]:
-    """Return the names in a directory. The result is empty if it does not exist."""
-    try:
-        return os.listdir(directory)
-    except FileNotFoundError:
-        return []
-    except NotADirectoryError:
-        raise occupied(directory) from None
-    except OSError as error:
-        raise from_os_error(error, "listing", str(directory)) from error
-
-
 def is_torn(directory: Path) -> bool:
     """Return whether the marker of the directory lacks its last bytes."""
+    return _torn_tail(directory) is not None
+
+
+def _torn_tail(directory: Path) -> bytes | None:
+    """Return the end of the marker of the directory; None if the marker is complete, or does not exist."""
     try:
-        return not is_complete(read_tail(directory / MARKER, None, TAIL_BYTES))
+        tail = read_tail(directory / MARKER, None, TAIL_BYTES)
     except FileNotFoundError:
-        return False
+        return None
+    return None if is_complete(tail) else tail
 
 
 def remove_torn(directory: Path, save_id: str = "") -> None:
     """Delete an incomplete marker; with ``save_id`` only one of this save, of which no more than its end is missing."""
-    try:
-        tail = read_tail(directory / MARKER, None, TAIL_BYTES)
-    except FileNotFoundError:
-        return
-    if not is_complete(tail) and save_id.encode() in tail:
+    tail = _torn_tail(directory)
+    if tail is not None and save_id.encode() in tail:
         unlink(directory / MARKER)
 
 
@@ -304,18 +295,11 @@ class MarkedTransaction(LocalTransaction):
         raise CheckpointExistsError(f"{self._target} is removed as often as it is made")
 
     def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
-        for _ in range(RACES):
-            try:
-                super()._write_file(name, body, stop, threads)
-            except StorageError as error:
-                # Another attempt that failed has removed the empty directory. If this attempt has written files
-                # already, another process has removed those, and making the directory again would not help.
-                if error.errno != errno.ENOENT or len(self._names) > 1 or not self._carries_id:
-                    raise
-                self._make_and_look()
-            else:
-                return
-        raise CheckpointExistsError(f"{self._directory} is removed as often as it is made")
+        write = partial(super()._write_file, name, body, stop, threads)
+        if self._carries_id and len(self._names) == 1:
+            write_again(write, self._make_and_look, self._directory)
+        else:  # where other files of this attempt were removed, making the directory again would not help
+            write()
 
     @property
     def _writes_last(self) -> bool:
@@ -337,25 +321,24 @@ class MarkedTransaction(LocalTransaction):
         order. Readers look for the last one."""
         hidden, target, names = self._hidden, self._target, [*self._names]
         durable, moved, last = self.attempt.durability == "fsync", [], names[-1]
-        try:
-            check_whole(hidden, names, target)
-            names = [*sorted(set(os.listdir(hidden)).difference(names)), *names]
-            if not is_vacant(target):
-                raise occupied(target)
-            make_root(target, self.attempt.durability, self._new, sync_names)
-            for name in names:
-                if durable and name is last:
-                    sync_names(target)
-                move_new(hidden / name, target / name)
-                moved.append(name)
-        except BaseException as error:
-            for name in moved:
-                unlink(target / name)
-            if isinstance(error, SidestreamError) or not isinstance(error, OSError):
+        with os_errors_as("publishing", target):
+            try:
+                check_whole(hidden, names, target)
+                names = [*sorted(set(os.listdir(hidden)).difference(names)), *names]
+                if not is_vacant(target):
+                    raise occupied(target)
+                make_root(target, self.attempt.durability, self._new, sync_names)
+                for name in names:
+                    if durable and name is last:
+                        sync_names(target)
+                    move_new(hidden / name, target / name)
+                    moved.append(name)
+            except BaseException as error:
+                for name in moved:
+                    unlink(target / name)
+                if isinstance(error, FileExistsError) and not isinstance(error, SidestreamError):
+                    raise occupied(target) from error
                 raise
-            if isinstance(error, FileExistsError):
-                raise occupied(target) from error
-            raise from_os_error(error, "publishing", str(target)) from error
         try:
             if durable:
                 failed = "the files are complete, but the sync of their directory failed"
@@ -365,39 +348,34 @@ class MarkedTransaction(LocalTransaction):
 
     def _mark(self) -> None:
         assert self._last is not None
-        name, body = self._last
-        path, durable = self._target / name, self.attempt.durability == "fsync"
-        try:
+        name, pieces = self._last
+        path, content, durable = self._target / name, b"".join(pieces), self.attempt.durability == "fsync"
+        with os_errors_as("publishing", path):
             if durable:
                 sync_names(self._target)  # makes the names of the files durable before there is a marker
             if self.attempt.kind == "replacement":
-                self._rename_marker(path, body, durable)
+                self._rename_marker(path, content, durable)
             else:
-                self._create_marker(path, body, durable)
-        except SidestreamError:
-            raise
-        except OSError as error:
-            raise from_os_error(error, "publishing", str(path)) from error
+                self._create_marker(path, content, durable)
         if durable:
             failed = "the checkpoint is committed, but the sync of its directory failed"
             sync_visible(self._target, self._target, failed, sync_names)
 
-    def _create_marker(self, path: Path, body: Body, durable: bool) -> None:
+    def _create_marker(self, path: Path, content: bytes, durable: bool) -> None:
         """Write the marker: first all but its last bytes, then these. If anything fails before the last bytes are
         written, remove the marker. After that the outcome has to be read back.
 
         Another process may remove the marker meanwhile, and another save may create its own. The descriptor stays open
         until the markers have been compared, so that no other file has the same inode."""
-        content = memoryview(b"".join(part.take(Stop()) for part in body.parts))
-        began = time.monotonic()
+        view, began = memoryview(content), time.monotonic()
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileExistsError as error:
             raise taken(self._target) from error
         sent = False
         try:
-            end = len(content) - END_BYTES
-            write_buffer(descriptor, content[:end], 0)
+            end = len(view) - END_BYTES
+            write_buffer(descriptor, view[:end], 0)
             if durable:
                 os.fsync(descriptor)
             check_whole(self._target, self._names, self._target)
@@ -405,7 +383,7 @@ class MarkedTransaction(LocalTransaction):
                 raise being_removed(self._target)
             _check_not_late(began, path)
             self._claimed = sent = True
-            write_buffer(descriptor, content[end:], end)
+            write_buffer(descriptor, view[end:], end)
             if durable:
                 os.fsync(descriptor)
             os.close(os.dup(descriptor))  # reports errors, and a mount of a bucket uploads the file
@@ -422,7 +400,7 @@ class MarkedTransaction(LocalTransaction):
                 os.close(descriptor)
         self._claimed = False
 
-    def _rename_marker(self, path: Path, body: Body, durable: bool) -> None:
+    def _rename_marker(self, path: Path, content: bytes, durable: bool) -> None:
         """Write the whole marker under another name, and rename that file over the present marker. The present marker
         is read again first, because each of several saves at the same time deletes what it has replaced. The checkpoint
         of the last one is kept."""
@@ -430,7 +408,7 @@ class MarkedTransaction(LocalTransaction):
         began = time.monotonic()
         descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            write_buffer(descriptor, memoryview(b"".join(part.take(Stop()) for part in body.parts)), 0)
+            write_buffer(descriptor, memoryview(content), 0)
             if durable:
                 os.fsync(descriptor)
         finally:

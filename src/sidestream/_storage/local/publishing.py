@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from ...errors import CheckpointExistsError, NotDurableError, SidestreamError, StorageError, from_os_error
+from ...errors import CheckpointExistsError, NotDurableError, SidestreamError, StorageError, from_os_error, os_errors_as
 from ...options import Durability
 from ..names import MARKER, READ_FIRST
 from .directories import RACES, exchange, exchanges, is_directory, is_vacant, sync_directory
@@ -20,6 +20,7 @@ __all__ = [
     "Step",
     "can_exchange",
     "check_whole",
+    "files_in",
     "may_be_replaced",
     "move_there",
     "occupied",
@@ -175,6 +176,17 @@ def occupied(target: Path) -> CheckpointExistsError:
     )
 
 
+def files_in(directory: Path) -> list[str]:
+    """Return the names in a directory. The result is empty if it does not exist."""
+    with os_errors_as("listing", directory):
+        try:
+            return os.listdir(directory)
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise occupied(directory) from None
+
+
 def may_be_replaced(target: Path) -> bool:
     """Return whether the target is a directory or was removed meanwhile. Raises ``CheckpointExistsError`` if the
     directory may not be replaced."""
@@ -188,12 +200,7 @@ def may_be_replaced(target: Path) -> bool:
 def _check_replaceable(target: Path) -> None:
     """Raise ``CheckpointExistsError`` if the directory is not empty and neither a checkpoint nor an export. Replacing a
     directory deletes everything in it."""
-    try:
-        found = os.listdir(target)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise from_os_error(error, "listing", str(target)) from error
+    found = files_in(target)
     if found and _REPLACEABLE.isdisjoint(found):
         raise CheckpointExistsError(
             f"{target} is not empty, and no checkpoint (it has no .metadata), so it was not replaced: save to a new "
@@ -202,7 +209,5 @@ def _check_replaceable(target: Path) -> None:
 
 
 def can_exchange(directory: Path) -> bool:
-    try:
+    with os_errors_as("trying to exchange two directories", directory):
         return exchanges(directory)
-    except OSError as error:
-        raise from_os_error(error, "trying to exchange two directories", str(directory)) from error

@@ -19,10 +19,10 @@ from typing import TypeVar, TypeVarTuple
 from ..._runtime.tasks import run_shielded
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...errors import CorruptCheckpointError, DeadlineExceededError, SidestreamError, from_os_error
-from ..store import DirectorySource, ReadRange, coalesce
+from ..store import RangeSource, ReadRange, coalesce
 from .directories import OpenDirectory
 
-__all__ = ["LocalSource", "map_file", "read_ranges", "read_tail", "run_io", "size_of", "sizes_in"]
+__all__ = ["LocalSource", "map_file", "read_tail", "run_io", "size_of", "sizes_in"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -48,8 +48,8 @@ _CLOSE_S = 5.0
 """How long ``aclose`` waits for the system call that closes a directory, also after the deadline of a load."""
 
 
-class LocalSource(DirectorySource):
-    """The ``RangeSource`` of the directory ``path``, whose name in its store is ``name``."""
+class LocalSource(RangeSource):
+    """The ``RangeSource`` of the directory ``path``."""
 
     def __init__(self, path: Path, name: str) -> None:
         super().__init__(name)
@@ -58,7 +58,8 @@ class LocalSource(DirectorySource):
 
     async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
         stop = Stop()
-        await run_io(read_ranges, self._path / file, self._directory, ranges, stop, stop=stop)
+        files = LocalFiles(self._path, self._directory, call_bytes=_MOST_CALL_BYTES)
+        await run_io(files.read, file, ranges, stop, stop=stop)
 
     def files(self, waiting: Callable[[], None]) -> LocalFiles:
         return LocalFiles(self._path, self._directory, waiting)
@@ -126,7 +127,7 @@ class LocalFiles:
     def __init__(
         self,
         directory: Path,
-        within: OpenDirectory | None,
+        within: OpenDirectory,
         waiting: Callable[[], None] | None = None,
         call_bytes: int = _CALL_BYTES,
     ) -> None:
@@ -139,7 +140,7 @@ class LocalFiles:
     def read(self, name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
         path = self._directory / name
         deadline = current_deadline()
-        try:
+        with _os_errors_as("reading", path):
             descriptor = _open_regular(path, self._within)
             try:
                 for run in coalesce(ranges, gap_bytes=_GAP_BYTES, most=_RUN_RANGES, most_bytes=self._call_bytes):
@@ -148,8 +149,6 @@ class LocalFiles:
                     self._read_run(descriptor, run, path, stop)
             finally:
                 os.close(descriptor)
-        except OSError as error:
-            raise _translated(error, "reading", str(path)) from error
 
     def _read_run(self, descriptor: int, run: Sequence[ReadRange], path: Path, stop: Stop) -> None:
         if len(run) == 1:
@@ -219,12 +218,8 @@ class LocalFiles:
             waiting()
 
 
-def read_ranges(path: Path, within: OpenDirectory | None, ranges: Sequence[ReadRange], stop: Stop) -> None:
-    LocalFiles(path.parent, within, call_bytes=_MOST_CALL_BYTES).read(path.name, ranges, stop)
-
-
-def map_file(path: Path, within: OpenDirectory | None, nbytes: int) -> mmap.mmap:
-    try:
+def map_file(path: Path, within: OpenDirectory, nbytes: int) -> mmap.mmap:
+    with _os_errors_as("mapping", path):
         descriptor = _open_regular(path, within)
         try:
             if os.fstat(descriptor).st_size < nbytes:  # an access beyond the end would kill the process (SIGBUS)
@@ -235,17 +230,15 @@ def map_file(path: Path, within: OpenDirectory | None, nbytes: int) -> mmap.mmap
             return mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise _translated(error, "mapping", str(path)) from error
 
 
 def read_tail(path: Path, within: OpenDirectory | None, nbytes: int) -> bytes:
-    try:
-        with open(path, "rb", opener=lambda *_: _open_regular(path, within)) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
-            return file.read(nbytes)
-    except OSError as error:
-        raise _translated(error, "reading", str(path)) from error
+    with (
+        _os_errors_as("reading", path),
+        open(path, "rb", opener=lambda *_: _open_regular(path, within)) as file,
+    ):
+        file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
+        return file.read(nbytes)
 
 
 def _buffers_of(run: Sequence[ReadRange]) -> list[memoryview]:
@@ -275,12 +268,9 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-def size_of(path: Path, within: OpenDirectory | None) -> int:
-    try:
-        with _place(path, within) as (name, directory):
-            return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
-    except OSError as error:
-        raise _translated(error, "looking at this path", str(path)) from error
+def size_of(path: Path, within: OpenDirectory) -> int:
+    with _os_errors_as("looking at this path", path), _place(path, within) as (name, directory):
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
 
 
 def _moved(path: Path, within: OpenDirectory) -> bool:
@@ -290,15 +280,14 @@ def _moved(path: Path, within: OpenDirectory) -> bool:
     except OSError:
         return False  # the directory was never opened
     try:
-        return not os.path.samestat(opened, os.stat(path, follow_symlinks=True))
+        with _os_errors_as("looking at this path", path):
+            return not os.path.samestat(opened, os.stat(path, follow_symlinks=True))
     except FileNotFoundError:
         return True
-    except OSError as error:
-        raise _translated(error, "looking at this path", str(path)) from error
 
 
 def sizes_in(directory: Path, within: OpenDirectory | None) -> dict[str, int]:
-    try:
+    with _os_errors_as("listing", directory):
         if within is None:
             return _sizes(directory)
         with within.descriptor() as descriptor:
@@ -308,8 +297,6 @@ def sizes_in(directory: Path, within: OpenDirectory | None) -> dict[str, int]:
                 return _sizes(listed)
             finally:
                 os.close(listed)
-    except OSError as error:
-        raise _translated(error, "listing", str(directory)) from error
 
 
 def _sizes(directory: Path | int) -> dict[str, int]:
@@ -322,14 +309,20 @@ def _sizes(directory: Path | int) -> dict[str, int]:
     return sizes
 
 
-def _translated(error: OSError, doing: str, path: str) -> Exception:
-    if isinstance(error, SidestreamError):
-        return error
-    if isinstance(error, FileNotFoundError):  # each caller handles a missing file in its own way
-        error.filename = path
-        return error
-    if error.errno == errno.ENOTDIR:
-        return FileNotFoundError(errno.ENOENT, "no such directory", path)
-    if error.errno == errno.ELOOP:
-        return CorruptCheckpointError(f"{path} is a symbolic link", file=os.path.basename(path))
-    return from_os_error(error, doing, path)
+@contextmanager
+def _os_errors_as(doing: str, path: Path) -> Iterator[None]:
+    """Raise the typed error for an ``OSError`` in the ``with`` block. A missing file or directory is a
+    ``FileNotFoundError``, which each caller handles in its own way."""
+    try:
+        yield
+    except SidestreamError:
+        raise
+    except FileNotFoundError as error:
+        error.filename = str(path)
+        raise
+    except OSError as error:
+        if error.errno == errno.ENOTDIR:
+            raise FileNotFoundError(errno.ENOENT, "no such directory", str(path)) from error
+        if error.errno == errno.ELOOP:
+            raise CorruptCheckpointError(f"{path} is a symbolic link", file=path.name) from error
+        raise from_os_error(error, doing, str(path)) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import re
 from collections.abc import Sequence
@@ -11,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..._runtime.threads import Stop
-from ...errors import CheckpointExistsError, SidestreamError, StorageError, from_os_error
+from ...errors import CheckpointExistsError, StorageError, os_errors_as
 from ...options import Capabilities, Durability, Storage
-from ..bodies import Body
+from ..bodies import Body, BytesBody
 from ..names import MARKER, NOTE, READ_FIRST, export_files, is_unfinished, parse_step, retired_files
-from ..store import Leftover, ReadRange
+from ..store import Leftover
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
     RACES,
@@ -30,19 +29,10 @@ from .directories import (
     unlink,
     unlink_or_remove,
 )
-from .marking import (
-    MarkedTransaction,
-    ages_of,
-    collect,
-    discard,
-    files_in,
-    is_torn,
-    marked_id,
-    sync_names,
-    write_note,
-)
-from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of, sizes_in
-from .transaction import LocalTransaction, write_file
+from .marking import MarkedTransaction, ages_of, collect, discard, is_torn, marked_id, sync_names, write_note
+from .publishing import files_in
+from .read import LocalSource, read_tail, run_io, sizes_in
+from .transaction import LocalTransaction, write_again, write_file
 
 __all__ = ["LocalStore", "MarkedStore"]
 
@@ -57,7 +47,7 @@ class LocalStore:
 
     capabilities = Capabilities(create_only=True, listing=True, mapping=True, rename=True)
 
-    retired_note: str | None = None
+    _preallocates = True
 
     @property
     def url(self) -> str:
@@ -76,9 +66,9 @@ class LocalStore:
     def check_replaces(self) -> None:
         """Do nothing: only the save can find out whether the file system exchanges directories or renames files."""
 
-    async def put(self, name: str, body: Body, *, durability: Durability) -> None:
-        stop = Stop()
-        await run_io(_put, self.root, self.root / name, body, durability, stop, stop=stop)
+    async def put(self, name: str, content: bytes, *, durability: Durability) -> None:
+        stop, body = Stop(), BytesBody(content)
+        await run_io(_put, self.root, self.root / name, body, durability, self._preallocates, stop, stop=stop)
 
     async def discard(self, leftover: str) -> None:
         await run_io(_discard, self.root, leftover)
@@ -98,21 +88,8 @@ class LocalStore:
     async def ages(self, directory: str) -> dict[str, float]:
         return await run_io(_ages, self.root / directory)
 
-    async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
-        stop = Stop()
-        await run_io(read_ranges, self.root / name, None, ranges, stop, stop=stop)
-
     def source(self, directory: str) -> LocalSource:
         return LocalSource(self.root / directory, directory)
-
-    async def map(self, name: str, nbytes: int) -> mmap.mmap:
-        return await run_io(map_file, self.root / name, None, nbytes)
-
-    async def read_tail(self, name: str, nbytes: int) -> bytes:
-        return await run_io(read_tail, self.root / name, None, nbytes)
-
-    async def size(self, name: str) -> int:
-        return await run_io(size_of, self.root / name, None)
 
     async def sizes(self, directory: str) -> dict[str, int]:
         return await run_io(sizes_in, self.root / directory, None)
@@ -127,7 +104,7 @@ class MarkedStore(LocalStore):
 
     capabilities = Capabilities(create_only=True, listing=True, mapping=True)
 
-    retired_note = NOTE
+    _preallocates = False
 
     @property
     def address(self) -> StoreAddress:
@@ -158,23 +135,15 @@ class MarkedStore(LocalStore):
 # --- what runs in threads; each function owns the descriptors that it opens ---
 
 
-def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop) -> None:
-    for _ in range(RACES):  # another process that removes the last file of the directory removes the directory too
-        try:
-            write_file(path, body, durability, stop)
-            return
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
-        try:
+def _put(root: Path, path: Path, body: Body, durability: Durability, preallocate: bool, stop: Stop) -> None:
+    def make() -> None:
+        with os_errors_as("creating a directory", path.parent), suppress(FileNotFoundError, FileExistsError):
+            # Suppressed: another process has removed, or made, the directory meanwhile.
             if not root.exists():  # "fsync" in any case: later saves rely on durable parents
                 make_root(root, "fsync", [], sync_directory)
             path.parent.mkdir()
-        except (FileNotFoundError, FileExistsError):  # removed, or made, meanwhile
-            continue
-        except OSError as error:
-            raise from_os_error(error, "creating a directory", str(path.parent)) from error
-    raise CheckpointExistsError(f"{path.parent} is removed as often as it is made")
+
+    write_again(lambda: write_file(path, body, durability, stop, preallocate=preallocate), make, path.parent)
 
 
 def _discard(root: Path, leftover: str) -> None:
@@ -185,36 +154,29 @@ def _discard(root: Path, leftover: str) -> None:
 
 def _retire(root: Path, directory: str, durability: Durability) -> None:
     path = root / directory
-    try:
+    with os_errors_as("removing", path):
         linked = path.is_symlink()
-    except OSError as error:
-        raise from_os_error(error, "removing", str(path)) from error
     if linked:  # taken away, it would stay under a hidden name
         raise StorageError(errno.ENOTDIR, "a symbolic link: remove the directory that it names", str(path))
     hidden = take_away(root, directory)
     if hidden is None:
         return
     if durability == "fsync":
-        try:
+        with os_errors_as("removing", path):
             sync_directory(root)
-        except OSError as error:
-            raise from_os_error(error, "removing", str(path)) from error
     remove_tree(hidden)
 
 
 def _leftovers(root: Path) -> list[Leftover]:
     names = _directories(root)
-    try:
+    with os_errors_as("listing", root), suppress(FileNotFoundError):
         found = [(name, "retired") for name in names if is_retired(name)]
         found += [(name, "attempt") for name in names if _ATTEMPT.fullmatch(name)]
         if not found:
             return []
         now = storage_time(root)
         return [Leftover(name, kind, now - last_write(root / name)) for name, kind in found]  # type: ignore[arg-type]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise from_os_error(error, "listing", str(root)) from error
+    return []
 
 
 def _remove(root: Path, names: tuple[str, ...]) -> None:
@@ -226,31 +188,23 @@ def _remove(root: Path, names: tuple[str, ...]) -> None:
 
 
 def _ages(directory: Path) -> dict[str, float]:
-    try:
+    ages: dict[str, float] = {}
+    with os_errors_as("listing", directory), suppress(FileNotFoundError):
         with os.scandir(directory) as entries:
             found = list(entries)
         if not found:
             return {}
         now = storage_time(directory)
-        ages = {}
         for one in found:
             with suppress(FileNotFoundError):
                 ages[one.name] = now - one.stat(follow_symlinks=False).st_mtime
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise from_os_error(error, "listing", str(directory)) from error
     return ages
 
 
 def _directories(root: Path) -> list[str]:
-    try:
-        with os.scandir(root) as entries:
-            return [one.name for one in entries if one.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise from_os_error(error, "listing", str(root)) from error
+    with os_errors_as("listing", root), suppress(FileNotFoundError), os.scandir(root) as entries:
+        return [one.name for one in entries if one.is_dir(follow_symlinks=False)]
+    return []
 
 
 # --- the same for ``MarkedStore``, where the files of an attempt are in its target ---
@@ -258,17 +212,13 @@ def _directories(root: Path) -> list[str]:
 
 def _unmark(directory: Path, durability: Durability) -> None:
     names = files_in(directory)
-    try:
+    with os_errors_as("removing", directory):
         if MARKER in names:
             _finish_retiring(directory, _delete_marker(directory, durability))
         elif NOTE in names:
             _finish_retiring(directory)
         else:
             _delete_export(directory, names, durability)
-    except SidestreamError:
-        raise
-    except OSError as error:
-        raise from_os_error(error, "removing", str(directory)) from error
 
 
 def _delete_export(directory: Path, names: list[str], durability: Durability) -> None:

@@ -23,16 +23,18 @@ from ...errors import (
     CheckpointExistsError,
     NoSpaceError,
     NotDurableError,
-    SidestreamError,
+    StorageError,
     StorageNotSharedError,
     from_os_error,
+    os_errors_as,
     without_frames,
 )
 from ...options import Durability
-from ..bodies import Body, FilePart
+from ..bodies import Body, BytesBody, FilePart, PiecesBody
 from ..names import ABANDONED_AFTER_S
-from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, bodies_of
+from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction
 from .directories import (
+    RACES,
     collect_orphans,
     is_directory,
     is_vacant,
@@ -46,7 +48,7 @@ from .directories import (
 from .publishing import Step, can_exchange, may_be_replaced, move_there, occupied, publish, replace, sync_visible
 from .read import read_tail
 
-__all__ = ["LocalTransaction", "write_buffer", "write_file"]
+__all__ = ["LocalTransaction", "write_again", "write_buffer", "write_file"]
 
 
 _THREADS = 4
@@ -63,13 +65,16 @@ def write_file(
     stop: Stop,
     threads: Threads | None = None,
     *,
+    preallocate: bool,
     target: str = "",
-    preallocate: bool = True,
 ) -> None:
     """Write a new file. Errors name ``target``, because ``path`` need not contain the name of what is saved.
     ``preallocate=False`` is for file systems that cannot reserve space: there libc would write into every block."""
-    try:
-        descriptor, direct = _open_new(path, direct=body.aligned)
+    with os_errors_as(f"writing {target}".rstrip(), path):
+        try:
+            descriptor, direct = _open_new(path, direct=body.aligned)
+        except FileExistsError as error:
+            raise CheckpointExistsError(f"{path} exists already: two saves share one attempt's name") from error
         try:
             if body.nbytes and preallocate:
                 _preallocate(descriptor, body.nbytes)
@@ -78,12 +83,21 @@ def write_file(
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)  # its errors count: NFS may report a failed write only here
-    except FileExistsError as error:
-        raise CheckpointExistsError(f"{path} exists already: two saves share one attempt's name") from error
-    except OSError as error:
-        if isinstance(error, SidestreamError):  # from staging: some of them are also an OSError
-            raise
-        raise from_os_error(error, f"writing {target}".rstrip(), str(path)) from error
+
+
+def write_again(write: Callable[[], None], make: Callable[[], object], directory: Path) -> None:
+    """Call ``write``, which writes a file in ``directory``. If the directory does not exist, call ``make`` and then
+    ``write`` again: another process that removes the last file of a directory removes the directory too."""
+    for _ in range(RACES):
+        try:
+            write()
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            make()
+        else:
+            return
+    raise CheckpointExistsError(f"{directory} is removed as often as it is made")
 
 
 class _Parts:
@@ -212,7 +226,7 @@ class LocalTransaction(Transaction):
         self._new: list[Path] = []  # directories that were made down to the target
         self._replaceable = False  # whether the target was checked, and is a checkpoint or an export
         self._names: dict[str, None] = {}  # of the files written, in their order
-        self._last: tuple[str, Body] | None = None
+        self._last: tuple[str, Sequence[bytes]] | None = None
 
     @property
     def place(self) -> Path:
@@ -244,7 +258,7 @@ class LocalTransaction(Transaction):
     def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
         attempt = self.attempt
         path, preallocate = self._directory / name, self._preallocates
-        write_file(path, body, attempt.durability, stop, threads, target=attempt.target, preallocate=preallocate)
+        write_file(path, body, attempt.durability, stop, threads, preallocate=preallocate, target=attempt.target)
 
     def _make(self) -> None:
         vacant = is_vacant(self._target)
@@ -274,8 +288,8 @@ class LocalTransaction(Transaction):
         for name in names:
             unlink(self._directory / self.committed_name(name))
 
-    async def put(self, name: str, body: Body) -> None:
-        stop = Stop()
+    async def put(self, name: str, content: bytes) -> None:
+        stop, body = Stop(), BytesBody(content)
         self._names[name] = None
         # The directory is not made again if it is gone: another process has removed the attempt.
         await io_threads().run(self._write_file, name, body, stop, stop=stop)
@@ -283,9 +297,9 @@ class LocalTransaction(Transaction):
     async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
         """In one call of a thread: each way there and back takes the GIL from a trainer in a thread several times."""
         stop = Stop()
-        made, bodies = await io_threads().run(self._write_files, files, stop, stop=stop)
-        if bodies and not self._writes_last:
-            self._last = bodies[-1]
+        made = await io_threads().run(self._write_files, files, stop, stop=stop)
+        if made and not self._writes_last:
+            *_, self._last = made.items()
         return made
 
     @property
@@ -293,15 +307,14 @@ class LocalTransaction(Transaction):
         """Whether the last file is written like the others."""
         return self.attempt.kind != "part"
 
-    def _write_files(self, files: CommitFiles | MakeFiles, stop: Stop) -> tuple[CommitFiles, list[tuple[str, Body]]]:
+    def _write_files(self, files: CommitFiles | MakeFiles, stop: Stop) -> CommitFiles:
         """Write the files, and return them. The last one may be left to ``make_visible``."""
         made = files() if callable(files) else files
-        bodies = bodies_of(made)
-        for name, body in bodies if self._writes_last else bodies[:-1]:
+        for name in [*made] if self._writes_last else [*made][:-1]:
             stop.check()
             self._names[name] = None
-            self._write_file(name, body, stop)
-        return made, bodies
+            self._write_file(name, PiecesBody(made[name]), stop)
+        return made
 
     async def make_visible(self) -> None:
         attempt = self.attempt
@@ -310,8 +323,8 @@ class LocalTransaction(Transaction):
             return
         if attempt.kind == "part":
             assert self._last is not None
-            stop, (name, body) = Stop(), self._last
-            await io_threads().run(self._publish_part, self._target / name, body, stop, stop=stop)
+            stop, (name, pieces) = Stop(), self._last
+            await io_threads().run(self._publish_part, self._target / name, PiecesBody(pieces), stop, stop=stop)
             self._names.clear()
             self._last = None
             return
@@ -378,10 +391,8 @@ class LocalTransaction(Transaction):
 
     def _make_target(self) -> None:
         """Make the target if it does not exist. Another process may make it at the same time."""
-        try:
+        with os_errors_as("creating a checkpoint directory", self._target):
             make_root(self._target, self.attempt.durability, self._new, self._sync)
-        except OSError as error:
-            raise from_os_error(error, "creating a checkpoint directory", str(self._target)) from error
 
     def _check_joined(self) -> None:
         try:
@@ -397,12 +408,12 @@ class LocalTransaction(Transaction):
 
     def _publish_file(self) -> None:
         target = self._target
-        try:
-            self._appear(self._hidden / target.name, target)
-        except FileExistsError as error:
-            raise CheckpointExistsError(f"{target} already exists: choose another name, or delete it first") from error
-        except OSError as error:
-            raise from_os_error(error, "publishing", str(target)) from error
+        with os_errors_as("publishing", target):
+            try:
+                self._appear(self._hidden / target.name, target)
+            except FileExistsError as error:
+                exists = f"{target} already exists: choose another name, or delete it first"
+                raise CheckpointExistsError(exists) from error
         try:
             if self.attempt.durability == "fsync":
                 failed = "the file is complete, but the sync of its directory failed"
@@ -414,18 +425,14 @@ class LocalTransaction(Transaction):
         durability = self.attempt.durability
         hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
         try:
-            write_file(hidden, body, durability, stop)
-            if durability == "fsync":
-                self._sync(path.parent)  # makes the names of the files durable before the last one appears
-            self._appear(hidden, path)
-        except FileExistsError as error:
-            if isinstance(error, SidestreamError):
-                raise
-            raise CheckpointExistsError(f"{path} exists already: save to a new directory") from error
-        except OSError as error:
-            if isinstance(error, SidestreamError):
-                raise
-            raise from_os_error(error, "publishing", str(path)) from error
+            write_file(hidden, body, durability, stop, preallocate=self._preallocates)
+            with os_errors_as("publishing", path):
+                if durability == "fsync":
+                    self._sync(path.parent)  # makes the names of the files durable before the last one appears
+                try:
+                    self._appear(hidden, path)
+                except FileExistsError as error:
+                    raise CheckpointExistsError(f"{path} exists already: save to a new directory") from error
         finally:
             with suppress(OSError):
                 hidden.unlink()

@@ -5,6 +5,7 @@ Files that killed saves left behind are removed by their ages, which are those o
 
 from __future__ import annotations
 
+import errno
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -12,11 +13,11 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
-from ...errors import CheckpointExistsError
+from ...errors import CheckpointExistsError, StorageError
 from ...options import Listing, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
-from ..clients.requests import LoopCall, Requests, Taken, fate_of, is_refused, on_io_loop
+from ..clients.requests import LoopCall, Requests, fate_of, is_refused
 from ..names import ABANDONED_AFTER_S, LEASES, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard
 
 __all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans"]
@@ -24,6 +25,7 @@ __all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans"]
 
 T = TypeVar("T")
 
+_NO_BUCKET = "there is no such bucket; check the URL, or create the bucket first"
 _LOOK_S = 15.0  # the time limit of listing open uploads: few saves leave any, so callers do not wait longer
 
 
@@ -59,13 +61,22 @@ class Bucket:
 
         return await self.requests.run(doing, name, send)
 
+    async def _run_in_bucket(self, doing: str, name: str, request: Callable[[Engine], Awaitable[T]]) -> T:
+        """Do ``run`` for a request that needs no object. If the storage does not find something, it is the bucket."""
+
+        async def send(engine: Engine) -> T:
+            try:
+                return await request(engine)
+            except Exception as error:
+                if fate_of(error) != "absent":
+                    raise
+                raise StorageError(errno.ENOENT, f"{doing} failed: {_NO_BUCKET}", f"{self.url}/{name}") from error
+
+        return await self.run(doing, name, send)
+
     async def tail(self, name: str, nbytes: int) -> bytes:
         key = self.key(name)
-
-        async def get() -> bytes:
-            return await self.run("reading", name, lambda engine: engine.tail(key, nbytes))
-
-        return await on_io_loop(get, f"reading {name}")
+        return await self.run("reading", name, lambda engine: engine.tail(key, nbytes))
 
     async def size(self, name: str) -> int:
         key = self.key(name)
@@ -73,7 +84,7 @@ class Bucket:
 
     async def put(self, name: str, content: memoryview) -> None:
         key = self.key(name)
-        await self.run("writing", name, lambda engine: engine.put(key, content, mode="overwrite"))
+        await self._run_in_bucket("writing", name, lambda engine: engine.put(key, content, mode="overwrite"))
 
     def upload(self, name: str, body: Body, stop: Stop) -> None:
         """Do ``Engine.upload``. Called in a thread."""
@@ -82,7 +93,15 @@ class Bucket:
 
     async def listing(self, directory: str) -> Listing:
         key = self.key(directory)
-        return await self.run("listing", directory, lambda engine: engine.listing(key))
+        return await self._run_in_bucket("listing", directory, lambda engine: engine.listing(key))
+
+    async def sizes(self, directory: str) -> dict[str, int]:
+        """Do ``Store.sizes``. A bucket that does not exist has no directories."""
+        key = self.key(directory)
+        listing = await self.run("listing", directory, lambda engine: engine.listing(key))
+        if not listing.files and not listing.directories:
+            raise FileNotFoundError(errno.ENOENT, "nothing there", f"{self.url}/{directory}")
+        return {name: info.nbytes for name, info in listing.files.items()}
 
     async def create(self, name: str, content: bytes | memoryview, *, whole: bool = False) -> bool:
         """Create an object, and return whether this call created it.
@@ -102,14 +121,12 @@ class Bucket:
                 if fate_of(error) != "taken":
                     raise
                 if not await _holds(engine, key, end, whole=whole):
-                    raise Taken(name) from error
+                    taken = f"{self.url}/{name} exists already: another writer was first"
+                    raise CheckpointExistsError(taken) from error
                 return False
             return True
 
-        try:
-            return await self.run("writing", name, create)
-        except Taken as taken:
-            raise CheckpointExistsError(f"{self.url}/{name} exists already: another writer was first") from taken
+        return await self._run_in_bucket("writing", name, create)
 
     async def version(self, name: str) -> str:
         key = self.key(name)
@@ -128,14 +145,12 @@ class Bucket:
                 if fate_of(error) not in ("taken", "absent"):
                     raise
                 if not await _has_replaced(engine, key, content[-4096:], version):
-                    raise Taken(name) from error
+                    raise self.overtaken(name) from error
 
-        try:
-            await self.run("writing", name, replace)
-        except Taken as taken:
-            raise CheckpointExistsError(
-                f"{self.url}/{name} was replaced or removed meanwhile: another writer was first"
-            ) from taken
+        await self.run("writing", name, replace)
+
+    def overtaken(self, name: str) -> CheckpointExistsError:
+        return CheckpointExistsError(f"{self.url}/{name} was replaced or removed meanwhile: another writer was first")
 
     async def compares_versions(self, name: str, version: str) -> bool:
         """Return whether the storage refuses to replace the object ``name``, which does not exist. Storage that ignores

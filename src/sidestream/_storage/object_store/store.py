@@ -13,15 +13,14 @@ from typing import Any
 from ..._runtime.threads import current_deadline, io_threads
 from ...errors import AccessDeniedError, CorruptCheckpointError
 from ...options import BlobInfo, Capabilities, Durability, StorePolicy
-from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import on_io_loop
 from ..names import MARKER, NOTE, export_files, id_of, parse_step, retired_files
-from ..store import Leftover, ReadRange, StoreSource, coalesce
+from ..store import Leftover, RangeSource, ReadRange, coalesce
 from ..transaction import Attempt, StoreAddress, Transaction, id_in
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket, age_s, clock_of, collect_orphans
-from .transaction import ObjectTransaction, check_replaces, content_of
+from .transaction import ObjectTransaction, check_replaces
 
 __all__ = ["ObjectStore"]
 
@@ -33,8 +32,6 @@ _RUN_RANGES = 4096
 
 class ObjectStore:
     """A ``Store`` below ``root``, which is a bucket with a prefix. ``url`` is its name in messages."""
-
-    retired_note = NOTE
 
     def __init__(
         self,
@@ -71,8 +68,7 @@ class ObjectStore:
     def check_replaces(self) -> None:
         check_replaces(self._bucket)
 
-    async def put(self, name: str, body: Body, *, durability: Durability) -> None:
-        content = await content_of(body)
+    async def put(self, name: str, content: bytes, *, durability: Durability) -> None:
         if not self.capabilities.listing:
             raise AccessDeniedError(errno.EROFS, "it can be read and not written", f"{self.url}/{name}")
         await on_io_loop(lambda: self._bucket.create(name, content), f"writing {name}")
@@ -91,87 +87,11 @@ class ObjectStore:
 
     # --- reading ---
 
-    async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
-        runs = await io_threads().run(_runs, ranges)
-        if runs:
-            await on_io_loop(lambda: self._read(name, runs), f"reading {name}")
-
-    def source(self, directory: str) -> StoreSource:
-        return StoreSource(self, directory)
-
-    async def _read(self, name: str, runs: Sequence[Sequence[ReadRange]]) -> None:
-        queue = iter(runs)
-
-        async def work() -> None:
-            for run in queue:
-                await self._read_run(name, run)
-
-        workers = [asyncio.ensure_future(work()) for _ in range(min(self._bucket.policy.concurrency, len(runs)))]
-        try:
-            for worker in workers:
-                await worker
-        finally:
-            for worker in workers:
-                worker.cancel()
-            while any(not worker.done() for worker in workers):
-                await asyncio.wait(workers)
-            for worker in workers:
-                worker.cancelled() or worker.exception()
-
-    async def _read_run(self, name: str, run: Sequence[ReadRange]) -> None:
-        key = self._bucket.key(name)
-        start, end = run[0].offset, run[-1].offset + len(run[-1].into)
-
-        async def get(engine: Engine) -> memoryview:
-            content = await engine.read(key, start, end)
-            if len(content) < end - start and await engine.size(key) >= end:
-                raise ConnectionError(f"{len(content)} bytes came of {end - start}")
-            return content
-
-        if self._cache is not None and id_of(name.rpartition("/")[2]) is not None:
-            content = await self._read_cached(self._cache, key, start, end)
-        else:
-            content = await self._bucket.run("reading", name, get)
-        if len(content) < end - start:
-            at = start + len(content)
-            raise CorruptCheckpointError(
-                f"{self.url}/{name} ends at byte {at}, but {end - at} more belong there",
-                file=name.rpartition("/")[2],
-                offset=at,
-            )
-        await io_threads().run(_hand_out, content, run, start)
-
-    async def _read_cached(self, cache: FileCache, key: str, start: int, end: int) -> memoryview:
-        async def get() -> memoryview:
-            return await cache.read(key, start, end)
-
-        name, timeout_s = key.rpartition("/")[2], current_deadline().timeout_s
-        return await self._bucket.requests.run("fetching", name, get, request_timeout_s=timeout_s)
-
-    async def read_tail(self, name: str, nbytes: int) -> bytes:
-        return await self._bucket.tail(name, nbytes)
-
-    async def size(self, name: str) -> int:
-        return await on_io_loop(lambda: self._bucket.size(name), f"looking at {name}")
-
-    async def map(self, name: str, nbytes: int) -> mmap:
-        key = self._bucket.key(name)
-
-        async def map_file() -> mmap:
-            return await self._bucket.run("mapping", name, lambda engine: engine.map(key, nbytes))
-
-        mapped = await on_io_loop(map_file, f"mapping {name}")
-        if len(mapped) < nbytes:
-            raise CorruptCheckpointError(
-                f"{self.url}/{name} is shorter than the {nbytes} bytes that were saved", file=name.rpartition("/")[2]
-            )
-        return mapped
+    def source(self, directory: str) -> RangeSource:
+        return ObjectSource(self._bucket, self._cache, directory)
 
     async def sizes(self, directory: str) -> dict[str, int]:
-        listing = await on_io_loop(lambda: self._bucket.listing(directory), f"listing {directory}")
-        if not listing.files and not listing.directories:
-            raise FileNotFoundError(errno.ENOENT, "nothing there", f"{self.url}/{directory}")
-        return {name: info.nbytes for name, info in listing.files.items()}
+        return await on_io_loop(lambda: self._bucket.sizes(directory), f"listing {directory}")
 
     async def directories(self, directory: str = ".") -> list[str]:
         shown = "listing" if directory == "." else f"listing {directory}"
@@ -207,10 +127,10 @@ class ObjectStore:
 
         The marker is read again after that, because another save may have put its own meanwhile. Saves that find the
         note put none."""
-        written, save_id = None, await id_in(f"{directory}/{MARKER}", self.read_tail)
+        written, save_id = None, await id_in(f"{directory}/{MARKER}", self._bucket.tail)
         while save_id != written:
             await self._bucket.put(f"{directory}/{NOTE}", memoryview(save_id.encode()))
-            written, save_id = save_id, await id_in(f"{directory}/{MARKER}", self.read_tail)
+            written, save_id = save_id, await id_in(f"{directory}/{MARKER}", self._bucket.tail)
         return save_id
 
     async def _finish_retiring(self, directory: str, save_id: str | None = None) -> None:
@@ -263,6 +183,95 @@ class ObjectStore:
             return {name: age_s(now, info.modified) for name, info in listing.files.items()}
 
         return await on_io_loop(look, f"listing {directory}")
+
+
+class ObjectSource(RangeSource):
+    """The ``RangeSource`` of a directory in ``bucket``. Nothing is open between two requests."""
+
+    def __init__(self, bucket: Bucket, cache: FileCache | None, name: str) -> None:
+        super().__init__(name)
+        self._bucket = bucket
+        self._cache = cache
+
+    async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
+        name = self.path_of(file)
+        runs = await io_threads().run(_runs, ranges)
+        if runs:
+            await on_io_loop(lambda: self._read(name, runs), f"reading {name}")
+
+    async def _read(self, name: str, runs: Sequence[Sequence[ReadRange]]) -> None:
+        queue = iter(runs)
+
+        async def work() -> None:
+            for run in queue:
+                await self._read_run(name, run)
+
+        workers = [asyncio.ensure_future(work()) for _ in range(min(self._bucket.policy.concurrency, len(runs)))]
+        try:
+            for worker in workers:
+                await worker
+        finally:
+            for worker in workers:
+                worker.cancel()
+            while any(not worker.done() for worker in workers):
+                await asyncio.wait(workers)
+            for worker in workers:
+                worker.cancelled() or worker.exception()
+
+    async def _read_run(self, name: str, run: Sequence[ReadRange]) -> None:
+        key = self._bucket.key(name)
+        start, end = run[0].offset, run[-1].offset + len(run[-1].into)
+
+        async def get(engine: Engine) -> memoryview:
+            content = await engine.read(key, start, end)
+            if len(content) < end - start and await engine.size(key) >= end:
+                raise ConnectionError(f"{len(content)} bytes came of {end - start}")
+            return content
+
+        if self._cache is not None and id_of(name.rpartition("/")[2]) is not None:
+            content = await self._read_cached(self._cache, key, start, end)
+        else:
+            content = await self._bucket.run("reading", name, get)
+        if len(content) < end - start:
+            at = start + len(content)
+            raise CorruptCheckpointError(
+                f"{self._bucket.url}/{name} ends at byte {at}, but {end - at} more belong there",
+                file=name.rpartition("/")[2],
+                offset=at,
+            )
+        await io_threads().run(_hand_out, content, run, start)
+
+    async def _read_cached(self, cache: FileCache, key: str, start: int, end: int) -> memoryview:
+        async def get() -> memoryview:
+            return await cache.read(key, start, end)
+
+        name, timeout_s = key.rpartition("/")[2], current_deadline().timeout_s
+        return await self._bucket.requests.run("fetching", name, get, request_timeout_s=timeout_s)
+
+    async def _tail(self, file: str, nbytes: int) -> bytes:
+        name = self.path_of(file)
+        return await on_io_loop(lambda: self._bucket.tail(name, nbytes), f"reading {name}")
+
+    async def size(self, file: str) -> int:
+        name = self.path_of(file)
+        return await on_io_loop(lambda: self._bucket.size(name), f"looking at {name}")
+
+    async def sizes(self) -> dict[str, int]:
+        return await on_io_loop(lambda: self._bucket.sizes(self.name), f"listing {self.name}")
+
+    async def map(self, file: str, nbytes: int) -> mmap:
+        name = self.path_of(file)
+        key = self._bucket.key(name)
+
+        async def map_file() -> mmap:
+            return await self._bucket.run("mapping", name, lambda engine: engine.map(key, nbytes))
+
+        mapped = await on_io_loop(map_file, f"mapping {name}")
+        if len(mapped) < nbytes:
+            raise CorruptCheckpointError(
+                f"{self._bucket.url}/{name} is shorter than the {nbytes} bytes that were saved", file=file
+            )
+        return mapped
 
 
 def _runs(ranges: Sequence[ReadRange]) -> list[list[ReadRange]]:

@@ -15,7 +15,6 @@ from datetime import datetime
 
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...errors import (
-    AccessDeniedError,
     CheckpointExistsError,
     CorruptCheckpointError,
     InvalidOptionError,
@@ -30,17 +29,13 @@ from ...options import Listing
 from ..bodies import Body
 from ..clients.requests import LoopCall, on_io_loop, translated
 from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard, owner_of
-from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, being_removed, bodies_of
+from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, being_removed, marker_in
 from .bucket import Bucket, clear_export, collect_orphans
 
-__all__ = ["ObjectTransaction", "check_replaces", "content_of"]
+__all__ = ["ObjectTransaction", "check_replaces"]
 
 _CLEAN_UP_S = 60.0
 _warned: set[str] = set()
-
-
-class _NotSent(StorageError):
-    """The error of a commit that was not sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,7 @@ class ObjectTransaction(Transaction):
         self._replaced: _Replaced | None = None
 
     async def read_tail(self, name: str, nbytes: int) -> bytes:
-        return await self._bucket.tail(name, nbytes)
+        return await on_io_loop(lambda: self._bucket.tail(name, nbytes), f"reading {name}")
 
     def path_of(self, name: str = "") -> str:
         target = self.attempt.target
@@ -170,7 +165,7 @@ class ObjectTransaction(Transaction):
     async def _marked_id(self, name: str) -> str | None:
         """Return the id of the save that wrote this marker; None if it is damaged."""
         try:
-            marker = await self._marker_in(name)
+            marker = await marker_in(name, self._bucket.tail)
         except CorruptCheckpointError:
             return None
         if marker is None:
@@ -192,9 +187,7 @@ class ObjectTransaction(Transaction):
         except FileNotFoundError:
             unchanged = False
         if not unchanged:
-            raise CheckpointExistsError(
-                f"{self._bucket.url}/{name} was replaced or removed meanwhile: another writer was first"
-            )
+            raise self._bucket.overtaken(name)
 
     def _send_whole(self, name: str, body: Body, stop: Stop) -> None:
         bucket = self._bucket
@@ -220,34 +213,27 @@ class ObjectTransaction(Transaction):
         url = f"{self._bucket.url}/{name}"
         try:
             self._bucket.upload(name, body, stop)
+        except SidestreamError:
+            raise
         except Exception as error:
             failure = translated(error, "uploading", url)
-            if isinstance(failure, FileNotFoundError) and not isinstance(failure, SidestreamError):
+            if isinstance(failure, FileNotFoundError):
                 failure = StorageError(errno.ENOENT, "the bucket, or the upload, is not there", url)
             raise failure from error
 
-    async def put(self, name: str, body: Body) -> None:
+    async def put(self, name: str, content: bytes) -> None:
         bucket = self._bucket
-        content = await content_of(body)
-        self._check_writable(name)
         self._sizes[name] = len(content)
         await on_io_loop(lambda: bucket.put(self.path_of(name), memoryview(content)), f"writing {self._shown(name)}")
 
     async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
         made = await io_threads().run(_files, files) if callable(files) else files
-        bodies = bodies_of(made)
-        for name, body in bodies[:-1]:
-            await self.put(name, body)
-        if bodies:
-            name, last = bodies[-1]
-            self._last = name, await content_of(last)
-            self._check_writable(name)
+        names = [*made]
+        for name in names[:-1]:
+            await self.put(name, await _joined(made[name]))
+        if names:
+            self._last = names[-1], await _joined(made[names[-1]])
         return made
-
-    def _check_writable(self, name: str) -> None:
-        if not self._bucket.capabilities.listing:
-            where = f"{self._bucket.url}/{self._shown(name)}"
-            raise AccessDeniedError(errno.EROFS, "it can be read and not written", where)
 
     def _shown(self, name: str) -> str:
         return f"{self.attempt.name}/{name}"
@@ -339,8 +325,8 @@ class ObjectTransaction(Transaction):
                 await self._check_not_overtaken()
                 self._check_export_not_overtaken(listing)
                 found = "is gone" if info is None else f"has {info.nbytes} bytes"
-                raise _NotSent(
-                    5,
+                raise StorageError(
+                    errno.EIO,
                     f"{name} {found}, {nbytes} were written: the attempt was removed, or the storage lost a part",
                     bucket.url,
                 )
@@ -442,14 +428,9 @@ def _no_conditions(bucket: Bucket) -> str:
     )
 
 
-async def content_of(body: Body) -> bytes:
-    """Return the content of a small file. The pieces are joined in a thread, because the manifest of many tensors has
-    tens of megabytes."""
-    taken = [part.take(Stop()) for part in body.parts]
-    whole = taken[0].obj if len(taken) == 1 else None
-    if isinstance(whole, bytes) and len(whole) == taken[0].nbytes:
-        return whole
-    return await io_threads().run(b"".join, taken)
+async def _joined(pieces: Sequence[bytes]) -> bytes:
+    """Join the pieces of a file in a thread, because the manifest of many tensors has tens of megabytes."""
+    return pieces[0] if len(pieces) == 1 else await io_threads().run(b"".join, pieces)
 
 
 def _in_one_piece(body: Body, stop: Stop) -> memoryview:
