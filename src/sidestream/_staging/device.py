@@ -423,7 +423,7 @@ class DeviceEngine:
         """Call ``done`` in the device's thread when all of ``part`` is in host memory, or with the error."""
         try:
             self._waiter(part.side.device).submit(self.land, part, stop, done)
-        except ClosedError:  # the stager was closed meanwhile, but copies are in flight
+        except (ClosedError, RuntimeError):  # closed meanwhile, or the system starts no thread: copies are in flight
             self.land(part, stop, done)
 
     def watch_ready(self, stage: DeviceStage, done: Callable[[BaseException | None], None]) -> None:
