@@ -202,7 +202,7 @@ class _Exchange:
         self._sending = False
         self._held: list[tuple[WorkerMessageKind, bytes]] = []  # sent with the next message
         self._ready: dict[tuple[int, int], Any] = {}  # the windows that the held messages name
-        self._halted_at: float | None = None
+        self._late_since: float | None = None
 
     def run(self, files: Iterator[_File]) -> None:
         self._number = self._link.request(self)
@@ -305,9 +305,11 @@ class _Exchange:
 
     @property
     def stuck(self) -> bool:
-        halted_at = self._halted_at
-        ended_at = self._order.deadline.at if halted_at is None else min(halted_at, self._order.deadline.at)
-        return self._sending and time.monotonic() - ended_at > ACKNOWLEDGE_S
+        if not (self._sending and (self._stop.is_set() or self._order.deadline.remaining_s() == 0.0)):
+            self._late_since = None
+            return False
+        self._late_since = self._late_since or time.monotonic()
+        return time.monotonic() - self._late_since > ACKNOWLEDGE_S
 
     @property
     def finished(self) -> bool:
@@ -350,7 +352,6 @@ class _Exchange:
     # --- the end ---
 
     def _halt_now(self) -> None:
-        self._halted_at = self._halted_at or time.monotonic()
         self._halt.set()
         with self._changed:
             self._changed.notify_all()
