@@ -266,11 +266,12 @@ def start_save(
     """
     deadline = Deadline.after(options.timeout_s)
     own = stager is None or isinstance(stager, AsyncStager)
-    saved_as = SavedAs(options.names, options.dtype)
-    saved_as.check(own=own)
+    SavedAs(options.names, options.dtype).check(own=own)
     captured = capture(state, copy_value) if own and options.planner is None else None
+    sources = check_sources(files) if operation is None or operation.rank == 0 else {}
+    begun = None
     if operation is None and member is not None and captured is not None and captured.sharded:
-        operation = member.begin("save", deadline)
+        operation = begun = member.begin("save", deadline)
     order = SaveOrder(
         location,
         options.durability,
@@ -283,15 +284,33 @@ def start_save(
         operation,
         *worker,
         kind="replacement" if overwrite else "directory",
-        files=check_sources(files) if operation is None or operation.rank == 0 else {},
+        files=sources,
         exports=tuple(one.url for one in exports),
     )
+    try:
+        return _started(order, state, captured, stager, options, exports)
+    except BaseException as error:
+        if begun is not None:  # nobody else would end it
+            begun.report(error)
+        raise
+
+
+def _started(
+    order: SaveOrder,
+    state: Mapping[str, Any],
+    captured: Captured | None,
+    stager: AsyncStager | Stager | None,
+    options: SaveOptions,
+    exports: Sequence[PendingExport],
+) -> SaveOperation:
+    """Launch the copies of ``start_save``."""
     if options.planner is not None:
         from .planner.save import start_planned  # imports DCP, as the planner has done
 
         return start_planned(order, state, options.planner, stager, exports)
-    if operation is None:
-        lay_out = saved_as.applied(plan_alone, location.url, others=False)
+    saved_as = SavedAs(options.names, options.dtype)
+    if order.operation is None:
+        lay_out = saved_as.applied(plan_alone, order.location.url, others=False)
         stage = LaidOutStage(order, state, captured, stager, lay_out, len(exports))
         return SaveOperation(
             order=order,
@@ -302,7 +321,7 @@ def start_save(
             snapshots=stage.snapshots,
         )
     layout = AgreedLayout(order)
-    lay_out = saved_as.applied(layout.lay_out, location.url, others=True)
+    lay_out = saved_as.applied(layout.lay_out, order.location.url, others=True)
     writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, lay_out))
     return SaveOperation(order=order, writer=writer, layout=layout, coordinator=Group(order), exports=exports)
 
