@@ -464,7 +464,7 @@ class AsyncStager:
     def _not_ended(self) -> DeadlineExceededError:
         return DeadlineExceededError(
             f"stages in flight did not end within timeout_s={self._timeout_s:g} and were abandoned: their futures "
-            "raise Closed; memory that a device may still write to stays mapped until the device responds"
+            "raise ClosedError; memory that a device may still write to stays mapped until the device responds"
         )
 
     async def _shut_down_off_loop(self, deadline: Deadline) -> None:
