@@ -6,7 +6,7 @@ from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing
 from .cached import borrow, give_back, set_cache_bytes
 from .captured import Captured, Composite, Form, Sharding, capture, consists_of_others, dismantle, settled
 from .device import DeviceEngine, StageMode
-from .driver import CudaDriver, Driver, TorchDriver
+from .driver import CudaDriver, TorchDriver
 from .fill import Filler, FillPart, FillPiece, FillTable, table_of
 from .future import StagingFuture
 from .host import HostEngine, memory_behind, raw_start
@@ -32,7 +32,6 @@ __all__ = [
     "CopyTable",
     "CudaDriver",
     "DeviceEngine",
-    "Driver",
     "FillPart",
     "FillPiece",
     "FillTable",

@@ -33,7 +33,7 @@ from ..errors import (
 from ..options import StageMode
 from .arena import Allocation
 from .captured import named
-from .driver import Driver
+from .driver import TorchDriver
 from .host import HostEngine, check_extent, elements_of, move, pieces_in, raw_start, rows_with
 from .image import Copy
 
@@ -155,7 +155,7 @@ class DeviceEngine:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: TorchDriver,
         host: HostEngine | None = None,
         *,
         small_bytes: int = _SMALL_BYTES,

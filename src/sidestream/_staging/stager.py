@@ -42,7 +42,7 @@ from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, Shar
 from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
 from .drain import Drain
-from .driver import Driver, driver_for
+from .driver import TorchDriver, driver_for
 from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, FillPart, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
@@ -669,7 +669,7 @@ class AsyncStager:
                 self._read.append(staging)
         return stays
 
-    def _pin(self, driver: Driver, device: Hashable, names: Callable[[], Sequence[str]] = tuple) -> None:
+    def _pin(self, driver: TorchDriver, device: Hashable, names: Callable[[], Sequence[str]] = tuple) -> None:
         """Register the memory of the arena with ``device``, which this thread has entered."""
         if (pinner := driver.pinner) is not None:
             with failing("while registering host memory", names):
