@@ -44,7 +44,7 @@ class Stream:
 
 
 class FakeDriver:
-    """It has the methods of ``TorchDriver``. Every tensor that ``put`` has seen is on a device; all others are in host memory."""
+    """It has the methods of ``TorchDriver``. Every tensor that ``put`` has seen is on a device, all others are not."""
 
     def __init__(self, seed: int = 0) -> None:
         self.capture = False

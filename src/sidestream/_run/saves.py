@@ -31,7 +31,6 @@ from .._save.api import (
     SaveInfo,
     SaveProgress,
     SaveWork,
-    Stager,
     Worker,
     plan_alone,
     prewarm,
@@ -41,7 +40,7 @@ from .._save.api import (
 from .._storage import check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
 from ..events import SaveContext
-from ..options import FileSource, Outcome, SaveOptions, WhenFull, check_step, options_of
+from ..options import FileSource, Outcome, SaveOptions, Stager, WhenFull, check_step, options_of
 from .exports import Exports, Upkeep
 from .leases import Lease
 from .run import Run

@@ -22,13 +22,13 @@ from .._staging import AsyncStager, Captured, PlanCache, capture
 from .._storage import Location, check_sources, locate_directory
 from .._worker.client import Worker, choose_worker
 from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError
-from ..options import FileSource, GroupChoice, SaveOptions, Storage, options_of, storage_of
+from ..options import FileSource, GroupChoice, SaveOptions, Stager, Storage, options_of, storage_of
 from .group import FailedSave, Group
 from .layouts import AgreedLayout, NativeLayout
 from .operation import Lifecycle, SaveOperation, SaveOrder, Solo
 from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
-from .writer import LaidOutStage, LayOut, LiveWriter, SavedAs, Stager
+from .writer import LaidOutStage, LayOut, LiveWriter, SavedAs
 
 __all__ = [
     "STREAM_BYTES",
@@ -40,7 +40,6 @@ __all__ = [
     "SaveProgress",
     "SaveWork",
     "SavedAs",
-    "Stager",
     "Worker",
     "async_save",
     "completed",
@@ -307,7 +306,7 @@ def _started(
     if options.planner is not None:
         from .planner.save import start_planned  # imports DCP, as the planner has done
 
-        return start_planned(order, state, options.planner, stager, exports)
+        return replace(start_planned(order, state, options.planner, stager), exports=exports)
     saved_as = SavedAs(options.names, options.dtype)
     if order.operation is None:
         lay_out = saved_as.applied(plan_alone, order.location.url, others=False)

@@ -50,7 +50,7 @@ from ..options import Dtypes, Names, Stager
 from .order import Lifecycle, SaveOrder
 from .pending import SaveProgress
 
-__all__ = ["FirstCopy", "LaidOutStage", "LiveWriter", "SavedAs", "Stage", "Stager", "write_files"]
+__all__ = ["FirstCopy", "LaidOutStage", "LiveWriter", "SavedAs", "Stage", "write_files"]
 
 
 _GRACE_S = 5.0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing
-from .cached import borrow, give_back, set_cache_bytes
+from .arena import Allocation
+from .cached import borrow, give_back
 from .captured import Captured, Composite, Form, Sharding, capture, consists_of_others, dismantle, settled
 from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, TorchDriver
-from .fill import Filler, FillPart, FillPiece, FillTable, table_of
-from .future import StagingFuture
+from .fill import FillPart, FillPiece, FillTable, table_of
 from .host import HostEngine, memory_behind, raw_start
-from .image import Columns, Copies, Copy, CopyTable, ImageLayout, StagedImage
+from .image import Columns, Copies, Copy, CopyTable, ImageLayout
 from .plans import Places, PlanCache, fingerprint
 from .small import columns_of, move_small
 from .stage import SnapshotReader, Staging, clean
@@ -18,12 +17,8 @@ from .stager import AsyncStager
 from .tree import StagedState
 
 __all__ = [
-    "PAGE_BYTES",
     "Allocation",
-    "Arena",
-    "ArenaStatistics",
     "AsyncStager",
-    "Backing",
     "Captured",
     "Columns",
     "Composite",
@@ -35,7 +30,6 @@ __all__ = [
     "FillPart",
     "FillPiece",
     "FillTable",
-    "Filler",
     "Form",
     "HostEngine",
     "ImageLayout",
@@ -44,10 +38,8 @@ __all__ = [
     "Sharding",
     "SnapshotReader",
     "StageMode",
-    "StagedImage",
     "StagedState",
     "Staging",
-    "StagingFuture",
     "TorchDriver",
     "borrow",
     "capture",
@@ -60,7 +52,6 @@ __all__ = [
     "memory_behind",
     "move_small",
     "raw_start",
-    "set_cache_bytes",
     "settled",
     "table_of",
 ]

@@ -24,13 +24,12 @@ from ..._runtime.threads import Deadline, Stop, ThreadFuture, result_of
 from ..._staging import AsyncStager, StagedState
 from ..._storage import Body, locate_directory
 from ...errors import InvalidOptionError, PlannerError
-from ...options import Durability, IndependentPart, Storage, check_choice, check_timeout, storage_of
+from ...options import Durability, IndependentPart, Stager, Storage, check_choice, check_timeout, storage_of
 from ..group import Group
 from ..layouts import check_terms, terms_of
 from ..operation import Coordinator, SaveOperation, SaveOrder, Solo
 from ..pending import PendingSave, SaveProgress
-from ..sinks import PendingExport
-from ..writer import FirstCopy, LiveWriter, Stage, Stager
+from ..writer import FirstCopy, LiveWriter, Stage
 from .independent import Independent, tag_of
 from .items import Outgoing, warn_of_refused
 from .layout import Decided, PlannerLayout
@@ -98,7 +97,6 @@ def start_planned(
     state: Mapping[str, Any],
     planner: Any,
     stager: AsyncStager | Stager | None,
-    exports: Sequence[PendingExport] = (),
 ) -> SaveOperation:
     """Launch the copies of a save that ``planner`` plans.
 
@@ -115,7 +113,7 @@ def start_planned(
     else:
         coordinator = Solo(order)
     writer, layout = LiveWriter(order, PlannedStage(order, state, asked, stager), ready), PlannerLayout(order)
-    return SaveOperation(order=order, writer=writer, layout=layout, coordinator=coordinator, exports=exports)
+    return SaveOperation(order=order, writer=writer, layout=layout, coordinator=coordinator)
 
 
 def _check(order: SaveOrder) -> None:
