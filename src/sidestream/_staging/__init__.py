@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .arena import Allocation
+from .arena import Allocation, MappedMemory
 from .cached import borrow, give_back
 from .captured import Captured, Composite, Form, Sharding, capture, consists_of_others, dismantle, settled
 from .device import DeviceEngine, StageMode
@@ -33,6 +33,7 @@ __all__ = [
     "Form",
     "HostEngine",
     "ImageLayout",
+    "MappedMemory",
     "Places",
     "PlanCache",
     "Sharding",

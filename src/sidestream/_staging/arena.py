@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from .._runtime.public import public
 from .._runtime.threads import Deadline, Stop
@@ -43,7 +43,7 @@ __all__ = [
     "Arena",
     "ArenaStatistics",
     "Backing",
-    "SharedMemory",
+    "MappedMemory",
     "whole_pages",
 ]
 
@@ -61,18 +61,6 @@ _STEP_SHARE = 4  # of the reserved memory, in a larger arena
 _UNREGISTERED_S = 5.0  # a lease with ``at_once`` also waits this long for memory that is being unregistered
 _numbers = itertools.count(1)
 _SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
-
-
-class SharedMemory(Protocol):
-    """Memory behind a descriptor that can be sent to another process. It is sealed, so that its size never changes."""
-
-    @property
-    def descriptor(self) -> int: ...
-
-    @property
-    def number(self) -> int: ...
-
-    def __len__(self) -> int: ...
 
 
 @public
@@ -101,15 +89,18 @@ class ArenaStatistics:
     kept_bytes: int = 0
 
 
-class _Memory(mmap.mmap):
-    """A mapping whose registration is ended before it is unmapped, once the last reference is gone.
+class MappedMemory(mmap.mmap):
+    """A mapping. Shared memory has a descriptor that can be sent to another process, and is sealed, so that its size
+    never changes.
 
-    ``__del__`` does this, because ``mmap`` unmaps the memory before it calls the callbacks of weak references.
-    ``__del__`` runs before that and may make a new reference. Python calls it once.
+    The registration is ended before the memory is unmapped, once the last reference is gone. ``__del__`` does this,
+    because ``mmap`` unmaps the memory before it calls the callbacks of weak references. ``__del__`` runs before that
+    and may make a new reference. Python calls it once.
     """
 
     descriptor: int | None = None
-    number = 0
+    """None for private memory."""
+    number: int = 0
     """The number of this shared memory. No other mapping of this process has ever had the same."""
     _registration: Registration | None = None
 
@@ -134,7 +125,7 @@ class _Memory(mmap.mmap):
 
 @dataclass(slots=True)
 class _Segment:
-    memory: _Memory
+    memory: MappedMemory
     nbytes: int
     free: list[tuple[int, int]] = field(default_factory=list)  # sorted, disjoint, never adjacent (start, end)
 
@@ -149,7 +140,7 @@ class Allocation:
     __slots__ = ("__weakref__", "_arena", "_array", "_memory", "nbytes", "start")
 
     def __init__(
-        self, arena: Arena, memory: _Memory, start: int, array: ctypes.Array[ctypes.c_char], nbytes: int
+        self, arena: Arena, memory: MappedMemory, start: int, array: ctypes.Array[ctypes.c_char], nbytes: int
     ) -> None:
         self._arena = weakref.ref(arena)
         self._memory = weakref.ref(memory)
@@ -158,10 +149,10 @@ class Allocation:
         self.nbytes: int = nbytes
 
     @property
-    def shared(self) -> SharedMemory | None:
+    def shared(self) -> MappedMemory | None:
         """The shared memory that has these bytes at ``start``, for another process. None for private memory."""
         memory = self._memory()
-        return None if memory is None or memory.descriptor is None else memory  # type: ignore[return-value]
+        return None if memory is None or memory.descriptor is None else memory
 
     def offer(self, take_back: Callable[[], None], *, by_sink: bool = False) -> Callable[[], None]:
         """Offer this memory to stages that wait for memory. It is needed only after a failure, or only ``by_sink``.
@@ -256,8 +247,8 @@ class Arena:
         it does not wait for threads that wait for memory."""
         self._backing = "shared"
 
-    def shared_memory(self) -> list[SharedMemory]:
-        return [s.memory for s in list(self._segments) if s.memory.descriptor is not None]  # type: ignore[misc]
+    def shared_memory(self) -> list[MappedMemory]:
+        return [s.memory for s in list(self._segments) if s.memory.descriptor is not None]
 
     def take_offer(self, take_back: Callable[[], None], *, by_sink: bool) -> Callable[[], None]:
         """Register an offer (``Allocation.offer``)."""
@@ -538,7 +529,7 @@ class Arena:
         self._reserved += wanted
         return segment, 0
 
-    def _drop_idle_segments(self, nbytes: int, then: Callable[[_Memory, int], None] = lambda *_: None) -> None:
+    def _drop_idle_segments(self, nbytes: int, then: Callable[[MappedMemory, int], None] = lambda *_: None) -> None:
         """Drop idle segments of ``nbytes`` in total. The smallest come first, because a large lease does not fit into
         them: their budget then serves one large segment."""
         for segment in sorted((s for s in self._segments if s.idle()), key=lambda s: s.nbytes):
@@ -680,12 +671,12 @@ def _nothing() -> None:
     """Do nothing: the offers ended with the arena."""
 
 
-def _map(nbytes: int, backing: Backing) -> _Memory:
+def _map(nbytes: int, backing: Backing) -> MappedMemory:
     try:
         if backing == "shared":
             memory = _map_memfd(nbytes)
         else:
-            memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = MappedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise ArenaExhaustedError(f"the system did not grant {nbytes} bytes of memory: {error}") from error
     with suppress(OSError, AttributeError):
@@ -693,14 +684,14 @@ def _map(nbytes: int, backing: Backing) -> _Memory:
     return memory
 
 
-def _map_memfd(nbytes: int) -> _Memory:
+def _map_memfd(nbytes: int) -> MappedMemory:
     """Map a sealed memfd. Without the seals one process could shrink it, and the next access of the other one would
     end that process."""
     descriptor = os.memfd_create("sidestream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        memory = _Memory(descriptor, nbytes, flags=mmap.MAP_SHARED)
+        memory = MappedMemory(descriptor, nbytes, flags=mmap.MAP_SHARED)
     except BaseException:
         os.close(descriptor)
         raise
@@ -755,7 +746,7 @@ def _touch_range(address: int, nbytes: int, busy: Callable[[], bool] | None = No
     return True
 
 
-def _discard(memory: _Memory, nbytes: int) -> None:
+def _discard(memory: MappedMemory, nbytes: int) -> None:
     """Return the pages to the system piece by piece, without the GIL. Unmapping them would hold the GIL."""
     advice = _REMOVE if memory.descriptor is not None else getattr(mmap, "MADV_DONTNEED", None)
     if advice is None:

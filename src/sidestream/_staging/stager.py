@@ -38,7 +38,7 @@ from ..errors import (
 )
 from ..options import WhenFull, check_choice, check_count, check_timeout
 from .aliases import give_back_aliases
-from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, SharedMemory, whole_pages
+from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, MappedMemory, whole_pages
 from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
 from .drain import Drain
@@ -328,7 +328,7 @@ class AsyncStager:
         self._threads.close()
         self._host.close()
 
-    def shared_memory(self) -> list[SharedMemory]:
+    def shared_memory(self) -> list[MappedMemory]:
         """Return all of its memory that exists now and that another process can be handed."""
         return self._arena.shared_memory()
 

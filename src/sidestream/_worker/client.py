@@ -16,12 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from .._runtime.threads import Deadline, Stop, current_deadline, io_threads, result_of
-from .._staging import FillPart, FillPiece
+from .._staging import FillPart, FillPiece, MappedMemory
 from .._storage import Body, Store, Transaction
 from ..errors import InvalidOptionError, WriterProcessError
 from ..options import WriterChoice, WriterProcess, check_writer
 from .job import Job, JobOrder
-from .link import ACKNOWLEDGE_S, SharedSegment, WorkerLink
+from .link import ACKNOWLEDGE_S, WorkerLink
 from .process import available
 from .wire import Unsendable, WorkerMessage, WorkerMessageKind, pack, pack_fill
 
@@ -144,7 +144,7 @@ class Worker:
         stop = Stop()
         await io_threads().run(self._ready, stop, stop=stop)
 
-    async def share(self, memories: Sequence[SharedSegment]) -> None:
+    async def share(self, memories: Sequence[MappedMemory]) -> None:
         """Map ``memories`` in the process if it is up, so that no save has to wait for that."""
         link = self._link
         if link is not None and link.up.done() and link.lost is None:
@@ -239,7 +239,7 @@ class Worker:
             self._link.close_after_fork()
 
 
-def _share(link: WorkerLink, memories: Sequence[SharedSegment]) -> None:
+def _share(link: WorkerLink, memories: Sequence[MappedMemory]) -> None:
     with suppress(WriterProcessError):  # the next save starts another process
         for memory in memories:
             link.share(memory)

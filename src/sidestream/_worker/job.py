@@ -11,32 +11,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from .._format.layout_bytes import pack_layout, unpack_sums
 from .._runtime.error_data import error_from
 from .._runtime.threads import Deadline, Stop, run_sliced
+from .._staging import Allocation, MappedMemory
 from .._storage import Attempt, Body, BytesBody, ShardBody, StoreAddress, Transaction
 from ..errors import ClosedError, InvalidOptionError, SidestreamError, WriterProcessError, without_frames
 from ..events import WriterProcessLost, emit
-from .link import ACKNOWLEDGE_S, SharedSegment, WorkerLink
+from .link import ACKNOWLEDGE_S, WorkerLink
 from .wire import READY, SUMS, UNUSED, WorkerMessage, WorkerMessageKind, pack, unpack, with_length
 
 __all__ = ["Job", "JobOrder"]
 
 _HELD_BYTES = 1 << 20  # of messages: the process begins with them while more are made
-
-
-class _Allocation(Protocol):
-    start: int
-
-    @property
-    def shared(self) -> SharedSegment | None: ...
-
-    @property
-    def array(self) -> Any: ...
-
-    def offer(self, take_back: Callable[[], None]) -> Callable[[], None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +228,7 @@ class _Exchange:
 
     def _send_windows(self, file: _File, index: int, images: Sequence[Any]) -> None:
         """Send the windows of a file as they become complete. Those that are complete already share a message."""
-        found: dict[int, tuple[Any, _Allocation, Any]] = {}
+        found: dict[int, tuple[Any, Allocation, Any]] = {}
         try:
             for window, image in enumerate(images):
                 if not image.whole:
@@ -251,11 +240,11 @@ class _Exchange:
         finally:
             found.clear()  # so that an error that is kept, with this stack frame, does not keep the memory
 
-    def _window(self, file: _File, image: Any) -> tuple[Any, _Allocation, Any]:
+    def _window(self, file: _File, image: Any) -> tuple[Any, Allocation, Any]:
         """Wait until a window is complete, and return its array, its allocation and its image."""
         try:
             image.wait(image.nbytes, stop=self._halt)
-            lease: _Allocation = image.lease()
+            lease: Allocation = image.lease()
             array = lease.array
         except ClosedError as error:
             if file.taken_back:
@@ -266,7 +255,7 @@ class _Exchange:
         self._share(lease.shared)
         return array, lease, image
 
-    def _hold_ready(self, index: int, found: dict[int, tuple[Any, _Allocation, Any]]) -> None:
+    def _hold_ready(self, index: int, found: dict[int, tuple[Any, Allocation, Any]]) -> None:
         self._ready.update(((index, window), used) for window, used in found.items())
         ready = [
             READY.pack(index, window, lease.shared.number, lease.start, image.nbytes)
@@ -276,7 +265,7 @@ class _Exchange:
         if ready:
             self._held.append((WorkerMessageKind.READY, b"".join(ready)))
 
-    def _share(self, memory: SharedSegment) -> None:
+    def _share(self, memory: MappedMemory) -> None:
         self._sending = True
         try:
             self._link.share(memory)

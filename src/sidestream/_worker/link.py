@@ -14,13 +14,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Protocol
 
+from .._staging import MappedMemory
 from ..errors import WriterProcessError
 from ..events import emit
 from ..options import WriterProcess
 from .process import spawn
 from .wire import Channel, WorkerMessage, WorkerMessageKind, pack, unpack, unpack_event
 
-__all__ = ["ACKNOWLEDGE_S", "Listener", "SharedSegment", "WorkerLink"]
+__all__ = ["ACKNOWLEDGE_S", "Listener", "WorkerLink"]
 
 ACKNOWLEDGE_S = 2.5
 """How long the process may take to stop using the memory of a cancelled request. Together with the time to kill and
@@ -31,18 +32,6 @@ _PROBE_BYTES = 16
 _START_S = 60.0
 _REAP_S = 5.0
 _ENDED = "the writer process has ended"
-
-
-class SharedSegment(Protocol):
-    """Memory that the writer process maps: its length, its file descriptor, and a number that identifies it."""
-
-    @property
-    def descriptor(self) -> int: ...
-
-    @property
-    def number(self) -> int: ...
-
-    def __len__(self) -> int: ...
 
 
 class Listener(Protocol):
@@ -120,7 +109,7 @@ class WorkerLink:
         """Send messages in one call, as ``send`` does."""
         self._call(lambda channel: channel.send_all(messages))
 
-    def share(self, memory: SharedSegment) -> None:
+    def share(self, memory: MappedMemory) -> None:
         """Have the process map ``memory``, unless it has already. The process unmaps it after it was freed here."""
         with self._sharing:
             if memory.number in self._shared:
