@@ -18,11 +18,12 @@ from functools import partial
 from inspect import iscoroutinefunction
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from .._format.checksum import digest_of
 from .._format.shard import BlockSums, ShardLayout
 from .._layout.names import renamed_state
+from .._layout.save_layout import PlannedFiles
 from .._layout.values import copy_value
 from .._runtime.caller import withdraw_if_interrupted
 from .._runtime.state_dict_calls import with_state_dicts
@@ -336,22 +337,6 @@ class FirstCopy:
 _PATIENCE_S = 20.0
 
 
-class FilePlan(Protocol):
-    """The parts of a plan that a writer needs: the content of the file of plain values (empty if there is no such
-    file), the shards, and the names of the files."""
-
-    @property
-    def values(self) -> bytes: ...
-
-    @property
-    def values_file(self) -> str: ...
-
-    @property
-    def shards(self) -> tuple[ShardLayout, ...]: ...
-
-    def shard_file(self, index: int) -> str: ...
-
-
 LayOut: TypeAlias = Callable[[PlanCache, int, Captured], Any]
 """A function that plans a save, in the stager's thread. Its arguments are the stager's cache of plans, the stager's
 budget in bytes, and the captured state."""
@@ -459,11 +444,11 @@ class LaidOutStage(Stage):
         if self._staging is not None:
             self._stager.settle(self._staging)
 
-    def plan(self, stop: Stop) -> FilePlan:
+    def plan(self, stop: Stop) -> PlannedFiles:
         staging, deadline = self._staging, self._order.deadline
         if staging is None:
             staging = self._launch_second(stop)
-        plan: FilePlan
+        plan: PlannedFiles
         if self._order.operation is None:
             plan = result_of(staging.laid, stop, "waiting for earlier stages")
         else:  # rank 0 raises at the deadline, and its error names the ranks that have not made the call
@@ -482,7 +467,7 @@ class LaidOutStage(Stage):
         self._stager.settle(staging)
         return staging
 
-    def files(self, plan: FilePlan) -> list[tuple[str, Body]]:
+    def files(self, plan: PlannedFiles) -> list[tuple[str, Body]]:
         """Return the file of plain values, and then the shards in the order in which they are staged."""
         assert self._staging is not None
         found: list[tuple[str, Body]] = []

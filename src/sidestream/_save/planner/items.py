@@ -19,7 +19,7 @@ from ..._format.frame import frame_tensor
 from ..._format.records import DTYPES, Node
 from ..._format.shard import BlockSums, ShardLayout, lay_out
 from ..._format.torch_zip.file import check_value_item, open_value_item
-from ..._layout.save_layout import window_bytes_for, window_copies
+from ..._layout.save_layout import PlannedFiles, window_bytes_for, window_copies
 from ..._load.foreign.items import MAX_VALUE_BYTES
 from ..._runtime.threads import Deadline, Steps, gathered, run_sliced, sliced
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, transformed_stream
@@ -46,23 +46,12 @@ _GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupPlan:
-    """A group of tensors as one file."""
-
-    shard: ShardLayout
-    images: tuple[ImageLayout, ...]
-
-    def without_sources(self) -> _GroupPlan:
-        return replace(self, images=())
-
-
-@dataclass(frozen=True, slots=True)
 class _Group:
     """A group that is being staged."""
 
     items: Sequence[WriteItem]
     dtypes: Sequence[str]
-    staging: Staging[_GroupPlan]
+    staging: Staging[PlannedFiles]
 
 
 class Outgoing:
@@ -102,7 +91,7 @@ class Outgoing:
         self._tensors = [] if extensions else [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         stager = partial(AsyncStager, budget_bytes=_BUDGET_BYTES, timeout_s=deadline.timeout_s)
         self._stager = stager(backing="shared" if shared else "private") if self._tensors else None
-        self._stagings: list[Staging[_GroupPlan]] = []
+        self._stagings: list[Staging[PlannedFiles]] = []
         self._receipts: list[Callable[[], Iterable[tuple[WriteItem, Receipt]]]] = []
         self._files = 0
 
@@ -228,9 +217,9 @@ class Outgoing:
         return _Group(items, [dtype_name(tensor.dtype) for tensor in tensors.values()], staging)
 
     def _shard(self, group: _Group) -> tuple[str, Body]:
-        plan = self._deadline.result(group.staging.laid, "planning a file")
-        name, body = self._name(), ShardBody(plan.shard, group.staging.images, None)
-        self._receipts.append(lambda: _receipts(name, group, plan.shard, body.sums))
+        (shard,) = self._deadline.result(group.staging.laid, "planning a file").shards
+        name, body = self._name(), ShardBody(shard, group.staging.images, None)
+        self._receipts.append(lambda: _receipts(name, group, shard, body.sums))
         return name, body
 
 
@@ -244,7 +233,7 @@ def _receipts(
 
 
 @sliced
-def _plan_group(items: Sequence[WriteItem], captured: Captured) -> Steps[_GroupPlan]:
+def _plan_group(items: Sequence[WriteItem], captured: Captured) -> Steps[PlannedFiles]:
     """Return the file of a group. Called in the stager's thread."""
     tensors = list(captured.root.values())
     for item, tensor in zip(items, tensors, strict=True):
@@ -262,7 +251,7 @@ def _plan_group(items: Sequence[WriteItem], captured: Captured) -> Steps[_GroupP
         ImageLayout(window.end - window.start, tuple(gathered(window_copies(shard, window, 0, tensors, as_they_are))))
         for window in shard.windows
     )
-    return _GroupPlan(shard, images)
+    return PlannedFiles(0, (shard,), images, b"")
 
 
 def _check(tensor: torch.Tensor, item: WriteItem, *, held: bool) -> None:
