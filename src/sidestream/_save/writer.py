@@ -65,11 +65,13 @@ class Stage(ABC):
         """The stager that was made for this save alone."""
         self._staging: Staging[Any] | None = None
         self._first: FirstCopy | None = None
+        self._first_free: Future[None] = ThreadFuture()
+        """The result of ``free`` if there is a first copy."""
 
     @property
-    @abstractmethod
     def free(self) -> Future[None]:
         """A future that is resolved when the sources may change, or with the error of the staging."""
+        return self._first_free if self._first is not None or self._staging is None else self._staging.free
 
     @property
     def copied(self) -> Future[Any] | None:
@@ -403,19 +405,11 @@ class LaidOutStage(Stage):
             shared, timeout_s = order.worker is not None, order.deadline.timeout_s
             self._stager = self.own = borrow(order.budget_bytes, shared=shared, timeout_s=timeout_s)
             self._foreign = None if stager is None else (state, stager)
-        self._second_free: Future[None] = ThreadFuture()
         self._given_way = False
         self._readers = readers
-        self.snapshots: tuple[SnapshotReader[Any] | None, ...] = (None,) * readers
-        """The reader of the snapshot for each sink; None if the sink has to read the checkpoint."""
-        self._sums: list[BlockSums] = []
-        self._written: list[set[int]] = []  # of each shard
-
-    @property
-    def free(self) -> Future[None]:
-        if self._first is None and self._staging is not None:
-            return self._staging.free
-        return self._second_free
+        self.snapshots: tuple[SnapshotReader[Any], ...] = ()
+        """The reader of the snapshot for each sink. Empty if the sinks have to read the checkpoint."""
+        self._bodies: list[ShardBody] = []
 
     def launch(self) -> None:
         if self._foreign is not None:
@@ -461,9 +455,9 @@ class LaidOutStage(Stage):
             copy = self._first.wait(stop)
             staging = self._launch(capture(copy, copy_value))
         except BaseException as error:
-            self._second_free.set_exception(error)
+            self._first_free.set_exception(error)
             raise
-        staging.free.add_done_callback(partial(_follow, self._second_free))
+        staging.free.add_done_callback(partial(_follow, self._first_free))
         self._stager.settle(staging)
         return staging
 
@@ -476,14 +470,13 @@ class LaidOutStage(Stage):
         images = iter(self._staging.images)
         for index, layout in enumerate(plan.shards):
             body = ShardBody(layout, tuple(islice(images, len(layout.windows))), self._order.digest)
-            self._sums.append(body.sums)
-            self._written.append(body.written)
+            self._bodies.append(body)
             found.append((plan.shard_file(index), body))
         return found
 
     def written(self) -> list[BlockSums]:
         """Return the checksums of each shard's blocks."""
-        return self._sums
+        return [body.sums for body in self._bodies]
 
     def end(self) -> None:
         """Do nothing: each window is released when it has been written."""
@@ -508,8 +501,9 @@ class LaidOutStage(Stage):
         assert self._staging is not None
         shards: Sequence[ShardLayout] = laid.result().shards
         written = 0
-        for layout, numbers in zip(shards, list(self._written), strict=False):
-            written += sum(layout.windows[number].end - layout.windows[number].start for number in list(numbers))
+        for body in list(self._bodies):
+            windows = body.layout.windows
+            written += sum(windows[number].end - windows[number].start for number in list(body.written))
         total = sum(layout.nbytes for layout in shards)
         return SaveProgress(total, sum(image.staged_bytes for image in self._staging.images), written)
 

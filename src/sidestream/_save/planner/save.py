@@ -20,7 +20,7 @@ from ..._group import Operation, this_process
 from ..._layout.torch_planner import Asked, local_save_plan, packed, unpacked
 from ..._layout.values import encode_metadata
 from ..._runtime.tasks import running_loop
-from ..._runtime.threads import Deadline, Stop, ThreadFuture, result_of
+from ..._runtime.threads import Deadline, Stop, result_of
 from ..._staging import AsyncStager, StagedState
 from ..._storage import Body, locate_directory
 from ...errors import InvalidOptionError, PlannerError
@@ -137,14 +137,9 @@ class PlannedStage(Stage):
             stager = self.own = AsyncStager(timeout_s=order.deadline.timeout_s)
         self._stager = stager
         self._staged: Future[StagedState] | None = None
-        self._first_free: Future[None] = ThreadFuture()
         self._copy: Any = None
         self._outgoing: Outgoing | None = None
         self._results: list[WriteResult] = []
-
-    @property
-    def free(self) -> Future[None]:
-        return self._first_free if self._staging is None else self._staging.free
 
     def launch(self) -> None:
         state, self._state = self._state, None
