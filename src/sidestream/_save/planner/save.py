@@ -255,7 +255,7 @@ def _decide_together(planner: Asked, order: SaveOrder, operation: Operation, loc
         plans, decided = _merged(planner, [unpacked(planner, part) for part in parts])
         return [packed(planner, plan) for plan in plans]
 
-    terms = json.dumps(terms_of(order, planner=True)).encode()
+    terms = json.dumps({"terms": terms_of(order, planner=True)}).encode()
     operation.first = json.loads(operation.exchange("plan", terms, agree))
     raw = operation.exchange("merge plans", packed(planner, local), merge)
     final = planner.finish_plan(unpacked(planner, raw))
