@@ -21,7 +21,7 @@ from ..._format.shard import BlockSums, ShardLayout, lay_out
 from ..._format.torch_zip.file import check_value_item, open_value_item
 from ..._layout.save_layout import PlannedFiles, window_bytes_for, window_copies
 from ..._load.foreign.items import MAX_VALUE_BYTES
-from ..._runtime.threads import Deadline, Steps, gathered, run_sliced, sliced
+from ..._runtime.threads import Steps, gathered, run_sliced, sliced
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, transformed_stream
 from ..._staging import AsyncStager, Captured, ImageLayout, Staging, capture
 from ..._storage import Body, BytesBody, ShardBody
@@ -32,6 +32,7 @@ from ...errors import (
     UnsupportedCheckpointError,
     UnsupportedTensorError,
 )
+from ..order import SaveOrder
 from .metadata import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
 __all__ = ["Outgoing", "warn_of_refused"]
@@ -69,28 +70,26 @@ class Outgoing:
         planner: SavePlanner,
         rank: int,
         extensions: Sequence[object],
-        deadline: Deadline,
+        order: SaveOrder,
         *,
-        shared: bool = False,
-        tag: str = "",
         allow: Set[str] = frozenset(),
     ) -> None:
-        """Make the files of the items. ``tag`` is added to their names. ``allow`` has the names of the types that
-        readers will be allowed to make."""
+        """``allow`` has the names of the types that readers will be allowed to make."""
         self.refused: dict[str, str] = {}
         """The reason why a reader without options refuses a value, by FQN. Complete when ``files`` is exhausted."""
         self.opaque: dict[str, str] = {}
         """The same for values that the planner wrote in its own format."""
         self._allow = allow
-        self._tag = tag
+        self._tag = "" if order.part is None else f"-{order.part_id}"
+        """The end of the names of the files. It is different for each attempt to write a part."""
         self._planner = planner
         self._rank = rank
-        self._deadline = deadline
+        self._deadline = order.deadline
         self._extensions = extensions
         self._in_order = [item for item in plan.items if extensions or item.type == WriteItemType.BYTE_IO]
         self._tensors = [] if extensions else [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        stager = partial(AsyncStager, budget_bytes=_BUDGET_BYTES, timeout_s=deadline.timeout_s)
-        self._stager = stager(backing="shared" if shared else "private") if self._tensors else None
+        stager = partial(AsyncStager, budget_bytes=_BUDGET_BYTES, timeout_s=order.deadline.timeout_s)
+        self._stager = stager(backing="private" if order.worker is None else "shared") if self._tensors else None
         self._stagings: list[Staging[PlannedFiles]] = []
         self._receipts: list[Callable[[], Iterable[tuple[WriteItem, Receipt]]]] = []
         self._files = 0

@@ -30,7 +30,7 @@ from ..layouts import check_terms, terms_of
 from ..operation import Coordinator, SaveOperation, SaveOrder, Solo
 from ..pending import PendingSave, SaveProgress
 from ..writer import FirstCopy, LiveWriter, Stage
-from .independent import Independent, tag_of
+from .independent import Independent
 from .items import Outgoing, warn_of_refused
 from .layout import Decided, PlannerLayout
 
@@ -156,15 +156,7 @@ class PlannedStage(Stage):
         order = self._order
         self._copy = self._when_copied(stop)
         decided = _decide(self._planner, order, self._copy)
-        self._outgoing = Outgoing(
-            decided.plan,
-            self._planner,  # type: ignore[arg-type]
-            order.rank,
-            (),
-            order.deadline,
-            shared=order.worker is not None,
-            tag="" if order.part is None else tag_of(order.save_id),
-        )
+        self._outgoing = Outgoing(decided.plan, self._planner, order.rank, (), order)  # type: ignore[arg-type]
         return decided
 
     def _when_copied(self, stop: Stop) -> Any:
