@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -42,7 +42,7 @@ from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, Mapp
 from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
 from .drain import Drain
-from .driver import TorchDriver, driver_for
+from .driver import driver_for
 from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, FillPart, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
@@ -602,9 +602,9 @@ class AsyncStager:
         if staging.passes and not self._idle.grows_to([image.nbytes for image in staging.images]):
             staging.drain = Drain(self._arena.given_back_bytes)
         if staging.device is not None and self._device is not None:
-            device = self._device.enter(staging.device)
+            device = next(iter(staging.device.sides), None)
             if device is not None:
-                self._pin(self._device.driver, device, staging.device.names)
+                self._device.pin(self._arena, device, staging.device.names)
         self._lease_scratch(staging, [layout.nbytes for layout in plan.images])
         left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
         while left:
@@ -645,12 +645,6 @@ class AsyncStager:
                 staging.held_bytes = held
                 self._read.append(staging)
         return stays
-
-    def _pin(self, driver: TorchDriver, device: Hashable, names: Callable[[], Sequence[str]] = tuple) -> None:
-        """Register the memory of the arena with ``device``, which this thread has entered."""
-        if (pinner := driver.pinner) is not None:
-            with failing("while registering host memory", names):
-                self._arena.pin(pinner, device)
 
     def _lease_scratch(self, staging: Staging[Any], images: Sequence[int]) -> None:
         """Lease the scratch, which is needed until the end of the stage, before any image."""
@@ -785,8 +779,7 @@ class AsyncStager:
         try:
             for tensor in on_device:
                 assert self._device is not None
-                device = self._device.enter_that_of(tensor)
-                self._pin(self._device.driver, device)
+                self._device.pin(self._arena, self._device.driver.device_of(tensor))
             if nbytes:
                 self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
         except BaseException as error:
