@@ -27,13 +27,13 @@ from .._save.api import (
     Lifecycle,
     PendingExport,
     PendingSave,
-    SavedAs,
     SaveInfo,
     SaveProgress,
     SaveWork,
     Worker,
     plan_alone,
     prewarm,
+    saved_as,
     start_save,
     start_together,
 )
@@ -397,7 +397,7 @@ class Saves:
     async def prewarm(self, state: Mapping[str, Any] | int | None) -> None:
         """Do ``Checkpointer.prewarm``, or ``reserve`` if ``state`` is a number of bytes."""
         run, options = self._run, self.options
-        alone = SavedAs(options.names, options.dtype).applied(plan_alone, run.url, others=False)
+        alone = saved_as(plan_alone, options, run.url, others=False)
         with run.time_limit():
             await run.store.connect()
             await prewarm(state, self._stager, self._worker, plan=alone if run.together() is None else None)

@@ -28,7 +28,7 @@ from .layouts import AgreedLayout, NativeLayout
 from .operation import Lifecycle, SaveOperation, SaveOrder, Solo
 from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
-from .writer import LaidOutStage, LayOut, LiveWriter, SavedAs
+from .writer import LaidOutStage, LayOut, LiveWriter, check_saved_as, saved_as
 
 __all__ = [
     "STREAM_BYTES",
@@ -39,13 +39,13 @@ __all__ = [
     "SaveInfo",
     "SaveProgress",
     "SaveWork",
-    "SavedAs",
     "Worker",
     "async_save",
     "completed",
     "plan_alone",
     "prewarm",
     "save",
+    "saved_as",
     "start_save",
     "start_together",
 ]
@@ -265,7 +265,7 @@ def start_save(
     """
     deadline = Deadline.after(options.timeout_s)
     own = stager is None or isinstance(stager, AsyncStager)
-    SavedAs(options.names, options.dtype).check(own=own)
+    check_saved_as(options, own=own)
     captured = capture(state, copy_value) if own and options.planner is None else None
     sources = check_sources(files) if operation is None or operation.rank == 0 else {}
     begun = None
@@ -307,9 +307,8 @@ def _started(
         from .planner.save import start_planned  # imports DCP, as the planner has done
 
         return replace(start_planned(order, state, options.planner, stager), exports=exports)
-    saved_as = SavedAs(options.names, options.dtype)
     if order.operation is None:
-        lay_out = saved_as.applied(plan_alone, order.location.url, others=False)
+        lay_out = saved_as(plan_alone, options, order.location.url, others=False)
         stage = LaidOutStage(order, state, captured, stager, lay_out, len(exports))
         return SaveOperation(
             order=order,
@@ -320,7 +319,7 @@ def _started(
             snapshots=stage.snapshots,
         )
     layout = AgreedLayout(order)
-    lay_out = saved_as.applied(layout.lay_out, order.location.url, others=True)
+    lay_out = saved_as(layout.lay_out, options, order.location.url, others=True)
     writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, lay_out))
     return SaveOperation(order=order, writer=writer, layout=layout, coordinator=Group(order), exports=exports)
 

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from inspect import iscoroutinefunction
 from itertools import islice
@@ -47,11 +46,11 @@ from ..errors import (
     SidestreamError,
     SkippedError,
 )
-from ..options import Dtypes, Names, Stager
+from ..options import SaveOptions, Stager
 from .order import Lifecycle, SaveOrder
 from .pending import SaveProgress
 
-__all__ = ["FirstCopy", "LaidOutStage", "LiveWriter", "SavedAs", "Stage", "write_files"]
+__all__ = ["FirstCopy", "LaidOutStage", "LiveWriter", "Stage", "check_saved_as", "saved_as", "write_files"]
 
 
 _GRACE_S = 5.0
@@ -344,34 +343,28 @@ LayOut: TypeAlias = Callable[[PlanCache, int, Captured], Any]
 budget in bytes, and the captured state."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedAs:
-    """The names and dtypes that a state gets in the checkpoint (``SaveOptions``)."""
+def check_saved_as(options: SaveOptions, *, own: bool) -> None:
+    """Raise ``InvalidOptionError`` if names or dtypes are given and the stager is not our ``own``."""
+    given = [name for name, one in (("names=", options.names), ("dtype=", options.dtype)) if one is not None]
+    if given and not own:
+        raise InvalidOptionError(
+            f"{' and '.join(given)} need a stager of sidestream, which renames and converts while it copies: leave out "
+            "stager=, or pass a sidestream.AsyncStager()"
+        )
 
-    names: Names | None = None
-    dtype: Dtypes | None = None
 
-    def check(self, *, own: bool) -> None:
-        """Raise ``InvalidOptionError`` if names or dtypes are given and the stager is not our ``own``."""
-        given = [name for name, one in (("names=", self.names), ("dtype=", self.dtype)) if one is not None]
-        if given and not own:
-            raise InvalidOptionError(
-                f"{' and '.join(given)} need a stager of sidestream, which renames and converts while it copies: leave "
-                "out stager=, or pass a sidestream.AsyncStager()"
-            )
+def saved_as(lay_out: LayOut, options: SaveOptions, url: str, *, others: bool) -> LayOut:
+    """Return a function that plans the state with the names and dtypes of ``options``. With ``others``, a mapping of
+    names may contain names of other ranks."""
+    names, dtype = options.names, options.dtype
+    if names is None and dtype is None:
+        return lay_out
 
-    def applied(self, lay_out: LayOut, url: str, *, others: bool) -> LayOut:
-        """Return a function that plans the state with its new names and dtypes. With ``others``, a mapping of names may
-        contain names of other ranks."""
-        if self.names is None and self.dtype is None:
-            return lay_out
-        names, dtype = self.names, self.dtype
+    def renamed(plans: PlanCache, budget_bytes: int, captured: Captured) -> object:
+        captured = run_sliced(renamed_state(captured, names, dtype, url, others=others))
+        return lay_out(plans, budget_bytes, captured)
 
-        def renamed(plans: PlanCache, budget_bytes: int, captured: Captured) -> object:
-            captured = run_sliced(renamed_state(captured, names, dtype, url, others=others))
-            return lay_out(plans, budget_bytes, captured)
-
-        return renamed
+    return renamed
 
 
 class LaidOutStage(Stage):
