@@ -351,7 +351,7 @@ def _compare_values(tables: Sequence[Sequence[Row]], digests: Sequence[Mapping[s
         )
 
 
-def commit_files(manifest: Manifest, saved_at: int = 0, described: Described | None = None) -> dict[str, list[bytes]]:
+def commit_files(manifest: Manifest, saved_at: int, described: Described | None = None) -> dict[str, list[bytes]]:
     """Return the files of the manifest and of the marker for ``manifest``. If ``described`` is given, it has the
     entries in place of ``manifest``. Called in a worker thread."""
     described = run_sliced(describe(manifest.entries)) if described is None else described

@@ -274,8 +274,7 @@ def write_files(order: SaveOrder, files: Iterable[tuple[str, Body]], stop: Stop)
     if worker is None:
         transaction.write(files, stop=stop)
     else:
-        url = order.location.url
-        worker.write(transaction, files, stop=stop, fall_back=order.fall_back, url=url)
+        worker.write(transaction, files, stop=stop, fall_back=order.fall_back, url=order.location.url)
 
 
 async def _ended(copied: Future[Any], patience_s: float) -> None:

@@ -151,8 +151,8 @@ class Worker:
         files: Iterable[tuple[str, Body]],
         *,
         stop: Stop,
-        fall_back: bool = False,
-        url: str = "",
+        fall_back: bool,
+        url: str,
     ) -> None:
         """Write ``files`` in the process, with the guarantees and errors of ``Transaction.write``. This process makes
         the attempt, and the writer process joins it.
@@ -167,7 +167,7 @@ class Worker:
             return
         assert transaction.address is not None
         joined = replace(attempt, kind="joined")
-        order = JobOrder(transaction.address, joined, url or attempt.target, current_deadline())
+        order = JobOrder(transaction.address, joined, url, current_deadline())
         self.acquire()  # or the process might end before the request reaches it
         try:
             Job(order, files, stop).run(transaction, lambda: self._ready(stop), self.options.retries)
