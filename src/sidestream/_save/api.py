@@ -289,7 +289,7 @@ def start_save(
     try:
         return _started(order, state, captured, stager, options, exports)
     except BaseException as error:
-        if begun is not None:  # nobody else would end it
+        if begun is not None:  # otherwise it stays open until its deadline
             begun.report(error)
         raise
 

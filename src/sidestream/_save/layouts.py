@@ -321,7 +321,7 @@ def terms_of(order: SaveOrder, *, planner: bool = False) -> dict[str, Any]:
 
 
 def check_terms(told: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``InvalidOptionError`` if the ``"terms"`` that the ranks have told differ. Called on rank 0."""
+    """Raise ``InvalidOptionError`` if the ``"terms"`` of the ranks differ. Called on rank 0."""
     for name in told[0]["terms"]:
         said = {one["terms"][name]: rank for rank, one in reversed(list(enumerate(told)))}
         if len(said) > 1:

@@ -95,7 +95,7 @@ class Staging(Generic[P]):
         self.then: Callable[[], None] = _nothing
         """Called when ``copied`` has been resolved, in the thread that did that."""
         self.work: Future[None] | None = None
-        """The stager's part, queued or running. None after the stage has been told to stop."""
+        """The stager's part, queued or running. None once the stage has to stop."""
         self.readers: frozenset[int] = frozenset(range(readers))
         """The numbers of further readers that have not left."""
         self.held_bytes = 0
