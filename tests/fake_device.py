@@ -44,7 +44,7 @@ class Stream:
 
 
 class FakeDriver:
-    """A ``Driver``. Every tensor that ``put`` has seen is on a device; all others are in host memory."""
+    """It has the methods of ``TorchDriver``. Every tensor that ``put`` has seen is on a device, all others are not."""
 
     def __init__(self, seed: int = 0) -> None:
         self.capture = False
@@ -141,7 +141,7 @@ class FakeDriver:
     def idle(self) -> bool:
         return not any(stream.queue for stream in self._streams)
 
-    # --- Driver ---
+    # --- what staging calls ---
 
     def device_of(self, tensor: torch.Tensor) -> Hashable | None:
         return self._devices.get(storage_key(tensor)) if tensor.layout is torch.strided else None

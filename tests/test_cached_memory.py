@@ -105,6 +105,23 @@ async def test_no_more_is_kept_than_was_said(tmp_path: Path) -> None:
     assert sum(one.nbytes for one in cached._cache._idle) <= 64 * MIB
 
 
+async def test_a_new_bound_while_a_save_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_aside, threads = AsyncStager.set_aside, []
+
+    def beside_a_new_bound(stager: AsyncStager, nbytes: int) -> None:
+        threads.append(threading.Thread(target=sidestream.set_cache_bytes, args=(0,)))
+        threads[-1].start()
+        threads[-1].join(0.2)
+        set_aside(stager, nbytes)
+
+    monkeypatch.setattr(AsyncStager, "set_aside", beside_a_new_bound)
+    await sidestream.save(state_of(1), tmp_path / "s")
+    assert len(threads) == 1
+    await asyncio.to_thread(threads[0].join, 60)
+    assert idle() == []
+    assert_same(state_of(1), await back(tmp_path / "s"))
+
+
 @pytest.mark.parametrize("wrong", [-1, 1.5, "1 GB", None, True])
 def test_a_bound_that_is_none_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidOptionError, match="cache_bytes"):

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.two_tensor import TwoTensor
 
 import sidestream
+from sidestream._group.operation import Operation, RankGroup
 from sidestream._staging import AsyncStager, DeviceEngine
 from sidestream._staging.stage import guard
 from sidestream.errors import (
@@ -99,6 +100,33 @@ async def test_sparse_tensors_go_by_their_parts(stager: AsyncStager) -> None:
     assert staged["coo"]._values().data_ptr() != state["coo"]._values().data_ptr()
     staged.release()
     del staged, copy
+
+
+@pytest.mark.parametrize("kind", [None, KeyboardInterrupt])
+async def test_a_save_of_one_rank_that_cannot_start_leaves_nothing_open(
+    kind: type[BaseException] | None, mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, begun = RankGroup.begin, []
+
+    def kept(group: RankGroup, *args: Any) -> Operation:
+        begun.append(begin(group, *args))
+        return begun[-1]
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RankGroup, "begin", kept)
+    state = {"t": distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])}
+    async with AsyncStager() as stager:
+        if kind is not None:
+            monkeypatch.setattr(AsyncStager, "launch", interrupted)
+        else:
+            await stager.aclose()
+        with pytest.raises(ClosedError if kind is None else kind):
+            sidestream.async_save(state, tmp_path / "c", stager=stager)
+    (operation,) = begun
+    assert operation.ended
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_dtensors_keep_mesh_and_placements(mesh: Any, stager: AsyncStager) -> None:

@@ -22,6 +22,7 @@ from leases import all_returned
 from states import assert_same
 
 import sidestream
+from sidestream._runtime import threads as threads_module
 from sidestream._runtime.threads import Deadline
 from sidestream._save import writer
 from sidestream._staging import AsyncStager, DeviceEngine, StageMode, cached
@@ -583,6 +584,24 @@ async def test_a_stuck_device_and_a_deadline(monkeypatch: pytest.MonkeyPatch) ->
             )
         await driver.drive(future)
         driver.run()  # what the save has left, for which a thread waits
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+async def test_a_stage_ends_without_a_thread_for_its_device(mode: StageMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may start no more threads: that of the stager waits for the device then."""
+    start = threads_module._start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == "sidestream-0":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threads_module, "_start", start_others)
+    driver = FakeDriver()
+    async with on_fake(driver, mode=mode, timeout_s=10.0) as stager:
+        async with asyncio.timeout(10):
+            staged = await driver.drive(stager.stage({"t": put(driver, 1.0)}))
+        assert (staged["t"] == 1.0).all()
 
 
 async def closed(stager: AsyncStager) -> None:

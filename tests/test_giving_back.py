@@ -21,7 +21,7 @@ from leases import all_returned
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, DeviceEngine
 from sidestream._staging import stager as stager_module
-from sidestream._staging.arena import _Memory
+from sidestream._staging.arena import MappedMemory
 from sidestream._staging.registration import settle
 from sidestream.errors import ArenaExhaustedError, DeadlineExceededError, DeviceError
 
@@ -258,13 +258,13 @@ async def test_a_device_that_does_not_answer_is_not_waited_for_beyond_the_deadli
 # --- fork ---
 
 
-def registered_with(driver: FakeDriver) -> tuple[_Memory, int]:
+def registered_with(driver: FakeDriver) -> tuple[MappedMemory, int]:
     """Registered memory and its address, without a stager, whose other threads would refer to the memory too.
 
     In a forked child the frames of those threads keep their references for ever, so the last one would never die there.
     """
     before = set(driver.registered)
-    memory = _Memory(-1, MIB)
+    memory = MappedMemory(-1, MIB)
     memory.pin(driver, 1, lambda fate: None)
     (address,) = set(driver.registered) - before
     return memory, address

@@ -45,7 +45,7 @@ def slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that takes its time to find pages."""
     touch = arena_module._touch
 
-    def slowly(memory: arena_module._Memory, nbytes: int) -> None:
+    def slowly(memory: arena_module.MappedMemory, nbytes: int) -> None:
         time.sleep(nbytes / (32 * MIB))
         touch(memory, nbytes)
 

@@ -17,8 +17,9 @@ from leases import all_returned
 from states import assert_same, model_and_optimizer
 
 import sidestream
+from sidestream._runtime import threads as threads_module
 from sidestream._runtime.threads import Deadline, Stop
-from sidestream._staging import AsyncStager
+from sidestream._staging import AsyncStager, HostEngine
 from sidestream._staging.arena import Arena
 from sidestream.errors import (
     ArenaExhaustedError,
@@ -298,6 +299,21 @@ def test_memory_is_touched_by_the_threads_that_can_be_had(monkeypatch: pytest.Mo
     assert len(started) == 1
     assert not started[0].is_alive()
     lease.release()
+
+
+async def test_one_thread_copies_if_the_system_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threads_module._start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == "sidestream-copy":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threads_module, "_start", start_others)
+    async with AsyncStager(engine=HostEngine(threads=4)) as stager:
+        sources = {f"t{number}": torch.full((6 << 20,), float(number)) for number in range(4)}
+        staged = await stager.stage(sources)
+        assert_same(staged, sources)
 
 
 def test_a_stop_ends_the_wait_for_memory() -> None:

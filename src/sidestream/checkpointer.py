@@ -29,18 +29,20 @@ from ._run.saves import Saves
 from ._run.watch import Watch
 from ._runtime.public import public
 from ._runtime.tasks import run_shielded, running_loop
-from ._save.api import STREAM_BYTES, Export, PendingSave, SaveInfo, Stager, completed
-from ._staging import AsyncStager, Backing
+from ._save.api import STREAM_BYTES, Export, PendingSave, SaveInfo, completed
+from ._staging import AsyncStager
 from ._storage import locate_run
 from ._worker.client import choose_worker
 from .errors import AsyncOnlyError, InvalidOptionError
 from .options import (
+    Backing,
     Fallback,
     FileSource,
     GroupChoice,
     LoadOptions,
     Progress,
     SaveOptions,
+    Stager,
     Storage,
     Tolerated,
     WhenFull,

@@ -13,8 +13,7 @@ import warm
 from fsspec.asyn import get_loop
 
 from sidestream._staging import cached
-from sidestream._worker import client as filling
-from sidestream._worker import job
+from sidestream._worker import link
 from sidestream._worker.client import close_all
 from sidestream.blocking import run_anywhere
 
@@ -61,8 +60,7 @@ def _descriptors() -> set[tuple[str, str]]:
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A saver that does not answer a cancel is killed after 0.5 s instead of 2.5 s."""
-    for module in (filling, job):
-        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.5)
+    monkeypatch.setattr(link, "ACKNOWLEDGE_S", 0.5)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +38,7 @@ from sidestream._runtime.threads import (
     run_sliced,
     time_limit,
 )
-from sidestream._storage import Attempt, LocalStore, locate_run
+from sidestream._storage import Attempt, Body, BytesBody, LocalStore, locate_run
 from sidestream._worker.client import close_all, worker_for
 from sidestream._worker.job import Job, JobOrder
 from sidestream._worker.wire import READY, Channel, Outbox, WorkerMessage, WorkerMessageKind, pack
@@ -466,6 +467,44 @@ async def test_nor_when_it_takes_nothing_any_more(tmp_path: Path, children: Chil
     until(lambda: pid not in children())
     await sidestream.save(state_of(2.0), tmp_path / "b", options=sidestream.SaveOptions(writer=saver))
     assert_same(state_of(2.0), await back(tmp_path / "b"))
+
+
+@pytest.mark.usefixtures("short_patience")
+async def test_a_cancel_that_is_sent_late_does_not_end_it(
+    tmp_path: Path, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What makes the files may block for longer than a call of ``send`` may."""
+    saver = worker_for(WriterProcess())
+    with time_limit(Deadline.after(60)):
+        await saver.up()
+    (pid,) = children()
+    store, _ = locate_run(tmp_path)
+    assert isinstance(store, LocalStore)
+    assert store.address is not None
+    attempt = Attempt("a", "directory", "a" * 32, "fsync")
+    order = JobOrder(store.address, replace(attempt, kind="joined"), "a", Deadline.after(60))
+    stop, link = Stop(), saver._current()
+    send_all, stuck = link.send_all, []
+
+    def looked(messages: Any) -> None:
+        stuck.append(link._is_stuck())  # as the thread of the link may, during any call
+        send_all(messages)
+
+    def files() -> Iterator[tuple[str, Body]]:
+        yield "one", BytesBody(b"1")
+        stop.set()
+        time.sleep(1)
+        yield "two", BytesBody(b"2")
+
+    monkeypatch.setattr(link, "send_all", looked)
+    transaction = store.begin(attempt)
+    transaction.write(())
+    with pytest.raises(ClosedError):
+        Job(order, files(), stop).run(transaction, lambda: link, 0)
+    assert len(stuck) > 1
+    assert not any(stuck)
+    transaction.discard_here()
+    assert children() == [pid]
 
 
 async def test_prewarm_starts_it_and_a_checkpointer_keeps_it(tmp_path: Path, children: Children, until: Until) -> None:

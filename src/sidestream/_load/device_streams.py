@@ -17,7 +17,7 @@ import torch
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.threads import io_threads
 from .._staging.device import translated
-from .._staging.driver import Driver, driver_for
+from .._staging.driver import TorchDriver, driver_for
 from ..errors import DeviceError, GraphCaptureError, InvalidOptionError
 
 __all__ = ["Streams", "current_streams", "streams_of"]
@@ -27,7 +27,7 @@ __all__ = ["Streams", "current_streams", "streams_of"]
 class Streams:
     """The current streams of a thread on some devices. Each of ``sides`` is a driver, a device and a stream."""
 
-    sides: Sequence[tuple[Driver, Hashable, Any]] = ()
+    sides: Sequence[tuple[TorchDriver, Hashable, Any]] = ()
 
     @property
     def devices(self) -> list[Hashable]:
@@ -77,7 +77,7 @@ def _current(devices: Collection[torch.device]) -> Streams:
     for device in devices:
         if kind is None or device.type != kind.type or (device.index or 0) >= torch.accelerator.device_count():
             raise InvalidOptionError(f"{str(device)!r} is not a device of this machine")
-    sides: list[tuple[Driver, Hashable, Any]] = []
+    sides: list[tuple[TorchDriver, Hashable, Any]] = []
     for device in devices:
         driver = driver_for(device)
         with _failing("", [device]):

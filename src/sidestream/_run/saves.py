@@ -27,21 +27,20 @@ from .._save.api import (
     Lifecycle,
     PendingExport,
     PendingSave,
-    SavedAs,
     SaveInfo,
     SaveProgress,
     SaveWork,
-    Stager,
     Worker,
     plan_alone,
     prewarm,
+    saved_as,
     start_save,
     start_together,
 )
 from .._storage import check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
 from ..events import SaveContext
-from ..options import FileSource, Outcome, SaveOptions, WhenFull, check_step, options_of
+from ..options import FileSource, Outcome, SaveOptions, Stager, WhenFull, check_step, options_of
 from .exports import Exports, Upkeep
 from .leases import Lease
 from .run import Run
@@ -398,7 +397,7 @@ class Saves:
     async def prewarm(self, state: Mapping[str, Any] | int | None) -> None:
         """Do ``Checkpointer.prewarm``, or ``reserve`` if ``state`` is a number of bytes."""
         run, options = self._run, self.options
-        alone = SavedAs(options.names, options.dtype).applied(plan_alone, run.url, others=False)
+        alone = saved_as(plan_alone, options, run.url, others=False)
         with run.time_limit():
             await run.store.connect()
             await prewarm(state, self._stager, self._worker, plan=alone if run.together() is None else None)

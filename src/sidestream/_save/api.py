@@ -22,13 +22,13 @@ from .._staging import AsyncStager, Captured, PlanCache, capture
 from .._storage import Location, check_sources, locate_directory
 from .._worker.client import Worker, choose_worker
 from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError
-from ..options import FileSource, GroupChoice, SaveOptions, Storage, options_of, storage_of
+from ..options import FileSource, GroupChoice, SaveOptions, Stager, Storage, options_of, storage_of
 from .group import FailedSave, Group
 from .layouts import AgreedLayout, NativeLayout
 from .operation import Lifecycle, SaveOperation, SaveOrder, Solo
 from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
-from .writer import LaidOutStage, LayOut, LiveWriter, SavedAs, Stager
+from .writer import LaidOutStage, LayOut, LiveWriter, check_saved_as, saved_as
 
 __all__ = [
     "STREAM_BYTES",
@@ -39,14 +39,13 @@ __all__ = [
     "SaveInfo",
     "SaveProgress",
     "SaveWork",
-    "SavedAs",
-    "Stager",
     "Worker",
     "async_save",
     "completed",
     "plan_alone",
     "prewarm",
     "save",
+    "saved_as",
     "start_save",
     "start_together",
 ]
@@ -266,11 +265,12 @@ def start_save(
     """
     deadline = Deadline.after(options.timeout_s)
     own = stager is None or isinstance(stager, AsyncStager)
-    saved_as = SavedAs(options.names, options.dtype)
-    saved_as.check(own=own)
+    check_saved_as(options, own=own)
     captured = capture(state, copy_value) if own and options.planner is None else None
+    sources = check_sources(files) if operation is None or operation.rank == 0 else {}
+    begun = None
     if operation is None and member is not None and captured is not None and captured.sharded:
-        operation = member.begin("save", deadline)
+        operation = begun = member.begin("save", deadline)
     order = SaveOrder(
         location,
         options.durability,
@@ -283,15 +283,32 @@ def start_save(
         operation,
         *worker,
         kind="replacement" if overwrite else "directory",
-        files=check_sources(files) if operation is None or operation.rank == 0 else {},
+        files=sources,
         exports=tuple(one.url for one in exports),
     )
+    try:
+        return _started(order, state, captured, stager, options, exports)
+    except BaseException as error:
+        if begun is not None:  # otherwise it stays open until its deadline
+            begun.report(error)
+        raise
+
+
+def _started(
+    order: SaveOrder,
+    state: Mapping[str, Any],
+    captured: Captured | None,
+    stager: AsyncStager | Stager | None,
+    options: SaveOptions,
+    exports: Sequence[PendingExport],
+) -> SaveOperation:
+    """Launch the copies of ``start_save``."""
     if options.planner is not None:
         from .planner.save import start_planned  # imports DCP, as the planner has done
 
-        return start_planned(order, state, options.planner, stager, exports)
-    if operation is None:
-        lay_out = saved_as.applied(plan_alone, location.url, others=False)
+        return replace(start_planned(order, state, options.planner, stager), exports=exports)
+    if order.operation is None:
+        lay_out = saved_as(plan_alone, options, order.location.url, others=False)
         stage = LaidOutStage(order, state, captured, stager, lay_out, len(exports))
         return SaveOperation(
             order=order,
@@ -302,7 +319,7 @@ def start_save(
             snapshots=stage.snapshots,
         )
     layout = AgreedLayout(order)
-    lay_out = saved_as.applied(layout.lay_out, location.url, others=True)
+    lay_out = saved_as(layout.lay_out, options, order.location.url, others=True)
     writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, lay_out))
     return SaveOperation(order=order, writer=writer, layout=layout, coordinator=Group(order), exports=exports)
 

@@ -13,7 +13,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._format.checksum import crc32, join_blocks, unpack_crcs
 from .._format.dcp.write import Described, describe, described, metadata_end, places_of_chunks, places_of_values
@@ -48,7 +48,6 @@ __all__ = [
 
 _KEPT = 4
 _LISTED = 10
-_TERMS = ("target", "durability", "digest", "planner", "exports")
 
 
 @dataclass(slots=True)
@@ -104,16 +103,13 @@ class Planned:
 class AgreedLayout:
     """The layout of a save of ranks that plan together. Each rank writes its own part of the manifest."""
 
+    _planned: Planned
+    """Set by ``lay_out``."""
+
     def __init__(self, order: SaveOrder) -> None:
         assert order.operation is not None
         self._order = order
         self._operation = order.operation
-        self._agreed: Planned | None = None
-
-    @property
-    def _planned(self) -> Planned:
-        assert self._agreed is not None
-        return self._agreed
 
     def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> RankPlan:
         """Return the plan of this rank. Called in the stager's thread. Raises ``Stopped`` if another rank has
@@ -124,9 +120,14 @@ class AgreedLayout:
         agreements = _agreements(operation)
         known = agreements.known  # what other saves drop while this one is planned stays usable
         heard: _Heard = _Heard(known)
-        part = {**terms_of(self._order), "held": table.held.digest, "table": table.held.table, "values": values.digest}
-        part["knows"] = list(known)
-        part["space"] = free_space(location.store, location.name), table.held.most_bytes + values.nbytes
+        part = {
+            "terms": terms_of(self._order),
+            "held": table.held.digest,
+            "table": table.held.table,
+            "values": values.digest,
+            "knows": list(known),
+            "space": (free_space(location.store, location.name), table.held.most_bytes + values.nbytes),
+        }
         answer = json.loads(
             operation.exchange("plan", json.dumps(part).encode(), lambda parts: self._first(heard, parts))
         )
@@ -145,7 +146,7 @@ class AgreedLayout:
         )
         if answer["tight"]:
             operation.exchange("space", json.dumps(plan.nbytes).encode(), heard.check_space)
-        self._agreed = Planned(plan, agreement, answer["layout"], heard.fragments)
+        self._planned = Planned(plan, agreement, answer["layout"], heard.fragments)
         operation.first = answer["first"]
         operation.step = "write"
         return plan
@@ -201,17 +202,15 @@ class AgreedLayout:
         """Return the receipt of this rank, and write its part of the manifest to storage. So rank 0 need not receive
         the part."""
         order, operation = self._order, self._operation
-        made = await io_threads().run(_make_part, self._planned, written, order)
-        receipt, part = made
+        receipt, part = await io_threads().run(_make_part, self._planned, written, order)
         if part:
             name = part_name(manifest_name(order.save_id), operation.rank)
             await order.transaction.put(name, part)
         return receipt
 
     def pack(self, receipt: RankReceipt) -> bytes:
-        content: _Content = receipt.content
-        facts = {"new": content.new, "stable": content.stable, "layout": content.layout, "part": list(content.part)}
-        return join_pieces(json.dumps(facts).encode(), content.chunks, content.values)
+        content: bytes = receipt.content
+        return content
 
     def unpack(self, rank: int, content: bytes) -> _Content:
         """Return what ``rank`` has packed, with the places of its tensors. New places are kept for the next save if
@@ -225,7 +224,7 @@ class AgreedLayout:
             layout, chunks = planned.fragments.get(rank, ("", b""))
             if layout != facts["layout"]:
                 raise SidestreamError(f"rank {rank} relies on places of its tensors that rank 0 does not have")
-        return _Content(PartName(*facts["part"]), facts["layout"], facts["new"], facts["stable"], chunks, values)
+        return _Content(PartName(*facts["part"]), chunks, values)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
         """Return the root of the manifest, and ``.metadata``. The latter has 100 MB if 512 ranks save 2,000 tensors. So
@@ -312,14 +311,19 @@ def terms_of(order: SaveOrder, *, planner: bool = False) -> dict[str, Any]:
     """Return the options of a save that have to be the same on all ranks, by their names in errors. ``planner``: the
     caller has passed one."""
     exports = ", ".join(url.rpartition("/")[2] for url in order.exports)
-    options = (order.location.name, order.durability, order.digest, planner, exports)
-    return dict(zip(_TERMS, options, strict=True))
+    return {
+        "target": order.location.name,
+        "durability": order.durability,
+        "digest": order.digest,
+        "planner": planner,
+        "exports": exports,
+    }
 
 
 def check_terms(told: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``InvalidOptionError`` if the terms of the ranks differ. Called on rank 0."""
-    for name in _TERMS:
-        said = {one[name]: rank for rank, one in reversed(list(enumerate(told)))}
+    """Raise ``InvalidOptionError`` if the ``"terms"`` of the ranks differ. Called on rank 0."""
+    for name in told[0]["terms"]:
+        said = {one["terms"][name]: rank for rank, one in reversed(list(enumerate(told)))}
         if len(said) > 1:
             (one, rank), (other, another) = list(said.items())[:2]
             raise InvalidOptionError(
@@ -347,7 +351,7 @@ def _compare_values(tables: Sequence[Sequence[Row]], digests: Sequence[Mapping[s
         )
 
 
-def commit_files(manifest: Manifest, saved_at: int = 0, described: Described | None = None) -> dict[str, list[bytes]]:
+def commit_files(manifest: Manifest, saved_at: int, described: Described | None = None) -> dict[str, list[bytes]]:
     """Return the files of the manifest and of the marker for ``manifest``. If ``described`` is given, it has the
     entries in place of ``manifest``. Called in a worker thread."""
     described = run_sliced(describe(manifest.entries)) if described is None else described
@@ -421,24 +425,20 @@ def with_sidecars(manifest: Manifest, order: SaveOrder) -> Manifest:
     return replace(manifest, files=files, sidecars=sidecars, file_crcs=file_crcs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """The description of the files of one rank, for rank 0.
-
-    ``part`` is the name and the checksum of its part of the manifest. ``chunks`` and ``values`` are the places of its
-    tensors and values, as ``.metadata`` has them. The places of tensors are only sent if they are ``new`` to rank 0.
-    ``layout`` is the digest of these places. ``stable`` says that they are valid for the next save too."""
+class _Content(NamedTuple):
+    """The description of the files of one rank, on rank 0: the name and the checksum of its part of the manifest, and
+    the places of its tensors and values, as ``.metadata`` has them."""
 
     part: PartName
-    layout: str
-    new: bool
-    stable: bool
     chunks: bytes
     values: bytes
 
 
 def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) -> tuple[RankReceipt, bytes]:
-    """Return the receipt of this rank, and its part of the manifest. Called in a worker thread."""
+    """Return the receipt of this rank, and its part of the manifest. Called in a worker thread.
+
+    The content of the receipt is what ``unpack`` reads. The places of tensors are only sent if they are ``new`` to rank
+    0. ``layout`` is the digest of these places. ``stable`` says that they are valid for the next save too."""
     plan = planned.plan
     names = {name: order.transaction.committed_name(name) for name in plan.files}
     chunks = gathered(plan.chunks(sums, names))
@@ -454,11 +454,9 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
     # On object storage names contain the id of the save, so the places are new in each save.
     stable = all(name == published for name, published in names.items())
     new = not stable or planned.known_layout != plan.layout.digest
-    content = _Content(
-        PartName(len(part), crc32(part)),
-        plan.layout.digest,
-        new,
-        stable,
+    layout, name = plan.layout.digest, PartName(len(part), crc32(part))
+    content = join_pieces(
+        json.dumps({"new": new, "stable": stable, "layout": layout, "part": name}).encode(),
         run_sliced(places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks)) if new else b"",
         places_of_values((fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values),
     )

@@ -210,8 +210,7 @@ class SaveOperation:
     coordinator: Coordinator
     exports: Sequence[PendingExport] = ()
     snapshots: tuple[Any, ...] = ()
-    """For each of ``exports`` the ``SnapshotReader`` that it reads, or None if it reads the checkpoint. Empty if all of
-    them read the checkpoint."""
+    """For each of ``exports`` the ``SnapshotReader`` that it reads. Empty if they read the checkpoint."""
 
     @property
     def url(self) -> str:
@@ -288,8 +287,7 @@ class SaveOperation:
 
     def abandon(self) -> None:
         for snapshot in self.snapshots:
-            if snapshot is not None:
-                snapshot.close()
+            snapshot.close()
         self.coordinator.abandon()
         self.writer.interrupt()
 

@@ -30,6 +30,8 @@ from ..options import Digest, Durability, FileSource, IndependentPart, Outcome
 
 __all__ = ["Lifecycle", "SaveOrder"]
 
+_ID_CHARS = 16
+
 
 class Lifecycle:
     """The phases of one save: their times in seconds since the call, and an event for each."""
@@ -198,6 +200,11 @@ class SaveOrder:
     def save_id(self) -> str:
         """The id of the save. In a group all ranks have the same one, which is known when they have planned."""
         return self.own_id if self.operation is None else self.operation.save_id
+
+    @property
+    def part_id(self) -> str:
+        """The id that distinguishes the files of one attempt to write a part from those of another."""
+        return self.save_id[:_ID_CHARS]
 
     @property
     def reported_id(self) -> str:

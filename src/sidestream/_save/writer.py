@@ -13,16 +13,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from inspect import iscoroutinefunction
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from .._format.checksum import digest_of
 from .._format.shard import BlockSums, ShardLayout
 from .._layout.names import renamed_state
+from .._layout.save_layout import PlannedFiles
 from .._layout.values import copy_value
 from .._runtime.caller import withdraw_if_interrupted
 from .._runtime.state_dict_calls import with_state_dicts
@@ -46,11 +46,11 @@ from ..errors import (
     SidestreamError,
     SkippedError,
 )
-from ..options import Dtypes, Names, Stager
+from ..options import SaveOptions, Stager
 from .order import Lifecycle, SaveOrder
 from .pending import SaveProgress
 
-__all__ = ["FirstCopy", "LaidOutStage", "LiveWriter", "SavedAs", "Stage", "Stager", "write_files"]
+__all__ = ["FirstCopy", "LaidOutStage", "LiveWriter", "Stage", "check_saved_as", "saved_as", "write_files"]
 
 
 _GRACE_S = 5.0
@@ -64,11 +64,13 @@ class Stage(ABC):
         """The stager that was made for this save alone."""
         self._staging: Staging[Any] | None = None
         self._first: FirstCopy | None = None
+        self._first_free: Future[None] = ThreadFuture()
+        """The result of ``free`` if there is a first copy."""
 
     @property
-    @abstractmethod
     def free(self) -> Future[None]:
         """A future that is resolved when the sources may change, or with the error of the staging."""
+        return self._first_free if self._first is not None or self._staging is None else self._staging.free
 
     @property
     def copied(self) -> Future[Any] | None:
@@ -272,8 +274,7 @@ def write_files(order: SaveOrder, files: Iterable[tuple[str, Body]], stop: Stop)
     if worker is None:
         transaction.write(files, stop=stop)
     else:
-        url = order.location.url
-        worker.write(transaction, files, stop=stop, fall_back=order.fall_back, url=url)
+        worker.write(transaction, files, stop=stop, fall_back=order.fall_back, url=order.location.url)
 
 
 async def _ended(copied: Future[Any], patience_s: float) -> None:
@@ -336,55 +337,33 @@ class FirstCopy:
 _PATIENCE_S = 20.0
 
 
-class FilePlan(Protocol):
-    """The parts of a plan that a writer needs: the content of the file of plain values (empty if there is no such
-    file), the shards, and the names of the files."""
-
-    @property
-    def values(self) -> bytes: ...
-
-    @property
-    def values_file(self) -> str: ...
-
-    @property
-    def shards(self) -> tuple[ShardLayout, ...]: ...
-
-    def shard_file(self, index: int) -> str: ...
-
-
 LayOut: TypeAlias = Callable[[PlanCache, int, Captured], Any]
 """A function that plans a save, in the stager's thread. Its arguments are the stager's cache of plans, the stager's
 budget in bytes, and the captured state."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedAs:
-    """The names and dtypes that a state gets in the checkpoint (``SaveOptions``)."""
+def check_saved_as(options: SaveOptions, *, own: bool) -> None:
+    """Raise ``InvalidOptionError`` if names or dtypes are given and the stager is not our ``own``."""
+    given = [name for name, one in (("names=", options.names), ("dtype=", options.dtype)) if one is not None]
+    if given and not own:
+        raise InvalidOptionError(
+            f"{' and '.join(given)} need a stager of sidestream, which renames and converts while it copies: leave out "
+            "stager=, or pass a sidestream.AsyncStager()"
+        )
 
-    names: Names | None = None
-    dtype: Dtypes | None = None
 
-    def check(self, *, own: bool) -> None:
-        """Raise ``InvalidOptionError`` if names or dtypes are given and the stager is not our ``own``."""
-        given = [name for name, one in (("names=", self.names), ("dtype=", self.dtype)) if one is not None]
-        if given and not own:
-            raise InvalidOptionError(
-                f"{' and '.join(given)} need a stager of sidestream, which renames and converts while it copies: leave "
-                "out stager=, or pass a sidestream.AsyncStager()"
-            )
+def saved_as(lay_out: LayOut, options: SaveOptions, url: str, *, others: bool) -> LayOut:
+    """Return a function that plans the state with the names and dtypes of ``options``. With ``others``, a mapping of
+    names may contain names of other ranks."""
+    names, dtype = options.names, options.dtype
+    if names is None and dtype is None:
+        return lay_out
 
-    def applied(self, lay_out: LayOut, url: str, *, others: bool) -> LayOut:
-        """Return a function that plans the state with its new names and dtypes. With ``others``, a mapping of names may
-        contain names of other ranks."""
-        if self.names is None and self.dtype is None:
-            return lay_out
-        names, dtype = self.names, self.dtype
+    def renamed(plans: PlanCache, budget_bytes: int, captured: Captured) -> object:
+        captured = run_sliced(renamed_state(captured, names, dtype, url, others=others))
+        return lay_out(plans, budget_bytes, captured)
 
-        def renamed(plans: PlanCache, budget_bytes: int, captured: Captured) -> object:
-            captured = run_sliced(renamed_state(captured, names, dtype, url, others=others))
-            return lay_out(plans, budget_bytes, captured)
-
-        return renamed
+    return renamed
 
 
 class LaidOutStage(Stage):
@@ -418,19 +397,11 @@ class LaidOutStage(Stage):
             shared, timeout_s = order.worker is not None, order.deadline.timeout_s
             self._stager = self.own = borrow(order.budget_bytes, shared=shared, timeout_s=timeout_s)
             self._foreign = None if stager is None else (state, stager)
-        self._second_free: Future[None] = ThreadFuture()
         self._given_way = False
         self._readers = readers
-        self.snapshots: tuple[SnapshotReader[Any] | None, ...] = (None,) * readers
-        """The reader of the snapshot for each sink; None if the sink has to read the checkpoint."""
-        self._sums: list[BlockSums] = []
-        self._written: list[set[int]] = []  # of each shard
-
-    @property
-    def free(self) -> Future[None]:
-        if self._first is None and self._staging is not None:
-            return self._staging.free
-        return self._second_free
+        self.snapshots: tuple[SnapshotReader[Any], ...] = ()
+        """The reader of the snapshot for each sink. Empty if the sinks have to read the checkpoint."""
+        self._bodies: list[ShardBody] = []
 
     def launch(self) -> None:
         if self._foreign is not None:
@@ -459,11 +430,11 @@ class LaidOutStage(Stage):
         if self._staging is not None:
             self._stager.settle(self._staging)
 
-    def plan(self, stop: Stop) -> FilePlan:
+    def plan(self, stop: Stop) -> PlannedFiles:
         staging, deadline = self._staging, self._order.deadline
         if staging is None:
             staging = self._launch_second(stop)
-        plan: FilePlan
+        plan: PlannedFiles
         if self._order.operation is None:
             plan = result_of(staging.laid, stop, "waiting for earlier stages")
         else:  # rank 0 raises at the deadline, and its error names the ranks that have not made the call
@@ -476,13 +447,13 @@ class LaidOutStage(Stage):
             copy = self._first.wait(stop)
             staging = self._launch(capture(copy, copy_value))
         except BaseException as error:
-            self._second_free.set_exception(error)
+            self._first_free.set_exception(error)
             raise
-        staging.free.add_done_callback(partial(_follow, self._second_free))
+        staging.free.add_done_callback(partial(_follow, self._first_free))
         self._stager.settle(staging)
         return staging
 
-    def files(self, plan: FilePlan) -> list[tuple[str, Body]]:
+    def files(self, plan: PlannedFiles) -> list[tuple[str, Body]]:
         """Return the file of plain values, and then the shards in the order in which they are staged."""
         assert self._staging is not None
         found: list[tuple[str, Body]] = []
@@ -491,14 +462,13 @@ class LaidOutStage(Stage):
         images = iter(self._staging.images)
         for index, layout in enumerate(plan.shards):
             body = ShardBody(layout, tuple(islice(images, len(layout.windows))), self._order.digest)
-            self._sums.append(body.sums)
-            self._written.append(body.written)
+            self._bodies.append(body)
             found.append((plan.shard_file(index), body))
         return found
 
     def written(self) -> list[BlockSums]:
         """Return the checksums of each shard's blocks."""
-        return self._sums
+        return [body.sums for body in self._bodies]
 
     def end(self) -> None:
         """Do nothing: each window is released when it has been written."""
@@ -523,8 +493,9 @@ class LaidOutStage(Stage):
         assert self._staging is not None
         shards: Sequence[ShardLayout] = laid.result().shards
         written = 0
-        for layout, numbers in zip(shards, list(self._written), strict=False):
-            written += sum(layout.windows[number].end - layout.windows[number].start for number in list(numbers))
+        for body in list(self._bodies):
+            windows = body.layout.windows
+            written += sum(windows[number].end - windows[number].start for number in list(body.written))
         total = sum(layout.nbytes for layout in shards)
         return SaveProgress(total, sum(image.staged_bytes for image in self._staging.images), written)
 

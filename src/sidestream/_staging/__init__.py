@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing
-from .cached import borrow, give_back, set_cache_bytes
+from .arena import Allocation, MappedMemory
+from .cached import borrow, give_back
 from .captured import Captured, Composite, Form, Sharding, capture, consists_of_others, dismantle, settled
 from .device import DeviceEngine, StageMode
-from .driver import CudaDriver, Driver, TorchDriver
-from .fill import Filler, FillPart, FillPiece, FillTable, table_of
-from .future import StagingFuture
+from .driver import CudaDriver, TorchDriver
+from .fill import FillPart, FillPiece, FillTable, table_of
 from .host import HostEngine, memory_behind, raw_start
-from .image import Columns, Copies, Copy, CopyTable, ImageLayout, StagedImage
+from .image import Columns, Copies, Copy, CopyTable, ImageLayout
 from .plans import Places, PlanCache, fingerprint
 from .small import columns_of, move_small
 from .stage import SnapshotReader, Staging, clean
@@ -18,12 +17,8 @@ from .stager import AsyncStager
 from .tree import StagedState
 
 __all__ = [
-    "PAGE_BYTES",
     "Allocation",
-    "Arena",
-    "ArenaStatistics",
     "AsyncStager",
-    "Backing",
     "Captured",
     "Columns",
     "Composite",
@@ -32,23 +27,20 @@ __all__ = [
     "CopyTable",
     "CudaDriver",
     "DeviceEngine",
-    "Driver",
     "FillPart",
     "FillPiece",
     "FillTable",
-    "Filler",
     "Form",
     "HostEngine",
     "ImageLayout",
+    "MappedMemory",
     "Places",
     "PlanCache",
     "Sharding",
     "SnapshotReader",
     "StageMode",
-    "StagedImage",
     "StagedState",
     "Staging",
-    "StagingFuture",
     "TorchDriver",
     "borrow",
     "capture",
@@ -61,7 +53,6 @@ __all__ = [
     "memory_behind",
     "move_small",
     "raw_start",
-    "set_cache_bytes",
     "settled",
     "table_of",
 ]

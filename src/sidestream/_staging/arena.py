@@ -23,11 +23,11 @@ import threading
 import time
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from .._runtime.public import public
 from .._runtime.threads import Deadline, Stop
@@ -43,7 +43,7 @@ __all__ = [
     "Arena",
     "ArenaStatistics",
     "Backing",
-    "SharedMemory",
+    "MappedMemory",
     "whole_pages",
 ]
 
@@ -61,18 +61,6 @@ _STEP_SHARE = 4  # of the reserved memory, in a larger arena
 _UNREGISTERED_S = 5.0  # a lease with ``at_once`` also waits this long for memory that is being unregistered
 _numbers = itertools.count(1)
 _SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
-
-
-class SharedMemory(Protocol):
-    """Memory behind a descriptor that can be sent to another process. It is sealed, so that its size never changes."""
-
-    @property
-    def descriptor(self) -> int: ...
-
-    @property
-    def number(self) -> int: ...
-
-    def __len__(self) -> int: ...
 
 
 @public
@@ -101,15 +89,18 @@ class ArenaStatistics:
     kept_bytes: int = 0
 
 
-class _Memory(mmap.mmap):
-    """A mapping whose registration is ended before it is unmapped, once the last reference is gone.
+class MappedMemory(mmap.mmap):
+    """A mapping. Shared memory has a descriptor that can be sent to another process, and is sealed, so that its size
+    never changes.
 
-    ``__del__`` does this, because ``mmap`` unmaps the memory before it calls the callbacks of weak references.
-    ``__del__`` runs before that and may make a new reference. Python calls it once.
+    The registration is ended before the memory is unmapped, once the last reference is gone. ``__del__`` does this,
+    because ``mmap`` unmaps the memory before it calls the callbacks of weak references. ``__del__`` runs before that
+    and may make a new reference. Python calls it once.
     """
 
     descriptor: int | None = None
-    number = 0
+    """None for private memory."""
+    number: int = 0
     """The number of this shared memory. No other mapping of this process has ever had the same."""
     _registration: Registration | None = None
 
@@ -134,7 +125,7 @@ class _Memory(mmap.mmap):
 
 @dataclass(slots=True)
 class _Segment:
-    memory: _Memory
+    memory: MappedMemory
     nbytes: int
     free: list[tuple[int, int]] = field(default_factory=list)  # sorted, disjoint, never adjacent (start, end)
 
@@ -149,7 +140,7 @@ class Allocation:
     __slots__ = ("__weakref__", "_arena", "_array", "_memory", "nbytes", "start")
 
     def __init__(
-        self, arena: Arena, memory: _Memory, start: int, array: ctypes.Array[ctypes.c_char], nbytes: int
+        self, arena: Arena, memory: MappedMemory, start: int, array: ctypes.Array[ctypes.c_char], nbytes: int
     ) -> None:
         self._arena = weakref.ref(arena)
         self._memory = weakref.ref(memory)
@@ -158,10 +149,10 @@ class Allocation:
         self.nbytes: int = nbytes
 
     @property
-    def shared(self) -> SharedMemory | None:
+    def shared(self) -> MappedMemory | None:
         """The shared memory that has these bytes at ``start``, for another process. None for private memory."""
         memory = self._memory()
-        return None if memory is None or memory.descriptor is None else memory  # type: ignore[return-value]
+        return None if memory is None or memory.descriptor is None else memory
 
     def offer(self, take_back: Callable[[], None], *, by_sink: bool = False) -> Callable[[], None]:
         """Offer this memory to stages that wait for memory. It is needed only after a failure, or only ``by_sink``.
@@ -244,8 +235,14 @@ class Arena:
                 "raise budget_bytes= of the stager"
             )
         request = _Request(size, coming, deadline, stop, at_once, spare_offers, drain)
-        with stop.waking(self.wake):
-            segment, start = self._acquire(request)
+        self._waiters += 1
+        try:
+            with stop.waking(self.wake), self._turn_within(deadline.remaining_s()) as got:
+                if not got:
+                    raise self._exhausted(request)
+                segment, start = self._wait_for(request)
+        finally:
+            self._waiters -= 1
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
         back = (segment, start, start + size)
         weakref.finalize(array, self._give_back, self._returned, self._closed, self._pid, back).atexit = False
@@ -256,8 +253,8 @@ class Arena:
         it does not wait for threads that wait for memory."""
         self._backing = "shared"
 
-    def shared_memory(self) -> list[SharedMemory]:
-        return [s.memory for s in list(self._segments) if s.memory.descriptor is not None]  # type: ignore[misc]
+    def shared_memory(self) -> list[MappedMemory]:
+        return [s.memory for s in list(self._segments) if s.memory.descriptor is not None]
 
     def take_offer(self, take_back: Callable[[], None], *, by_sink: bool) -> Callable[[], None]:
         """Register an offer (``Allocation.offer``)."""
@@ -313,11 +310,9 @@ class Arena:
     def grow_for(self, sizes: Sequence[int], busy: Callable[[], bool], most: int) -> bool:
         """Map and touch the memory that leases of ``sizes``, held together, still need. At most ``most`` bytes are
         reserved then. Returns False if memory is in use, or once ``busy()`` is true."""
-        if not self._turn.acquire(blocking=False):
-            return False
-        try:
-            self._drain()
-            if self._leases or self._closed.is_set():
+        # An error of the system is raised by the next stage that needs the memory.
+        with self._turn_within() as got, suppress(ArenaExhaustedError):
+            if not got or self._leases or self._closed.is_set():
                 return False
             left, most = _missing(self._free_sizes(), map(whole_pages, sizes)), min(most, self.budget_bytes)
             while left and self._pinner is None:
@@ -330,33 +325,21 @@ class Arena:
                 self._segments.append(segment)
                 self._reserved += wanted
                 left = _missing([wanted], left)
-            return True
-        except ArenaExhaustedError:  # the next stage that needs the memory raises it
-            return True
-        finally:
-            self._turn.release()
+        return True
 
     def trim_idle(self, most: int = 0) -> None:
         """Unmap idle segments until at most ``most`` bytes are reserved. Does nothing if segments are registered with a
         device, or while a stage waits for memory."""
-        if not self._turn.acquire(blocking=False):
-            return
-        try:
-            self._drain()
-            if self._pinner is None:
+        with self._turn_within() as got:
+            if got and self._pinner is None:
                 self._drop_idle_segments(self._reserved - most, _discard)
-        finally:
-            self._turn.release()
 
     def trim(self, deadline: Deadline) -> None:
         """Unmap the idle segments. Blocks until they are unregistered. Raises ``DeadlineExceededError``."""
-        if not self._turn.acquire(timeout=deadline.remaining_s()):
-            raise deadline.exceeded("trim(), which had to wait for a stage that waits for memory,")
-        try:
-            self._drain()
+        with self._turn_within(deadline.remaining_s()) as got:
+            if not got:
+                raise deadline.exceeded("trim(), which had to wait for a stage that waits for memory,")
             self._drop_idle_segments(self._reserved)
-        finally:
-            self._turn.release()
         self.settle(deadline)
 
     def settle(self, deadline: Deadline) -> None:
@@ -397,17 +380,17 @@ class Arena:
                 self._count_out(segment)
             self._segments.clear()
 
-    def _acquire(self, request: _Request) -> tuple[_Segment, int]:
-        self._waiters += 1
+    @contextmanager
+    def _turn_within(self, timeout_s: float = 0.0) -> Iterator[bool]:
+        """Acquire the lock, and take back what was returned. Yields False if the lock could not be had in time."""
+        got = self._turn.acquire(timeout=timeout_s)
         try:
-            if not self._turn.acquire(timeout=request.deadline.remaining_s()):
-                raise self._exhausted(request)
-            try:
-                return self._wait_for(request)
-            finally:
-                self._turn.release()
+            if got:
+                self._drain()
+            yield got
         finally:
-            self._waiters -= 1
+            if got:
+                self._turn.release()
 
     # --- everything below runs with the lock held, except _give_back and _collect ---
 
@@ -538,7 +521,7 @@ class Arena:
         self._reserved += wanted
         return segment, 0
 
-    def _drop_idle_segments(self, nbytes: int, then: Callable[[_Memory, int], None] = lambda *_: None) -> None:
+    def _drop_idle_segments(self, nbytes: int, then: Callable[[MappedMemory, int], None] = lambda *_: None) -> None:
         """Drop idle segments of ``nbytes`` in total. The smallest come first, because a large lease does not fit into
         them: their budget then serves one large segment."""
         for segment in sorted((s for s in self._segments if s.idle()), key=lambda s: s.nbytes):
@@ -571,11 +554,8 @@ class Arena:
             returned.put((None if closed.is_set() else segment, start, end))  # a closed arena keeps no memory mapped
 
     def _collect(self) -> None:
-        if self._turn.acquire(blocking=False):  # a thread that holds the lock drains the queue itself
-            try:
-                self._drain()
-            finally:
-                self._turn.release()
+        with self._turn_within():  # a thread that holds the lock drains the queue itself
+            pass
 
     def _drain(self) -> None:
         while True:
@@ -680,12 +660,12 @@ def _nothing() -> None:
     """Do nothing: the offers ended with the arena."""
 
 
-def _map(nbytes: int, backing: Backing) -> _Memory:
+def _map(nbytes: int, backing: Backing) -> MappedMemory:
     try:
         if backing == "shared":
             memory = _map_memfd(nbytes)
         else:
-            memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = MappedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise ArenaExhaustedError(f"the system did not grant {nbytes} bytes of memory: {error}") from error
     with suppress(OSError, AttributeError):
@@ -693,14 +673,14 @@ def _map(nbytes: int, backing: Backing) -> _Memory:
     return memory
 
 
-def _map_memfd(nbytes: int) -> _Memory:
+def _map_memfd(nbytes: int) -> MappedMemory:
     """Map a sealed memfd. Without the seals one process could shrink it, and the next access of the other one would
     end that process."""
     descriptor = os.memfd_create("sidestream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        memory = _Memory(descriptor, nbytes, flags=mmap.MAP_SHARED)
+        memory = MappedMemory(descriptor, nbytes, flags=mmap.MAP_SHARED)
     except BaseException:
         os.close(descriptor)
         raise
@@ -755,7 +735,7 @@ def _touch_range(address: int, nbytes: int, busy: Callable[[], bool] | None = No
     return True
 
 
-def _discard(memory: _Memory, nbytes: int) -> None:
+def _discard(memory: MappedMemory, nbytes: int) -> None:
     """Return the pages to the system piece by piece, without the GIL. Unmapping them would hold the GIL."""
     advice = _REMOVE if memory.descriptor is not None else getattr(mmap, "MADV_DONTNEED", None)
     if advice is None:

@@ -8,7 +8,6 @@ from io import BytesIO
 from typing import Any
 
 from .._runtime.public import public
-from .._runtime.threads import Deadline
 from ..errors import DeadlineExceededError, UnsafeObjectError
 from .stager import AsyncStager
 from .tree import StagedState
@@ -70,9 +69,8 @@ class BlockingAsyncStager:
         if not self.cache_staged_state_dict:
             self._stager.trim()
         future = self._stager.stage(state_dict, copy_value=_check_type if self.type_check else copy.deepcopy)
-        deadline = Deadline.after(self._timeout_s)
         try:
-            return future.result(deadline.remaining_s())
+            return future.result(self._timeout_s)
         except TimeoutError as error:
             if future.done():
                 raise

@@ -54,8 +54,8 @@ class _Cache:
             nbytes = min(room, stager.wanted_bytes)
             if nbytes <= 0 or len(self._idle) == _MOST:
                 return False
+            stager.set_aside(nbytes)  # with the lock: another thread may close the stagers that are in the list
             self._idle.append(_Idle(key, stager, nbytes))
-        stager.set_aside(nbytes)
         return True
 
     def resize(self, cache_bytes: int) -> list[AsyncStager]:

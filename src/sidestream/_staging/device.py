@@ -31,9 +31,9 @@ from ..errors import (
     SidestreamError,
 )
 from ..options import StageMode
-from .arena import Allocation
+from .arena import Allocation, Arena
 from .captured import named
-from .driver import Driver
+from .driver import TorchDriver
 from .host import HostEngine, check_extent, elements_of, move, pieces_in, raw_start, rows_with
 from .image import Copy
 
@@ -155,7 +155,7 @@ class DeviceEngine:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: TorchDriver,
         host: HostEngine | None = None,
         *,
         small_bytes: int = _SMALL_BYTES,
@@ -305,25 +305,15 @@ class DeviceEngine:
 
     # --- the stager's thread ---
 
-    def enter(self, stage: DeviceStage) -> Hashable | None:
-        """Enter a device before the first call that may reach the driver. Returns the device, or None if the stage has
-        no bytes on a device.
-
-        The current device of a new thread is device 0, and calls of a thread that has not entered a device would break
-        captures."""
-        device = next(iter(stage.sides), None)
-        if device is None:
-            return None
-        with failing(f"before copies from {device}", stage.names):
+    def pin(self, arena: Arena, device: Hashable, names: Callable[[], Sequence[str]] = tuple) -> None:
+        """Register the memory of ``arena`` with ``device``. Called before the first other call that may reach the
+        driver, because this enters the device: the current device of a new thread is device 0, and calls of a thread
+        that has not entered a device would break captures."""
+        with failing(f"before copies from {device}", names):
             self.driver.enter(device)
-        return device
-
-    def enter_that_of(self, tensor: torch.Tensor) -> Hashable:
-        """Enter the device of ``tensor``, as ``enter`` does."""
-        device = self.driver.device_of(tensor)
-        with failing(f"before copies from {device}"):
-            self.driver.enter(device)
-        return device
+        if (pinner := self.driver.pinner) is not None:
+            with failing("while registering host memory", names):
+                arena.pin(pinner, device)
 
     def lease_scratch(self, stage: DeviceStage, lease: Callable[[int], Allocation]) -> None:
         """Lease host memory for the small tensors. Called before the stage leases any other memory."""
@@ -423,7 +413,7 @@ class DeviceEngine:
         """Call ``done`` in the device's thread when all of ``part`` is in host memory, or with the error."""
         try:
             self._waiter(part.side.device).submit(self.land, part, stop, done)
-        except ClosedError:  # the stager was closed meanwhile, but copies are in flight
+        except (ClosedError, RuntimeError):  # closed meanwhile, or the system starts no thread: copies are in flight
             self.land(part, stop, done)
 
     def watch_ready(self, stage: DeviceStage, done: Callable[[BaseException | None], None]) -> None:

@@ -1,6 +1,6 @@
 """The calls that staging makes on an accelerator: streams, events, copies. All decisions are in ``device``.
 
-``CudaDriver`` has every operation. ``TorchDriver`` uses what ``torch.accelerator`` has for any device. The tests have a
+``TorchDriver`` uses what ``torch.accelerator`` has for any device, and ``CudaDriver`` what CUDA has. The tests have a
 third driver, whose copies and events complete when the test triggers them.
 """
 
@@ -10,7 +10,7 @@ import ctypes
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,137 +19,100 @@ from ..errors import ArenaExhaustedError, UnsupportedTensorError
 from .registration import Pinner
 from .runtime import CudaRuntime
 
-__all__ = ["CudaDriver", "Driver", "TorchDriver", "driver_for"]
+__all__ = ["CudaDriver", "TorchDriver", "driver_for"]
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
-class Driver(Protocol):
-    """The operations of one kind of accelerator. A device is any hashable. Streams and events are objects of the
-    driver."""
-
-    def device_of(self, tensor: torch.Tensor) -> Hashable | None:
-        """Return the device of ``tensor``, or None for host memory."""
-
-    def capturing(self, stream: Any) -> bool:
-        """Return whether a graph is being captured on ``stream``."""
-
-    def enter(self, device: Hashable) -> None:
-        """Make ``device`` the current one. Called by a thread of sidestream before its first call on the device.
-        Idempotent and cheap."""
-
-    def current_stream(self, device: Hashable) -> Any: ...
-
-    def side_stream(self, device: Hashable) -> Any:
-        """Return a new stream that is not ordered with any other."""
-
-    def using(self, stream: Any) -> AbstractContextManager[Any]:
-        """Return a context in which ``copy``, ``contiguous``, ``converted`` and ``gap`` use ``stream`` in place of the
-        current stream."""
-
-    def record(self, stream: Any) -> Any:
-        """Return a new event that occurs after everything that has been enqueued on ``stream`` so far."""
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """Make ``stream`` wait for ``event``. Does not block the host."""
-
-    def synchronize(self, event: Any) -> None:
-        """Block this thread until ``event`` occurs, without the GIL and without spinning. Raises errors of the
-        device."""
-
-    def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join the bytes of ``sources`` (row-major, of one dtype and device) in new device memory, as uint8. Raises
-        ``ArenaExhaustedError`` if there is too little memory."""
-
-    def clone(self, source: torch.Tensor) -> torch.Tensor:
-        """Copy ``source`` to new device memory. Raises ``ArenaExhaustedError`` if there is too little memory."""
-
-    def contiguous(self, source: torch.Tensor) -> torch.Tensor:
-        """Return the elements of ``source`` row by row, in device memory, without lazy conjugation or negation."""
-
-    def converted(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Convert the elements of ``source``, row by row, to another dtype in new device memory. Raises
-        ``ArenaExhaustedError`` if there is too little memory."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue a copy of ``source`` (uint8) to ``target`` (uint8, host memory)."""
-
-    def gap(self, device: Hashable) -> None:
-        """Enqueue a pause, in which the copy engine can serve other streams."""
-
-    def free_bytes(self, device: Hashable) -> int | None:
-        """Return the bytes of device memory that are free now, or None if unknown."""
-
-    @property
-    def pinner(self) -> Pinner | None:
-        """The object that registers host memory with these devices. None if they copy to memory that is not
-        registered."""
-
-
 class TorchDriver:
-    """The operations that ``torch.accelerator`` has for any accelerator. Host memory is not registered, so copies may
-    block their thread, which is one of sidestream."""
+    """The operations of one kind of accelerator that staging needs, as ``torch.accelerator`` has them for any kind.
+
+    A device is any hashable. Streams and events are objects of the driver. Host memory is not registered, so copies may
+    block their thread, which is one of sidestream.
+    """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
 
-    def device_of(self, tensor: torch.Tensor) -> torch.device | None:
+    def device_of(self, tensor: torch.Tensor) -> Hashable | None:
+        """Return the device of ``tensor``, or None for host memory."""
         return None if tensor.is_cpu else tensor.device
 
     def capturing(self, stream: Any) -> bool:
+        """Return whether a graph is being captured on ``stream``."""
         return False
 
     def enter(self, device: Any) -> None:
+        """Make ``device`` the current one. Called by a thread of sidestream before its first call on the device.
+        Idempotent and cheap."""
         torch.accelerator.set_device_index(device)
 
     def current_stream(self, device: Any) -> Any:
         return torch.accelerator.current_stream(device)
 
     def side_stream(self, device: Any) -> Any:
+        """Return a new stream that is not ordered with any other."""
         return torch.Stream(device)
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context in which ``copy``, ``contiguous``, ``converted`` and ``gap`` use ``stream`` in place of the
+        current stream."""
         context: AbstractContextManager[Any] = stream
         return context
 
     def record(self, stream: Any) -> Any:
+        """Return a new event that occurs after everything that has been enqueued on ``stream`` so far."""
         event = torch.Event(self._kind)
         event.record(stream)
         return event
 
     def wait(self, stream: Any, event: Any) -> None:
+        """Make ``stream`` wait for ``event``. Does not block the host."""
         stream.wait_event(event)
 
     def synchronize(self, event: Any) -> None:
+        """Block this thread until ``event`` occurs, without the GIL and without spinning. Raises errors of the
+        device."""
         event.synchronize()
 
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Join the bytes of ``sources`` (row-major, of one dtype and device) in new device memory, as uint8. Raises
+        ``ArenaExhaustedError`` if there is too little memory."""
         with _device_memory(sources[0].device, sum(source.nbytes for source in sources)):
             return torch.cat([copyable(source).view(-1) for source in sources]).view(torch.uint8)
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
+        """Copy ``source`` to new device memory. Raises ``ArenaExhaustedError`` if there is too little memory."""
         with _device_memory(source.device, source.nbytes):
             return copyable(source).clone().view(source.dtype)
 
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
+        """Return the elements of ``source`` row by row, in device memory, without lazy conjugation or negation."""
         with _device_memory(source.device, source.nbytes):
             return copyable(source.resolve_conj().resolve_neg()).contiguous().view(source.dtype)
 
     def converted(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Convert the elements of ``source``, row by row, to another dtype in new device memory. Raises
+        ``ArenaExhaustedError`` if there is too little memory."""
         with _device_memory(source.device, source.numel() * dtype.itemsize), torch.no_grad():
             return source.to(dtype, memory_format=torch.contiguous_format)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy of ``source`` (uint8) to ``target`` (uint8, host memory)."""
         copyable(target).copy_(copyable(source), non_blocking=True)
 
     def gap(self, device: Any) -> None:
-        """Do nothing: there is no general way to let the copy engine serve other streams."""
+        """Enqueue a pause, in which the copy engine can serve other streams. Does nothing here: there is no general way
+        to make one."""
 
     def free_bytes(self, device: Any) -> int | None:
+        """Return the bytes of device memory that are free now, or None if unknown."""
         return None
 
     @property
     def pinner(self) -> Pinner | None:
+        """The object that registers host memory with these devices. None if they copy to memory that is not
+        registered."""
         return None
 
 
@@ -255,7 +218,7 @@ def _leave_captures_alone() -> int | None:
     return mode.value
 
 
-def driver_for(device: torch.device) -> Driver:
+def driver_for(device: torch.device) -> TorchDriver:
     """Return the driver for tensors on ``device``. Raises ``UnsupportedTensorError`` if torch has no streams for it."""
     if device.type == "cuda":
         return CudaDriver()

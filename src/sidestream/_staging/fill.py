@@ -11,7 +11,7 @@ import torch
 
 from .._runtime.threads import Deadline, Steps, Stop, sliced
 from ..errors import UnsupportedTensorError
-from .arena import Allocation, SharedMemory
+from .arena import Allocation, MappedMemory
 from .host import check_extent, raw_start
 from .image import Columns, Copies, Copy, CopyTable, ImageLayout
 from .plans import Places
@@ -41,7 +41,7 @@ _ADDRESS = torch.Tensor.data_ptr
 class FillPiece(NamedTuple):
     """A copy of ``nbytes`` at ``address`` of this process to ``offset`` of ``memory``."""
 
-    memory: SharedMemory
+    memory: MappedMemory
     address: int
     offset: int
     nbytes: int
@@ -51,7 +51,7 @@ class FillTable(NamedTuple):
     """Copies of pieces of this process into the image at ``offset`` of ``memory``. ``packed`` has three columns of
     ``rows`` integers each: addresses (8 bytes), offsets in the image and numbers of bytes (4 bytes)."""
 
-    memory: SharedMemory
+    memory: MappedMemory
     offset: int
     rows: int
     packed: bytes

@@ -15,7 +15,7 @@ import torch
 from .._runtime.rate import RateLimiter
 from .._runtime.threads import Stop, TorchThreads, yielding_gil
 from .._runtime.torch_probes import convert_all, copyable, extent_bytes, lazy_bits
-from ..errors import UnsupportedTensorError
+from ..errors import ClosedError, UnsupportedTensorError
 from .image import Copies, Copy
 from .small import copy_run, memmove_holding_gil
 
@@ -52,7 +52,12 @@ class HostEngine:
         try:
             if self._helpers is not None:
                 for _ in range(min(self._helper_count, len(crew.units) - 1)):
-                    others.append(self._helpers.submit(self._work, crew, base, pace, stop))
+                    try:
+                        others.append(self._helpers.submit(self._work, crew, base, pace, stop))
+                    except ClosedError:
+                        raise
+                    except RuntimeError:  # the system starts no thread: this one makes the copies
+                        break
             self._work(crew, base, pace, stop)
         except BaseException as error:
             crew.fail(error)  # the other threads stop after their current unit

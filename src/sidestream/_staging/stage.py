@@ -10,8 +10,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -95,7 +95,7 @@ class Staging(Generic[P]):
         self.then: Callable[[], None] = _nothing
         """Called when ``copied`` has been resolved, in the thread that did that."""
         self.work: Future[None] | None = None
-        """The stager's part, queued or running."""
+        """The stager's part, queued or running. None once the stage has to stop."""
         self.readers: frozenset[int] = frozenset(range(readers))
         """The numbers of further readers that have not left."""
         self.held_bytes = 0
@@ -103,9 +103,9 @@ class Staging(Generic[P]):
         self._captured: Captured | None = captured
         self._lock = threading.Lock()
         self._parts = 1
-        self.committed = self.superseded = self._released = self._never_began = False
-        self._resolved: set[int] = set()
-        self._fenced = False
+        self.committed = self.superseded = self._released = False
+        self.fenced: bool = False
+        """Whether there has been a fence."""
         self._error: BaseException | None = None
 
     def take(self) -> Captured:
@@ -202,21 +202,14 @@ class Staging(Generic[P]):
             then, self.then = self.then, _nothing
         then()
 
-    def _resolve(self, future: StagingFuture[None], error: BaseException | None) -> None:
-        with self._lock:
-            if id(future) in self._resolved:
-                return
-            self._resolved.add(id(future))
-        if error is None:  # without the lock: callbacks run here
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-    def first_fence(self) -> bool:
-        """Return whether this is the first fence of the stage."""
-        with self._lock:
-            first, self._fenced = not self._fenced, True
-            return first
+    @staticmethod
+    def _resolve(future: StagingFuture[None], error: BaseException | None) -> None:
+        """Resolve ``future``, unless it has been resolved before."""
+        with suppress(InvalidStateError):
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
 
     def fail(self, error: BaseException) -> None:
         """Fail the plan, unless it is made, and all images."""
@@ -255,9 +248,8 @@ class Staging(Generic[P]):
     def _give_up(self) -> None:
         self.stop.set()
         with self._lock:  # several threads may call this at the same time
-            never = self.work is not None and not self._never_began and self.work.cancel()
-            self._never_began = self._never_began or never
-        if never:
+            work, self.work = self.work, None
+        if work is not None and work.cancel():
             error = given_up(self)
             self.fail(error)
             self.issued.set_result(None)
@@ -344,7 +336,8 @@ class Forecast:
         return self._window_s * self._bytes_per_second
 
     def fenced(self, staging: Staging[Any]) -> None:
-        if staging.first_fence():
+        if not staging.fenced:
+            staging.fenced = True
             self._window_s = time.monotonic() - staging.started
 
     def copied(self, nbytes: int, seconds: float) -> None:

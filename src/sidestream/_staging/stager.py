@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -38,11 +38,11 @@ from ..errors import (
 )
 from ..options import WhenFull, check_choice, check_count, check_timeout
 from .aliases import give_back_aliases
-from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, SharedMemory, whole_pages
+from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, MappedMemory, whole_pages
 from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
 from .drain import Drain
-from .driver import Driver, driver_for
+from .driver import driver_for
 from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, FillPart, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
@@ -328,7 +328,7 @@ class AsyncStager:
         self._threads.close()
         self._host.close()
 
-    def shared_memory(self) -> list[SharedMemory]:
+    def shared_memory(self) -> list[MappedMemory]:
         """Return all of its memory that exists now and that another process can be handed."""
         return self._arena.shared_memory()
 
@@ -346,6 +346,7 @@ class AsyncStager:
         filler: Filler | None = None,
         readers: int = 0,
         passes: bool = False,
+        outcome: StagingFuture[StagedState] | None = None,
     ) -> Staging[P]:
         """Launch a stage of the images that ``lay_out`` plans. ``lay_out`` is called in the stager's thread.
 
@@ -355,12 +356,44 @@ class AsyncStager:
         ``filler`` makes the copies of a state in host memory, unless the caller waits for them (``mode="eager"``) or
         ``max_bytes_per_second`` limits them. ``readers`` is the number of further readers, each with a
         ``SnapshotReader``. ``passes``: the first reader releases each image as soon as it can, so that its memory may
-        be used again within this stage.
+        be used again within this stage. ``outcome`` resolves to the staged state dict, for a plan of ``plan_stage``.
         """
-        staging = self._launch(
-            captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler, readers=readers, passes=passes
+        self._check_usable()
+        on_device = self._split(captured.tensors)
+        stage = None
+        if on_device and self._device is not None:
+            stage = self._device.begin(
+                on_device,
+                mode=self._mode,
+                volatile=captured.volatile,
+                lazily_bytes=self._forecast.lazily_bytes(),
+                wait_streams=wait_streams,
+                root=captured.root,
+            )
+            captured.held.update(stage.held)
+        host = len(on_device) < len(captured.tensors)
+        pace = RateLimiter(self._bytes_per_second) if self._bytes_per_second is not None else _NO_LIMIT
+        staging: Staging[P] = Staging(
+            captured, deadline, pace, device=stage, host=host, outcome=outcome, readers=readers
         )
-        self._unretrieved.track(staging.copied)
+        staging.then = partial(self._ended, staging, outcome)
+        if stage is None and self._mode != "eager" and self._bytes_per_second is None:
+            staging.filler = filler
+        staging.passes = passes and stage is None
+        if stage is not None and self._device is not None and not staging.reads_later:
+            self._device.watch_ready(stage, staging.freed)
+        try:
+            with self._lock, time_limit(deadline):  # with the lock, the list has the order of the thread's queue
+                older = list(self._stagings) if self._when_full == "latest" else []
+                staging.work = self._threads.submit(self._conduct, staging, lay_out)
+                self._stagings.append(staging)
+        except BaseException:
+            staging.abandon()
+            raise
+        for earlier in older:
+            earlier.supersede()
+        give_turns(staging.copied)
+        self._unretrieved.track(staging.copied if outcome is None else outcome)
         return staging
 
     def launch_state(
@@ -372,17 +405,10 @@ class AsyncStager:
     ) -> tuple[Staging[StagePlan], StagingFuture[StagedState]]:
         """Stage ``state_dict`` as ``stage()`` does, and return its staging beside the future. ``release()`` of the
         staging stops it, and changes nothing that has been delivered."""
-        self._check_usable()
+        self._check_usable()  # before values are copied
         future: StagingFuture[StagedState] = StagingFuture()
-        staging = self._launch(
-            capture(state_dict, copy_value),
-            partial(plan_stage, self._plans),
-            deadline,
-            wait_streams,
-            lambda staging: _deliver(staging, future),
-            outcome=future,
-        )
-        self._unretrieved.track(future)
+        lay_out = partial(plan_stage, self._plans)
+        staging = self.launch(capture(state_dict, copy_value), lay_out, deadline, wait_streams, outcome=future)
         self.settle(staging)
         return staging, future
 
@@ -464,7 +490,7 @@ class AsyncStager:
     def _not_ended(self) -> DeadlineExceededError:
         return DeadlineExceededError(
             f"stages in flight did not end within timeout_s={self._timeout_s:g} and were abandoned: their futures "
-            "raise Closed; memory that a device may still write to stays mapped until the device responds"
+            "raise ClosedError; memory that a device may still write to stays mapped until the device responds"
         )
 
     async def _shut_down_off_loop(self, deadline: Deadline) -> None:
@@ -526,55 +552,6 @@ class AsyncStager:
 
     # --- private: the caller's thread ---
 
-    def _launch(
-        self,
-        captured: Captured,
-        lay_out: Callable[[Captured], P],
-        deadline: Deadline,
-        wait_streams: Sequence[Any],
-        then: Callable[[Staging[P]], None],
-        outcome: StagingFuture[Any] | None = None,
-        filler: Filler | None = None,
-        readers: int = 0,
-        passes: bool = False,
-    ) -> Staging[P]:
-        self._check_usable()
-        on_device = self._split(captured.tensors)
-        stage = None
-        if on_device and self._device is not None:
-            stage = self._device.begin(
-                on_device,
-                mode=self._mode,
-                volatile=captured.volatile,
-                lazily_bytes=self._forecast.lazily_bytes(),
-                wait_streams=wait_streams,
-                root=captured.root,
-            )
-            captured.held.update(stage.held)
-        host = len(on_device) < len(captured.tensors)
-        pace = RateLimiter(self._bytes_per_second) if self._bytes_per_second is not None else _NO_LIMIT
-        staging: Staging[P] = Staging(
-            captured, deadline, pace, device=stage, host=host, outcome=outcome, readers=readers
-        )
-        staging.then = partial(self._ended, staging, then)
-        if stage is None and self._mode != "eager" and self._bytes_per_second is None:
-            staging.filler = filler
-        staging.passes = passes and stage is None
-        if stage is not None and self._device is not None and not staging.reads_later:
-            self._device.watch_ready(stage, staging.freed)
-        try:
-            with self._lock, time_limit(deadline):  # with the lock, the list has the order of the thread's queue
-                older = list(self._stagings) if self._when_full == "latest" else []
-                staging.work = self._threads.submit(self._conduct, staging, lay_out)
-                self._stagings.append(staging)
-        except BaseException:
-            staging.abandon()
-            raise
-        for earlier in older:
-            earlier.supersede()
-        give_turns(staging.copied)
-        return staging
-
     def _split(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors on a device, and make the engine of the device if there is none yet."""
         with self._lock:
@@ -625,9 +602,9 @@ class AsyncStager:
         if staging.passes and not self._idle.grows_to([image.nbytes for image in staging.images]):
             staging.drain = Drain(self._arena.given_back_bytes)
         if staging.device is not None and self._device is not None:
-            device = self._device.enter(staging.device)
+            device = next(iter(staging.device.sides), None)
             if device is not None:
-                self._pin(self._device.driver, device, staging.device.names)
+                self._device.pin(self._arena, device, staging.device.names)
         self._lease_scratch(staging, [layout.nbytes for layout in plan.images])
         left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
         while left:
@@ -668,12 +645,6 @@ class AsyncStager:
                 staging.held_bytes = held
                 self._read.append(staging)
         return stays
-
-    def _pin(self, driver: Driver, device: Hashable, names: Callable[[], Sequence[str]] = tuple) -> None:
-        """Register the memory of the arena with ``device``, which this thread has entered."""
-        if (pinner := driver.pinner) is not None:
-            with failing("while registering host memory", names):
-                self._arena.pin(pinner, device)
 
     def _lease_scratch(self, staging: Staging[Any], images: Sequence[int]) -> None:
         """Lease the scratch, which is needed until the end of the stage, before any image."""
@@ -793,13 +764,14 @@ class AsyncStager:
 
     # --- private: the thread that ends the last part of a stage ---
 
-    def _ended(self, staging: Staging[P], then: Callable[[Staging[P]], None]) -> None:
+    def _ended(self, staging: Staging[Any], outcome: StagingFuture[StagedState] | None) -> None:
         if staging.device is not None and Future.exception(staging.copied) is None:
             seconds = time.monotonic() - staging.started
             self._forecast.copied(sum(image.nbytes for image in staging.images), seconds)
         with self._lock:
             self._stagings = [one for one in self._stagings if one is not staging]
-        then(staging)
+        if outcome is not None:
+            _deliver(staging, outcome)
 
     def _warm(
         self, warmed: StagingFuture[None], nbytes: int, on_device: list[torch.Tensor], deadline: Deadline
@@ -807,8 +779,7 @@ class AsyncStager:
         try:
             for tensor in on_device:
                 assert self._device is not None
-                device = self._device.enter_that_of(tensor)
-                self._pin(self._device.driver, device)
+                self._device.pin(self._arena, self._device.driver.device_of(tensor))
             if nbytes:
                 self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
         except BaseException as error:

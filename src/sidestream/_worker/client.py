@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,12 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 from .._runtime.threads import Deadline, Stop, current_deadline, io_threads, result_of
-from .._staging import FillPart, FillPiece
+from .._staging import FillPart, FillPiece, MappedMemory
 from .._storage import Body, Store, Transaction
 from ..errors import InvalidOptionError, WriterProcessError
 from ..options import WriterChoice, WriterProcess, check_writer
 from .job import Job, JobOrder
-from .link import ACKNOWLEDGE_S, SharedSegment, WorkerLink
+from .link import WorkerLink, WorkerRequest
 from .process import available
 from .wire import Unsendable, WorkerMessage, WorkerMessageKind, pack, pack_fill
 
@@ -42,18 +41,16 @@ class LinkFiller:
             return False
 
 
-class _Fill:
-    """One request."""
+class _Fill(WorkerRequest):
+    """One request to copy."""
+
+    what = "a copy"
 
     def __init__(self, link: WorkerLink, deadline: Deadline, stop: Stop) -> None:
-        self._link = link
+        super().__init__(link, lambda: stop.is_set() or deadline.remaining_s() == 0.0)
         self._deadline = deadline
         self._stop = stop
-        self._changed = threading.Condition()
-        self._answer: WorkerMessageKind | None = None
-        self._lost = False
-        self._sending = False
-        self._late_since: float | None = None
+        self._answer: int | None = None
 
     def run(self, pieces: Sequence[FillPart]) -> bool:
         packed = pack_fill(
@@ -61,38 +58,22 @@ class _Fill:
             ((one.memory.number, *one[1:]) for one in pieces if not isinstance(one, FillPiece)),
         )
         memories = {piece.memory.number: piece.memory for piece in pieces}
-        number = self._link.request(self)  # first, because the thread of the link monitors registered requests
-        sent = False
+        self.begin()
         try:
             with self._stop.waking(self._wake):
-                self._sending = True
                 for memory in memories.values():
-                    self._link.share(memory)
+                    self.share(memory)
                 self._stop.check()
-                sent = True
-                self._link.send(WorkerMessageKind.FILL, number, packed)
-                self._sending = False
+                self.send((WorkerMessageKind.FILL, packed))
                 with self._changed:
-                    self._changed.wait_for(lambda: self.finished or self._stop.is_set(), self._deadline.remaining_s())
-                if not self.finished:
-                    self._cancel(number)
+                    self._changed.wait_for(lambda: self.ended or self._stop.is_set(), self._deadline.remaining_s())
+                if not self.ended:
                     self._stop.check()
                     raise self._deadline.exceeded("staging")
         finally:
-            self._sending = False
-            if not sent:
-                self._link.withdraw(number)
+            if not self.ended:
+                self.cancel()
         return self._answer == WorkerMessageKind.FILLED
-
-    def _cancel(self, number: int) -> None:
-        """Cancel the request. When this returns, the process neither reads nor writes its memory any more."""
-        self._sending = True
-        self._link.send(WorkerMessageKind.CANCEL, number, b"")
-        self._sending = False
-        with self._changed:
-            ended = self._changed.wait_for(lambda: self.finished, ACKNOWLEDGE_S)
-        if not ended:
-            self._link.end("the writer process did not end a copy that was cancelled, and was killed", ACKNOWLEDGE_S)
 
     def _wake(self) -> None:
         with self._changed:
@@ -101,23 +82,11 @@ class _Fill:
     # --- in the thread of the link ---
 
     @property
-    def finished(self) -> bool:
-        return self._lost or self._answer is not None
-
-    @property
-    def stuck(self) -> bool:
-        if not (self._sending and (self._stop.is_set() or self._deadline.remaining_s() == 0.0)):
-            self._late_since = None
-            return False
-        self._late_since = self._late_since or time.monotonic()
-        return time.monotonic() - self._late_since > ACKNOWLEDGE_S
+    def ended(self) -> bool:
+        return self._lost is not None or self._answer is not None
 
     def on_message(self, message: WorkerMessage) -> None:
-        self._answer = WorkerMessageKind(message.kind)
-        self._wake()
-
-    def on_lost(self, reason: str) -> None:
-        self._lost = True
+        self._answer = message.kind
         self._wake()
 
 
@@ -144,7 +113,7 @@ class Worker:
         stop = Stop()
         await io_threads().run(self._ready, stop, stop=stop)
 
-    async def share(self, memories: Sequence[SharedSegment]) -> None:
+    async def share(self, memories: Sequence[MappedMemory]) -> None:
         """Map ``memories`` in the process if it is up, so that no save has to wait for that."""
         link = self._link
         if link is not None and link.up.done() and link.lost is None:
@@ -182,8 +151,8 @@ class Worker:
         files: Iterable[tuple[str, Body]],
         *,
         stop: Stop,
-        fall_back: bool = False,
-        url: str = "",
+        fall_back: bool,
+        url: str,
     ) -> None:
         """Write ``files`` in the process, with the guarantees and errors of ``Transaction.write``. This process makes
         the attempt, and the writer process joins it.
@@ -198,7 +167,7 @@ class Worker:
             return
         assert transaction.address is not None
         joined = replace(attempt, kind="joined")
-        order = JobOrder(transaction.address, joined, url or attempt.target, current_deadline())
+        order = JobOrder(transaction.address, joined, url, current_deadline())
         self.acquire()  # or the process might end before the request reaches it
         try:
             Job(order, files, stop).run(transaction, lambda: self._ready(stop), self.options.retries)
@@ -239,7 +208,7 @@ class Worker:
             self._link.close_after_fork()
 
 
-def _share(link: WorkerLink, memories: Sequence[SharedSegment]) -> None:
+def _share(link: WorkerLink, memories: Sequence[MappedMemory]) -> None:
     with suppress(WriterProcessError):  # the next save starts another process
         for memory in memories:
             link.share(memory)

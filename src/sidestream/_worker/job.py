@@ -6,37 +6,24 @@ earlier only if another stage waits for memory; if the process is lost after tha
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from .._format.layout_bytes import pack_layout, unpack_sums
 from .._runtime.error_data import error_from
 from .._runtime.threads import Deadline, Stop, run_sliced
+from .._staging import Allocation
 from .._storage import Attempt, Body, BytesBody, ShardBody, StoreAddress, Transaction
 from ..errors import ClosedError, InvalidOptionError, SidestreamError, WriterProcessError, without_frames
 from ..events import WriterProcessLost, emit
-from .link import ACKNOWLEDGE_S, SharedSegment, WorkerLink
+from .link import WorkerLink, WorkerRequest
 from .wire import READY, SUMS, UNUSED, WorkerMessage, WorkerMessageKind, pack, unpack, with_length
 
 __all__ = ["Job", "JobOrder"]
 
 _HELD_BYTES = 1 << 20  # of messages: the process begins with them while more are made
-
-
-class _Allocation(Protocol):
-    start: int
-
-    @property
-    def shared(self) -> SharedSegment | None: ...
-
-    @property
-    def array(self) -> Any: ...
-
-    def offer(self, take_back: Callable[[], None]) -> Callable[[], None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +58,6 @@ class _File:
     name: str
     nbytes: int
     body: Body | None
-    windows: int
     withdraw: list[Callable[[], None]] = field(default_factory=list)
     taken_back: bool = False
     """Some of its memory was taken back for other stages, so it cannot be written again."""
@@ -96,7 +82,8 @@ class _File:
     def finish(self, sums: bytes) -> None:
         """Accept the receipt."""
         self.sums, self.done = sums, True
-        self.wrote(*range(self.windows))
+        if isinstance(self.body, ShardBody):
+            self.wrote(*range(len(self.body.images)))
         self.release()
         if isinstance(self.body, BytesBody):
             self.body = None
@@ -155,8 +142,7 @@ class Job:
         """Yield the files without a receipt, then new files."""
         yield from [file for file in self._files if not file.done]
         for name, body in self._source:
-            windows = len(body.images) if isinstance(body, ShardBody) else 0
-            self._files.append(_File(name, body.nbytes, body, windows))
+            self._files.append(_File(name, body.nbytes, body))
             del body
             yield self._files[-1]
 
@@ -181,31 +167,27 @@ def _settle(file: _File) -> None:
     file.sums = None
 
 
-class _Exchange:
+class _Exchange(WorkerRequest):
     """One request to one process."""
 
+    what = "a save"
+
     def __init__(self, order: JobOrder, stop: Stop, link: WorkerLink, *, at_once: bool) -> None:
+        super().__init__(link, lambda: stop.is_set() or order.deadline.remaining_s() == 0.0)
         self._order = order
         self._at_once = at_once
         self._stop = stop
-        self._link = link
-        self._changed = threading.Condition()
         self._halt = Stop()  # set when sending has to end: stopped by the caller, a failure of the process, its loss
         self._sent: list[_File] = []
         self._in_use: dict[tuple[int, int], Any] = {}  # the windows that the process may still read
         self._failure: BaseException | None = None
-        self._lost: str | None = None
         self._done = False
-        self._number = 0
-        self._requested = False
         self._released = False
-        self._sending = False
         self._held: list[tuple[WorkerMessageKind, bytes]] = []  # sent with the next message
         self._ready: dict[tuple[int, int], Any] = {}  # the windows that the held messages name
-        self._halted_at: float | None = None
 
     def run(self, files: Iterator[_File]) -> None:
-        self._number = self._link.request(self)
+        self.begin()
         try:
             with self._stop.waking(self._halt_now):
                 self._stop.check()
@@ -239,7 +221,7 @@ class _Exchange:
 
     def _send_windows(self, file: _File, index: int, images: Sequence[Any]) -> None:
         """Send the windows of a file as they become complete. Those that are complete already share a message."""
-        found: dict[int, tuple[Any, _Allocation, Any]] = {}
+        found: dict[int, tuple[Any, Allocation, Any]] = {}
         try:
             for window, image in enumerate(images):
                 if not image.whole:
@@ -251,11 +233,11 @@ class _Exchange:
         finally:
             found.clear()  # so that an error that is kept, with this stack frame, does not keep the memory
 
-    def _window(self, file: _File, image: Any) -> tuple[Any, _Allocation, Any]:
+    def _window(self, file: _File, image: Any) -> tuple[Any, Allocation, Any]:
         """Wait until a window is complete, and return its array, its allocation and its image."""
         try:
             image.wait(image.nbytes, stop=self._halt)
-            lease: _Allocation = image.lease()
+            lease: Allocation = image.lease()
             array = lease.array
         except ClosedError as error:
             if file.taken_back:
@@ -263,10 +245,10 @@ class _Exchange:
             raise
         if lease.shared is None:
             raise InvalidOptionError('this stager has private memory: make it with AsyncStager(backing="shared")')
-        self._share(lease.shared)
+        self.share(lease.shared)
         return array, lease, image
 
-    def _hold_ready(self, index: int, found: dict[int, tuple[Any, _Allocation, Any]]) -> None:
+    def _hold_ready(self, index: int, found: dict[int, tuple[Any, Allocation, Any]]) -> None:
         self._ready.update(((index, window), used) for window, used in found.items())
         ready = [
             READY.pack(index, window, lease.shared.number, lease.start, image.nbytes)
@@ -276,13 +258,6 @@ class _Exchange:
         if ready:
             self._held.append((WorkerMessageKind.READY, b"".join(ready)))
 
-    def _share(self, memory: SharedSegment) -> None:
-        self._sending = True
-        try:
-            self._link.share(memory)
-        finally:
-            self._sending = False
-
     def _flush(self, *last: tuple[WorkerMessageKind, bytes]) -> None:
         """Send what is held, and then ``last``, in one call: after each call the thread waits for the GIL."""
         held, self._held = [*self._held, *last], []
@@ -290,31 +265,17 @@ class _Exchange:
             self._halt.check()
             self._in_use.update(self._ready)
             self._ready.clear()
-        self._send_now(held)
-
-    def _send_now(self, messages: list[tuple[WorkerMessageKind, bytes]]) -> None:
-        if not messages:
-            return
-        self._requested = self._sending = True
-        try:
-            self._link.send_all([(kind, self._number, body) for kind, body in messages])
-        finally:
-            self._sending = False
+        if held:
+            self.send(*held)
 
     # --- receiving, in the thread of the link ---
 
     @property
-    def stuck(self) -> bool:
-        halted_at = self._halted_at
-        ended_at = self._order.deadline.at if halted_at is None else min(halted_at, self._order.deadline.at)
-        return self._sending and time.monotonic() - ended_at > ACKNOWLEDGE_S
-
-    @property
     def finished(self) -> bool:
-        return self._lost is not None or (self._ended and not self._in_use)
+        return self._lost is not None or (self.ended and not self._in_use)
 
     @property
-    def _ended(self) -> bool:
+    def ended(self) -> bool:
         return self._done or self._failure is not None or self._lost is not None
 
     def on_message(self, message: WorkerMessage) -> None:
@@ -342,15 +303,13 @@ class _Exchange:
 
     def on_lost(self, reason: str) -> None:
         with self._changed:
-            self._lost = reason
             self._in_use.clear()
-            self._changed.notify_all()
+            super().on_lost(reason)
         self._halt.set()
 
     # --- the end ---
 
     def _halt_now(self) -> None:
-        self._halted_at = self._halted_at or time.monotonic()
         self._halt.set()
         with self._changed:
             self._changed.notify_all()
@@ -358,38 +317,26 @@ class _Exchange:
     def _wait(self) -> None:
         deadline = self._order.deadline
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._halt.is_set(), deadline.remaining_s())
-            if not self._ended:
+            self._changed.wait_for(lambda: self.ended or self._halt.is_set(), deadline.remaining_s())
+            if not self.ended:
                 self._halt.check()
                 raise deadline.exceeded("writing")
 
     def _give_up(self, error: BaseException) -> None:
         """End the request after ``error``. When this returns, the process writes nothing of it any more."""
         with self._changed:
-            ended = self._ended
+            ended = self.ended
         self._held.clear()
         self._ready.clear()
-        if not self._requested:
-            self._link.withdraw(self._number)  # the process does not know the request, and would not answer
-        elif not ended:
-            try:
-                self._send_now([(WorkerMessageKind.CANCEL, b"")])
-            except WriterProcessError:
-                pass
-            else:
-                self._acknowledged()
+        if not ended:
+            with suppress(WriterProcessError):
+                self.cancel()
         with self._changed:
             self._released = True
             for file in self._sent:
                 file.release()
         if isinstance(error, (ClosedError, WriterProcessError)):  # only a consequence: raise the cause, if it is known
             self._raise_end()
-
-    def _acknowledged(self) -> None:
-        with self._changed:
-            ended = self._changed.wait_for(lambda: self._ended, ACKNOWLEDGE_S)
-        if not ended:
-            self._link.end("the writer process did not end a save that was cancelled, and was killed", ACKNOWLEDGE_S)
 
     def _raise_end(self) -> None:
         if self._done:

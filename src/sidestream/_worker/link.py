@@ -8,19 +8,20 @@ import subprocess
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from typing import Protocol
+from contextlib import contextmanager, suppress
 
+from .._staging import MappedMemory
 from ..errors import WriterProcessError
 from ..events import emit
 from ..options import WriterProcess
 from .process import spawn
 from .wire import Channel, WorkerMessage, WorkerMessageKind, pack, unpack, unpack_event
 
-__all__ = ["ACKNOWLEDGE_S", "Listener", "SharedSegment", "WorkerLink"]
+__all__ = ["ACKNOWLEDGE_S", "WorkerLink", "WorkerRequest"]
 
 ACKNOWLEDGE_S = 2.5
 """How long the process may take to stop using the memory of a cancelled request. Together with the time to kill and
@@ -33,35 +34,91 @@ _REAP_S = 5.0
 _ENDED = "the writer process has ended"
 
 
-class SharedSegment(Protocol):
-    """Memory that the writer process maps: its length, its file descriptor, and a number that identifies it."""
+class WorkerRequest(ABC):
+    """One request to the writer process. ``late()`` says whether it should have ended, because it was stopped or its
+    deadline has passed. The methods ``on_message`` and ``on_lost``, ``finished`` and ``stuck`` are for the thread of
+    the link. They must be quick."""
 
-    @property
-    def descriptor(self) -> int: ...
+    what: str
+    """What it is, in the message about a process that was killed because of it."""
 
-    @property
-    def number(self) -> int: ...
+    def __init__(self, link: WorkerLink, late: Callable[[], bool]) -> None:
+        self._link = link
+        self._late = late
+        self._changed = threading.Condition()
+        self._lost: str | None = None
+        self._number = 0
+        self._asked = False
+        self._sending = False
+        self._late_since: float | None = None
 
-    def __len__(self) -> int: ...
+    def begin(self) -> None:
+        """Register the request, before anything is sent or shared, because the thread of the link monitors registered
+        requests. Raises ``WriterProcessError``."""
+        self._number = self._link.request(self)
 
+    def send(self, *messages: tuple[WorkerMessageKind, bytes]) -> None:
+        """Send messages of the request in one call. Raises what ``WorkerLink.send_all`` raises."""
+        self._asked = True
+        with self._in_call():
+            self._link.send_all([(kind, self._number, body) for kind, body in messages])
 
-class Listener(Protocol):
-    """The receiver of the messages of one request. Its methods are called in the thread of the link and must be
-    quick."""
+    def share(self, memory: MappedMemory) -> None:
+        """Do ``WorkerLink.share``."""
+        with self._in_call():
+            self._link.share(memory)
 
+    def cancel(self) -> None:
+        """End a request that has not ended. When this returns, the process neither reads nor writes memory for it any
+        more. Raises ``WriterProcessError``."""
+        if not self._asked:
+            self._link.withdraw(self._number)  # the process does not know the request, and would not answer
+            return
+        self.send((WorkerMessageKind.CANCEL, b""))
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self.ended, ACKNOWLEDGE_S)
+        if not ended:
+            self._link.end(
+                f"the writer process did not end {self.what} that was cancelled, and was killed", ACKNOWLEDGE_S
+            )
+
+    @contextmanager
+    def _in_call(self) -> Iterator[None]:
+        self._late_since, self._sending = None, True
+        try:
+            yield
+        finally:
+            self._sending = False
+
+    # --- in the thread of the link ---
+
+    @abstractmethod
     def on_message(self, message: WorkerMessage) -> None:
         """Handle a message about the request."""
 
     def on_lost(self, reason: str) -> None:
         """End the request, because the process has ended. Nothing of it will be written any more."""
+        with self._changed:
+            self._lost = reason
+            self._changed.notify_all()
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether the request has ended, with success or not."""
 
     @property
     def finished(self) -> bool:
         """Whether no message about the request will follow."""
+        return self.ended
 
     @property
     def stuck(self) -> bool:
         """Whether the request should have ended, but waits in a call of ``send`` or ``share`` that does not return."""
+        if not (self._sending and self._late()):
+            return False
+        self._late_since = self._late_since or time.monotonic()
+        return time.monotonic() - self._late_since > ACKNOWLEDGE_S
 
 
 class WorkerLink:
@@ -77,7 +134,7 @@ class WorkerLink:
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
         self._options = options
         self._lock = threading.Lock()
-        self._requests: dict[int, Listener] = {}
+        self._requests: dict[int, WorkerRequest] = {}
         self._numbers = 0
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -96,18 +153,17 @@ class WorkerLink:
 
     # --- any thread ---
 
-    def request(self, listener: Listener) -> int:
-        """Register ``listener`` for the messages of a new request, and return the number of the request. Raises
-        ``WriterProcessError``."""
+    def request(self, request: WorkerRequest) -> int:
+        """Register ``request`` for its messages, and return its number. Raises ``WriterProcessError``."""
         with self._lock:
             if self.lost is not None:
                 raise WriterProcessError(self.lost)
             self._numbers += 1
-            self._requests[self._numbers] = listener
+            self._requests[self._numbers] = request
             return self._numbers
 
     def withdraw(self, number: int) -> None:
-        """Remove the listener of a request that was never sent."""
+        """Remove a request that was never sent."""
         with self._lock:
             self._requests.pop(number, None)
             self._used_at = time.monotonic()
@@ -120,7 +176,7 @@ class WorkerLink:
         """Send messages in one call, as ``send`` does."""
         self._call(lambda channel: channel.send_all(messages))
 
-    def share(self, memory: SharedSegment) -> None:
+    def share(self, memory: MappedMemory) -> None:
         """Have the process map ``memory``, unless it has already. The process unmaps it after it was freed here."""
         with self._sharing:
             if memory.number in self._shared:
@@ -148,7 +204,7 @@ class WorkerLink:
             self._used_at = time.monotonic()
 
     def kill(self, reason: str) -> None:
-        """Kill the process for ``reason``, which all listeners receive. Does not wait; may be called in any thread."""
+        """Kill the process for ``reason``, which all requests receive. Does not wait; may be called in any thread."""
         self._killed = self._killed or reason
         with self._lock:  # not after it was reaped, when another process may have its PID
             if self._process is not None and self._process.returncode is None:
@@ -156,15 +212,9 @@ class WorkerLink:
                     self._process.kill()
 
     def end(self, reason: str, timeout_s: float) -> None:
-        """Kill the process and wait until it has ended, for at most ``timeout_s``."""
+        """Kill the process and wait until it has ended and all requests know it, for at most ``timeout_s``."""
         self.kill(reason)
-        self.join(timeout_s)
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait until the process has ended and all listeners know it. Return False if that takes longer than
-        ``timeout_s``."""
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def close_after_fork(self) -> None:
         """Close the socket in a forked child, which would keep the writer process from noticing the trainer's end."""
@@ -245,7 +295,7 @@ class WorkerLink:
         """Return whether a thread of a request waits for room in the socket for too long. Neither a cancel nor a
         deadline reaches such a thread; the end of the process does."""
         with self._lock:
-            return any(listener.stuck for listener in self._requests.values())
+            return any(one.stuck for one in self._requests.values())
 
     def _on_message(self, message: WorkerMessage) -> None:
         if message.kind == WorkerMessageKind.UP:
@@ -255,10 +305,10 @@ class WorkerLink:
             emit(unpack_event(message.body))
         elif message.number:
             with self._lock:
-                listener = self._requests.get(message.number)
-            if listener is not None:
-                listener.on_message(message)
-                if listener.finished:
+                request = self._requests.get(message.number)
+            if request is not None:
+                request.on_message(message)
+                if request.finished:
                     with self._lock:
                         self._requests.pop(message.number, None)
                         self._used_at = time.monotonic()
@@ -278,7 +328,7 @@ class WorkerLink:
             return True
 
     def _end(self, reason: str) -> None:
-        """Kill and reap the process, then notify all listeners: by then it writes nothing any more."""
+        """Kill and reap the process, then notify all requests: by then it writes nothing any more."""
         self.kill(reason)
         process = self._process
         code = None
@@ -297,5 +347,5 @@ class WorkerLink:
             channel.close()
         if not self.up.done():
             self.up.set_exception(WriterProcessError(reason))
-        for listener in requests:
-            listener.on_lost(reason)
+        for request in requests:
+            request.on_lost(reason)

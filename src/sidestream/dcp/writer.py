@@ -21,7 +21,7 @@ from torch.futures import Future
 from .._layout.values import allowed_types
 from .._runtime.threads import Deadline, Stop, io_threads, time_limit
 from .._save.operation import RankReceipt, SaveOrder, Solo, check_shared
-from .._save.planner.independent import Independent, tag_of
+from .._save.planner.independent import Independent
 from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.layout import PlannerLayout, receipt_for
 from .._save.writer import write_files
@@ -293,11 +293,7 @@ class StorageWriter(DcpStorageWriter):
         return independent
 
     def _write_items(self, order: SaveOrder, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        tag = "" if order.part is None else tag_of(order.save_id)
-        shared = order.worker is not None
-        outgoing = Outgoing(
-            plan, planner, rank, self._extensions, order.deadline, shared=shared, tag=tag, allow=self._allow
-        )
+        outgoing = Outgoing(plan, planner, rank, self._extensions, order, allow=self._allow)
         stop = Stop()
         try:
             write_files(order, outgoing.files(), stop)

@@ -11,19 +11,7 @@ from ..._storage import BytesBody, run_without_loop
 from ...errors import CheckpointExistsError, NotDurableError, SidestreamError
 from ..operation import Committed, Layout, RankReceipt, Solo
 
-__all__ = ["Independent", "part_id_of", "tag_of"]
-
-_ID_CHARS = 16
-
-
-def part_id_of(save_id: str) -> str:
-    """Return the id that distinguishes the files of one attempt to write a part from those of another."""
-    return save_id[:_ID_CHARS]
-
-
-def tag_of(save_id: str) -> str:
-    """Return the end of the names of the data files of an attempt. It is different for each attempt."""
-    return f"-{part_id_of(save_id)}"
+__all__ = ["Independent"]
 
 
 class Independent(Solo):

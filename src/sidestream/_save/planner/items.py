@@ -19,9 +19,9 @@ from ..._format.frame import frame_tensor
 from ..._format.records import DTYPES, Node
 from ..._format.shard import BlockSums, ShardLayout, lay_out
 from ..._format.torch_zip.file import check_value_item, open_value_item
-from ..._layout.save_layout import window_bytes_for, window_copies
+from ..._layout.save_layout import PlannedFiles, window_bytes_for, window_copies
 from ..._load.foreign.items import MAX_VALUE_BYTES
-from ..._runtime.threads import Deadline, Steps, gathered, run_sliced, sliced
+from ..._runtime.threads import Steps, gathered, run_sliced, sliced
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, transformed_stream
 from ..._staging import AsyncStager, Captured, ImageLayout, Staging, capture
 from ..._storage import Body, BytesBody, ShardBody
@@ -32,6 +32,7 @@ from ...errors import (
     UnsupportedCheckpointError,
     UnsupportedTensorError,
 )
+from ..order import SaveOrder
 from .metadata import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
 __all__ = ["Outgoing", "warn_of_refused"]
@@ -46,23 +47,12 @@ _GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupPlan:
-    """A group of tensors as one file."""
-
-    shard: ShardLayout
-    images: tuple[ImageLayout, ...]
-
-    def without_sources(self) -> _GroupPlan:
-        return replace(self, images=())
-
-
-@dataclass(frozen=True, slots=True)
 class _Group:
     """A group that is being staged."""
 
     items: Sequence[WriteItem]
     dtypes: Sequence[str]
-    staging: Staging[_GroupPlan]
+    staging: Staging[PlannedFiles]
 
 
 class Outgoing:
@@ -80,29 +70,27 @@ class Outgoing:
         planner: SavePlanner,
         rank: int,
         extensions: Sequence[object],
-        deadline: Deadline,
+        order: SaveOrder,
         *,
-        shared: bool = False,
-        tag: str = "",
         allow: Set[str] = frozenset(),
     ) -> None:
-        """Make the files of the items. ``tag`` is added to their names. ``allow`` has the names of the types that
-        readers will be allowed to make."""
+        """``allow`` has the names of the types that readers will be allowed to make."""
         self.refused: dict[str, str] = {}
         """The reason why a reader without options refuses a value, by FQN. Complete when ``files`` is exhausted."""
         self.opaque: dict[str, str] = {}
         """The same for values that the planner wrote in its own format."""
         self._allow = allow
-        self._tag = tag
+        self._tag = "" if order.part is None else f"-{order.part_id}"
+        """The end of the names of the files. It is different for each attempt to write a part."""
         self._planner = planner
         self._rank = rank
-        self._deadline = deadline
+        self._deadline = order.deadline
         self._extensions = extensions
         self._in_order = [item for item in plan.items if extensions or item.type == WriteItemType.BYTE_IO]
         self._tensors = [] if extensions else [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        stager = partial(AsyncStager, budget_bytes=_BUDGET_BYTES, timeout_s=deadline.timeout_s)
-        self._stager = stager(backing="shared" if shared else "private") if self._tensors else None
-        self._stagings: list[Staging[_GroupPlan]] = []
+        stager = partial(AsyncStager, budget_bytes=_BUDGET_BYTES, timeout_s=order.deadline.timeout_s)
+        self._stager = stager(backing="private" if order.worker is None else "shared") if self._tensors else None
+        self._stagings: list[Staging[PlannedFiles]] = []
         self._receipts: list[Callable[[], Iterable[tuple[WriteItem, Receipt]]]] = []
         self._files = 0
 
@@ -228,9 +216,9 @@ class Outgoing:
         return _Group(items, [dtype_name(tensor.dtype) for tensor in tensors.values()], staging)
 
     def _shard(self, group: _Group) -> tuple[str, Body]:
-        plan = self._deadline.result(group.staging.laid, "planning a file")
-        name, body = self._name(), ShardBody(plan.shard, group.staging.images, None)
-        self._receipts.append(lambda: _receipts(name, group, plan.shard, body.sums))
+        (shard,) = self._deadline.result(group.staging.laid, "planning a file").shards
+        name, body = self._name(), ShardBody(shard, group.staging.images, None)
+        self._receipts.append(lambda: _receipts(name, group, shard, body.sums))
         return name, body
 
 
@@ -244,7 +232,7 @@ def _receipts(
 
 
 @sliced
-def _plan_group(items: Sequence[WriteItem], captured: Captured) -> Steps[_GroupPlan]:
+def _plan_group(items: Sequence[WriteItem], captured: Captured) -> Steps[PlannedFiles]:
     """Return the file of a group. Called in the stager's thread."""
     tensors = list(captured.root.values())
     for item, tensor in zip(items, tensors, strict=True):
@@ -262,7 +250,7 @@ def _plan_group(items: Sequence[WriteItem], captured: Captured) -> Steps[_GroupP
         ImageLayout(window.end - window.start, tuple(gathered(window_copies(shard, window, 0, tensors, as_they_are))))
         for window in shard.windows
     )
-    return _GroupPlan(shard, images)
+    return PlannedFiles(0, (shard,), images, b"")
 
 
 def _check(tensor: torch.Tensor, item: WriteItem, *, held: bool) -> None:

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..layouts import about_save, sidecar_files
 from ..operation import RankReceipt, SaveOrder
-from .independent import part_id_of
 from .metadata import as_stock, complete, files_of_commit, files_of_part
 
 __all__ = ["Decided", "PlannerLayout", "receipt_for"]
@@ -48,7 +47,7 @@ class PlannerLayout:
         if order.part is None:
             files = files_of_commit(self.metadata, about, order.saved_at)
         else:
-            files = files_of_part(self.metadata, about, order.part, part_id_of(order.save_id), order.saved_at)
+            files = files_of_part(self.metadata, about, order.part, order.part_id, order.saved_at)
         return {**sidecar_files(order), **{name: [content] for name, content in files.items()}}
 
     def stock_metadata(self) -> Metadata:

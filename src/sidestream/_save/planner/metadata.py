@@ -109,7 +109,7 @@ def as_stock(metadata: Metadata) -> Metadata:
     return replace(metadata, storage_data={index: _info(one) for index, one in metadata.storage_data.items()})
 
 
-def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int = 0) -> dict[str, bytes]:
+def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int) -> dict[str, bytes]:
     """Return the manifest and ``.metadata``. ``about`` is the manifest without entries. Called in a worker thread.
 
     A manifest cannot describe the payloads of items that went through an extension. So a checkpoint with such items has

@@ -20,18 +20,17 @@ from ..._group import Operation, this_process
 from ..._layout.torch_planner import Asked, local_save_plan, packed, unpacked
 from ..._layout.values import encode_metadata
 from ..._runtime.tasks import running_loop
-from ..._runtime.threads import Deadline, Stop, ThreadFuture, result_of
+from ..._runtime.threads import Deadline, Stop, result_of
 from ..._staging import AsyncStager, StagedState
 from ..._storage import Body, locate_directory
 from ...errors import InvalidOptionError, PlannerError
-from ...options import Durability, IndependentPart, Storage, check_choice, check_timeout, storage_of
+from ...options import Durability, IndependentPart, Stager, Storage, check_choice, check_timeout, storage_of
 from ..group import Group
 from ..layouts import check_terms, terms_of
 from ..operation import Coordinator, SaveOperation, SaveOrder, Solo
 from ..pending import PendingSave, SaveProgress
-from ..sinks import PendingExport
-from ..writer import FirstCopy, LiveWriter, Stage, Stager
-from .independent import Independent, tag_of
+from ..writer import FirstCopy, LiveWriter, Stage
+from .independent import Independent
 from .items import Outgoing, warn_of_refused
 from .layout import Decided, PlannerLayout
 
@@ -98,7 +97,6 @@ def start_planned(
     state: Mapping[str, Any],
     planner: Any,
     stager: AsyncStager | Stager | None,
-    exports: Sequence[PendingExport] = (),
 ) -> SaveOperation:
     """Launch the copies of a save that ``planner`` plans.
 
@@ -115,7 +113,7 @@ def start_planned(
     else:
         coordinator = Solo(order)
     writer, layout = LiveWriter(order, PlannedStage(order, state, asked, stager), ready), PlannerLayout(order)
-    return SaveOperation(order=order, writer=writer, layout=layout, coordinator=coordinator, exports=exports)
+    return SaveOperation(order=order, writer=writer, layout=layout, coordinator=coordinator)
 
 
 def _check(order: SaveOrder) -> None:
@@ -139,14 +137,9 @@ class PlannedStage(Stage):
             stager = self.own = AsyncStager(timeout_s=order.deadline.timeout_s)
         self._stager = stager
         self._staged: Future[StagedState] | None = None
-        self._first_free: Future[None] = ThreadFuture()
         self._copy: Any = None
         self._outgoing: Outgoing | None = None
         self._results: list[WriteResult] = []
-
-    @property
-    def free(self) -> Future[None]:
-        return self._first_free if self._staging is None else self._staging.free
 
     def launch(self) -> None:
         state, self._state = self._state, None
@@ -163,15 +156,7 @@ class PlannedStage(Stage):
         order = self._order
         self._copy = self._when_copied(stop)
         decided = _decide(self._planner, order, self._copy)
-        self._outgoing = Outgoing(
-            decided.plan,
-            self._planner,  # type: ignore[arg-type]
-            order.rank,
-            (),
-            order.deadline,
-            shared=order.worker is not None,
-            tag="" if order.part is None else tag_of(order.save_id),
-        )
+        self._outgoing = Outgoing(decided.plan, self._planner, order.rank, (), order)  # type: ignore[arg-type]
         return decided
 
     def _when_copied(self, stop: Stop) -> Any:
@@ -262,7 +247,7 @@ def _decide_together(planner: Asked, order: SaveOrder, operation: Operation, loc
         plans, decided = _merged(planner, [unpacked(planner, part) for part in parts])
         return [packed(planner, plan) for plan in plans]
 
-    terms = json.dumps(terms_of(order, planner=True)).encode()
+    terms = json.dumps({"terms": terms_of(order, planner=True)}).encode()
     operation.first = json.loads(operation.exchange("plan", terms, agree))
     raw = operation.exchange("merge plans", packed(planner, local), merge)
     final = planner.finish_plan(unpacked(planner, raw))
