@@ -239,7 +239,7 @@ async def _convert(
         total = await io_threads().run(_total, selection)
         pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
         if how.verify == "always":
-            await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
+            await pipeline.check()
         return files, pipeline, None if ranks is None else await io_threads().run(_terms, selection)
 
     files, pipeline, terms = await prepare_together(ranks, prepare)

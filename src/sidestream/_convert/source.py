@@ -65,8 +65,8 @@ class SourceTensor:
     """A tensor of the source.
 
     ``straight`` is the tensor with one dimension, if any part of its bytes can be read by itself. ``entry`` is the
-    tensor as it was saved. ``located`` has the facts from the zips of another writer. ``checks`` have to be made before
-    the conversion, for checksums that cover more than a piece. Tensors with one ``identity`` are tied.
+    tensor as it was saved. ``located`` has the facts from the zips of another writer. Tensors with one ``identity`` are
+    tied.
     """
 
     path: tuple[Key, ...]
@@ -74,7 +74,6 @@ class SourceTensor:
     straight: TensorEntry | None
     located: Located | None
     identity: object
-    checks: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +198,6 @@ def _described(
     does not read."""
     entries: dict[str, SourceEntry] = {}
     unverified: set[str] = set()
-    checked: set[object] = set()
     for fqn, entry in manifest.entries.items():
         yield
         if isinstance(entry, EmptyEntry):
@@ -214,7 +212,7 @@ def _described(
             identity = (entry.dtype, entry.chunks)
             entries[fqn] = SourceTensor(entry.path, entry, _straight(entry), None, identity)
         else:
-            entries[fqn] = _foreign_tensor(fqn, entry, located[fqn], checked)
+            entries[fqn] = _foreign_tensor(fqn, entry, located[fqn])
             if any(map(has_no_checksum, entry.chunks)):
                 unverified.add(fqn)
     _check_views(manifest, url)
@@ -247,16 +245,16 @@ def _check_views(manifest: Manifest, url: str) -> Steps[None]:
         )
 
 
-def _foreign_tensor(fqn: str, entry: TensorEntry, found: Located, checked: set[object]) -> SourceTensor:
+def _foreign_tensor(fqn: str, entry: TensorEntry, found: Located) -> SourceTensor:
     if any(chunk.transform for chunk in entry.chunks):
         return SourceTensor(entry.path, entry, None, None, fqn)
     located, payloads = found
     identity = (entry.dtype, entry.chunks) if all(chunk.foreign is not None for chunk in entry.chunks) else fqn
-    straight = _straight(_row_major(located, payloads))
-    unchecked = {chunk: one for chunk, one in payloads.items() if (chunk.file, chunk.payload_offset) not in checked}
-    checked.update((chunk.file, chunk.payload_offset) for chunk in unchecked)
-    checks = tuple(foreign_pieces(fqn, located, unchecked)) if straight is not None else ()
-    return SourceTensor(entry.path, entry, straight, (located, payloads), identity, checks)
+    return SourceTensor(entry.path, entry, _straight(_row_major(located, payloads)), found, identity)
+
+
+def _place(chunk: Chunk) -> object:
+    return chunk.file, chunk.payload_offset
 
 
 def _row_major(located: TensorEntry, payloads: Mapping[Chunk, ForeignPayload]) -> TensorEntry | None:
@@ -307,8 +305,9 @@ class Pipeline:
     _scratch: Scratch = field(default_factory=Scratch)
     _held: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    async def check(self, pieces: Sequence[Piece]) -> None:
+    async def check(self) -> None:
         """Compare checksums that cover more than one piece. Called before anything is written."""
+        pieces = await io_threads().run(self._checks)
 
         async def work(piece: Piece) -> None:
             memory = self._scratch.take(piece.nbytes)
@@ -318,6 +317,22 @@ class Pipeline:
             self._scratch.give_back(memory)
 
         await in_parallel(pieces, work)
+
+    @sliced
+    def _checks(self) -> Steps[list[Piece]]:
+        """Return the payloads that are read in pieces and have one checksum, each of them once. Called in a worker
+        thread."""
+        pieces: list[Piece] = []
+        seen: set[object] = set()
+        for fqn, one in self.origin.values():
+            yield
+            if one.straight is None or one.located is None:
+                continue
+            located, payloads = one.located
+            left = {chunk: payload for chunk, payload in payloads.items() if _place(chunk) not in seen}
+            seen.update(map(_place, left))
+            pieces.extend(foreign_pieces(fqn, located, left))
+        return pieces
 
     async def write(self, files: Sequence[TargetFile], into: Transaction) -> None:
         """Write all of ``files``. When this returns or raises, no thread works on them any more."""
