@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import sidestream
 from sidestream import errors
+from sidestream._format.dcp.metadata import read_dcp_description
 from sidestream._format.marker import PartMarker, missing_ranks, part_attribute, whole
 from sidestream._format.rank_files import merge_ranks, rank_files
 from sidestream._format.records import Chunk, DictKey, Manifest, TensorEntry
@@ -129,6 +130,15 @@ async def test_colliding_offsets_in_metadata_cost_nothing(tmp_path: Path) -> Non
     with processor_budget(SECONDS):
         checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
         assert (await checkpoint.state_dict())["w"].tolist() == STATE["w"].tolist()
+
+
+def test_colliding_offsets_in_a_metadata_that_is_compared_cost_nothing(tmp_path: Path) -> None:
+    offsets = [tuple((number >> bit & 1) * MODULUS for bit in range(15)) for number in range(MANY)]
+    scattered(tmp_path / "c", offsets)
+    with processor_budget(SECONDS / 6):
+        described = run_sliced(read_dcp_description((tmp_path / "c" / ".metadata").read_bytes()))
+    assert len(described.hints) == MANY + 1
+    assert described.spare == {"w"}
 
 
 def test_colliding_places_of_ranks_cost_nothing() -> None:

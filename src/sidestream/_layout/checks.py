@@ -266,7 +266,7 @@ def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[C
         yield None if same else _differs(fqn, f"has other properties for it than {_PROPERTIES}")
     for fqn, entry in manifest.entries.items():
         chunks = entry.chunks if isinstance(entry, TensorEntry) else ()
-        hints = [metadata.hints.get((fqn, chunk.offsets)) for chunk in chunks]
+        hints = [metadata.hints.get((fqn, name_of(chunk.offsets))) for chunk in chunks]
         other = any(hint is not None and hint != number for number, hint in enumerate(hints))
         yield _differs(fqn, "numbers its chunks differently than the manifest") if other else None
 

@@ -53,6 +53,8 @@ class _Location:
     offset: int
     length: int
     transform: str | None
+    hint: object
+    """The number that it gives its chunk."""
 
 
 def read_dcp_metadata(data: bytes | bytearray) -> Steps[Manifest]:
@@ -83,7 +85,7 @@ class DcpDescription:
     object, or is None if it is missing. ``pathless`` are the FQNs that ``planner_data`` lacks. ``spare`` are the FQNs
     in ``planner_data`` or ``storage_data`` that are not described. ``properties`` are the properties of each tensor
     except its dtype: layout, whether it requires gradients, memory format, whether it is pinned. ``hints`` has the
-    index of the chunk in each location, by FQN and offsets. The index is None if the location has none.
+    index of the chunk in each location, by FQN and name of the offsets. The index is None if the location has none.
     """
 
     entries: Mapping[str, Entry]
@@ -92,13 +94,14 @@ class DcpDescription:
     pathless: frozenset[str]
     spare: frozenset[str]
     properties: Mapping[str, tuple[object, ...]]
-    hints: Mapping[tuple[str, tuple[int, ...]], object]
+    hints: Mapping[_Index, object]
 
 
 def read_dcp_description(data: bytes | bytearray) -> Steps[DcpDescription]:
     """Parse ``data``. Raises what ``read_dcp_metadata`` raises."""
     metadata = _attributes((yield from decode(data, _GLOBALS, _LIMITS)), f"{_METADATA}.Metadata")
     locations = yield from _locations(metadata.get("storage_data"))
+    hints = yield from collected((index, one.hint) for index, one in locations.items() if index[1])
     entries = yield from _entries(metadata, locations)
     paths = (yield from _paths(metadata.get("planner_data"))) or {}
     meta = metadata.get("storage_meta")
@@ -111,7 +114,7 @@ def read_dcp_description(data: bytes | bytearray) -> Steps[DcpDescription]:
         pathless=frozenset(entries.keys() - paths.keys()),
         spare=frozenset(fqn for fqn, _ in locations) | (paths.keys() - entries.keys()),
         properties=dict(filter(None, properties)),
-        hints=(yield from _hints(metadata.get("storage_data"))),
+        hints=dict(hints),
     )
 
 
@@ -145,17 +148,6 @@ def _properties(key: object, described: object) -> tuple[str, tuple[object, ...]
     if not isinstance(state, tuple) or len(state) > _MAX_ATTRIBUTES:
         return fqn, (None,)
     return fqn, tuple(one.args[0] if isinstance(one, PickledCall) and len(one.args) == 1 else one for one in state[1:])
-
-
-def _hints(storage_data: object) -> Steps[dict[tuple[str, tuple[int, ...]], object]]:
-    hints = {}
-    for key, _ in _pairs(storage_data, "storage_data"):
-        yield
-        index = _attributes(key, f"{_METADATA}.MetadataIndex")
-        if index.get("offset") is not None:
-            fqn = _fqn(index.get("fqn"))
-            hints[fqn, _dims(index.get("offset"), fqn)] = index.get("index")
-    return hints
 
 
 def _tensor_entry(
@@ -212,13 +204,13 @@ def _locations(storage_data: object) -> Steps[dict[_Index, _Location]]:
         info = _attributes(value, _STORAGE_INFO, fqn)
         match info.get("relative_path"), info.get("offset"), info.get("length"):
             case str(file), int(start), int(length) if type(start) is int and type(length) is int:
-                where = _Location(file, start, length, check_transforms(info.get("transform_descriptors"), fqn))
+                transform = check_transforms(info.get("transform_descriptors"), fqn)
             case _:
                 raise CorruptCheckpointError(f".metadata: the storage_data of {fqn!r} is incomplete", fqn=fqn)
         slot = (fqn, "" if offset is None else name_of(_dims(offset, fqn)))
         if slot in locations:
             raise CorruptCheckpointError(f".metadata: {fqn!r} has two locations for one chunk", fqn=fqn)
-        locations[slot] = where
+        locations[slot] = _Location(file, start, length, transform, index.get("index"))
     return locations
 
 
