@@ -378,6 +378,18 @@ class Evil:
         return os.system, (f"touch {self.path}",)
 
 
+async def test_keys_that_no_path_has(tmp_path: Path) -> None:
+    """A dict with such keys is a value, so that JSON can hold it."""
+    for key in (float("inf"), float("-inf")):
+        torch.save({"m": {key: torch.ones(2)}}, tmp_path / "file.pt")
+        await sidestream.convert(tmp_path / "file.pt", tmp_path / f"c{key}")
+        assert_same(await read(tmp_path / f"c{key}"), {"m": {key: torch.ones(2)}})
+        assert_same(await read(tmp_path / "file.pt"), {"m": {key: torch.ones(2)}})
+    torch.save({float("nan"): torch.ones(2)}, tmp_path / "file.pt")
+    with pytest.raises(errors.UnsupportedCheckpointError, match="not strings or finite numbers"):
+        await sidestream.convert(tmp_path / "file.pt", tmp_path / "c")
+
+
 async def test_files_that_are_more_than_data(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3), "v": Evil(tmp_path / "executed")}, tmp_path / "a.pt")
     with pytest.raises(errors.UnsafeObjectError, match="system"):
