@@ -290,7 +290,7 @@ def legacy_input(r: random.Random) -> bytes:
 
 
 def read_legacy(raw: bytes) -> None:
-    run_sliced(read_torch_file(io.BytesIO(raw), len(raw)))
+    run_sliced(read_torch_file(io.BytesIO(raw), len(raw), "f.pt"))
 
 
 TARGETS: dict[str, tuple[Callable[[random.Random], bytes], Callable[[bytes], object]]] = {

@@ -197,8 +197,7 @@ def test_a_storage_that_many_small_tensors_share_is_read_once(tmp_path: Path, mo
 
     monkeypatch.setattr(TorchZip, "read", noted)
     raw = (tmp_path / "c.pt").read_bytes()
-    found, _ = run_sliced(read_torch_file(io.BytesIO(raw), len(raw)))
-    assert len(found) == 2
+    assert len(run_sliced(read_torch_file(io.BytesIO(raw), len(raw), "c.pt")).entries) == 2
     assert sorted(reads) == ["data.pkl", "data/0", "data/1"]
 
 
@@ -225,7 +224,7 @@ def test_a_dict_of_pairs_that_is_shared_is_not_walked_for_each_reference(last: b
     pickled = b"\x80\x02}X\x01\x00\x00\x00a" + (holder + shared + b"e" if holder else shared + b"t") + b"s."
     raw = with_records(item(1), lambda name, old: pickled if name.endswith("data.pkl") else old)
     with processor_budget(SECONDS):
-        assert most_calls_of_a_step(read_torch_file(io.BytesIO(raw), len(raw))) < 20 * count
+        assert most_calls_of_a_step(read_torch_file(io.BytesIO(raw), len(raw), "c.pt")) < 20 * count
 
 
 # --- 20,000 names ----------------------------------------------------------------------------------------------------

@@ -14,10 +14,8 @@ from typing import Any, TypeAlias
 import torch
 
 from .._format.records import (
-    Chunk,
     CompositeEntry,
     EmptyEntry,
-    ForeignPayload,
     Key,
     Manifest,
     Node,
@@ -26,11 +24,12 @@ from .._format.records import (
     ValueEntry,
     itemsize,
     parts_of,
+    row_major_strides,
 )
 from .._layout.checks import Piece, foreign_pieces, has_no_checksum
 from .._layout.ranges import Box
 from .._layout.values import encode_value
-from .._load.foreign.items import Located, locate, opaque_entries, opaque_errors, read_values, sorted_out
+from .._load.foreign.items import locate_all, read_values
 from .._load.jobs import Scratch
 from .._load.open.manifest import all_there, open_manifest
 from .._load.reader import Reader, Wanted, whole
@@ -65,14 +64,14 @@ class SourceTensor:
     """A tensor of the source.
 
     ``straight`` is the tensor with one dimension, if any part of its bytes can be read by itself. ``entry`` is the
-    tensor as it was saved. ``located`` has the facts from the zips of another writer. Tensors with one ``identity`` are
-    tied.
+    tensor as it was saved. ``located`` is it with the facts from the zips of another writer. Tensors with one
+    ``identity`` are tied.
     """
 
     path: tuple[Key, ...]
     entry: TensorEntry
     straight: TensorEntry | None
-    located: Located | None
+    located: TensorEntry | None
     identity: object
 
 
@@ -168,22 +167,14 @@ async def open_source_at(location: Location) -> Source:
 
 
 async def _of_manifest(files: RangeSource, url: str, manifest: Manifest) -> Source:
-    threads = io_threads()
-    tensors, _ = await threads.run(sorted_out, manifest.entries)
-    opaque = await threads.run(opaque_entries, manifest.entries)
-    located: dict[str, Located] = {}
+    located, errors = await locate_all(files, manifest)
     refused: dict[str, SidestreamError] = {}
-    for fqn, why in (await opaque_errors(files, opaque)).items():
-        if isinstance(why, FileNotFoundError):
-            raise why
-        refused[fqn] = why
-    if not manifest.own:
-        located, errors = await locate(files, tensors)
-        for fqn, error in errors.items():
-            if not isinstance(error, UnsupportedCheckpointError):
-                raise error
-            refused[fqn] = error
-    return await threads.run(_described, files, url, manifest, located, refused)
+    for fqn, error in errors.items():
+        opaque = isinstance(manifest.entries[fqn], OpaqueEntry)
+        if isinstance(error, FileNotFoundError) or not (opaque or isinstance(error, UnsupportedCheckpointError)):
+            raise error
+        refused[fqn] = error
+    return await io_threads().run(_described, files, url, manifest, located, refused)
 
 
 @sliced
@@ -191,7 +182,7 @@ def _described(
     files: RangeSource,
     url: str,
     manifest: Manifest,
-    located: Mapping[str, Located],
+    located: Mapping[str, TensorEntry],
     refused: Mapping[str, SidestreamError],
 ) -> Steps[Source]:
     """Describe the checkpoint. Called in a worker thread. ``refused``: the errors for the tensors that this version
@@ -245,29 +236,23 @@ def _check_views(manifest: Manifest, url: str) -> Steps[None]:
         )
 
 
-def _foreign_tensor(fqn: str, entry: TensorEntry, found: Located) -> SourceTensor:
+def _foreign_tensor(fqn: str, entry: TensorEntry, located: TensorEntry) -> SourceTensor:
     if any(chunk.transform for chunk in entry.chunks):
         return SourceTensor(entry.path, entry, None, None, fqn)
-    located, payloads = found
     identity = (entry.dtype, entry.chunks) if all(chunk.foreign is not None for chunk in entry.chunks) else fqn
-    return SourceTensor(entry.path, entry, _straight(_row_major(located, payloads)), found, identity)
+    return SourceTensor(entry.path, entry, _straight(_row_major(located)), located, identity)
 
 
-def _place(chunk: Chunk) -> object:
-    return chunk.file, chunk.payload_offset
-
-
-def _row_major(located: TensorEntry, payloads: Mapping[Chunk, ForeignPayload]) -> TensorEntry | None:
+def _row_major(located: TensorEntry) -> TensorEntry | None:
     """Return the tensor with the offset of the elements of every chunk. None if a chunk is not row-major."""
     size = itemsize(located.dtype)
     chunks = []
     for chunk in located.chunks:
-        payload = payloads.get(chunk)
+        payload = chunk.foreign
         if payload is None:
             chunks.append(chunk)
             continue
-        strides = torch.empty(chunk.sizes, device="meta").stride()
-        if chunk.payload_offset is None or payload.strides not in (None, strides):
+        if chunk.payload_offset is None or payload.strides not in (None, row_major_strides(chunk.sizes)):
             return None
         if payload.strides is None and payload.payload_bytes != math.prod(chunk.sizes) * size:
             return None
@@ -326,12 +311,8 @@ class Pipeline:
         seen: set[object] = set()
         for fqn, one in self.origin.values():
             yield
-            if one.straight is None or one.located is None:
-                continue
-            located, payloads = one.located
-            left = {chunk: payload for chunk, payload in payloads.items() if _place(chunk) not in seen}
-            seen.update(map(_place, left))
-            pieces.extend(foreign_pieces(fqn, located, left))
+            if one.straight is not None and one.located is not None:
+                pieces.extend(foreign_pieces(fqn, one.located, seen))
         return pieces
 
     async def write(self, files: Sequence[TargetFile], into: Transaction) -> None:
@@ -394,9 +375,9 @@ class Pipeline:
             del self._held[fqn]
 
     async def _read_whole(self, fqn: str, source: SourceTensor, into: torch.Tensor) -> None:
-        located = None if source.located is None else {fqn: source.located}
+        found = None if source.located is None else {fqn: source.located}
         wanted = [Wanted(fqn, source.entry, whole(source.entry), into)]
-        await self._reader().read(wanted, own=self.source.manifest.own, located=located)
+        await self._reader().read(wanted, own=self.source.manifest.own, found=found)
 
     def _reader(self) -> Reader:
         return Reader(self.source.files, self.verify, scratch=self._scratch)

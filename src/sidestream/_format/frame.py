@@ -16,7 +16,7 @@ from functools import lru_cache
 from zlib import crc32
 
 from .pickles import write as p
-from .records import DTYPES, itemsize, written_dtype
+from .records import DTYPES, itemsize, row_major_strides, written_dtype
 
 __all__ = ["CRC_FOLLOWS", "DOS_DATE", "MAX_32", "Frame", "end_of_directory", "frame_tensor", "frame_value"]
 
@@ -121,7 +121,6 @@ def tensor_pickle(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
     """Return the pickle of a row-major tensor over the storage ``key`` of its archive, as ``torch.save`` writes it."""
     itemsize, storage = DTYPES[dtype]
     elements = math.prod(shape)
-    strides = [math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape))]
     if storage is not None:
         rebuild, storage_type, numel = "_rebuild_tensor_v2", p.global_("torch", storage), elements
     else:
@@ -135,7 +134,7 @@ def tensor_pickle(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
         persistent_id,
         p.integer(0),
         p.tuple_of(*map(p.integer, shape)),
-        p.tuple_of(*map(p.integer, strides)),
+        p.tuple_of(*map(p.integer, row_major_strides(shape))),
         p.FALSE,
         p.call(p.global_("collections", "OrderedDict")),
     ]

@@ -42,6 +42,7 @@ __all__ = [
     "node_of_bytes",
     "parts_of",
     "path_of",
+    "row_major_strides",
     "shape_problem",
     "stored",
     "written_dtype",
@@ -363,6 +364,16 @@ STORAGE_DTYPES = {storage: name for name, (_, storage) in DTYPES.items() if stor
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element. Raises ``KeyError`` for a dtype that a checkpoint cannot hold."""
     return 1 if dtype in SUB_BYTE_DTYPES else DTYPES[dtype][0]
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor, in elements, as torch computes them."""
+    strides = []
+    following = 1
+    for dim in reversed(shape):
+        strides.append(following)
+        following *= max(dim, 1)
+    return tuple(reversed(strides))
 
 
 def node_of_bytes(raw: bytes | bytearray) -> str:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ..records import DTYPES, STORAGE_DTYPES, itemsize
+from ..records import DTYPES, STORAGE_DTYPES, itemsize, row_major_strides
 from .machine import Global, Pairs, Persistent, PickledCall
 
 __all__ = [
@@ -169,14 +169,9 @@ def _check_reach(tensor: StoredTensor) -> None:
 def _significant(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides. Those that no element depends on are replaced by the strides of a row-major tensor, because
     they may be arbitrary, and equal tensors would compare as different."""
-    dense = []
-    following = 1
-    for dim in reversed(shape):
-        dense.append(following)
-        following *= max(dim, 1)
-    dense.reverse()
+    dense = row_major_strides(shape)
     if not math.prod(shape):
-        return tuple(dense)
+        return dense
     return tuple(own if dim > 1 else row for dim, own, row in zip(shape, strides, dense, strict=True))
 
 

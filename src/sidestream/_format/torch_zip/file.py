@@ -20,13 +20,24 @@ from ..frame import CRC_FOLLOWS, DOS_DATE, MAX_32, end_of_directory
 from ..pickles.tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, StoredTensor, read_tensor
 from ..pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
 from ..pickles.values import VALUE_GLOBALS, ValueBudget, node_of, value_globals
-from ..records import DictKey, Key, Node, itemsize
+from ..records import (
+    Chunk,
+    DictKey,
+    EmptyEntry,
+    Entry,
+    ForeignPayload,
+    Key,
+    Manifest,
+    Node,
+    TensorEntry,
+    ValueEntry,
+    itemsize,
+    row_major_strides,
+)
 from .legacy import LegacyFile, read_legacy
 from .zip import TorchZip, is_older
 
 __all__ = [
-    "FileTensor",
-    "FileValue",
     "Records",
     "TensorPayload",
     "TorchArchive",
@@ -57,18 +68,14 @@ Records = Literal["needed", "all"]
 class TensorPayload:
     """A tensor, and the record with its elements.
 
-    ``strides`` and ``storage_offset`` count elements. ``payload_offset`` counts bytes from the beginning of the item.
-    Every element lies within the ``payload_bytes``. ``crc32`` is their checksum in the zip, which has not been
-    compared.
+    ``payload_offset`` counts bytes from the beginning of the item. Every element lies within the payload. Its checksum
+    in the zip has not been compared.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    storage_offset: int
     payload_offset: int
-    payload_bytes: int
-    crc32: int
+    foreign: ForeignPayload
 
 
 def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "needed") -> TensorPayload:
@@ -93,15 +100,13 @@ def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "need
     record = _record(archive, tensor)
     if records == "all":
         archive.check(but=record)
-    return TensorPayload(
-        tensor.dtype,
-        tensor.shape,
-        tensor.strides,
-        tensor.storage_offset,
-        archive.payload_offset(record),
-        tensor.storage_bytes,
-        archive.info(record).CRC,
-    )
+    foreign = _foreign_payload(tensor, archive.info(record).CRC)
+    return TensorPayload(tensor.dtype, tensor.shape, archive.payload_offset(record), foreign)
+
+
+def _foreign_payload(tensor: StoredTensor, crc: int | None) -> ForeignPayload:
+    plain = not tensor.storage_offset and tensor.strides == row_major_strides(tensor.shape)
+    return ForeignPayload(crc, tensor.storage_bytes, None if plain else tensor.strides, tensor.storage_offset)
 
 
 def open_value_item(
@@ -177,29 +182,9 @@ _MOST_NAME_CHARS = 4096
 _NAME_CHARS_A_BYTE = 16  # a name repeats the keys of all enclosing containers, which are in the pickle once
 
 
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A tensor of the file. Its storage begins at byte ``start`` of the file. ``crc`` is the CRC-32 of the storage, if
-    the file has one."""
-
-    path: tuple[Key, ...]
-    stored: StoredTensor
-    start: int
-    crc: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class FileValue:
-    """A plain value, or an empty dict if ``empty``."""
-
-    path: tuple[Key, ...]
-    node: Node
-    empty: bool = False
-
-
-def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, FileTensor | FileValue], bool]]:
-    """Return the entries of a file by FQN, and whether it has checksums. Payloads of tensors are read only inside of
-    tuples and sets.
+def read_torch_file(source: BinaryIO, file_bytes: int, name: str) -> Steps[Manifest]:
+    """Return the manifest of the file ``name``, of ``file_bytes``. It is not validated yet. Payloads of tensors are
+    read only inside of tuples and sets.
 
     Raises ``CorruptCheckpointError``, ``UnsafeObjectError`` for objects that are more than data, ``KeyCollisionError``,
     and ``UnsupportedCheckpointError`` for a file that does not hold a dict, or holds a tensor with more elements than
@@ -214,7 +199,7 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, 
     payloads = _Payloads(storages)
     if _pairs(root) is None:
         raise UnsupportedCheckpointError("the file holds something else than a dict")
-    found: dict[str, FileTensor | FileValue] = {}
+    found: dict[str, Entry] = {}
     for path, value in _leaves((), root):
         yield
         fqn = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
@@ -223,11 +208,11 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, 
         budget.spend_part()  # containers may be shared, so a small pickle may have very many leaves
         budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
         try:
-            found[fqn] = yield from _leaf(payloads, path, value, budget)
+            found[fqn] = yield from _leaf(payloads, path, value, budget, name)
         except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
             error.within(fqn).about(fqn=fqn)
             raise
-    return found, not older
+    return Manifest("", found, {name: file_bytes}, checked=not older)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,18 +271,20 @@ class _Payloads:
         return found
 
 
-def _leaf(
-    payloads: _Payloads, path: tuple[Key, ...], value: object, budget: ValueBudget
-) -> Steps[FileTensor | FileValue]:
+def _leaf(payloads: _Payloads, path: tuple[Key, ...], value: object, budget: ValueBudget, file: str) -> Steps[Entry]:
     if isinstance(value, PickledCall) and value.function in TENSOR_REBUILDERS:
         stored = read_tensor(value)
         if math.prod(stored.shape) * itemsize(stored.dtype) > stored.storage_bytes:
             raise UnsupportedCheckpointError("an expanded tensor; save tensor.contiguous()")
-        return FileTensor(path, stored, *payloads.locate(stored))
+        start, crc = payloads.locate(stored)
+        offsets = (0,) * len(stored.shape)
+        foreign = _foreign_payload(stored, crc)
+        chunk = Chunk(offsets, stored.shape, file, start, stored.storage_bytes, start, foreign=foreign)
+        return TensorEntry(path, stored.dtype, stored.shape, (chunk,))
     pairs = _pairs(value)
     if pairs is not None and not len(pairs):
-        return FileValue(path, None, empty=True)
-    return FileValue(path, (yield from node_of(value, budget, payloads.read)))
+        return EmptyEntry(path)
+    return ValueEntry(path, file, 0, 0, (yield from node_of(value, budget, payloads.read)))
 
 
 def _leaves(path: tuple[Key, ...], value: object) -> Iterator[tuple[tuple[Key, ...], object]]:
