@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from .._format.checksum import crc32
-from .._format.frame import frame_tensor, tensor_pickle
+from .._format.frame import Archive, frame_tensor, tensor_pickle
 from .._format.pickles.write import EMPTY_DICT, dict_of, list_of
 from .._format.records import (
     BLOCK_BYTES,
@@ -25,7 +25,6 @@ from .._format.records import (
 from .._format.safetensors.read import INDEX_NAME
 from .._format.safetensors.write import ALIGN_BYTES, Named, alignment, file_names, header_of, index_of, shards_of_sizes
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window, lay_out
-from .._format.torch_zip.file import TorchArchive
 from .._format.values import ValueItems, pickle_part
 from .._layout.assemble import assemble
 from .._runtime.threads import (
@@ -152,6 +151,8 @@ class Written:
 
 # --- torch.save -----------------------------------------------------------------------------------------------------
 
+_ALIGN_BYTES = 64
+
 
 def torch_file(
     name: str, tensors: Sequence[OutTensor], values: Sequence[OutValue], order: Sequence[str], window_bytes: int
@@ -171,11 +172,10 @@ def torch_file(
         pickled = EMPTY_DICT if value.empty else pickle_part(value.node, storages)
         leaves[value.fqn] = (value.path, _Pickled(pickled))
     pickled = b"\x80\x02" + _pickle_tree(run_sliced(assemble(leaves[fqn] for fqn in order))) + b"."
-    archive = TorchArchive(pickled, storages[len(first) :], [one.nbytes for one in first])
-    ends = [offset for offset, _ in archive.pieces[1:]] + [archive.nbytes]
-    pieces: list[tuple[int, int, Piece]] = [
-        (offset, end - offset, first[piece] if isinstance(piece, int) else piece)
-        for (offset, piece), end in zip(archive.pieces, ends, strict=True)
+    archive = Archive(pickled, storages[len(first) :], [one.nbytes for one in first], _ALIGN_BYTES)
+    pieces = [
+        (offset, nbytes, first[content] if isinstance(content, int) else content)
+        for offset, nbytes, content in archive.pieces
     ]
     return Written(name, pieces, window_bytes)
 

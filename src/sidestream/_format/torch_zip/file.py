@@ -1,5 +1,4 @@
-"""Readers of ``torch.save`` files as data: whole files, and the items of foreign shard files, which are such files. The
-layout of such a file around its payloads.
+"""Readers of ``torch.save`` files as data: whole files, and the items of foreign shard files, which are such files.
 
 Of an item only the directory of the zip and the pickle are read, and for a value the storages of tensors inside it. No
 read is larger than the item, whatever its headers claim.
@@ -8,15 +7,12 @@ read is larger than the item, whatever its headers claim.
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
-from zlib import crc32
 
 from ..._runtime.steps import Steps, at_once
 from ...errors import CorruptCheckpointError, KeyCollisionError, UnsafeObjectError, UnsupportedCheckpointError
-from ..frame import CRC_FOLLOWS, DOS_DATE, MAX_32, end_of_directory
 from ..pickles.tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, StoredTensor, read_tensor
 from ..pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
 from ..pickles.values import VALUE_GLOBALS, ValueBudget, node_of, value_globals
@@ -40,7 +36,6 @@ from .zip import TorchZip, is_older
 __all__ = [
     "Records",
     "TensorPayload",
-    "TorchArchive",
     "check_value_item",
     "open_tensor_item",
     "open_value_item",
@@ -335,87 +330,3 @@ def _holds(value: object) -> bool:
     if isinstance(value, PickledCall):
         return value.function in TENSOR_REBUILDERS or value.function == _ORDERED_DICT
     return isinstance(value, list | Pairs)
-
-
-# --- writing --------------------------------------------------------------------------------------------------------
-
-_ALIGN_BYTES = 64
-_PADDING = 0x4246  # the extra field that torch also uses for padding
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    name: bytes
-    nbytes: int
-    offset: int
-    crc: int | None  # None: it follows the payload
-
-    @property
-    def zip64(self) -> bool:
-        return self.nbytes >= MAX_32
-
-    def header(self) -> bytes:
-        """Return the local header, padded so that the payload begins at a multiple of 64 bytes."""
-        extra = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.zip64 else b""
-        bare = self.offset + 30 + len(self.name) + len(extra) + 4
-        padding = -bare % _ALIGN_BYTES
-        extra += struct.pack("<HH", _PADDING, padding) + bytes(padding)
-        size = MAX_32 if self.zip64 else 0 if self.crc is None else self.nbytes
-        flags = CRC_FOLLOWS if self.crc is None else 0
-        fixed = (b"PK\x03\x04", 45 if self.zip64 else 20, flags, 0, 0, DOS_DATE, self.crc or 0, size, size)
-        return struct.pack("<4sHHHHHIIIHH", *fixed, len(self.name), len(extra)) + self.name + extra
-
-    def descriptor(self, crc: int) -> bytes:
-        return struct.pack("<4sIQQ" if self.zip64 else "<4sIII", b"PK\x07\x08", crc, self.nbytes, self.nbytes)
-
-    def directory_entry(self, crc: int) -> bytes:
-        large = [field for field in (self.nbytes, self.nbytes, self.offset) if field >= MAX_32]
-        extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-        size, offset = min(self.nbytes, MAX_32), min(self.offset, MAX_32)
-        flags = CRC_FOLLOWS if self.crc is None else 0
-        fixed = (b"PK\x01\x02", 45, 45 if large else 20, flags, 0, 0, DOS_DATE, crc, size, size)
-        rest = (len(self.name), len(extra), 0, 0, 0, 0, offset)
-        return struct.pack("<4sHHHHHHIIIHHHHHII", *fixed, *rest) + self.name + extra
-
-
-class TorchArchive:
-    """The layout of a file with payloads of ``sizes`` bytes. ``pickled`` refers to them as storages ``"0"``, ``"1"``
-    and so on.
-
-    ``pieces`` are pairs ``(offset, content)``. The content is bytes, the index of a payload, or a function from all
-    checksums to bytes, for bytes that depend on the checksums of earlier payloads.
-    """
-
-    def __init__(self, pickled: bytes, storages: Sequence[bytes], sizes: Sequence[int]) -> None:
-        self.pieces: list[tuple[int, bytes | int | Callable[[Mapping[int, int]], bytes]]] = []
-        self.nbytes = 0
-        self._records: list[_Record] = []
-        small = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
-        small += [(f"data/{len(sizes) + number}", raw) for number, raw in enumerate(storages)]
-        for name, raw in small:
-            content = self._start(name, len(raw), crc32(raw)).header() + raw
-            self._add(len(content), content)
-        for number, nbytes in enumerate(sizes):
-            record = self._start(f"data/{number}", nbytes, None)
-            header = record.header()
-            self._add(len(header), header)
-            self._add(nbytes, number)
-            self._add(len(record.descriptor(0)), lambda crcs, n=number, of=record: of.descriptor(crcs.get(n, 0)))  # type: ignore[misc]
-        self._add(len(self._end({}, self.nbytes)), lambda crcs, at=self.nbytes: self._end(crcs, at))  # type: ignore[misc]
-
-    def _start(self, name: str, nbytes: int, crc: int | None) -> _Record:
-        record = _Record(f"archive/{name}".encode(), nbytes, self.nbytes, crc)
-        self._records.append(record)
-        return record
-
-    def _add(self, nbytes: int, content: bytes | int | Callable[[Mapping[int, int]], bytes]) -> None:
-        self.pieces.append((self.nbytes, content))
-        self.nbytes += nbytes
-
-    def _end(self, crcs: Mapping[int, int], at: int) -> bytes:
-        first = sum(record.crc is not None for record in self._records)
-        directory = b"".join(
-            record.directory_entry(crcs.get(number - first, 0) if record.crc is None else record.crc)
-            for number, record in enumerate(self._records)
-        )
-        return directory + end_of_directory(len(self._records), len(directory), at)
