@@ -13,17 +13,19 @@ from typing import Any, Literal
 from .._format.records import (
     SUB_BYTE_DTYPES,
     CompositeEntry,
+    EmptyEntry,
     Key,
     Manifest,
     Node,
+    TensorEntry,
     ValueEntry,
     itemsize,
     name_problem,
+    parts_of,
 )
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together
 from .._layout.names import consistent, new_names, renamed_path, selected, target_dtypes
-from .._layout.ranges import PIECE_BYTES
 from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
@@ -43,12 +45,9 @@ from ..errors import InvalidOptionError, KeyCollisionError, UnsupportedTensorErr
 from ..options import (
     ConvertOptions,
     Dtypes,
-    Durability,
     Format,
     Names,
-    Progress,
     Storage,
-    Verify,
     check_choice,
     check_dtype,
     check_names,
@@ -57,7 +56,7 @@ from ..options import (
 )
 from .divided import Divided, DividedFiles
 from .operation import run_here
-from .source import Pipeline, Source, SourceComposite, SourceEntry, SourceOpaque, SourceTensor, open_source
+from .source import Pipeline, Source, open_source, window_bytes_within
 from .targets import (
     DcpTarget,
     OutTensor,
@@ -66,7 +65,6 @@ from .targets import (
     safetensors_files,
     torch_file,
 )
-from .windows import WINDOWS
 
 __all__ = [
     "ConvertReport",
@@ -78,7 +76,6 @@ __all__ = [
 ]
 
 _SPOKEN = {"torch": "files of torch.save as this version writes them", "safetensors": "safetensors"}
-_MIB = 1 << 20
 
 
 @public
@@ -181,25 +178,13 @@ async def convert(
         opened = await open_source(source, storage_of(storage_options, storage))
         async with aclosing(opened):
             selection = await io_threads().run(_select, opened, select, names, dtype, chosen)
-            how = How(
-                chosen,
-                options.max_shard_bytes,
-                options.budget_bytes,
-                options.verify,
-                options.durability,
-                options.progress,
-            )
-            return await convert_opened(opened, selection, where, how)
+            return await convert_opened(opened, selection, where, How(options, chosen))
 
 
 @dataclass(frozen=True, slots=True)
 class How:
+    options: ConvertOptions
     format: Format
-    shard_bytes: int | None
-    budget_bytes: int
-    verify: Verify
-    durability: Durability
-    progress: Progress | None = None
     verb: Literal["export", "convert"] = "convert"
     replaces: bool = False
     """Whether an export replaces an earlier one."""
@@ -221,24 +206,18 @@ async def _convert(
 ) -> ConvertReport:
     chosen = how.format
     single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
-    values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
-    if values:
-        listed = ", ".join(values[:5])
-        raise InvalidOptionError(
-            f"safetensors files hold only tensors, and {listed} are values: leave them out with select="
-        )
     name = where.name if single else None
-    sidecars = {} if single or how.verb == "export" else await opened.contents(how.verify)
+    sidecars = {} if single or how.verb == "export" else await opened.contents(how.options.verify)
     if chosen == "safetensors":
         sidecars = {name: one for name, one in sidecars.items() if not name.endswith(SUFFIX) and name != INDEX_NAME}
         how = replace(how, others={**sidecars, **how.others})
 
     async def prepare() -> tuple[Sequence[TargetFile] | DcpTarget, Pipeline, object]:
-        nodes = await opened.nodes(dict(selection.unread.values()))
+        nodes = await opened.nodes(await io_threads().run(selection.stored_values))
         files = await io_threads().run(_plan, selection, nodes, name, how)
         total = await io_threads().run(_total, selection)
-        pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
-        if how.verify == "always":
+        pipeline = Pipeline(opened, selection.origin, how.options.verify, how.options.progress, total)
+        if how.options.verify == "always":
             await pipeline.check()
         return files, pipeline, None if ranks is None else await io_threads().run(_terms, selection)
 
@@ -247,7 +226,7 @@ async def _convert(
     beside = sidecars if isinstance(files, DcpTarget) else {}
     order = SaveOrder(
         where,
-        how.durability,
+        how.options.durability,
         current_deadline(),
         kind=kind,
         verb=how.verb,
@@ -268,11 +247,11 @@ async def _convert(
             format=chosen,
             files=tuple(sizes),
             nbytes=sum(sizes.values()),
-            tensors=tuple(fqn for fqn in selection.order if fqn in selection.wholes),
-            values=tuple(one.fqn for one in selection.values),
+            tensors=selection.wholes,
+            values=tuple(selection.values),
             left_out=(*selection.left_out, *_without_place(opened, sidecars, how)),
             cast=selection.cast,
-            unverified=tuple(sorted(new for new, (old, _) in selection.origin.items() if old in opened.unverified)),
+            unverified=tuple(sorted(new for new, old in selection.origin.items() if old in opened.unverified)),
         )
 
     return await io_threads().run(report)
@@ -292,7 +271,7 @@ async def _run_divided(
 
 def _terms(selection: Selection) -> object:
     """Return what the files contain, to be compared with other ranks. Called in a worker thread."""
-    tensors = gathered([one.fqn, one.dtype, selection.origin[one.fqn][0]] for one in selection.tensors)
+    tensors = gathered([one.fqn, one.dtype, selection.origin[one.fqn]] for one in selection.tensors)
     return [tensors, dict(selection.aliases)]
 
 
@@ -301,22 +280,28 @@ def _terms(selection: Selection) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The tensors and values to convert, with their new names. ``origin`` has the source of each tensor. ``aliases``
-    maps names of tied tensors that are not written to the names with which they are written. ``composites`` are tensors
-    that consist of others, which are among ``tensors``."""
+    """The tensors and values to convert, with their new names.
 
-    tensors: list[OutTensor]
-    values: list[OutValue]
-    origin: dict[str, tuple[str, SourceTensor]]
-    order: list[str]
+    ``left_out`` are names in the source. ``order`` has the new names of all entries. ``origin`` has the name in the
+    source of each tensor, and ``wholes`` are the tensors except parts of others. ``aliases`` maps names of tied tensors
+    that are not written to the names with which they are written. ``composites`` are tensors that consist of others,
+    which are among ``tensors``. ``values`` has path, name in the source, and entry of each value.
+    """
+
     left_out: tuple[str, ...]
-    cast: tuple[str, ...]
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    order: Sequence[str] = ()
+    cast: tuple[str, ...] = ()
+    wholes: tuple[str, ...] = ()
+    tensors: list[OutTensor] = field(default_factory=list)
+    origin: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     composites: dict[str, CompositeEntry] = field(default_factory=dict)
-    wholes: frozenset[str] = frozenset()
-    """The new names of all tensors except parts of others."""
-    unread: dict[str, tuple[str, ValueEntry]] = field(default_factory=dict)
-    """The names in the source and the entries of the values that have not been read, by their new names."""
+    values: dict[str, tuple[tuple[Key, ...], str, ValueEntry | EmptyEntry]] = field(default_factory=dict)
+
+    def stored_values(self) -> dict[str, ValueEntry]:
+        """Return the values that have to be read, by their names in the source. Called in a worker thread."""
+        values = yielding_gil(self.values.values())
+        return {fqn: entry for _, fqn, entry in values if isinstance(entry, ValueEntry)}
 
 
 def _select(
@@ -328,7 +313,7 @@ def _select(
 ) -> Selection:
     entries, parts = source.entries, source.parts()
     taken = run_sliced(selected((fqn for fqn in entries if fqn not in parts), select, source.url))
-    named = run_sliced(new_names(names, taken, source.url, identity=lambda fqn: _identity(fqn, entries[fqn])))
+    named = run_sliced(new_names(names, taken, source.url, identity=lambda fqn: _identity(fqn, source)))
     kept = [fqn for fqn in taken if named[fqn] is not None]
     _refuse_opaque(source, kept)
     if target != "dcp":
@@ -339,35 +324,35 @@ def _select(
     named = _with_parts(source, named)
     order = list(dict.fromkeys(new for new in named.values() if new is not None))
     left_out = tuple(fqn for fqn in entries if fqn not in parts and named.get(fqn) is None)
-    found = Selection([], [], {}, order, left_out, ())
+    found = Selection(left_out, order)
     target_dtype = run_sliced(target_dtypes(dtype))
     cast, wholes = [], []
     for fqn, new in yielding_gil(named.items()):
         entry = entries[fqn]
-        if new is None or new in found.origin or isinstance(entry, SourceOpaque):
+        if new is None or new in found.origin or fqn in source.refused:
             continue
         whole = parts.get(fqn, fqn)
         path = (*paths[named[whole] or ""], *entry.path[len(entries[whole].path) :])
         if problem := name_problem(new, path):
             raise InvalidOptionError(f"{source.url}: {problem}")
-        if isinstance(entry, SourceComposite):
-            found.composites[new] = replace(entry.entry, path=path)
-            wholes += [] if fqn in parts else [new]
+        if isinstance(entry, ValueEntry | EmptyEntry):
+            found.values[new] = path, fqn, entry
             continue
-        if not isinstance(entry, SourceTensor):
-            found.values.append(OutValue(new, path, None, empty=entry.entry is None))
-            if entry.entry is not None:
-                found.unread[new] = fqn, entry.entry
+        wholes += [] if fqn in parts else [new]
+        if isinstance(entry, CompositeEntry):
+            found.composites[new] = replace(entry, path=path)
             continue
-        saved = entry.entry.dtype
+        saved = entry.dtype
         wanted = saved if fqn in parts else target_dtype(new, saved)
         if wanted != saved:
             cast.append(new)
-        nbytes = math.prod(entry.entry.shape) * itemsize(wanted)
-        found.tensors.append(OutTensor(new, path, wanted, entry.entry.shape, nbytes, (entry.identity, wanted)))
-        found.origin[new] = (fqn, entry)
-        wholes += [] if fqn in parts else [new]
-    return replace(found, cast=tuple(cast), wholes=frozenset(wholes))
+        nbytes = math.prod(entry.shape) * itemsize(wanted)
+        identity = (source.tensors[fqn].identity, wanted)
+        found.tensors.append(OutTensor(new, path, wanted, entry.shape, nbytes, identity))
+        found.origin[new] = fqn
+    if target == "safetensors":
+        _refuse_values(found)
+    return replace(found, cast=tuple(cast), wholes=tuple(wholes))
 
 
 def _paths(source: Source, named: Mapping[str, str | None]) -> dict[str, tuple[Key, ...]]:
@@ -385,9 +370,7 @@ def _with_parts(source: Source, named: Mapping[str, str | None]) -> dict[str, st
     found: dict[str, str | None] = {}
     for fqn, new in yielding_gil(named.items()):
         found[fqn] = new
-        entry = source.entries[fqn]
-        if isinstance(entry, SourceComposite):
-            found.update((part, new and new + part[len(fqn) :]) for part in entry.parts)
+        found.update((part, new and new + part[len(fqn) :]) for part in parts_of(fqn, source.entries))
     whole = {new for new in named.values() if new is not None}
     for fqn, new in found.items():
         if fqn not in named and new in whole:
@@ -401,29 +384,37 @@ def _refuse_unusual(source: Source, taken: Sequence[str], target: Format) -> Non
     """Raise ``UnsupportedTensorError`` for a tensor that files of this format cannot hold."""
     for fqn in taken:
         one = source.entries[fqn]
-        if isinstance(one, SourceComposite):
-            what = f"it is a {one.entry.type}, and {_SPOKEN[target]} hold plain tensors only"
-        elif isinstance(one, SourceTensor) and one.entry.dtype in SUB_BYTE_DTYPES:
-            what = f"{_SPOKEN[target]} have no dtype {one.entry.dtype}"
+        if isinstance(one, CompositeEntry):
+            what = f"it is a {one.type}, and {_SPOKEN[target]} hold plain tensors only"
+        elif isinstance(one, TensorEntry) and one.dtype in SUB_BYTE_DTYPES:
+            what = f"{_SPOKEN[target]} have no dtype {one.dtype}"
         else:
             continue
         raise UnsupportedTensorError(f"{fqn}: {what}; convert into a directory for DCP, or leave it out with select=")
 
 
-def _identity(fqn: str, entry: SourceEntry) -> object:
+def _refuse_values(selection: Selection) -> None:
+    stored = [fqn for fqn, (_, _, entry) in selection.values.items() if isinstance(entry, ValueEntry)]
+    if stored:
+        listed = ", ".join(stored[:5])
+        raise InvalidOptionError(
+            f"safetensors files hold only tensors, and {listed} are values: leave them out with select="
+        )
+
+
+def _identity(fqn: str, source: Source) -> object:
     """Return a key that is equal for tied tensors only."""
-    return (entry.identity, entry.entry.shape) if isinstance(entry, SourceTensor) else fqn
+    one = source.tensors.get(fqn)
+    return fqn if one is None else (one.identity, one.entry.shape)
 
 
 def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
     """Raise the error of the first tensor that cannot be read. Its message also names the others."""
-    opaque = [fqn for fqn in taken if isinstance(source.entries[fqn], SourceOpaque)]
+    opaque = [fqn for fqn in taken if fqn in source.refused]
     if not opaque:
         return
-    first = source.entries[opaque[0]]
-    assert isinstance(first, SourceOpaque)
     also = f" (so are {', '.join(opaque[1:6])}{', ...' if len(opaque) > 6 else ''})" if opaque[1:] else ""
-    raise first.error.within(source.url, f"{also}; use a selection without it")
+    raise source.refused[opaque[0]].within(source.url, f"{also}; use a selection without it")
 
 
 def _total(selection: Selection) -> int:
@@ -438,16 +429,17 @@ def _plan(
     selection: Selection, nodes: Mapping[str, Node], name: str | None, how: How
 ) -> Sequence[TargetFile] | DcpTarget:
     """Plan the files. ``nodes`` are the values as data, by their names in the source."""
-    window_bytes = min(64 * _MIB, (how.budget_bytes - WINDOWS * PIECE_BYTES) // WINDOWS) // _MIB * _MIB
-    tensors, unread = selection.tensors, selection.unread
+    window_bytes, shard_bytes = window_bytes_within(how.options.budget_bytes), how.options.max_shard_bytes
+    tensors = selection.tensors
     values = gathered(
-        replace(one, node=nodes[unread[one.fqn][0]]) if one.fqn in unread else one for one in selection.values
+        OutValue(fqn, path, None, empty=True) if isinstance(entry, EmptyEntry) else OutValue(fqn, path, nodes[old])
+        for fqn, (path, old, entry) in selection.values.items()
     )
     if how.format == "dcp":
-        return DcpTarget(tensors, values, selection.composites, how.shard_bytes or 1 << 62, window_bytes)
+        return DcpTarget(tensors, values, selection.composites, shard_bytes or 1 << 62, window_bytes)
     if how.format == "torch":
         return [torch_file(name or "", tensors, values, selection.order, window_bytes)]
-    return safetensors_files(tensors, name, how.shard_bytes, window_bytes, selection.aliases, how.others)
+    return safetensors_files(tensors, name, shard_bytes, window_bytes, selection.aliases, how.others)
 
 
 def _without_place(opened: Source, taken: Mapping[str, bytes], how: How) -> list[str]:
