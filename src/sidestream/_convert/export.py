@@ -18,6 +18,7 @@ import torch
 
 from .._format.records import CompositeEntry
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
+from .._format.shard import payloads_in
 from .._group import Operation, prepare_together
 from .._layout.names import new_names, selected, target_dtypes
 from .._layout.save_layout import SavePlan
@@ -326,11 +327,10 @@ def _pieces(
     for layout in plan.shards:
         for window in layout.windows:
             with snapshot.window(window_number, stop) as view:  # also a window without exported tensors, to release it
-                for number in range(window.first, window.last):
-                    one, item = by_item.get(first_item + number), layout.items[number]
-                    start, end = max(item.payload_offset, window.start), min(item.trailer_offset, window.end)
-                    if one is not None and start < end:
-                        yield _piece(one, sources[one.fqn], view[start - window.start : end - window.start])
+                for number, at, nbytes, _ in payloads_in(layout, window):
+                    one = by_item.get(first_item + number)
+                    if one is not None:
+                        yield _piece(one, sources[one.fqn], view[at : at + nbytes])
             window_number += 1
         first_item += len(layout.items)
 

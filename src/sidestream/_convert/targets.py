@@ -13,7 +13,6 @@ from .._format.frame import Archive, frame_tensor, tensor_pickle
 from .._format.pickles.write import EMPTY_DICT, dict_of, list_of
 from .._format.records import (
     BLOCK_BYTES,
-    Chunk,
     CompositeEntry,
     EmptyEntry,
     Entry,
@@ -24,7 +23,7 @@ from .._format.records import (
 )
 from .._format.safetensors.read import INDEX_NAME
 from .._format.safetensors.write import ALIGN_BYTES, Named, alignment, file_names, header_of, index_of, shards_of_sizes
-from .._format.shard import BlockSums, Sealer, ShardLayout, Window, lay_out
+from .._format.shard import Sealer, ShardLayout, lay_out, payloads_in
 from .._format.values import ValueItems, pickle_part
 from .._layout.assemble import assemble
 from .._runtime.threads import (
@@ -268,12 +267,8 @@ class _DcpShard:
         self._tensors = tensors
 
     def slices(self, index: int) -> Iterator[Slice]:
-        window: Window = self.layout.windows[index]
-        for number in range(window.first, window.last):
-            item = self.layout.items[number]
-            start, end = max(item.payload_offset, window.start), min(item.trailer_offset, window.end)
-            if start < end:
-                yield Slice(self._tensors[number], start - item.payload_offset, end - start, start - window.start)
+        for number, at, nbytes, begin in payloads_in(self.layout, self.layout.windows[index]):
+            yield Slice(self._tensors[number], begin, nbytes, at)
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
         wait = partial(wait_for_change, stop=stop, name="checksums of the windows before")
@@ -336,16 +331,8 @@ class DcpTarget:
         }
         for one in self._tensors:
             shard, number = self._places[one.identity]
-            placed = self.shards[shard].layout.items[number]
-            sums: BlockSums = self.shards[shard].sealer.sums
-            chunk = Chunk(
-                (0,) * len(one.shape),
-                one.shape,
-                names[self.shards[shard].name],
-                placed.item_offset,
-                placed.frame.item_bytes,
-                placed.payload_offset,
-                sums.crcs[number],
-            )
+            file = self.shards[shard]
+            placed, crcs = file.layout.items[number], file.sealer.sums.crcs[number]
+            chunk = placed.chunk((0,) * len(one.shape), one.shape, names[file.name], crcs)
             found[one.fqn] = TensorEntry(one.path, one.dtype, one.shape, (chunk,))
         return {fqn: found[fqn] for fqn in order}
