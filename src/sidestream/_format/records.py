@@ -148,10 +148,9 @@ class ValueEntry:
 
 @dataclass(frozen=True, slots=True)
 class EmptyEntry:
-    """An empty container, for which DCP has no entry. ``kind`` is ``"dict"``; a list without elements is a value."""
+    """An empty dict, for which DCP has no entry. A list without elements is a value."""
 
     path: tuple[Key, ...]
-    kind: str = "dict"
 
 
 @dataclass(frozen=True, slots=True)
