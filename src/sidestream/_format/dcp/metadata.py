@@ -8,10 +8,21 @@ from dataclasses import dataclass
 from ..._runtime.steps import Steps, chunked, collected
 from ...errors import CorruptCheckpointError
 from ..pickles.keys import name_of
-from ..pickles.machine import Global, Limits, Pairs, PickledCall
 from ..pickles.tensors import DtypeNames, is_dtype
-from ..pickles.unpickle import decode
-from ..records import DTYPES, Chunk, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
+from ..records import (
+    DTYPES,
+    MAX_FQN_CHARS,
+    MAX_PATH_DEPTH,
+    MAX_RANK,
+    Chunk,
+    Entry,
+    Key,
+    Manifest,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+)
 from ..transforms import check_transforms
 
 __all__ = ["DcpDescription", "read_dcp_description", "read_dcp_metadata"]
@@ -37,9 +48,6 @@ _PROPERTIES = frozenset({f"{_METADATA}.TensorProperties", f"{_LEGACY}.TensorProp
 # are traversed for each entry. Their sizes are limited, so that a small file cannot cause a very long traversal.
 _LIMITS = Limits(integer_bytes=9, depth=None)
 _MAX_ATTRIBUTES = 64
-_MAX_RANK = 64
-_MAX_PATH = 64
-_MAX_FQN = 4096
 _FREED_IN_A_STEP = 64
 _MANY = 256
 
@@ -226,9 +234,9 @@ def _paths(planner_data: object) -> Steps[dict[str, object] | None]:
 
 def _path(fqn: str, paths: dict[str, object]) -> tuple[Key, ...]:
     path = paths.get(fqn, (fqn,))
-    if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_PATH:
+    if not isinstance(path, tuple) or not 0 < len(path) <= MAX_PATH_DEPTH:
         raise CorruptCheckpointError(
-            f".metadata: the path of {fqn!r} is not a tuple of 1 to {_MAX_PATH} steps", fqn=fqn
+            f".metadata: the path of {fqn!r} is not a tuple of 1 to {MAX_PATH_DEPTH} steps", fqn=fqn
         )
     steps = tuple(step for step in path if isinstance(step, str) or type(step) is int)
     if len(steps) != len(path):
@@ -242,7 +250,7 @@ def _dims(value: object, fqn: str) -> tuple[int, ...]:
     """Return sizes or offsets. They are a ``torch.Size``, or a tuple in files of some writers."""
     if isinstance(value, PickledCall) and value.function == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
-    if isinstance(value, tuple) and len(value) <= _MAX_RANK and all(type(dim) is int and dim >= 0 for dim in value):
+    if isinstance(value, tuple) and len(value) <= MAX_RANK and all(type(dim) is int and dim >= 0 for dim in value):
         return value
     raise CorruptCheckpointError(f".metadata: {fqn!r} has invalid sizes or offsets", fqn=fqn)
 
@@ -264,8 +272,8 @@ def _named(state: object, fqn: str | None) -> dict[str, object]:
 
 
 def _fqn(value: object) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_FQN:
-        raise CorruptCheckpointError(f".metadata: an FQN is not a string, or longer than {_MAX_FQN} characters")
+    if not isinstance(value, str) or len(value) > MAX_FQN_CHARS:
+        raise CorruptCheckpointError(f".metadata: an FQN is not a string, or longer than {MAX_FQN_CHARS} characters")
     return value
 
 

@@ -17,6 +17,7 @@ from ..pickles.tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, StoredTensor, r
 from ..pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
 from ..pickles.values import VALUE_GLOBALS, ValueBudget, node_of, value_globals
 from ..records import (
+    MAX_FQN_CHARS,
     Chunk,
     DictKey,
     EmptyEntry,
@@ -173,7 +174,6 @@ def _record(archive: TorchZip, tensor: StoredTensor) -> str:
 _MOST_PICKLE_BYTES = 256 << 20
 _MOST_VALUE_BYTES = 64 << 20
 _MOST_VALUES_BYTES = 1 << 30
-_MOST_NAME_CHARS = 4096
 _NAME_CHARS_A_BYTE = 16  # a name repeats the keys of all enclosing containers, which are in the pickle once
 
 
@@ -198,7 +198,7 @@ def read_torch_file(source: BinaryIO, file_bytes: int, name: str) -> Steps[Manif
     for path, value in _leaves((), root):
         yield
         fqn = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
-        if fqn in found or len(fqn) > _MOST_NAME_CHARS:
+        if fqn in found or len(fqn) > MAX_FQN_CHARS:
             raise KeyCollisionError(f"two entries of the file are named {fqn[:200]!r}, or this name is too long")
         budget.spend_part()  # containers may be shared, so a small pickle may have very many leaves
         budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
