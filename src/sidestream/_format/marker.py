@@ -39,6 +39,7 @@ __all__ = [
     "part_attribute",
     "part_manifest_name",
     "part_metadata_name",
+    "part_name",
     "whole",
 ]
 
@@ -73,6 +74,11 @@ class Marker:
 
 def manifest_name(save_id: str) -> str:
     return f"manifest-{save_id}"
+
+
+def part_name(root: str, rank: int) -> str:
+    """Return the file name of a rank's part of a manifest, in the directory of the ``root``."""
+    return f"{root}.{rank}"
 
 
 def marker_attribute(marker: Marker) -> bytes:

@@ -37,7 +37,9 @@ __all__ = [
     "TensorEntry",
     "ValueEntry",
     "all_parts",
+    "is_stored",
     "itemsize",
+    "name_of",
     "name_problem",
     "node_of_bytes",
     "parts_of",
@@ -66,6 +68,11 @@ _SHOWN_CHARS = 200
 Node: TypeAlias = "bool | int | float | str | dict[str, Node] | list[Node] | None"
 """A plain Python value as JSON-ready data. Scalars are themselves. Everything else is a dict with one entry,
 ``{kind: content}``. ``values.py`` lists the kinds."""
+
+
+def is_stored(node: Node) -> bool:
+    """Return whether only the item has the value."""
+    return isinstance(node, dict) and "stored" in node
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +317,16 @@ class Manifest:
     def exact(self) -> bool:
         """Whether paths and ties are those of the state dict that was saved."""
         return self.own and self.planner == "sidestream"
+
+
+def name_of(*dims: tuple[int, ...]) -> str:
+    """Return a dict key for offsets, sizes or a shape that have not been checked yet.
+
+    The hash of a tuple of integers is the same in every process, so a file can hold thousands of tuples with the same
+    hash (for example, -1 and -2 have the same hash), which would make a dict slow. The hash of a string depends on a
+    secret.
+    """
+    return repr(dims)
 
 
 # --- dtypes ---

@@ -11,7 +11,6 @@ from .._runtime.steps import Steps, chunked
 from ..errors import CorruptCheckpointError, IncompleteTensorError, UnsupportedCheckpointError
 from .checksum import DIGEST_BYTES, block_count
 from .cover import Box, TooIntricateError, find_overlap, volume
-from .pickles.keys import name_of
 from .records import (
     MAX_FQN_CHARS,
     MAX_PARTS,
@@ -30,6 +29,7 @@ from .records import (
     TensorEntry,
     ValueEntry,
     itemsize,
+    name_of,
     path_of,
     shape_problem,
     stored,

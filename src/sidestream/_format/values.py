@@ -33,7 +33,6 @@ from .records import DTYPES, SLICE_BYTES, Node
 __all__ = [
     "ValueItems",
     "bytes_and_position",
-    "is_stored",
     "node_bytes",
     "node_kind",
     "pickle_node",
@@ -50,11 +49,6 @@ def node_kind(node: Node) -> tuple[str, Any]:
     if isinstance(node, dict) and len(node) == 1:
         return next(iter(node.items()))
     raise CorruptCheckpointError("a value of the manifest is not in a form that this version knows")
-
-
-def is_stored(node: Node) -> bool:
-    """Return whether only the item has the value."""
-    return isinstance(node, dict) and "stored" in node
 
 
 _SLICE_DIGITS = SLICE_BYTES // 3 * 4

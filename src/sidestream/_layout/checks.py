@@ -22,7 +22,6 @@ from .._format.checksum import (
 )
 from .._format.dcp.metadata import DcpDescription
 from .._format.frame import frame_tensor
-from .._format.pickles.keys import name_of
 from .._format.records import (
     BLOCK_BYTES,
     Chunk,
@@ -35,6 +34,7 @@ from .._format.records import (
     OpaqueEntry,
     TensorEntry,
     ValueEntry,
+    name_of,
     written_dtype,
 )
 from .._format.values import value_item

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..._runtime.steps import Steps, chunked, collected
 from ...errors import CorruptCheckpointError
-from ..pickles.keys import name_of
 from ..pickles.tensors import DtypeNames, is_dtype
 from ..pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
 from ..records import (
@@ -22,10 +22,12 @@ from ..records import (
     OpaqueEntry,
     TensorEntry,
     ValueEntry,
+    itemsize,
+    name_of,
 )
 from ..transforms import check_transforms
 
-__all__ = ["DcpDescription", "read_dcp_description", "read_dcp_metadata"]
+__all__ = ["DcpDescription", "read_dcp_description", "read_dcp_metadata", "with_opaque_entries"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _LEGACY = "torch.distributed._shard.sharded_tensor.metadata"
@@ -52,7 +54,7 @@ _FREED_IN_A_STEP = 64
 _MANY = 256
 
 _Index = tuple[str, str]
-"""An FQN and the name of the offsets (see ``keys.py``), which is empty for a value."""
+"""An FQN and the name of the offsets (``name_of``), which is empty for a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,3 +285,31 @@ def _pairs(value: object, what: str) -> Pairs:
     if not isinstance(value, Pairs):
         raise CorruptCheckpointError(f".metadata: {what} is not a dict")
     return value
+
+
+# --- tensors that this version cannot read ---
+
+
+def with_opaque_entries(manifest: Manifest) -> Steps[Manifest]:
+    """Return a foreign manifest in which each tensor whose item is too small for its elements is an ``OpaqueEntry``.
+
+    Stock DCP writes such an item for a tensor subclass (of torchao, for instance): ``.metadata`` has the dtype that the
+    subclass reports, and the item holds the tensors that it wraps. A damaged ``.metadata`` may look the same. The item
+    distinguishes the two cases when the tensor is read.
+    """
+    entries = yield from collected((fqn, _opaque_if_small(entry)) for fqn, entry in manifest.entries.items())
+    return replace(manifest, entries=dict(entries))
+
+
+def _opaque_if_small(entry: Entry) -> Entry:
+    if isinstance(entry, TensorEntry) and any(_too_small(entry.dtype, chunk) for chunk in entry.chunks):
+        return OpaqueEntry(entry.path, entry.dtype, entry.shape, entry.chunks)
+    return entry
+
+
+def _too_small(dtype: str, chunk: Chunk) -> bool:
+    """Return whether the item is too small for the elements. False for compressed items and for items with a known
+    payload, which ``validate`` checks."""
+    if chunk.payload_offset is not None or chunk.transform or any(size < 0 for size in chunk.sizes):
+        return False
+    return math.prod(chunk.sizes) * itemsize(dtype) > chunk.item_bytes

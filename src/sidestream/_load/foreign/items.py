@@ -16,12 +16,11 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar
 import torch
 
 from ..._format.pickles.values import ValueBudget
-from ..._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, itemsize
+from ..._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, is_stored, itemsize
 from ..._format.torch_zip.ends import Ends, Seekable, TensorItems
 from ..._format.torch_zip.file import Records, TensorPayload, open_tensor_item, open_value_item
 from ..._format.torch_zip.zip import TorchZip, is_older, is_zip
 from ..._format.transforms import UnpackBudget, require, unpack
-from ..._format.values import is_stored
 from ..._layout.values import NOTHING_ALLOWED, Allowed, decode_value
 from ..._runtime.threads import (
     Steps,

@@ -12,7 +12,7 @@ from functools import partial
 from typing import BinaryIO
 
 from ..._format.checksum import crc32
-from ..._format.dcp.metadata import read_dcp_metadata
+from ..._format.dcp.metadata import read_dcp_metadata, with_opaque_entries
 from ..._format.file_kinds import HEAD_BYTES, other_kind, part_of_checkpoint
 from ..._format.manifest import parse_manifest
 from ..._format.marker import (
@@ -25,9 +25,8 @@ from ..._format.marker import (
     part_metadata_name,
     whole,
 )
-from ..._format.pickles.opaque import with_opaque_entries
 from ..._format.rank_files import Replica, is_rank_file, merge_ranks, rank_files, ranks_among
-from ..._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, is_stored
 from ..._format.safetensors.read import (
     INDEX_NAME,
     PREFIX_BYTES,
@@ -44,7 +43,6 @@ from ..._format.torch_zip.file import read_torch_file
 from ..._format.torch_zip.zip import other_zip
 from ..._format.transforms import require
 from ..._format.validate import check_item
-from ..._format.values import is_stored
 from ..._layout.ranges import PIECE_BYTES
 from ..._runtime.tasks import in_parallel
 from ..._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced, yielding_gil
