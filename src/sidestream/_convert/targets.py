@@ -307,7 +307,9 @@ class DcpTarget:
             if value.empty:
                 self._entries[value.fqn] = EmptyEntry(value.path)
                 continue
-            self._entries[value.fqn] = ValueEntry(value.path, "__0_0.distcp", *contents.add(value.node), value.node)
+            place = contents.add(value.fqn, value.node)
+            self._entries[value.fqn] = ValueEntry(value.path, "__0_0.distcp", *place, value.node)
+        run_sliced(contents.check())
         self.values = contents.content()
 
     @property

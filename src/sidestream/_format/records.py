@@ -13,6 +13,7 @@ __all__ = [
     "DTYPES",
     "MAX_FQN_CHARS",
     "MAX_INTEGER_BYTES",
+    "MAX_MANIFEST_BYTES",
     "MAX_PARTS",
     "MAX_PATH_DEPTH",
     "MAX_RANK",
@@ -58,7 +59,8 @@ MAX_PATH_DEPTH = 64
 MAX_RANK = 64
 MAX_SIZE = (1 << 63) - 1
 MAX_INTEGER_BYTES = 1024
-"""The limits of names, paths, shapes and integers. Readers refuse more, so nothing more is written."""
+MAX_MANIFEST_BYTES = 1 << 32
+"""The limits of names, paths, shapes, integers and manifests. Readers refuse more, so nothing more is written."""
 
 SLICE_BYTES = 3 << 18
 """The bytes that are encoded or decoded in one call, which holds the GIL."""

@@ -25,10 +25,12 @@ import binascii
 import math
 from typing import Any
 
-from ..errors import CorruptCheckpointError
+from .._runtime.steps import Steps
+from ..errors import CorruptCheckpointError, UnsafeObjectError
 from .frame import frame_value, tensor_pickle
 from .pickles import write as p
-from .records import DTYPES, SLICE_BYTES, Node
+from .records import DTYPES, MAX_MANIFEST_BYTES, SLICE_BYTES, Node
+from .shared import value_line_of
 
 __all__ = [
     "ValueItems",
@@ -87,19 +89,42 @@ def value_item(node: Node) -> bytes:
     return frame_value(*pickle_node(node))
 
 
+_MOST_TIMES = 16  # a node takes less than so many times the bytes of its pickle
+
+
 class ValueItems:
     """The items of values, one after the other in a file of ``nbytes``."""
 
     def __init__(self) -> None:
+        self._values: list[tuple[str, Node]] = []
         self._items: list[bytes] = []
         self.nbytes = 0
 
-    def add(self, node: Node) -> tuple[int, int]:
-        """Append the item of a value, and return its offset and size."""
-        item, offset = value_item(node), self.nbytes
+    def add(self, fqn: str, node: Node) -> tuple[int, int]:
+        """Append the item of a value, and return its offset and size. Raises ``UnsafeObjectError`` for one that is too
+        large for a pickle."""
+        try:
+            item, offset = value_item(node), self.nbytes
+        except UnsafeObjectError as error:
+            raise error.within(fqn) from None
+        self._values.append((fqn, node))
         self._items.append(item)
         self.nbytes += len(item)
         return offset, len(item)
+
+    def check(self) -> Steps[None]:
+        """Raise ``UnsafeObjectError`` if the values alone make a manifest that no reader accepts."""
+        if _MOST_TIMES * self.nbytes <= MAX_MANIFEST_BYTES:
+            return
+        left = MAX_MANIFEST_BYTES
+        for (fqn, node), item in zip(self._values, self._items, strict=True):
+            yield
+            left -= len(value_line_of(node, len(item)))
+            if left < 0:
+                raise UnsafeObjectError(
+                    f"{fqn}: with it, the plain values take more than the {MAX_MANIFEST_BYTES} bytes of the largest "
+                    "manifest that is read; save large ones as tensors"
+                )
 
     def content(self) -> bytes:
         """Return the file. A join of large items releases the GIL."""

@@ -293,8 +293,9 @@ def plan_save(
                 entries[fqn] = composite_entry(fqn, path, value.form)
             else:
                 node = _encode(fqn, value)
-                entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(node), node)
+                entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(fqn, node), node)
             yield
+        yield from items.check()
     images = yield from layout.images(plans, tensors)
     return SavePlan(_RANK, description.shards, tuple(images), items.content(), description, entries)
 

@@ -126,7 +126,9 @@ def lay_out_rank(
     for number in assignment.values:
         node = values.nodes[number]
         row = number if assignment.places is None else assignment.places[number]
-        places.append((row, table.held.rows[number].fqn, *items.add(node), node))
+        fqn = table.held.rows[number].fqn
+        places.append((row, fqn, *items.add(fqn, node), node))
+    yield from items.check()
     images = yield from _images(layout, tensors)
     return RankPlan(rank, layout.shards, tuple(images), items.content(), layout, tuple(places))
 

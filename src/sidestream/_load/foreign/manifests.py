@@ -26,7 +26,16 @@ from ..._format.marker import (
     whole,
 )
 from ..._format.rank_files import Replica, is_rank_file, merge_ranks, rank_files, ranks_among
-from ..._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, is_stored
+from ..._format.records import (
+    MAX_MANIFEST_BYTES,
+    Chunk,
+    Entry,
+    Manifest,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+    is_stored,
+)
 from ..._format.safetensors.read import (
     INDEX_NAME,
     PREFIX_BYTES,
@@ -193,7 +202,6 @@ def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> Steps[Non
 
 _ONE_OF_MANY = re.compile(rf"(?!shard-)(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape(SUFFIX)}")
 
-MOST_MANIFEST_BYTES = 1 << 32
 MOST_METADATA_BYTES = 1 << 30
 MOST_JSON_BYTES = 100_000_000
 _PAGE_BYTES = 4096
@@ -374,7 +382,7 @@ def _files(entry: Entry) -> Iterator[str]:
         yield entry.file
 
 
-async def read_file(source: RangeSource, file: str, nbytes: int, *, most_bytes: int = MOST_MANIFEST_BYTES) -> bytearray:
+async def read_file(source: RangeSource, file: str, nbytes: int, *, most_bytes: int = MAX_MANIFEST_BYTES) -> bytearray:
     """Read a whole file that describes other files and whose size is known, in pieces.
 
     Raises ``CorruptCheckpointError`` before reading if the file is larger than ``most_bytes``, and while reading if
