@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +26,7 @@ from .._format.records import (
     parts_of,
 )
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
-from .._group import Operation, prepare_together
+from .._group import Operation, prepare_together, stoppable
 from .._layout.names import consistent, new_names, renamed_path, selected, target_dtypes
 from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
@@ -38,15 +40,17 @@ from .._runtime.threads import (
     time_limit,
     yielding_gil,
 )
+from .._save.group import Group
 from .._save.layouts import commit_files, sidecar_files, with_sidecars
 from .._save.operation import RankReceipt, SaveOrder
-from .._storage import Kind, Location, locate_directory
-from ..errors import InvalidOptionError, KeyCollisionError, UnsupportedTensorError
+from .._storage import Kind, Location, Transaction, locate_directory
+from ..errors import InvalidOptionError, KeyCollisionError, RankFailuresError, UnsupportedTensorError
 from ..options import (
     ConvertOptions,
     Dtypes,
     Format,
     Names,
+    Outcome,
     Storage,
     check_choice,
     check_dtype,
@@ -54,7 +58,6 @@ from ..options import (
     options_of,
     storage_of,
 )
-from .divided import Divided, DividedFiles
 from .operation import run_here
 from .source import Pipeline, Source, open_source, window_bytes_within
 from .targets import (
@@ -212,16 +215,16 @@ async def _convert(
         sidecars = {name: one for name, one in sidecars.items() if not name.endswith(SUFFIX) and name != INDEX_NAME}
         how = replace(how, others={**sidecars, **how.others})
 
-    async def prepare() -> tuple[Sequence[TargetFile] | DcpTarget, Pipeline, object]:
+    async def prepare() -> tuple[Sequence[TargetFile] | DcpTarget, Pipeline]:
         nodes = await opened.nodes(await io_threads().run(selection.stored_values))
         files = await io_threads().run(_plan, selection, nodes, name, how)
         total = await io_threads().run(_total, selection)
         pipeline = Pipeline(opened, selection.origin, how.options.verify, how.options.progress, total)
         if how.options.verify == "always":
             await pipeline.check()
-        return files, pipeline, None if ranks is None else await io_threads().run(_terms, selection)
+        return files, pipeline
 
-    files, pipeline, terms = await prepare_together(ranks, prepare)
+    files, pipeline = await prepare_together(ranks, prepare)
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
     beside = sidecars if isinstance(files, DcpTarget) else {}
     order = SaveOrder(
@@ -239,7 +242,7 @@ async def _convert(
     if ranks is None:
         await run_here(order, partial(pipeline.write, layout.data_files), layout, sum(sizes.values()))
     else:
-        sizes = await _run_divided(order, layout.data_files, pipeline, ranks, terms)
+        sizes = await _run_divided(order, layout.data_files, pipeline, ranks, selection)
 
     def report() -> ConvertReport:
         return ConvertReport(
@@ -255,24 +258,6 @@ async def _convert(
         )
 
     return await io_threads().run(report)
-
-
-async def _run_divided(
-    order: SaveOrder, files: Sequence[TargetFile], pipeline: Pipeline, ranks: Operation, terms: object
-) -> dict[str, int]:
-    """Export with other ranks, and return the sizes of all files by their names."""
-    tensors = [file for file in files if file.name.endswith(SUFFIX)]
-    beside = [file for file in files if not file.name.endswith(SUFFIX)]
-    divided = DividedFiles(order, ranks, tensors, beside, files[-1].name, terms)
-    nbytes = 0 if ranks.rank else sum(file.nbytes for file in files)
-    await run_here(order, partial(divided.write, pipeline), divided, nbytes, Divided(order))
-    return {**{file.name: file.nbytes for file in tensors}, **divided.others}
-
-
-def _terms(selection: Selection) -> object:
-    """Return what the files contain, to be compared with other ranks. Called in a worker thread."""
-    tensors = gathered([one.fqn, one.dtype, selection.origin[one.fqn]] for one in selection.tensors)
-    return [tensors, dict(selection.aliases)]
 
 
 # --- the selection --------------------------------------------------------------------------------------------------
@@ -469,6 +454,115 @@ class _ConvertedLayout:
         about = Manifest(self._order.save_id, entries, dict(receipt.files), file_crcs=receipt.crcs)
         manifest = with_sidecars(about, self._order)
         return {**sidecar_files(self._order), **commit_files(manifest, self._order.saved_at)}
+
+
+# --- with other ranks -------------------------------------------------------------------------------------------------
+# Each rank writes some of the files into one attempt, which rank 0 commits.
+
+
+async def _run_divided(
+    order: SaveOrder, files: Sequence[TargetFile], pipeline: Pipeline, ranks: Operation, selection: Selection
+) -> dict[str, int]:
+    """Export with other ranks, and return the sizes of all files by their names."""
+    tensors = [file for file in files if file.name.endswith(SUFFIX)]
+    beside = [file for file in files if not file.name.endswith(SUFFIX)]
+    divided = _DividedFiles(order, ranks, tensors, beside, files[-1].name, selection)
+    nbytes = 0 if ranks.rank else sum(file.nbytes for file in files)
+    await run_here(order, partial(divided.write, pipeline), divided, nbytes, _Divided(order))
+    return {**{file.name: file.nbytes for file in tensors}, **divided.others}
+
+
+@dataclass(slots=True)
+class _DividedFiles:
+    """The files of an export. The ranks divide ``tensors`` among each other, and rank 0 writes those in ``beside``.
+    ``others`` has the sizes of these; only rank 0 knows them before it sends them. The file ``final``, which readers
+    look for, is written when the others are complete."""
+
+    order: SaveOrder
+    operation: Operation
+    tensors: Sequence[TargetFile]
+    beside: Sequence[TargetFile]
+    final: str
+    selection: Selection
+    others: dict[str, int] = field(default_factory=dict)
+    _written: dict[str, int] = field(default_factory=dict)
+
+    async def write(self, pipeline: Pipeline, into: Transaction) -> None:
+        """Write the files of this rank. Raises ``Stopped`` when another rank has failed."""
+        operation = self.operation
+        digest = await io_threads().run(_digest, self.tensors, self.selection)
+        answer = await operation.aexchange("plan", digest, self._begin)
+        self.others = json.loads(answer)
+        ranks = _divided(self.tensors, operation.world)
+        mine = [one for one, rank in zip(self.tensors, ranks, strict=True) if rank == operation.rank]
+        if operation.rank == 0:
+            mine.extend(self.beside)
+        await stoppable(operation, pipeline.write([one for one in mine if one.name != self.final], into))
+        await operation.agree("write")
+        await stoppable(operation, pipeline.write([one for one in mine if one.name == self.final], into))
+        self._written.update((one.name, one.nbytes) for one in mine)
+
+    # --- the layout: the files need no manifest ---
+
+    async def receipt(self, plan: None, written: None) -> RankReceipt:
+        return RankReceipt(self._written, None)
+
+    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
+        return {}
+
+    def pack(self, receipt: RankReceipt) -> bytes:
+        return b""
+
+    def unpack(self, rank: int, content: bytes) -> None:
+        return None
+
+    async def _begin(self, digests: Sequence[bytes]) -> bytes:
+        """Make the attempt, if all ranks have the same export. Called on rank 0."""
+        differs = [rank for rank, one in enumerate(digests) if one != digests[0]]
+        if differs:
+            raise InvalidOptionError(
+                f"ranks that export together have to say the same: select=, names=, dtype= and max_shard_bytes= make "
+                f"other files on rank {differs[0]} than on rank 0"
+            )
+        await io_threads().run(self.order.make_attempt)
+        return json.dumps({one.name: one.nbytes for one in self.beside}).encode()
+
+
+def _digest(files: Sequence[TargetFile], selection: Selection) -> bytes:
+    """Return a digest of what the files contain. Called in a worker thread."""
+    layout = [[one.name, one.nbytes] for one in files]
+    tensors = gathered([one.fqn, one.dtype, selection.origin[one.fqn]] for one in selection.tensors)
+    content = [layout, tensors, selection.aliases]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).digest()
+
+
+def _divided(files: Sequence[TargetFile], world: int) -> list[int]:
+    """Return the rank that writes each file. The largest files come first, and each gets the rank with the least
+    bytes."""
+    load = [0] * world
+    ranks = [0] * len(files)
+    for number in sorted(range(len(files)), key=lambda one: (-files[one].nbytes, one)):
+        rank = min(range(world), key=lambda one: (load[one], one))
+        ranks[number] = rank
+        load[rank] += files[number].nbytes
+    return ranks
+
+
+class _Divided(Group):
+    """The coordinator of such an export. Rank 0 commits when all ranks have written their files. If one fails, all
+    fail."""
+
+    async def _look_back(self, verdict: RankFailuresError) -> None:
+        """Delete the files that this rank has written, if they have their final names. The outcome is unknown if rank 0
+        died during the commit, because an export has no marker."""
+        first = verdict.failures[0]
+        if first.rank == 0 and first.kind in ("RankDied", "DeadlineExceededError") and self._operation.step == "commit":
+            self._order.transaction.outcome = "unknown"
+        elif self._order.transaction.place is None:  # otherwise rank 0 deletes the hidden directory
+            await self._order.transaction.clean_up(verdict)
+
+    async def _seen(self) -> Outcome:
+        return "unknown"
 
 
 # --- the options ----------------------------------------------------------------------------------------------------
