@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 import sidestream
 from sidestream import errors
 from sidestream._format.dcp.metadata import read_dcp_description
-from sidestream._format.marker import PartMarker, missing_ranks, part_attribute, whole
+from sidestream._format.marker import PartMarker, marker_attribute, missing_ranks, whole
 from sidestream._format.rank_files import merge_ranks, rank_files
 from sidestream._format.records import Chunk, DictKey, Manifest, TensorEntry
 from sidestream._format.shared import parse_part
@@ -436,7 +436,7 @@ async def test_steps_that_hold_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 async def test_20_000_ranks(tmp_path: Path) -> None:
-    part = part_attribute(PartMarker("save", 0, MANY + 1, "0" * 16, 10, 0))
+    part = marker_attribute(PartMarker("save", 0, MANY + 1, "0" * 16, 10, 0))
     run = tmp_path / "run" / "step-1"
     run.mkdir(parents=True)
     for rank in range(MANY):
