@@ -333,7 +333,7 @@ def _select(
             cast.append(new)
         nbytes = math.prod(entry.shape) * itemsize(wanted)
         identity = (source.tensors[fqn].identity, wanted)
-        found.tensors.append(OutTensor(new, path, wanted, entry.shape, nbytes, identity))
+        found.tensors.append(OutTensor(new, wanted, entry.shape, nbytes, path, identity))
         found.origin[new] = fqn
     if target == "safetensors":
         _refuse_values(found)

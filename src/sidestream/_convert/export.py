@@ -179,7 +179,7 @@ def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> Selection
         if dtype != one.dtype:
             cast.append(new)
         nbytes = math.prod(one.shape) * dtype_from_name(dtype).itemsize
-        found.tensors.append(OutTensor(new, (new,), dtype, one.shape, nbytes, one.identity))
+        found.tensors.append(OutTensor(new, dtype, one.shape, nbytes, (new,), one.identity))
         found.origin[new] = one.fqn
     return replace(found, order=list(found.origin), cast=tuple(cast), wholes=tuple(found.origin))
 

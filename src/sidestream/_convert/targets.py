@@ -50,14 +50,10 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class OutTensor:
+class OutTensor(Named):
     """A tensor to write. Tensors with one ``identity`` are tied."""
 
-    fqn: str
     path: tuple[Key, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
     identity: object
 
 
@@ -216,14 +212,9 @@ def safetensors_layout(
 ) -> tuple[list[SafetensorsFile], dict[str, bytes]]:
     """Return one file called ``name``, or files as transformers names them, and the index of these if there are
     several. ``aliases``: further names of the tensors. Raises ``UnsupportedTensorError``."""
-    by_name = {one.fqn: one for one in tensors}
-    named = [Named(one.fqn, one.dtype, one.shape, one.nbytes) for one in tensors]
-    shards = shards_of_sizes(named, None if name is not None else shard_bytes)
+    shards = shards_of_sizes(tensors, None if name is not None else shard_bytes)
     names = file_names(len(shards)) if name is None else [name]
-    files = [
-        SafetensorsFile(file, header_of(shard, aliases), [by_name[one.name] for one in shard])
-        for file, shard in zip(names, shards, strict=True)
-    ]
+    files = [SafetensorsFile(file, header_of(shard, aliases), shard) for file, shard in zip(names, shards, strict=True)]
     return files, {INDEX_NAME: index_of(shards, names)} if len(files) > 1 else {}
 
 
