@@ -81,7 +81,7 @@ def bytes_and_position(content: Any) -> tuple[bytes, int]:
 def pickle_node(node: Node) -> tuple[bytes, list[bytes]]:
     """Return the value as ``torch.save`` would pickle it, and the storages of the tensors in it."""
     storages: list[bytes] = []
-    return b"".join((b"\x80\x02", _pickle(node, storages), b".")), storages
+    return b"".join((b"\x80\x02", pickle_part(node, storages), b".")), storages
 
 
 def value_item(node: Node) -> bytes:
@@ -134,22 +134,18 @@ class ValueItems:
 def pickle_part(node: Node, storages: list[bytes]) -> bytes:
     """Return the opcodes that push the value. Appends the bytes of tensors in it to ``storages``. The index there is
     the key of the storage."""
-    return _pickle(node, storages)
-
-
-def _pickle(node: Node, storages: list[bytes]) -> bytes:
     kind, content = node_kind(node)
     if kind == "scalar":
         return _pickle_scalar(content)
     if kind in ("list", "tuple", "set", "frozenset"):
-        items = [_pickle(item, storages) for item in content]
+        items = [pickle_part(item, storages) for item in content]
         if kind == "list":
             return p.list_of(items)
         if kind == "tuple":
             return p.tuple_of(*items)
         return p.call(p.global_("builtins", kind), p.list_of(items))
     if kind in ("dict", "ordered_dict"):
-        pairs = [(_pickle(key, storages), _pickle(value, storages)) for key, value in content]
+        pairs = [(pickle_part(key, storages), pickle_part(value, storages)) for key, value in content]
         if kind == "dict":
             return p.dict_of(pairs)
         return p.call(p.global_("collections", "OrderedDict"), p.list_of(p.tuple_of(*pair) for pair in pairs))
@@ -175,7 +171,7 @@ def _pickle_leaf(kind: str, content: Any, storages: list[bytes]) -> bytes:
         case "float":
             return p.real(float(content))
         case "complex":
-            return p.call(p.global_("builtins", "complex"), *(_pickle(part, storages) for part in content))
+            return p.call(p.global_("builtins", "complex"), *(pickle_part(part, storages) for part in content))
         case "bytes":
             return _pickle_bytes(node_bytes(content))
         case "bytearray":

@@ -220,26 +220,18 @@ class _ZipFile:
 
     def locate(self, stored: StoredTensor) -> tuple[int, int]:
         """Return the offset and the CRC-32 of a storage. Raises ``CorruptCheckpointError``."""
-        record = self._record(stored)
+        record = _record(self.archive, stored)
         return self.archive.payload_offset(record), self.archive.info(record).CRC
 
     def payload(self, stored: StoredTensor, most_bytes: int) -> bytes:
         """Return the bytes of a storage. Raises ``CorruptCheckpointError`` if it is larger than ``most_bytes``."""
-        return self.archive.read(self._record(stored), most_bytes)
-
-    def _record(self, stored: StoredTensor) -> str:
-        record = f"data/{stored.key}"
-        if self.archive.info(record).file_size != stored.storage_bytes:
-            raise CorruptCheckpointError(
-                f"its record has {self.archive.info(record).file_size} bytes, not {stored.storage_bytes}"
-            )
-        return record
+        return self.archive.read(_record(self.archive, stored), most_bytes)
 
 
 def _read_zip(source: BinaryIO, file_bytes: int) -> Steps[_ZipFile]:
     archive = TorchZip(source, file_bytes)
     pickled = archive.read("data.pkl", _MOST_PICKLE_BYTES)
-    root = yield from decode(pickled, VALUE_GLOBALS, Limits())
+    root = yield from decode(pickled, VALUE_GLOBALS)
     return _ZipFile(root, len(pickled), archive)
 
 
