@@ -106,17 +106,15 @@ class Written:
         for offset, nbytes, piece in pieces:
             number += isinstance(piece, OutTensor)
             begin = 0
-            while begin < nbytes or (begin == nbytes == 0):
+            while begin < nbytes:
                 room = start + window_bytes - offset - begin
                 take = min(nbytes - begin, room if room >= nbytes - begin else room // BLOCK_BYTES * BLOCK_BYTES)
-                if take <= 0 and nbytes:
+                if take <= 0:
                     self._close(start, offset + begin, parts)
                     start, parts = offset + begin, []
                     continue
                 parts.append((number, begin, take, piece, offset + begin - start))
                 begin += take
-                if nbytes == 0:
-                    break
         self._close(start, self.nbytes, parts)
 
     def _close(self, start: int, end: int, parts: list[tuple[int, int, int, Piece, int]]) -> None:
