@@ -18,6 +18,10 @@ from states import assert_same, model_and_optimizer
 
 import sidestream
 from sidestream import errors
+from sidestream._format import values
+from sidestream._format.pickles import write
+from sidestream._format.shared import value_line_of
+from sidestream._layout.values import encode_value
 
 STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3)}, "step": 5, "extra": {"k": 1}}
 
@@ -630,3 +634,24 @@ async def test_file_systems_that_cannot_be_made(url: str, kind: type[Exception])
         await sidestream.save(STATE, url)
     with pytest.raises(kind):
         await sidestream.load(template(), url)
+
+
+@pytest.mark.parametrize("part", [b"\0", "\0", "\u20ac", (), [], False, 0, -0.1], ids=repr)
+async def test_values_that_are_too_large_for_a_manifest(
+    part: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    value = part * 100_000 if isinstance(part, bytes | str) else [part] * 100_000
+    nbytes = len(value_line_of(encode_value(value, "v"), 0))
+    monkeypatch.setattr(values, "MAX_MANIFEST_BYTES", nbytes - 1)
+    with pytest.raises(errors.UnsafeObjectError, match="v: with it, the plain values take more than"):
+        await sidestream.save({"a": 1, "v": value}, tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(values, "MAX_MANIFEST_BYTES", nbytes + 1000)
+    await sidestream.save({"a": 1, "v": value}, tmp_path / "c")
+
+
+async def test_bytes_that_are_too_large_for_a_pickle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(write, "_MOST_TEXT_BYTES", 3 << 20)
+    await sidestream.save({"v": bytes(3 << 20)}, tmp_path / "c")
+    with pytest.raises(errors.UnsafeObjectError, match="v: text or bytes that take 6291456 bytes in a pickle"):
+        await sidestream.save({"v": b"\xff" * (3 << 20)}, tmp_path / "d")

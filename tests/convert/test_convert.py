@@ -312,6 +312,20 @@ async def test_damage_is_found_and_nothing_is_left(tmp_path: Path) -> None:
         before.add(f"as-is-{source}")
 
 
+@pytest.mark.parametrize("first", ["tied", "another view"])
+async def test_damage_in_a_storage_that_is_shared_with_a_tensor_that_is_left_out(first: str, tmp_path: Path) -> None:
+    whole = torch.randn(4 * MIB)
+    kept = whole if first == "tied" else whole[MIB:]
+    torch.save({"a": whole if first == "tied" else whole[:MIB], "b": kept}, tmp_path / "file.pt")
+    raw = bytearray((tmp_path / "file.pt").read_bytes())
+    raw[raw.index(whole[-1000:].numpy().tobytes())] ^= 4
+    (tmp_path / "file.pt").write_bytes(raw)
+    for target in ("t", "t.pt", "t.safetensors"):
+        with pytest.raises(errors.CorruptCheckpointError, match="b: "):
+            await sidestream.convert(tmp_path / "file.pt", tmp_path / target, select="b")
+    assert left_over(tmp_path, {"file.pt"}) == set()
+
+
 async def test_cancelled_or_stopped_nothing_is_left(tmp_path: Path) -> None:
     await sidestream.save({"w": torch.randn(6 * MIB), "v": torch.randn(3 * MIB)}, tmp_path / "a")
     for target in ("b", "b.pt", "b.safetensors"):
@@ -362,6 +376,18 @@ class Evil:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (f"touch {self.path}",)
+
+
+async def test_keys_that_no_path_has(tmp_path: Path) -> None:
+    """A dict with such keys is a value, so that JSON can hold it."""
+    for key in (float("inf"), float("-inf")):
+        torch.save({"m": {key: torch.ones(2)}}, tmp_path / "file.pt")
+        await sidestream.convert(tmp_path / "file.pt", tmp_path / f"c{key}")
+        assert_same(await read(tmp_path / f"c{key}"), {"m": {key: torch.ones(2)}})
+        assert_same(await read(tmp_path / "file.pt"), {"m": {key: torch.ones(2)}})
+    torch.save({float("nan"): torch.ones(2)}, tmp_path / "file.pt")
+    with pytest.raises(errors.UnsupportedCheckpointError, match="not strings or finite numbers"):
+        await sidestream.convert(tmp_path / "file.pt", tmp_path / "c")
 
 
 async def test_files_that_are_more_than_data(tmp_path: Path) -> None:

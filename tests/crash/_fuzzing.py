@@ -102,7 +102,7 @@ def records(r: random.Random) -> Manifest:
         at += nbytes
     entries["v"] = ValueEntry(("v",), "__0_values.distcp", 0, 400, r.choice([None, 1, "text", 1.5, True]))
     if r.random() < 0.3:
-        entries["e"] = EmptyEntry(("e",), "dict")
+        entries["e"] = EmptyEntry(("e",))
     return Manifest(_SAVE_ID, entries, files, r.choice([None, 3]), r.choice([1, 2]))
 
 
@@ -290,7 +290,7 @@ def legacy_input(r: random.Random) -> bytes:
 
 
 def read_legacy(raw: bytes) -> None:
-    run_sliced(read_torch_file(io.BytesIO(raw), len(raw)))
+    run_sliced(read_torch_file(io.BytesIO(raw), len(raw), "f.pt"))
 
 
 TARGETS: dict[str, tuple[Callable[[random.Random], bytes], Callable[[bytes], object]]] = {

@@ -77,9 +77,9 @@ def test_most_items_are_opened_by_a_comparison(
         payload = items.open(form(raw))
         assert payload == plainly(form(raw), records)
         start = payload.payload_offset
-        assert raw[start : start + payload.payload_bytes] == tensor.view(torch.uint8).numpy().tobytes()
+        assert raw[start : start + payload.foreign.payload_bytes] == tensor.view(torch.uint8).numpy().tobytes()
     assert len(opened) == 3  # the first one of each kind
-    assert len({items.open(form(item(tensor))).crc32 for tensor in tensors}) == len(tensors)
+    assert len({items.open(form(item(tensor))).foreign.crc for tensor in tensors}) == len(tensors)
 
 
 def mutated(raw: bytes, chance: random.Random) -> bytes:

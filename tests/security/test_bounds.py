@@ -36,7 +36,8 @@ from torch.distributed.checkpoint.metadata import (
 
 import sidestream
 from sidestream import errors
-from sidestream._format.marker import PartMarker, missing_ranks, part_attribute, whole
+from sidestream._format.dcp.metadata import read_dcp_description
+from sidestream._format.marker import PartMarker, marker_attribute, missing_ranks, whole
 from sidestream._format.rank_files import merge_ranks, rank_files
 from sidestream._format.records import Chunk, DictKey, Manifest, TensorEntry
 from sidestream._format.shared import parse_part
@@ -131,6 +132,15 @@ async def test_colliding_offsets_in_metadata_cost_nothing(tmp_path: Path) -> Non
         assert (await checkpoint.state_dict())["w"].tolist() == STATE["w"].tolist()
 
 
+def test_colliding_offsets_in_a_metadata_that_is_compared_cost_nothing(tmp_path: Path) -> None:
+    offsets = [tuple((number >> bit & 1) * MODULUS for bit in range(15)) for number in range(MANY)]
+    scattered(tmp_path / "c", offsets)
+    with processor_budget(SECONDS / 6):
+        described = run_sliced(read_dcp_description((tmp_path / "c" / ".metadata").read_bytes()))
+    assert len(described.hints) == MANY + 1
+    assert described.spare == {"w"}
+
+
 def test_colliding_places_of_ranks_cost_nothing() -> None:
     bits = [tuple((number >> bit & 1) * MODULUS for bit in range(15)) for number in range(MANY)]
     chunks = tuple(Chunk(one, (1,) * 15, "f", at, 1) for at, one in enumerate(bits))
@@ -187,8 +197,7 @@ def test_a_storage_that_many_small_tensors_share_is_read_once(tmp_path: Path, mo
 
     monkeypatch.setattr(TorchZip, "read", noted)
     raw = (tmp_path / "c.pt").read_bytes()
-    found, _ = run_sliced(read_torch_file(io.BytesIO(raw), len(raw)))
-    assert len(found) == 2
+    assert len(run_sliced(read_torch_file(io.BytesIO(raw), len(raw), "c.pt")).entries) == 2
     assert sorted(reads) == ["data.pkl", "data/0", "data/1"]
 
 
@@ -215,7 +224,7 @@ def test_a_dict_of_pairs_that_is_shared_is_not_walked_for_each_reference(last: b
     pickled = b"\x80\x02}X\x01\x00\x00\x00a" + (holder + shared + b"e" if holder else shared + b"t") + b"s."
     raw = with_records(item(1), lambda name, old: pickled if name.endswith("data.pkl") else old)
     with processor_budget(SECONDS):
-        assert most_calls_of_a_step(read_torch_file(io.BytesIO(raw), len(raw))) < 20 * count
+        assert most_calls_of_a_step(read_torch_file(io.BytesIO(raw), len(raw), "c.pt")) < 20 * count
 
 
 # --- 20,000 names ----------------------------------------------------------------------------------------------------
@@ -427,7 +436,7 @@ async def test_steps_that_hold_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 async def test_20_000_ranks(tmp_path: Path) -> None:
-    part = part_attribute(PartMarker("save", 0, MANY + 1, "0" * 16, 10, 0))
+    part = marker_attribute(PartMarker("save", 0, MANY + 1, "0" * 16, 10, 0))
     run = tmp_path / "run" / "step-1"
     run.mkdir(parents=True)
     for rank in range(MANY):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -13,17 +15,19 @@ from typing import Any, Literal
 from .._format.records import (
     SUB_BYTE_DTYPES,
     CompositeEntry,
+    EmptyEntry,
     Key,
     Manifest,
     Node,
+    TensorEntry,
     ValueEntry,
     itemsize,
     name_problem,
+    parts_of,
 )
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
-from .._group import Operation, prepare_together
+from .._group import Operation, prepare_together, stoppable
 from .._layout.names import consistent, new_names, renamed_path, selected, target_dtypes
-from .._layout.ranges import PIECE_BYTES
 from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
@@ -36,28 +40,26 @@ from .._runtime.threads import (
     time_limit,
     yielding_gil,
 )
+from .._save.group import Group
 from .._save.layouts import commit_files, sidecar_files, with_sidecars
 from .._save.operation import RankReceipt, SaveOrder
-from .._storage import Kind, Location, locate_directory
-from ..errors import InvalidOptionError, KeyCollisionError, UnsupportedTensorError
+from .._storage import Kind, Location, Transaction, locate_directory
+from ..errors import InvalidOptionError, KeyCollisionError, RankFailuresError, UnsupportedTensorError
 from ..options import (
     ConvertOptions,
     Dtypes,
-    Durability,
     Format,
     Names,
-    Progress,
+    Outcome,
     Storage,
-    Verify,
     check_choice,
     check_dtype,
     check_names,
     options_of,
     storage_of,
 )
-from .divided import Divided, DividedFiles
 from .operation import run_here
-from .source import Pipeline, Source, SourceComposite, SourceEntry, SourceOpaque, SourceTensor, open_source
+from .source import Pipeline, Source, open_source, window_bytes_within
 from .targets import (
     DcpTarget,
     OutTensor,
@@ -66,7 +68,6 @@ from .targets import (
     safetensors_files,
     torch_file,
 )
-from .windows import WINDOWS
 
 __all__ = [
     "ConvertReport",
@@ -78,7 +79,6 @@ __all__ = [
 ]
 
 _SPOKEN = {"torch": "files of torch.save as this version writes them", "safetensors": "safetensors"}
-_MIB = 1 << 20
 
 
 @public
@@ -181,25 +181,13 @@ async def convert(
         opened = await open_source(source, storage_of(storage_options, storage))
         async with aclosing(opened):
             selection = await io_threads().run(_select, opened, select, names, dtype, chosen)
-            how = How(
-                chosen,
-                options.max_shard_bytes,
-                options.budget_bytes,
-                options.verify,
-                options.durability,
-                options.progress,
-            )
-            return await convert_opened(opened, selection, where, how)
+            return await convert_opened(opened, selection, where, How(options, chosen))
 
 
 @dataclass(frozen=True, slots=True)
 class How:
+    options: ConvertOptions
     format: Format
-    shard_bytes: int | None
-    budget_bytes: int
-    verify: Verify
-    durability: Durability
-    progress: Progress | None = None
     verb: Literal["export", "convert"] = "convert"
     replaces: bool = False
     """Whether an export replaces an earlier one."""
@@ -221,33 +209,27 @@ async def _convert(
 ) -> ConvertReport:
     chosen = how.format
     single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
-    values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
-    if values:
-        listed = ", ".join(values[:5])
-        raise InvalidOptionError(
-            f"safetensors files hold only tensors, and {listed} are values: leave them out with select="
-        )
     name = where.name if single else None
-    sidecars = {} if single or how.verb == "export" else await opened.contents(how.verify)
+    sidecars = {} if single or how.verb == "export" else await opened.contents(how.options.verify)
     if chosen == "safetensors":
         sidecars = {name: one for name, one in sidecars.items() if not name.endswith(SUFFIX) and name != INDEX_NAME}
         how = replace(how, others={**sidecars, **how.others})
 
-    async def prepare() -> tuple[Sequence[TargetFile] | DcpTarget, Pipeline, object]:
-        nodes = await opened.nodes(dict(selection.unread.values()))
+    async def prepare() -> tuple[Sequence[TargetFile] | DcpTarget, Pipeline]:
+        nodes = await opened.nodes(await io_threads().run(selection.stored_values))
         files = await io_threads().run(_plan, selection, nodes, name, how)
         total = await io_threads().run(_total, selection)
-        pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
-        if how.verify == "always":
-            await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
-        return files, pipeline, None if ranks is None else await io_threads().run(_terms, selection)
+        pipeline = Pipeline(opened, selection.origin, how.options.verify, how.options.progress, total)
+        if how.options.verify == "always":
+            await pipeline.check()
+        return files, pipeline
 
-    files, pipeline, terms = await prepare_together(ranks, prepare)
+    files, pipeline = await prepare_together(ranks, prepare)
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
     beside = sidecars if isinstance(files, DcpTarget) else {}
     order = SaveOrder(
         where,
-        how.durability,
+        how.options.durability,
         current_deadline(),
         kind=kind,
         verb=how.verb,
@@ -260,7 +242,7 @@ async def _convert(
     if ranks is None:
         await run_here(order, partial(pipeline.write, layout.data_files), layout, sum(sizes.values()))
     else:
-        sizes = await _run_divided(order, layout.data_files, pipeline, ranks, terms)
+        sizes = await _run_divided(order, layout.data_files, pipeline, ranks, selection)
 
     def report() -> ConvertReport:
         return ConvertReport(
@@ -268,32 +250,14 @@ async def _convert(
             format=chosen,
             files=tuple(sizes),
             nbytes=sum(sizes.values()),
-            tensors=tuple(fqn for fqn in selection.order if fqn in selection.wholes),
-            values=tuple(one.fqn for one in selection.values),
+            tensors=selection.wholes,
+            values=tuple(selection.values),
             left_out=(*selection.left_out, *_without_place(opened, sidecars, how)),
             cast=selection.cast,
-            unverified=tuple(sorted(new for new, (old, _) in selection.origin.items() if old in opened.unverified)),
+            unverified=tuple(sorted(new for new, old in selection.origin.items() if old in opened.unverified)),
         )
 
     return await io_threads().run(report)
-
-
-async def _run_divided(
-    order: SaveOrder, files: Sequence[TargetFile], pipeline: Pipeline, ranks: Operation, terms: object
-) -> dict[str, int]:
-    """Export with other ranks, and return the sizes of all files by their names."""
-    tensors = [file for file in files if file.name.endswith(SUFFIX)]
-    beside = [file for file in files if not file.name.endswith(SUFFIX)]
-    divided = DividedFiles(order, ranks, tensors, beside, files[-1].name, terms)
-    nbytes = 0 if ranks.rank else sum(file.nbytes for file in files)
-    await run_here(order, partial(divided.write, pipeline), divided, nbytes, Divided(order))
-    return {**{file.name: file.nbytes for file in tensors}, **divided.others}
-
-
-def _terms(selection: Selection) -> object:
-    """Return what the files contain, to be compared with other ranks. Called in a worker thread."""
-    tensors = gathered([one.fqn, one.dtype, selection.origin[one.fqn][0]] for one in selection.tensors)
-    return [tensors, dict(selection.aliases)]
 
 
 # --- the selection --------------------------------------------------------------------------------------------------
@@ -301,22 +265,28 @@ def _terms(selection: Selection) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The tensors and values to convert, with their new names. ``origin`` has the source of each tensor. ``aliases``
-    maps names of tied tensors that are not written to the names with which they are written. ``composites`` are tensors
-    that consist of others, which are among ``tensors``."""
+    """The tensors and values to convert, with their new names.
 
-    tensors: list[OutTensor]
-    values: list[OutValue]
-    origin: dict[str, tuple[str, SourceTensor]]
-    order: list[str]
+    ``left_out`` are names in the source. ``order`` has the new names of all entries. ``origin`` has the name in the
+    source of each tensor, and ``wholes`` are the tensors except parts of others. ``aliases`` maps names of tied tensors
+    that are not written to the names with which they are written. ``composites`` are tensors that consist of others,
+    which are among ``tensors``. ``values`` has path, name in the source, and entry of each value.
+    """
+
     left_out: tuple[str, ...]
-    cast: tuple[str, ...]
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    order: Sequence[str] = ()
+    cast: tuple[str, ...] = ()
+    wholes: tuple[str, ...] = ()
+    tensors: list[OutTensor] = field(default_factory=list)
+    origin: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     composites: dict[str, CompositeEntry] = field(default_factory=dict)
-    wholes: frozenset[str] = frozenset()
-    """The new names of all tensors except parts of others."""
-    unread: dict[str, tuple[str, ValueEntry]] = field(default_factory=dict)
-    """The names in the source and the entries of the values that have not been read, by their new names."""
+    values: dict[str, tuple[tuple[Key, ...], str, ValueEntry | EmptyEntry]] = field(default_factory=dict)
+
+    def stored_values(self) -> dict[str, ValueEntry]:
+        """Return the values that have to be read, by their names in the source. Called in a worker thread."""
+        values = yielding_gil(self.values.values())
+        return {fqn: entry for _, fqn, entry in values if isinstance(entry, ValueEntry)}
 
 
 def _select(
@@ -328,7 +298,7 @@ def _select(
 ) -> Selection:
     entries, parts = source.entries, source.parts()
     taken = run_sliced(selected((fqn for fqn in entries if fqn not in parts), select, source.url))
-    named = run_sliced(new_names(names, taken, source.url, identity=lambda fqn: _identity(fqn, entries[fqn])))
+    named = run_sliced(new_names(names, taken, source.url, identity=lambda fqn: _identity(fqn, source)))
     kept = [fqn for fqn in taken if named[fqn] is not None]
     _refuse_opaque(source, kept)
     if target != "dcp":
@@ -339,35 +309,35 @@ def _select(
     named = _with_parts(source, named)
     order = list(dict.fromkeys(new for new in named.values() if new is not None))
     left_out = tuple(fqn for fqn in entries if fqn not in parts and named.get(fqn) is None)
-    found = Selection([], [], {}, order, left_out, ())
+    found = Selection(left_out, order)
     target_dtype = run_sliced(target_dtypes(dtype))
     cast, wholes = [], []
     for fqn, new in yielding_gil(named.items()):
         entry = entries[fqn]
-        if new is None or new in found.origin or isinstance(entry, SourceOpaque):
+        if new is None or new in found.origin or fqn in source.refused:
             continue
         whole = parts.get(fqn, fqn)
         path = (*paths[named[whole] or ""], *entry.path[len(entries[whole].path) :])
         if problem := name_problem(new, path):
             raise InvalidOptionError(f"{source.url}: {problem}")
-        if isinstance(entry, SourceComposite):
-            found.composites[new] = replace(entry.entry, path=path)
-            wholes += [] if fqn in parts else [new]
+        if isinstance(entry, ValueEntry | EmptyEntry):
+            found.values[new] = path, fqn, entry
             continue
-        if not isinstance(entry, SourceTensor):
-            found.values.append(OutValue(new, path, None, empty=entry.entry is None))
-            if entry.entry is not None:
-                found.unread[new] = fqn, entry.entry
+        wholes += [] if fqn in parts else [new]
+        if isinstance(entry, CompositeEntry):
+            found.composites[new] = replace(entry, path=path)
             continue
-        saved = entry.entry.dtype
+        saved = entry.dtype
         wanted = saved if fqn in parts else target_dtype(new, saved)
         if wanted != saved:
             cast.append(new)
-        nbytes = math.prod(entry.entry.shape) * itemsize(wanted)
-        found.tensors.append(OutTensor(new, path, wanted, entry.entry.shape, nbytes, (entry.identity, wanted)))
-        found.origin[new] = (fqn, entry)
-        wholes += [] if fqn in parts else [new]
-    return replace(found, cast=tuple(cast), wholes=frozenset(wholes))
+        nbytes = math.prod(entry.shape) * itemsize(wanted)
+        identity = (source.tensors[fqn].identity, wanted)
+        found.tensors.append(OutTensor(new, wanted, entry.shape, nbytes, path, identity))
+        found.origin[new] = fqn
+    if target == "safetensors":
+        _refuse_values(found)
+    return replace(found, cast=tuple(cast), wholes=tuple(wholes))
 
 
 def _paths(source: Source, named: Mapping[str, str | None]) -> dict[str, tuple[Key, ...]]:
@@ -385,9 +355,7 @@ def _with_parts(source: Source, named: Mapping[str, str | None]) -> dict[str, st
     found: dict[str, str | None] = {}
     for fqn, new in yielding_gil(named.items()):
         found[fqn] = new
-        entry = source.entries[fqn]
-        if isinstance(entry, SourceComposite):
-            found.update((part, new and new + part[len(fqn) :]) for part in entry.parts)
+        found.update((part, new and new + part[len(fqn) :]) for part in parts_of(fqn, source.entries))
     whole = {new for new in named.values() if new is not None}
     for fqn, new in found.items():
         if fqn not in named and new in whole:
@@ -401,29 +369,37 @@ def _refuse_unusual(source: Source, taken: Sequence[str], target: Format) -> Non
     """Raise ``UnsupportedTensorError`` for a tensor that files of this format cannot hold."""
     for fqn in taken:
         one = source.entries[fqn]
-        if isinstance(one, SourceComposite):
-            what = f"it is a {one.entry.type}, and {_SPOKEN[target]} hold plain tensors only"
-        elif isinstance(one, SourceTensor) and one.entry.dtype in SUB_BYTE_DTYPES:
-            what = f"{_SPOKEN[target]} have no dtype {one.entry.dtype}"
+        if isinstance(one, CompositeEntry):
+            what = f"it is a {one.type}, and {_SPOKEN[target]} hold plain tensors only"
+        elif isinstance(one, TensorEntry) and one.dtype in SUB_BYTE_DTYPES:
+            what = f"{_SPOKEN[target]} have no dtype {one.dtype}"
         else:
             continue
         raise UnsupportedTensorError(f"{fqn}: {what}; convert into a directory for DCP, or leave it out with select=")
 
 
-def _identity(fqn: str, entry: SourceEntry) -> object:
+def _refuse_values(selection: Selection) -> None:
+    stored = [fqn for fqn, (_, _, entry) in selection.values.items() if isinstance(entry, ValueEntry)]
+    if stored:
+        listed = ", ".join(stored[:5])
+        raise InvalidOptionError(
+            f"safetensors files hold only tensors, and {listed} are values: leave them out with select="
+        )
+
+
+def _identity(fqn: str, source: Source) -> object:
     """Return a key that is equal for tied tensors only."""
-    return (entry.identity, entry.entry.shape) if isinstance(entry, SourceTensor) else fqn
+    one = source.tensors.get(fqn)
+    return fqn if one is None else (one.identity, one.entry.shape)
 
 
 def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
     """Raise the error of the first tensor that cannot be read. Its message also names the others."""
-    opaque = [fqn for fqn in taken if isinstance(source.entries[fqn], SourceOpaque)]
+    opaque = [fqn for fqn in taken if fqn in source.refused]
     if not opaque:
         return
-    first = source.entries[opaque[0]]
-    assert isinstance(first, SourceOpaque)
     also = f" (so are {', '.join(opaque[1:6])}{', ...' if len(opaque) > 6 else ''})" if opaque[1:] else ""
-    raise first.error.within(source.url, f"{also}; use a selection without it")
+    raise source.refused[opaque[0]].within(source.url, f"{also}; use a selection without it")
 
 
 def _total(selection: Selection) -> int:
@@ -438,16 +414,17 @@ def _plan(
     selection: Selection, nodes: Mapping[str, Node], name: str | None, how: How
 ) -> Sequence[TargetFile] | DcpTarget:
     """Plan the files. ``nodes`` are the values as data, by their names in the source."""
-    window_bytes = min(64 * _MIB, (how.budget_bytes - WINDOWS * PIECE_BYTES) // WINDOWS) // _MIB * _MIB
-    tensors, unread = selection.tensors, selection.unread
+    window_bytes, shard_bytes = window_bytes_within(how.options.budget_bytes), how.options.max_shard_bytes
+    tensors = selection.tensors
     values = gathered(
-        replace(one, node=nodes[unread[one.fqn][0]]) if one.fqn in unread else one for one in selection.values
+        OutValue(fqn, path, None, empty=True) if isinstance(entry, EmptyEntry) else OutValue(fqn, path, nodes[old])
+        for fqn, (path, old, entry) in selection.values.items()
     )
     if how.format == "dcp":
-        return DcpTarget(tensors, values, selection.composites, how.shard_bytes or 1 << 62, window_bytes)
+        return DcpTarget(tensors, values, selection.composites, shard_bytes or 1 << 62, window_bytes)
     if how.format == "torch":
         return [torch_file(name or "", tensors, values, selection.order, window_bytes)]
-    return safetensors_files(tensors, name, how.shard_bytes, window_bytes, selection.aliases, how.others)
+    return safetensors_files(tensors, name, shard_bytes, window_bytes, selection.aliases, how.others)
 
 
 def _without_place(opened: Source, taken: Mapping[str, bytes], how: How) -> list[str]:
@@ -477,6 +454,115 @@ class _ConvertedLayout:
         about = Manifest(self._order.save_id, entries, dict(receipt.files), file_crcs=receipt.crcs)
         manifest = with_sidecars(about, self._order)
         return {**sidecar_files(self._order), **commit_files(manifest, self._order.saved_at)}
+
+
+# --- with other ranks -------------------------------------------------------------------------------------------------
+# Each rank writes some of the files into one attempt, which rank 0 commits.
+
+
+async def _run_divided(
+    order: SaveOrder, files: Sequence[TargetFile], pipeline: Pipeline, ranks: Operation, selection: Selection
+) -> dict[str, int]:
+    """Export with other ranks, and return the sizes of all files by their names."""
+    tensors = [file for file in files if file.name.endswith(SUFFIX)]
+    beside = [file for file in files if not file.name.endswith(SUFFIX)]
+    divided = _DividedFiles(order, ranks, tensors, beside, files[-1].name, selection)
+    nbytes = 0 if ranks.rank else sum(file.nbytes for file in files)
+    await run_here(order, partial(divided.write, pipeline), divided, nbytes, _Divided(order))
+    return {**{file.name: file.nbytes for file in tensors}, **divided.others}
+
+
+@dataclass(slots=True)
+class _DividedFiles:
+    """The files of an export. The ranks divide ``tensors`` among each other, and rank 0 writes those in ``beside``.
+    ``others`` has the sizes of these; only rank 0 knows them before it sends them. The file ``final``, which readers
+    look for, is written when the others are complete."""
+
+    order: SaveOrder
+    operation: Operation
+    tensors: Sequence[TargetFile]
+    beside: Sequence[TargetFile]
+    final: str
+    selection: Selection
+    others: dict[str, int] = field(default_factory=dict)
+    _written: dict[str, int] = field(default_factory=dict)
+
+    async def write(self, pipeline: Pipeline, into: Transaction) -> None:
+        """Write the files of this rank. Raises ``Stopped`` when another rank has failed."""
+        operation = self.operation
+        digest = await io_threads().run(_digest, self.tensors, self.selection)
+        answer = await operation.aexchange("plan", digest, self._begin)
+        self.others = json.loads(answer)
+        ranks = _divided(self.tensors, operation.world)
+        mine = [one for one, rank in zip(self.tensors, ranks, strict=True) if rank == operation.rank]
+        if operation.rank == 0:
+            mine.extend(self.beside)
+        await stoppable(operation, pipeline.write([one for one in mine if one.name != self.final], into))
+        await operation.agree("write")
+        await stoppable(operation, pipeline.write([one for one in mine if one.name == self.final], into))
+        self._written.update((one.name, one.nbytes) for one in mine)
+
+    # --- the layout: the files need no manifest ---
+
+    async def receipt(self, plan: None, written: None) -> RankReceipt:
+        return RankReceipt(self._written, None)
+
+    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
+        return {}
+
+    def pack(self, receipt: RankReceipt) -> bytes:
+        return b""
+
+    def unpack(self, rank: int, content: bytes) -> None:
+        return None
+
+    async def _begin(self, digests: Sequence[bytes]) -> bytes:
+        """Make the attempt, if all ranks have the same export. Called on rank 0."""
+        differs = [rank for rank, one in enumerate(digests) if one != digests[0]]
+        if differs:
+            raise InvalidOptionError(
+                f"ranks that export together have to say the same: select=, names=, dtype= and max_shard_bytes= make "
+                f"other files on rank {differs[0]} than on rank 0"
+            )
+        await io_threads().run(self.order.make_attempt)
+        return json.dumps({one.name: one.nbytes for one in self.beside}).encode()
+
+
+def _digest(files: Sequence[TargetFile], selection: Selection) -> bytes:
+    """Return a digest of what the files contain. Called in a worker thread."""
+    layout = [[one.name, one.nbytes] for one in files]
+    tensors = gathered([one.fqn, one.dtype, selection.origin[one.fqn]] for one in selection.tensors)
+    content = [layout, tensors, selection.aliases]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).digest()
+
+
+def _divided(files: Sequence[TargetFile], world: int) -> list[int]:
+    """Return the rank that writes each file. The largest files come first, and each gets the rank with the least
+    bytes."""
+    load = [0] * world
+    ranks = [0] * len(files)
+    for number in sorted(range(len(files)), key=lambda one: (-files[one].nbytes, one)):
+        rank = min(range(world), key=lambda one: (load[one], one))
+        ranks[number] = rank
+        load[rank] += files[number].nbytes
+    return ranks
+
+
+class _Divided(Group):
+    """The coordinator of such an export. Rank 0 commits when all ranks have written their files. If one fails, all
+    fail."""
+
+    async def _look_back(self, verdict: RankFailuresError) -> None:
+        """Delete the files that this rank has written, if they have their final names. The outcome is unknown if rank 0
+        died during the commit, because an export has no marker."""
+        first = verdict.failures[0]
+        if first.rank == 0 and first.kind in ("RankDied", "DeadlineExceededError") and self._operation.step == "commit":
+            self._order.transaction.outcome = "unknown"
+        elif self._order.transaction.place is None:  # otherwise rank 0 deletes the hidden directory
+            await self._order.transaction.clean_up(verdict)
+
+    async def _seen(self) -> Outcome:
+        return "unknown"
 
 
 # --- the options ----------------------------------------------------------------------------------------------------

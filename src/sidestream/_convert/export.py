@@ -9,14 +9,16 @@ import re
 import threading
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
+from .._format.records import CompositeEntry
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
+from .._format.shard import payloads_in
 from .._group import Operation, prepare_together
 from .._layout.names import new_names, selected, target_dtypes
 from .._layout.save_layout import SavePlan
@@ -35,9 +37,20 @@ from ..errors import (
     allocating,
     without_frames,
 )
-from ..options import Dtypes, Durability, FileSource, Names, Storage, check_count, check_dtype, check_names, storage_of
+from ..options import (
+    ConvertOptions,
+    Dtypes,
+    Durability,
+    FileSource,
+    Names,
+    Storage,
+    check_count,
+    check_dtype,
+    check_names,
+    storage_of,
+)
 from .convert import ConvertReport, How, Selection, convert_opened
-from .source import Source, SourceComposite, SourceTensor, open_source_at
+from .source import Source, open_source_at
 from .targets import OutTensor, SafetensorsFile, safetensors_layout
 
 __all__ = ["HF"]
@@ -47,7 +60,6 @@ _NAMES = frozenset({INDEX_NAME, f"model{SUFFIX}"})
 """Every export has one of these files."""
 _PART_BYTES = 16 << 20
 _MOST_HELD_BYTES = 256 << 20
-_BUDGET_BYTES = 256 << 20  # for an export from the checkpoint
 
 
 @public
@@ -139,25 +151,14 @@ class _Candidate(NamedTuple):
     composite: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """The tensors to write, with the name of each in the state, and the facts about the others for the report."""
-
-    tensors: list[OutTensor]
-    origin: dict[str, str]
-    aliases: dict[str, str]
-    left_out: tuple[str, ...]
-    cast: tuple[str, ...]
-
-
-def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
+def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> Selection:
     """Select and name the tensors to write. Called in a worker thread. Raises ``MissingKeysError``,
     ``KeyCollisionError``, ``InvalidOptionError`` and ``UnsupportedTensorError``."""
     taken = set(run_sliced(selected((one.fqn for one in candidates), export.select, url)))
     identities = {one.fqn: one.identity for one in candidates}
     chosen = [one.fqn for one in candidates if one.fqn in taken]
     named = run_sliced(new_names(export.names, chosen, url, identity=identities.__getitem__))
-    found = _Chosen([], {}, {}, tuple(one.fqn for one in candidates if named.get(one.fqn) is None), ())
+    found = Selection(left_out=tuple(one.fqn for one in candidates if named.get(one.fqn) is None))
     target_dtype = run_sliced(target_dtypes(export.dtype))
     first: dict[object, str] = {}
     cast: list[str] = []
@@ -178,9 +179,9 @@ def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
         if dtype != one.dtype:
             cast.append(new)
         nbytes = math.prod(one.shape) * dtype_from_name(dtype).itemsize
-        found.tensors.append(OutTensor(new, (new,), dtype, one.shape, nbytes, one.identity))
+        found.tensors.append(OutTensor(new, dtype, one.shape, nbytes, (new,), one.identity))
         found.origin[new] = one.fqn
-    return _Chosen(found.tensors, found.origin, found.aliases, found.left_out, tuple(cast))
+    return replace(found, order=list(found.origin), cast=tuple(cast), wholes=tuple(found.origin))
 
 
 @dataclass(slots=True)
@@ -269,51 +270,33 @@ class _Sink:
         opened = await prepare_together(ranks, partial(open_source_at, checkpoint))
         async with aclosing(opened):
             # In one step: a rank that is cancelled between two steps would not tell the others.
-            chosen, origin = await prepare_together(ranks, partial(io_threads().run, self._choose_from, opened))
-            order = [one.fqn for one in chosen.tensors]
-            selection = Selection(
-                chosen.tensors,
-                [],
-                origin,
-                order,
-                chosen.left_out,
-                chosen.cast,
-                chosen.aliases,
-                wholes=frozenset(order),
-            )
-            how = How(
-                format="safetensors",
-                shard_bytes=self.export.max_shard_bytes,
-                budget_bytes=_BUDGET_BYTES,
-                verify="always",
-                durability=self.durability,
-                verb="export",
-                replaces=self.replaces,
-                others=self._others,
-            )
+            selection = await prepare_together(ranks, partial(io_threads().run, self._choose_from, opened))
+            options = ConvertOptions(max_shard_bytes=self.export.max_shard_bytes, durability=self.durability)
+            how = How(options, "safetensors", verb="export", replaces=self.replaces, others=self._others)
             return await convert_opened(opened, selection, self.location, how, ranks)
 
-    def _choose_from(self, opened: Source) -> tuple[_Chosen, dict[str, tuple[str, SourceTensor]]]:
-        """Select tensors of a checkpoint, as ``_choose`` does, and return them with the source of each."""
+    def _choose_from(self, opened: Source) -> Selection:
+        """Select tensors of a checkpoint, as ``_choose`` does."""
         parts = opened.parts()
-        found = {fqn: one for fqn, one in opened.entries.items() if fqn not in parts}
-        entries = {fqn: one for fqn, one in found.items() if isinstance(one, SourceTensor)}
-        candidates = [_Candidate(fqn, one.entry.dtype, one.entry.shape, one.identity) for fqn, one in entries.items()]
-        candidates += [
-            _Candidate(fqn, one.entry.dtype, one.entry.shape, fqn, one.entry.type)
-            for fqn, one in found.items()
-            if isinstance(one, SourceComposite)
+        candidates = [
+            _Candidate(fqn, one.entry.dtype, one.entry.shape, one.identity)
+            for fqn, one in opened.tensors.items()
+            if fqn not in parts
         ]
-        chosen = _choose(self.export, candidates, self.url)
-        return chosen, {new: (fqn, entries[fqn]) for new, fqn in chosen.origin.items()}
+        candidates += [
+            _Candidate(fqn, one.dtype, one.shape, fqn, one.type)
+            for fqn, one in opened.entries.items()
+            if isinstance(one, CompositeEntry) and fqn not in parts
+        ]
+        return _choose(self.export, candidates, self.url)
 
-    def _report(self, files: Mapping[str, int], chosen: _Chosen) -> ConvertReport:
+    def _report(self, files: Mapping[str, int], chosen: Selection) -> ConvertReport:
         return ConvertReport(
             url=self.url,
             format="safetensors",
             files=tuple(files),
             nbytes=sum(files.values()),
-            tensors=tuple(chosen.origin),
+            tensors=chosen.wholes,
             values=(),
             left_out=chosen.left_out,
             cast=chosen.cast,
@@ -344,11 +327,10 @@ def _pieces(
     for layout in plan.shards:
         for window in layout.windows:
             with snapshot.window(window_number, stop) as view:  # also a window without exported tensors, to release it
-                for number in range(window.first, window.last):
-                    one, item = by_item.get(first_item + number), layout.items[number]
-                    start, end = max(item.payload_offset, window.start), min(item.trailer_offset, window.end)
-                    if one is not None and start < end:
-                        yield _piece(one, sources[one.fqn], view[start - window.start : end - window.start])
+                for number, at, nbytes, _ in payloads_in(layout, window):
+                    one = by_item.get(first_item + number)
+                    if one is not None:
+                        yield _piece(one, sources[one.fqn], view[at : at + nbytes])
             window_number += 1
         first_item += len(layout.items)
 

@@ -17,7 +17,7 @@ from ..errors import SidestreamError
 
 __all__ = ["CopyingWriter", "run_here"]
 
-_DOING = {"save": "saving", "export": "exporting", "convert": "converting", "copy": "copying"}
+_DOING = {"export": "exporting", "convert": "converting", "copy": "copying"}
 
 
 class CopyingWriter:

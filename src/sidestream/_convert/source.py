@@ -9,16 +9,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from .._format.records import (
-    Chunk,
     CompositeEntry,
-    EmptyEntry,
-    ForeignPayload,
-    Key,
+    Entry,
     Manifest,
     Node,
     OpaqueEntry,
@@ -26,11 +23,12 @@ from .._format.records import (
     ValueEntry,
     itemsize,
     parts_of,
+    row_major_strides,
 )
 from .._layout.checks import Piece, foreign_pieces, has_no_checksum
-from .._layout.ranges import Box
+from .._layout.ranges import PIECE_BYTES, Box
 from .._layout.values import encode_value
-from .._load.foreign.items import Located, locate, opaque_entries, opaque_errors, read_values, sorted_out
+from .._load.foreign.items import locate_all, read_values
 from .._load.jobs import Scratch
 from .._load.open.manifest import all_there, open_manifest
 from .._load.reader import Reader, Wanted, whole
@@ -42,20 +40,18 @@ from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Transaction, 
 from ..errors import SidestreamError, UnsupportedCheckpointError, allocating
 from ..options import Progress, Storage, Verify
 from .targets import Slice, TargetFile
-from .windows import WindowedFile, Windows
+from .windows import WINDOWS, WindowedFile, Windows
 
 __all__ = [
     "Pipeline",
     "Source",
-    "SourceComposite",
-    "SourceEntry",
-    "SourceOpaque",
     "SourceTensor",
-    "SourceValue",
     "open_source",
     "open_source_at",
+    "window_bytes_within",
 ]
 
+_MIB = 1 << 20
 _VIEWS_ALWAYS_BYTES = 64 << 20
 _VIEWS_RATIO = 16
 
@@ -64,65 +60,36 @@ _VIEWS_RATIO = 16
 class SourceTensor:
     """A tensor of the source.
 
-    ``straight`` is the tensor with one dimension, if any part of its bytes can be read by itself. ``entry`` is the
-    tensor as it was saved. ``located`` has the facts from the zips of another writer. ``checks`` have to be made before
-    the conversion, for checksums that cover more than a piece. Tensors with one ``identity`` are tied.
+    ``entry`` is the tensor as it was saved. ``straight`` is it with one dimension, if any part of its bytes can be read
+    by itself. ``located`` is it with the facts from the zips of another writer. Tensors with one ``identity`` are tied.
     """
 
-    path: tuple[Key, ...]
     entry: TensorEntry
     straight: TensorEntry | None
-    located: Located | None
+    located: TensorEntry | None
     identity: object
-    checks: tuple[Piece, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SourceValue:
-    """A plain value, which ``Source.nodes`` reads, or an empty dict if ``entry`` is None."""
-
-    path: tuple[Key, ...]
-    entry: ValueEntry | None
-
-
-@dataclass(frozen=True, slots=True)
-class SourceOpaque:
-    """A tensor that cannot be read, and the error to raise if it is selected."""
-
-    path: tuple[Key, ...]
-    entry: TensorEntry | OpaqueEntry
-    error: SidestreamError
-
-
-@dataclass(frozen=True, slots=True)
-class SourceComposite:
-    """A tensor that consists of others. ``parts`` are the FQNs of all of them, also of the parts of a part."""
-
-    path: tuple[Key, ...]
-    entry: CompositeEntry
-    parts: tuple[str, ...]
-
-
-SourceEntry: TypeAlias = SourceTensor | SourceValue | SourceOpaque | SourceComposite
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of a conversion. ``files`` is open until ``aclose``."""
+    """The source of a conversion. ``entries`` are those of the manifest. ``tensors`` has those tensors that can be
+    read, and ``refused`` the errors to raise if one of the others is selected. ``files`` is open until ``aclose``."""
 
     files: RangeSource
     url: str
-    entries: Mapping[str, SourceEntry]
     manifest: Manifest
-    unverified: frozenset[str] = field(default_factory=frozenset)
+    entries: Mapping[str, Entry]
+    tensors: Mapping[str, SourceTensor]
+    refused: Mapping[str, SidestreamError]
+    unverified: frozenset[str]
 
     def parts(self) -> dict[str, str]:
         """Return the FQNs of the parts of all composite tensors, with the outermost tensor of each. Called in a worker
         thread."""
         found: dict[str, str] = {}
         for fqn, one in yielding_gil(self.entries.items()):
-            if isinstance(one, SourceComposite):
-                for part in one.parts:
+            if isinstance(one, CompositeEntry):
+                for part in parts_of(fqn, self.entries):
                     found.setdefault(part, fqn)
         return found
 
@@ -169,22 +136,14 @@ async def open_source_at(location: Location) -> Source:
 
 
 async def _of_manifest(files: RangeSource, url: str, manifest: Manifest) -> Source:
-    threads = io_threads()
-    tensors, _ = await threads.run(sorted_out, manifest.entries)
-    opaque = await threads.run(opaque_entries, manifest.entries)
-    located: dict[str, Located] = {}
+    located, errors = await locate_all(files, manifest)
     refused: dict[str, SidestreamError] = {}
-    for fqn, why in (await opaque_errors(files, opaque)).items():
-        if isinstance(why, FileNotFoundError):
-            raise why
-        refused[fqn] = why
-    if not manifest.own:
-        located, errors = await locate(files, tensors)
-        for fqn, error in errors.items():
-            if not isinstance(error, UnsupportedCheckpointError):
-                raise error
-            refused[fqn] = error
-    return await threads.run(_described, files, url, manifest, located, refused)
+    for fqn, error in errors.items():
+        opaque = isinstance(manifest.entries[fqn], OpaqueEntry)
+        if isinstance(error, FileNotFoundError) or not (opaque or isinstance(error, UnsupportedCheckpointError)):
+            raise error
+        refused[fqn] = error
+    return await io_threads().run(_described, files, url, manifest, located, refused)
 
 
 @sliced
@@ -192,33 +151,26 @@ def _described(
     files: RangeSource,
     url: str,
     manifest: Manifest,
-    located: Mapping[str, Located],
+    located: Mapping[str, TensorEntry],
     refused: Mapping[str, SidestreamError],
 ) -> Steps[Source]:
-    """Describe the checkpoint. Called in a worker thread. ``refused``: the errors for the tensors that this version
-    does not read."""
-    entries: dict[str, SourceEntry] = {}
+    """Describe the checkpoint. Called in a worker thread."""
+    entries: dict[str, Entry] = {}
+    tensors: dict[str, SourceTensor] = {}
     unverified: set[str] = set()
-    checked: set[object] = set()
     for fqn, entry in manifest.entries.items():
         yield
-        if isinstance(entry, EmptyEntry):
-            entries[fqn] = SourceValue(entry.path, None)
-        elif isinstance(entry, CompositeEntry):
-            entries[fqn] = SourceComposite(entry.path, entry, tuple(parts_of(fqn, manifest.entries)))
-        elif isinstance(entry, ValueEntry):
-            entries[fqn] = SourceValue(entry.path, entry)
-        elif isinstance(entry, OpaqueEntry) or fqn in refused:
-            entries[fqn] = SourceOpaque(entry.path, entry, refused[fqn])
-        elif manifest.own:
-            identity = (entry.dtype, entry.chunks)
-            entries[fqn] = SourceTensor(entry.path, entry, _straight(entry), None, identity)
+        entries[fqn] = entry
+        if not isinstance(entry, TensorEntry) or fqn in refused:
+            continue
+        if manifest.own:
+            tensors[fqn] = SourceTensor(entry, _straight(entry), None, (entry.dtype, entry.chunks))
         else:
-            entries[fqn] = _foreign_tensor(fqn, entry, located[fqn], checked)
+            tensors[fqn] = _foreign_tensor(fqn, entry, located[fqn])
             if any(map(has_no_checksum, entry.chunks)):
                 unverified.add(fqn)
     _check_views(manifest, url)
-    return Source(files, url, entries, manifest, frozenset(unverified))
+    return Source(files, url, manifest, entries, tensors, refused, frozenset(unverified))
 
 
 @sliced
@@ -247,29 +199,23 @@ def _check_views(manifest: Manifest, url: str) -> Steps[None]:
         )
 
 
-def _foreign_tensor(fqn: str, entry: TensorEntry, found: Located, checked: set[object]) -> SourceTensor:
+def _foreign_tensor(fqn: str, entry: TensorEntry, located: TensorEntry) -> SourceTensor:
     if any(chunk.transform for chunk in entry.chunks):
-        return SourceTensor(entry.path, entry, None, None, fqn)
-    located, payloads = found
+        return SourceTensor(entry, None, None, fqn)
     identity = (entry.dtype, entry.chunks) if all(chunk.foreign is not None for chunk in entry.chunks) else fqn
-    straight = _straight(_row_major(located, payloads))
-    unchecked = {chunk: one for chunk, one in payloads.items() if (chunk.file, chunk.payload_offset) not in checked}
-    checked.update((chunk.file, chunk.payload_offset) for chunk in unchecked)
-    checks = tuple(foreign_pieces(fqn, located, unchecked)) if straight is not None else ()
-    return SourceTensor(entry.path, entry, straight, (located, payloads), identity, checks)
+    return SourceTensor(entry, _straight(_row_major(located)), located, identity)
 
 
-def _row_major(located: TensorEntry, payloads: Mapping[Chunk, ForeignPayload]) -> TensorEntry | None:
+def _row_major(located: TensorEntry) -> TensorEntry | None:
     """Return the tensor with the offset of the elements of every chunk. None if a chunk is not row-major."""
     size = itemsize(located.dtype)
     chunks = []
     for chunk in located.chunks:
-        payload = payloads.get(chunk)
+        payload = chunk.foreign
         if payload is None:
             chunks.append(chunk)
             continue
-        strides = torch.empty(chunk.sizes, device="meta").stride()
-        if chunk.payload_offset is None or payload.strides not in (None, strides):
+        if chunk.payload_offset is None or payload.strides not in (None, row_major_strides(chunk.sizes)):
             return None
         if payload.strides is None and payload.payload_bytes != math.prod(chunk.sizes) * size:
             return None
@@ -294,12 +240,17 @@ def _straight(entry: TensorEntry | None) -> TensorEntry | None:
 # --- the flow of data -------------------
 
 
+def window_bytes_within(budget_bytes: int) -> int:
+    """Return the most bytes of a window for a conversion within a budget."""
+    return min(64 * _MIB, (budget_bytes - WINDOWS * PIECE_BYTES) // WINDOWS) // _MIB * _MIB
+
+
 @dataclass(slots=True)
 class Pipeline:
-    """The flow of data in one conversion. ``origin`` has the tensor of the source for each FQN in the target."""
+    """The flow of data in one conversion. ``origin`` has the name in the source of each tensor of the target."""
 
     source: Source
-    origin: Mapping[str, tuple[str, SourceTensor]]
+    origin: Mapping[str, str]
     verify: Verify
     progress: Progress | None
     total_bytes: int
@@ -307,8 +258,9 @@ class Pipeline:
     _scratch: Scratch = field(default_factory=Scratch)
     _held: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    async def check(self, pieces: Sequence[Piece]) -> None:
+    async def check(self) -> None:
         """Compare checksums that cover more than one piece. Called before anything is written."""
+        pieces = await io_threads().run(self._checks)
 
         async def work(piece: Piece) -> None:
             memory = self._scratch.take(piece.nbytes)
@@ -318,6 +270,19 @@ class Pipeline:
             self._scratch.give_back(memory)
 
         await in_parallel(pieces, work)
+
+    @sliced
+    def _checks(self) -> Steps[list[Piece]]:
+        """Return the payloads that are read in pieces and have one checksum, each of them once. Called in a worker
+        thread."""
+        pieces: list[Piece] = []
+        seen: set[object] = set()
+        for fqn in self.origin.values():
+            yield
+            one = self.source.tensors[fqn]
+            if one.straight is not None and one.located is not None:
+                pieces.extend(foreign_pieces(fqn, one.located, seen))
+        return pieces
 
     async def write(self, files: Sequence[TargetFile], into: Transaction) -> None:
         """Write all of ``files``. When this returns or raises, no thread works on them any more."""
@@ -334,11 +299,11 @@ class Pipeline:
     async def _fill(self, slices: Sequence[Slice], view: memoryview) -> None:
         straight, others = await io_threads().run(self._targets, slices, view)
         for one, into in others:
-            fqn, source = self.origin[one.tensor.fqn]
+            fqn = self.origin[one.tensor.fqn]
             if one.nbytes == one.tensor.nbytes:
-                await self._read_whole(fqn, source, into.reshape(one.tensor.shape))
+                await self._read_whole(fqn, into.reshape(one.tensor.shape))
             else:
-                await self._from_held(fqn, source, one, into)
+                await self._from_held(fqn, one, into)
         if straight:
             await self._reader().read(straight, own=True)
 
@@ -354,23 +319,24 @@ class Pipeline:
             yield
             if not one.nbytes:
                 continue
-            fqn, source = self.origin[one.tensor.fqn]
+            fqn = self.origin[one.tensor.fqn]
             size = itemsize(one.tensor.dtype)
             count, first = one.nbytes // size, one.begin // size
             into = torch.frombuffer(view, dtype=dtype_from_name(one.tensor.dtype), count=count, offset=one.at)
-            if source.straight is not None:
-                straight.append(Wanted(fqn, source.straight, Box((first,), (count,)), into))
+            entry = self.source.tensors[fqn].straight
+            if entry is not None:
+                straight.append(Wanted(fqn, entry, Box((first,), (count,)), into))
             else:
                 others.append((one, into))
         return straight, others
 
-    async def _from_held(self, fqn: str, source: SourceTensor, one: Slice, into: torch.Tensor) -> None:
+    async def _from_held(self, fqn: str, one: Slice, into: torch.Tensor) -> None:
         """Fill a slice of a tensor that cannot be read in pieces. The whole tensor is held until its last slice."""
         held = self._held.get(fqn)
         if held is None:
             with allocating(f"converting {fqn}"):
                 held = torch.empty(one.tensor.shape, dtype=dtype_from_name(one.tensor.dtype))
-            await self._read_whole(fqn, source, held)
+            await self._read_whole(fqn, held)
             self._held[fqn] = held
         first = one.begin // itemsize(one.tensor.dtype)
         flat = held.reshape(-1)[first : first + into.numel()]
@@ -378,10 +344,11 @@ class Pipeline:
         if one.begin + one.nbytes == one.tensor.nbytes:
             del self._held[fqn]
 
-    async def _read_whole(self, fqn: str, source: SourceTensor, into: torch.Tensor) -> None:
-        located = None if source.located is None else {fqn: source.located}
+    async def _read_whole(self, fqn: str, into: torch.Tensor) -> None:
+        source = self.source.tensors[fqn]
+        found = None if source.located is None else {fqn: source.located}
         wanted = [Wanted(fqn, source.entry, whole(source.entry), into)]
-        await self._reader().read(wanted, own=self.source.manifest.own, located=located)
+        await self._reader().read(wanted, own=self.source.manifest.own, found=found)
 
     def _reader(self) -> Reader:
         return Reader(self.source.files, self.verify, scratch=self._scratch)

@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from .._format.checksum import crc32
-from .._format.frame import frame_tensor, tensor_pickle
+from .._format.frame import Archive, frame_tensor, tensor_pickle
 from .._format.pickles.write import EMPTY_DICT, dict_of, list_of
 from .._format.records import (
     BLOCK_BYTES,
-    Chunk,
     CompositeEntry,
     EmptyEntry,
     Entry,
@@ -24,8 +23,7 @@ from .._format.records import (
 )
 from .._format.safetensors.read import INDEX_NAME
 from .._format.safetensors.write import ALIGN_BYTES, Named, alignment, file_names, header_of, index_of, shards_of_sizes
-from .._format.shard import BlockSums, Sealer, ShardLayout, Window, lay_out
-from .._format.torch_zip.file import TorchArchive
+from .._format.shard import Sealer, ShardLayout, lay_out, payloads_in
 from .._format.values import ValueItems, pickle_part
 from .._layout.assemble import assemble
 from .._runtime.threads import (
@@ -52,14 +50,10 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class OutTensor:
+class OutTensor(Named):
     """A tensor to write. Tensors with one ``identity`` are tied."""
 
-    fqn: str
     path: tuple[Key, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
     identity: object
 
 
@@ -112,17 +106,15 @@ class Written:
         for offset, nbytes, piece in pieces:
             number += isinstance(piece, OutTensor)
             begin = 0
-            while begin < nbytes or (begin == nbytes == 0):
+            while begin < nbytes:
                 room = start + window_bytes - offset - begin
                 take = min(nbytes - begin, room if room >= nbytes - begin else room // BLOCK_BYTES * BLOCK_BYTES)
-                if take <= 0 and nbytes:
+                if take <= 0:
                     self._close(start, offset + begin, parts)
                     start, parts = offset + begin, []
                     continue
                 parts.append((number, begin, take, piece, offset + begin - start))
                 begin += take
-                if nbytes == 0:
-                    break
         self._close(start, self.nbytes, parts)
 
     def _close(self, start: int, end: int, parts: list[tuple[int, int, int, Piece, int]]) -> None:
@@ -152,6 +144,8 @@ class Written:
 
 # --- torch.save -----------------------------------------------------------------------------------------------------
 
+_ALIGN_BYTES = 64
+
 
 def torch_file(
     name: str, tensors: Sequence[OutTensor], values: Sequence[OutValue], order: Sequence[str], window_bytes: int
@@ -171,11 +165,10 @@ def torch_file(
         pickled = EMPTY_DICT if value.empty else pickle_part(value.node, storages)
         leaves[value.fqn] = (value.path, _Pickled(pickled))
     pickled = b"\x80\x02" + _pickle_tree(run_sliced(assemble(leaves[fqn] for fqn in order))) + b"."
-    archive = TorchArchive(pickled, storages[len(first) :], [one.nbytes for one in first])
-    ends = [offset for offset, _ in archive.pieces[1:]] + [archive.nbytes]
-    pieces: list[tuple[int, int, Piece]] = [
-        (offset, end - offset, first[piece] if isinstance(piece, int) else piece)
-        for (offset, piece), end in zip(archive.pieces, ends, strict=True)
+    archive = Archive(pickled, storages[len(first) :], [one.nbytes for one in first], _ALIGN_BYTES)
+    pieces = [
+        (offset, nbytes, first[content] if isinstance(content, int) else content)
+        for offset, nbytes, content in archive.pieces
     ]
     return Written(name, pieces, window_bytes)
 
@@ -217,14 +210,9 @@ def safetensors_layout(
 ) -> tuple[list[SafetensorsFile], dict[str, bytes]]:
     """Return one file called ``name``, or files as transformers names them, and the index of these if there are
     several. ``aliases``: further names of the tensors. Raises ``UnsupportedTensorError``."""
-    by_name = {one.fqn: one for one in tensors}
-    named = [Named(one.fqn, one.dtype, one.shape, one.nbytes) for one in tensors]
-    shards = shards_of_sizes(named, None if name is not None else shard_bytes)
+    shards = shards_of_sizes(tensors, None if name is not None else shard_bytes)
     names = file_names(len(shards)) if name is None else [name]
-    files = [
-        SafetensorsFile(file, header_of(shard, aliases), [by_name[one.name] for one in shard])
-        for file, shard in zip(names, shards, strict=True)
-    ]
+    files = [SafetensorsFile(file, header_of(shard, aliases), shard) for file, shard in zip(names, shards, strict=True)]
     return files, {INDEX_NAME: index_of(shards, names)} if len(files) > 1 else {}
 
 
@@ -268,12 +256,8 @@ class _DcpShard:
         self._tensors = tensors
 
     def slices(self, index: int) -> Iterator[Slice]:
-        window: Window = self.layout.windows[index]
-        for number in range(window.first, window.last):
-            item = self.layout.items[number]
-            start, end = max(item.payload_offset, window.start), min(item.trailer_offset, window.end)
-            if start < end:
-                yield Slice(self._tensors[number], start - item.payload_offset, end - start, start - window.start)
+        for number, at, nbytes, begin in payloads_in(self.layout, self.layout.windows[index]):
+            yield Slice(self._tensors[number], begin, nbytes, at)
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
         wait = partial(wait_for_change, stop=stop, name="checksums of the windows before")
@@ -312,7 +296,9 @@ class DcpTarget:
             if value.empty:
                 self._entries[value.fqn] = EmptyEntry(value.path)
                 continue
-            self._entries[value.fqn] = ValueEntry(value.path, "__0_0.distcp", *contents.add(value.node), value.node)
+            place = contents.add(value.fqn, value.node)
+            self._entries[value.fqn] = ValueEntry(value.path, "__0_0.distcp", *place, value.node)
+        run_sliced(contents.check())
         self.values = contents.content()
 
     @property
@@ -336,16 +322,8 @@ class DcpTarget:
         }
         for one in self._tensors:
             shard, number = self._places[one.identity]
-            placed = self.shards[shard].layout.items[number]
-            sums: BlockSums = self.shards[shard].sealer.sums
-            chunk = Chunk(
-                (0,) * len(one.shape),
-                one.shape,
-                names[self.shards[shard].name],
-                placed.item_offset,
-                placed.frame.item_bytes,
-                placed.payload_offset,
-                sums.crcs[number],
-            )
+            file = self.shards[shard]
+            placed, crcs = file.layout.items[number], file.sealer.sums.crcs[number]
+            chunk = placed.chunk((0,) * len(one.shape), one.shape, names[file.name], crcs)
             found[one.fqn] = TensorEntry(one.path, one.dtype, one.shape, (chunk,))
         return {fqn: found[fqn] for fqn in order}

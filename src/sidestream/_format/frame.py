@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import TypeAlias
 from zlib import crc32
 
 from .pickles import write as p
-from .records import DTYPES, itemsize, written_dtype
+from .records import DTYPES, itemsize, row_major_strides, written_dtype
 
-__all__ = ["CRC_FOLLOWS", "DOS_DATE", "MAX_32", "Frame", "end_of_directory", "frame_tensor", "frame_value"]
+__all__ = ["Archive", "Content", "Frame", "frame_tensor", "frame_value", "tensor_pickle"]
 
-DOS_DATE = 0x21  # 1980-01-01, the earliest date of a zip, so that files do not depend on the clock
-CRC_FOLLOWS = 0x08
-MAX_32 = 0xFFFFFFFF
-_ARCHIVE = "archive"
+_DOS_DATE = 0x21  # 1980-01-01, the earliest date of a zip, so that files do not depend on the clock
+_CRC_FOLLOWS = 0x08
+_MAX_32 = 0xFFFFFFFF
+_PADDING = 0x4246  # the extra field that torch also uses for padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +52,112 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    name: str
+    """A record of a zip. ``offset`` is that of its local header. If ``crc`` is None, the CRC follows the content. The
+    content begins at a multiple of ``align`` bytes, or anywhere if that is 0.
+
+    Two fields that no reader needs differ between aligned records and others. They stay as they are, so that the same
+    save or conversion gives the same bytes in every version."""
+
+    name: bytes
     nbytes: int
-    crc: int
-    offset: int  # of the local header in the zip
-    flags: int
+    offset: int
+    crc: int | None
+    align: int
 
     @property
     def zip64(self) -> bool:
-        return self.nbytes >= MAX_32
+        return self.nbytes >= _MAX_32
+
+    @property
+    def flags(self) -> int:
+        return _CRC_FOLLOWS if self.crc is None else 0
 
     def local_header(self) -> bytes:
-        name = f"{_ARCHIVE}/{self.name}".encode()
-        sizes = (0, 0) if self.flags & CRC_FOLLOWS else (self.nbytes, self.nbytes)
-        # With a zip64 field in the local header, readers expect a descriptor with 8-byte sizes.
-        extra = struct.pack("<HHQQ", 1, 16, 0, 0) if self.zip64 else b""
-        if self.zip64:
-            sizes = (MAX_32, MAX_32)
-        fixed = (b"PK\x03\x04", 45 if self.zip64 else 20, self.flags, 0, 0, DOS_DATE, self.crc, *sizes)
-        head = struct.pack("<4sHHHHHIIIHH", *fixed, len(name), len(extra))
-        return head + name + extra
+        size, extra = 0 if self.crc is None else self.nbytes, b""
+        if self.zip64:  # with this field, readers expect a descriptor with 8-byte sizes
+            size = self.nbytes if self.align else size
+            size, extra = _MAX_32, struct.pack("<HHQQ", 1, 16, size, size)
+        if self.align:
+            padding = -(self.offset + 30 + len(self.name) + len(extra) + 4) % self.align
+            extra += struct.pack("<HH", _PADDING, padding) + bytes(padding)
+        fixed = (b"PK\x03\x04", 45 if self.zip64 else 20, self.flags, 0, 0, _DOS_DATE, self.crc or 0, size, size)
+        return struct.pack("<4sHHHHHIIIHH", *fixed, len(self.name), len(extra)) + self.name + extra
 
-    def descriptor(self) -> bytes:
-        return struct.pack("<4sIQQ" if self.zip64 else "<4sIII", b"PK\x07\x08", self.crc, self.nbytes, self.nbytes)
+    def descriptor(self, crc: int) -> bytes:
+        return struct.pack("<4sIQQ" if self.zip64 else "<4sIII", b"PK\x07\x08", crc, self.nbytes, self.nbytes)
 
-    def directory_entry(self) -> bytes:
-        name = f"{_ARCHIVE}/{self.name}".encode()
-        extra = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.zip64 else b""
-        size = MAX_32 if self.zip64 else self.nbytes
-        version = 45 if self.zip64 else 20
-        head = struct.pack(
-            "<4sHHHHHHIII", b"PK\x01\x02", version, version, self.flags, 0, 0, DOS_DATE, self.crc, size, size
+    def directory_entry(self, crc: int) -> bytes:
+        size, offset, version, extra = self.nbytes, self.offset, 20, b""
+        if size >= _MAX_32 or offset >= _MAX_32:
+            large = [field for field in (size, size, offset) if field >= _MAX_32]
+            extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large)
+            size, offset, version = min(size, _MAX_32), min(offset, _MAX_32), 45
+        made_by = 45 if self.align else version
+        fixed = (b"PK\x01\x02", made_by, version, self.flags, 0, 0, _DOS_DATE, crc, size, size)
+        rest = (len(self.name), len(extra), 0, 0, 0, 0, offset)
+        return struct.pack("<4sHHHHHHIIIHHHHHII", *fixed, *rest) + self.name + extra
+
+
+Content: TypeAlias = bytes | int | Callable[[Mapping[int, int]], bytes]
+"""The content of a piece of an archive: bytes, the number of a payload, or a function that returns the bytes, given the
+checksums of the payloads before it by their numbers."""
+
+
+class Archive:
+    """The layout of a zip as ``torch.save`` writes it, of ``nbytes``.
+
+    ``pickled`` refers to the payloads, of ``sizes`` bytes each, as storages ``"0"``, ``"1"`` and so on, and then to
+    ``storages``. With ``align``, the content of every record begins at a multiple of so many bytes. ``pieces`` are
+    offset, number of bytes, and content; large contents are pieces of their own, because a join of them releases the
+    GIL.
+    """
+
+    def __init__(self, pickled: bytes, storages: Sequence[bytes], sizes: Sequence[int] = (), align: int = 0) -> None:
+        self.pieces: list[tuple[int, int, Content]] = []
+        self.records: list[_Record] = []
+        self.nbytes = 0
+        known = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
+        known += [(f"data/{number}", raw) for number, raw in enumerate(storages, len(sizes))]
+        for name, raw in known:
+            self._start(name, len(raw), crc32(raw), align)
+            self._add(len(raw), raw)
+        for number, nbytes in enumerate(sizes):
+            record = self._start(f"data/{number}", nbytes, None, align)
+            self._add(nbytes, number)
+            self._add(len(record.descriptor(0)), partial(_descriptor, record, number))
+        self._first = len(known)
+        self._directory_at = self.nbytes
+        end = self.end({})
+        self._add(len(end), self.end if sizes else end)
+
+    def _start(self, name: str, nbytes: int, crc: int | None, align: int) -> _Record:
+        record = _Record(f"archive/{name}".encode(), nbytes, self.nbytes, crc, align)
+        self.records.append(record)
+        header = record.local_header()
+        self._add(len(header), header)
+        return record
+
+    def _add(self, nbytes: int, content: Content) -> None:
+        self.pieces.append((self.nbytes, nbytes, content))
+        self.nbytes += nbytes
+
+    def known(self) -> list[bytes]:
+        """Return the pieces that do not depend on payloads."""
+        return [content for _, _, content in self.pieces if isinstance(content, bytes)]
+
+    def end(self, crcs: Mapping[int, int]) -> bytes:
+        """Return the last piece: the directory, and its end."""
+        directory = b"".join(
+            [
+                record.directory_entry(crcs.get(number, 0) if record.crc is None else record.crc)
+                for number, record in enumerate(self.records, -self._first)
+            ]
         )
-        return head + struct.pack("<HHHHHII", len(name), len(extra), 0, 0, 0, 0, self.offset) + name + extra
+        return directory + _end_of_directory(len(self.records), len(directory), self._directory_at)
+
+
+def _descriptor(record: _Record, number: int, crcs: Mapping[int, int]) -> bytes:
+    return record.descriptor(crcs.get(number, 0))
 
 
 @lru_cache(maxsize=65536)
@@ -91,37 +165,23 @@ def frame_tensor(dtype: str, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a row-major tensor. ``dtype`` is one of ``SAVED_DTYPES``. Frames are cached, because a
     training run has few distinct ones."""
     payload_bytes = math.prod(shape) * itemsize(dtype)
-    lead, records = _lead(b"\x80\x02" + tensor_pickle(written_dtype(dtype), shape, "0") + b".")
-    header = b"".join(lead)
-    payload = _Record("data/0", payload_bytes, 0, len(header), CRC_FOLLOWS)
-    header += payload.local_header()
-    trailer = payload.descriptor()
-    directory_at = len(header) + payload_bytes + len(trailer)
-    before = b"".join(record.directory_entry() for record in records)
-    crc_at = (4, len(trailer) + len(before) + 16)
-    directory = before + payload.directory_entry()
-    trailer += directory + end_of_directory(len(records) + 1, len(directory), directory_at)
-    return Frame(header, payload_bytes, trailer, crc_at)
+    pickled = b"\x80\x02" + tensor_pickle(written_dtype(dtype), shape, "0") + b"."
+    archive = Archive(pickled, (), [payload_bytes])
+    *others, payload = archive.records
+    descriptor = payload.descriptor(0)
+    crc_at = (4, len(descriptor) + sum(len(record.directory_entry(0)) for record in others) + 16)
+    return Frame(b"".join(archive.known()), payload_bytes, descriptor + archive.end({}), crc_at)
 
 
 def frame_value(pickled: bytes, storages: Sequence[bytes] = ()) -> bytes:
     """Return the whole item of a plain value. ``pickled`` refers to the i-th of ``storages`` by the key ``str(i)``."""
-    pieces, records = _lead(pickled)
-    nbytes = sum(map(len, pieces))
-    for key, raw in enumerate(storages):
-        record = _Record(f"data/{key}", len(raw), crc32(raw), nbytes, 0)
-        pieces += [record.local_header(), raw]
-        records.append(record)
-        nbytes += len(pieces[-2]) + len(raw)
-    directory = b"".join(record.directory_entry() for record in records)
-    return b"".join([*pieces, directory, end_of_directory(len(records), len(directory), nbytes)])
+    return b"".join(Archive(pickled, storages).known())
 
 
 def tensor_pickle(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
     """Return the pickle of a row-major tensor over the storage ``key`` of its archive, as ``torch.save`` writes it."""
     itemsize, storage = DTYPES[dtype]
     elements = math.prod(shape)
-    strides = [math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape))]
     if storage is not None:
         rebuild, storage_type, numel = "_rebuild_tensor_v2", p.global_("torch", storage), elements
     else:
@@ -135,7 +195,7 @@ def tensor_pickle(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
         persistent_id,
         p.integer(0),
         p.tuple_of(*map(p.integer, shape)),
-        p.tuple_of(*map(p.integer, strides)),
+        p.tuple_of(*map(p.integer, row_major_strides(shape))),
         p.FALSE,
         p.call(p.global_("collections", "OrderedDict")),
     ]
@@ -144,20 +204,10 @@ def tensor_pickle(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
     return p.call(p.global_("torch._utils", rebuild), *arguments)
 
 
-def _lead(pickled: bytes) -> tuple[list[bytes], list[_Record]]:
-    """Return the records before any payload, first as pieces: a join of large ones releases the GIL."""
-    pieces: list[bytes] = []
-    records: list[_Record] = []
-    for name, raw in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
-        records.append(_Record(name, len(raw), crc32(raw), sum(map(len, pieces)), 0))
-        pieces += [records[-1].local_header(), raw]
-    return pieces, records
-
-
-def end_of_directory(count: int, nbytes: int, offset: int) -> bytes:
+def _end_of_directory(count: int, nbytes: int, offset: int) -> bytes:
     end = b""
-    if offset >= MAX_32 or count >= 0xFFFF:
+    if offset >= _MAX_32 or count >= 0xFFFF:
         end = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, nbytes, offset)
         end += struct.pack("<4sIQI", b"PK\x06\x07", 0, offset + nbytes, 1)
     shown = min(count, 0xFFFF)
-    return end + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, shown, shown, nbytes, min(offset, MAX_32), 0)
+    return end + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, shown, shown, nbytes, min(offset, _MAX_32), 0)

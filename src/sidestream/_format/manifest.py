@@ -156,7 +156,7 @@ def _entry(entry: Entry) -> tuple[object, ...]:
         case ValueEntry():
             return "value", [entry.file, entry.item_offset, entry.item_bytes, entry.node]
         case EmptyEntry():
-            return "empty", entry.kind
+            return "empty", "dict"
         case CompositeEntry():
             return "composite", entry.content
         case OpaqueEntry():
@@ -294,7 +294,7 @@ def _parse_entry(line: list[Any], composite: bool) -> tuple[str, Entry]:
         case "empty":
             if content != "dict":
                 raise CorruptCheckpointError(f"the manifest has an empty container of the unknown kind {content!r}")
-            entry = EmptyEntry(path, content)
+            entry = EmptyEntry(path)
         case "composite" if composite:
             entry = parse_composite(path, content)
         case _:

@@ -22,6 +22,7 @@ from .pickles import write as p
 
 __all__ = [
     "ATTRIBUTE",
+    "END",
     "END_BYTES",
     "MAX_METADATA_BYTES",
     "METADATA_NAME",
@@ -36,9 +37,9 @@ __all__ = [
     "manifest_name",
     "marker_attribute",
     "missing_ranks",
-    "part_attribute",
     "part_manifest_name",
     "part_metadata_name",
+    "part_name",
     "whole",
 ]
 
@@ -47,8 +48,8 @@ METADATA_NAME = ".metadata"
 ATTRIBUTE = "sidestream"
 TAIL_BYTES = 4096
 MAX_METADATA_BYTES = 256 << 10
-_END = b"ub."  # SETITEMS into the state, BUILD the Metadata, STOP
-END_BYTES = len(_END)
+END = b"ub."  # SETITEMS into the state, BUILD the Metadata, STOP
+END_BYTES = len(END)
 """The number of bytes that a save which creates ``.metadata`` in place writes last, when all others are durable."""
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -75,20 +76,21 @@ def manifest_name(save_id: str) -> str:
     return f"manifest-{save_id}"
 
 
-def marker_attribute(marker: Marker) -> bytes:
-    """Return the name and value of the attribute, and the end of the pickle."""
-    return last_attribute(ATTRIBUTE, asdict(marker))
+def part_name(root: str, rank: int) -> str:
+    """Return the file name of a rank's part of a manifest, in the directory of the ``root``."""
+    return f"{root}.{rank}"
 
 
-def last_attribute(name: str, fields: Mapping[str, object]) -> bytes:
-    """Return an attribute of ``Metadata`` with ``fields`` and their checksum, and the end of the pickle."""
-    content = json.dumps(fields, separators=(",", ":"))
+def marker_attribute(marker: Marker | PartMarker) -> bytes:
+    """Return the attribute of ``Metadata`` with a marker and its checksum, and the end of the pickle."""
+    content = json.dumps(asdict(marker), separators=(",", ":"))
+    name = ATTRIBUTE if isinstance(marker, Marker) else PART_ATTRIBUTE
     return attribute_end(name, f"{crc32(content.encode()):08x}{content}")
 
 
 def attribute_end(name: str, value: str) -> bytes:
     """Return the end of a pickle whose last attribute is ``name`` with the text ``value``."""
-    return p.text(name) + p.text(value) + _END
+    return p.text(name) + p.text(value) + END
 
 
 def find_marker(tail: bytes) -> Marker | None:
@@ -97,17 +99,30 @@ def find_marker(tail: bytes) -> Marker | None:
     Raises ``CorruptCheckpointError`` if the marker is damaged, or if the file is cut off.
     """
     fields = find_attribute(tail, ATTRIBUTE, METADATA_NAME)
-    return None if fields is None else _parse(fields)
+    if fields is None:
+        return None
+    try:
+        marker = Marker(**fields)
+        numbers = [marker.manifest_bytes, marker.manifest_crc, marker.generation, marker.saved_at]
+        numbers += [marker.metadata_bytes, marker.metadata_crc]
+        numbers += [] if marker.step is None else [marker.step]
+        valid = all(type(number) is int and number >= 0 for number in numbers)
+        valid = valid and marker.metadata_bytes <= min(marker.manifest_bytes, MAX_METADATA_BYTES)
+        if not valid or _SAVE_ID.fullmatch(marker.save_id) is None:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise _damaged(METADATA_NAME) from None
+    return marker
 
 
 def is_complete(tail: bytes) -> bool:
     """Return whether ``tail``, the last ``TAIL_BYTES`` (or all) of a ``.metadata``, has a marker up to its end."""
-    return tail.endswith(_END) and p.text(ATTRIBUTE) in tail
+    return tail.endswith(END) and p.text(ATTRIBUTE) in tail
 
 
 def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | None:
-    """Return the fields that ``last_attribute`` has put at the end of ``file``. None without an attribute of that name.
-    Raises ``CorruptCheckpointError``."""
+    """Return the fields that ``marker_attribute`` has put at the end of ``file``. None without an attribute of that
+    name. Raises ``CorruptCheckpointError``."""
     if not tail.endswith(b"."):
         raise CorruptCheckpointError(f"{file} is cut off: it does not end as a pickle does", file=file)
     name = p.text(attribute)
@@ -118,7 +133,7 @@ def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | N
     length = int.from_bytes(tail[start - 4 : start], "little")
     raw = tail[start : start + length]
     try:
-        if start + length + len(_END) != len(tail) or not tail.endswith(_END):
+        if start + length + len(END) != len(tail) or not tail.endswith(END):
             raise ValueError
         if int(raw[:8], 16) != crc32(raw[8:]):
             raise ValueError
@@ -126,23 +141,12 @@ def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | N
         if type(fields) is not dict:
             raise ValueError
     except (ValueError, RecursionError):
-        raise CorruptCheckpointError(f"the commit marker in {file} is damaged", file=file) from None
+        raise _damaged(file) from None
     return fields
 
 
-def _parse(fields: dict[str, Any]) -> Marker:
-    try:
-        marker = Marker(**fields)
-    except TypeError:
-        raise CorruptCheckpointError("the commit marker in .metadata is damaged", file=METADATA_NAME) from None
-    numbers = [marker.manifest_bytes, marker.manifest_crc, marker.generation, marker.saved_at]
-    numbers += [marker.metadata_bytes, marker.metadata_crc]
-    numbers += [] if marker.step is None else [marker.step]
-    valid = all(type(number) is int and number >= 0 for number in numbers)
-    valid = valid and marker.metadata_bytes <= min(marker.manifest_bytes, MAX_METADATA_BYTES)
-    if not valid or _SAVE_ID.fullmatch(str(marker.save_id)) is None:
-        raise CorruptCheckpointError("the commit marker in .metadata is damaged", file=METADATA_NAME)
-    return marker
+def _damaged(file: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"the commit marker in {file} is damaged", file=file)
 
 
 PART_ATTRIBUTE = "sidestream_part"
@@ -176,10 +180,6 @@ def part_manifest_name(rank: int, part_id: str) -> str:
     return f"__{rank}-{part_id}.manifest"
 
 
-def part_attribute(marker: PartMarker) -> bytes:
-    return last_attribute(PART_ATTRIBUTE, asdict(marker))
-
-
 def find_part_marker(tail: bytes, rank: int) -> PartMarker | None:
     """Return the marker in the tail of the file of ``rank``. None if another writer made the file. Raises
     ``CorruptCheckpointError``."""
@@ -194,7 +194,7 @@ def find_part_marker(tail: bytes, rank: int) -> PartMarker | None:
         if not valid or not marker.rank < marker.world_size <= _MOST_RANKS or _ID.fullmatch(marker.id) is None:
             raise ValueError
     except (TypeError, ValueError):
-        raise CorruptCheckpointError(f"the commit marker in {file} is damaged", file=file) from None
+        raise _damaged(file) from None
     if marker.rank != rank:
         raise CorruptCheckpointError(f"{file} is the part of rank {marker.rank}: was it renamed?", file=file)
     return marker

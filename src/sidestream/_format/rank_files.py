@@ -9,8 +9,7 @@ from typing import TypeAlias
 
 from .._runtime.steps import Steps, collected
 from ..errors import CorruptCheckpointError
-from .pickles.keys import name_of
-from .records import Chunk, Entry, Manifest, TensorEntry, ValueEntry
+from .records import Chunk, Entry, Manifest, TensorEntry, ValueEntry, name_of
 
 __all__ = ["Item", "Replica", "is_rank_file", "merge_ranks", "rank_files", "ranks_among"]
 

@@ -13,6 +13,7 @@ __all__ = [
     "DTYPES",
     "MAX_FQN_CHARS",
     "MAX_INTEGER_BYTES",
+    "MAX_MANIFEST_BYTES",
     "MAX_PARTS",
     "MAX_PATH_DEPTH",
     "MAX_RANK",
@@ -37,11 +38,14 @@ __all__ = [
     "TensorEntry",
     "ValueEntry",
     "all_parts",
+    "is_stored",
     "itemsize",
+    "name_of",
     "name_problem",
     "node_of_bytes",
     "parts_of",
     "path_of",
+    "row_major_strides",
     "shape_problem",
     "stored",
     "written_dtype",
@@ -55,7 +59,8 @@ MAX_PATH_DEPTH = 64
 MAX_RANK = 64
 MAX_SIZE = (1 << 63) - 1
 MAX_INTEGER_BYTES = 1024
-"""The limits of names, paths, shapes and integers. Readers refuse more, so nothing more is written."""
+MAX_MANIFEST_BYTES = 1 << 32
+"""The limits of names, paths, shapes, integers and manifests. Readers refuse more, so nothing more is written."""
 
 SLICE_BYTES = 3 << 18
 """The bytes that are encoded or decoded in one call, which holds the GIL."""
@@ -65,6 +70,11 @@ _SHOWN_CHARS = 200
 Node: TypeAlias = "bool | int | float | str | dict[str, Node] | list[Node] | None"
 """A plain Python value as JSON-ready data. Scalars are themselves. Everything else is a dict with one entry,
 ``{kind: content}``. ``values.py`` lists the kinds."""
+
+
+def is_stored(node: Node) -> bool:
+    """Return whether only the item has the value."""
+    return isinstance(node, dict) and "stored" in node
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +157,9 @@ class ValueEntry:
 
 @dataclass(frozen=True, slots=True)
 class EmptyEntry:
-    """An empty container, for which DCP has no entry. ``kind`` is ``"dict"``; a list without elements is a value."""
+    """An empty dict, for which DCP has no entry. A list without elements is a value."""
 
     path: tuple[Key, ...]
-    kind: str = "dict"
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +321,16 @@ class Manifest:
         return self.own and self.planner == "sidestream"
 
 
+def name_of(*dims: tuple[int, ...]) -> str:
+    """Return a dict key for offsets, sizes or a shape that have not been checked yet.
+
+    The hash of a tuple of integers is the same in every process, so a file can hold thousands of tuples with the same
+    hash (for example, -1 and -2 have the same hash), which would make a dict slow. The hash of a string depends on a
+    secret.
+    """
+    return repr(dims)
+
+
 # --- dtypes ---
 
 DTYPES: dict[str, tuple[int, str | None]] = {
@@ -363,6 +382,16 @@ STORAGE_DTYPES = {storage: name for name, (_, storage) in DTYPES.items() if stor
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element. Raises ``KeyError`` for a dtype that a checkpoint cannot hold."""
     return 1 if dtype in SUB_BYTE_DTYPES else DTYPES[dtype][0]
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor, in elements, as torch computes them."""
+    strides = []
+    following = 1
+    for dim in reversed(shape):
+        strides.append(following)
+        following *= max(dim, 1)
+    return tuple(reversed(strides))
 
 
 def node_of_bytes(raw: bytes | bytearray) -> str:

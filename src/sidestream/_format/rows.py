@@ -13,8 +13,8 @@ from binascii import a2b_base64
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from .checksum import DIGEST_BYTES
-from .records import BLOCK_BYTES, MAX_FQN_CHARS, SAVED_DTYPES, Key, Row, itemsize
+from .checksum import DIGEST_BYTES, block_count
+from .records import MAX_FQN_CHARS, SAVED_DTYPES, Key, Row, itemsize
 from .validate import check_path, check_shape
 
 __all__ = ["Rows"]
@@ -96,4 +96,4 @@ def _layout(dtype: str, raw_shape: list[int], offsets: list[int], sizes: list[in
     shape = tuple(raw_shape)
     check_shape("", dtype, shape)
     nbytes = math.prod(shape) * itemsize(dtype)
-    return dtype, shape, nbytes, -(-nbytes // BLOCK_BYTES)
+    return dtype, shape, nbytes, block_count(nbytes)

@@ -16,9 +16,19 @@ from typing import Any, NamedTuple
 from .._runtime.steps import Steps
 from .checksum import Burst, DigestOf, block_count, block_crcs, combine, crc32, installed_digest, join_blocks, pack_crcs
 from .frame import Frame
-from .records import BLOCK_BYTES
+from .records import BLOCK_BYTES, Chunk
 
-__all__ = ["PAGE_BYTES", "BlockSums", "Placed", "Sealer", "ShardLayout", "Window", "checksums_of", "lay_out"]
+__all__ = [
+    "PAGE_BYTES",
+    "BlockSums",
+    "Placed",
+    "Sealer",
+    "ShardLayout",
+    "Window",
+    "checksums_of",
+    "lay_out",
+    "payloads_in",
+]
 
 
 _SMALL_BYTES = 64 << 10
@@ -95,6 +105,18 @@ class Placed(NamedTuple):
     def end(self) -> int:
         return self.item_offset + self.frame.item_bytes
 
+    def chunk(
+        self,
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        file: str,
+        crcs: bytes | None = None,
+        digests: bytes | None = None,
+    ) -> Chunk:
+        """Return the chunk of which this is the item."""
+        place = (self.item_offset, self.frame.item_bytes, self.payload_offset)
+        return Chunk(offsets, sizes, file, *place, crcs, digests=digests)
+
 
 class Window(NamedTuple):
     """The bytes ``start`` to ``end`` of a shard, whole pages, which are staged and written together.
@@ -133,6 +155,17 @@ class ShardLayout:
     windows: tuple[Window, ...]
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What takes long to compute from the rest (``layout_bytes.py``): the layout is used again from save to save."""
+
+
+def payloads_in(layout: ShardLayout, window: Window) -> Iterator[tuple[int, int, int, int]]:
+    """Yield, for each item with payload in ``window``: its number, the offset of its bytes in the window, their number,
+    and the number of its payload bytes in earlier windows."""
+    for number in range(window.first, window.last):
+        frame, item_offset = layout.items[number]
+        payload = item_offset + len(frame.header)
+        start, end = max(payload, window.start), min(payload + frame.payload_bytes, window.end)
+        if start < end:
+            yield number, start - window.start, end - start, start - payload
 
 
 def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> Steps[list[ShardLayout]]:

@@ -17,8 +17,19 @@ from typing import Any, NamedTuple, cast
 
 from .._runtime.steps import Steps, collected
 from ..errors import CorruptCheckpointError
-from .pickles.keys import name_of
-from .records import Chunk, CompositeEntry, DictKey, EmptyEntry, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
+from .records import (
+    Chunk,
+    CompositeEntry,
+    DictKey,
+    EmptyEntry,
+    Entry,
+    Key,
+    Manifest,
+    Node,
+    TensorEntry,
+    ValueEntry,
+    name_of,
+)
 
 __all__ = [
     "PartName",
@@ -32,7 +43,6 @@ __all__ = [
     "line_of",
     "parse_part",
     "parse_patterns",
-    "part_name",
     "row_lines",
     "value_line_of",
     "write_part",
@@ -94,15 +104,10 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """The part of a rank: chunks by row and the name of their offsets (``keys.py``), values by row."""
+    """The part of a rank: chunks by row and the name of their offsets (``name_of``), values by row."""
 
     chunks: Mapping[tuple[int, str], Chunk]
     values: Mapping[int, tuple[str, int, int, Node]]
-
-
-def part_name(root: str, rank: int) -> str:
-    """Return the file name of a rank's part, in the directory of the ``root``."""
-    return f"{root}.{rank}"
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

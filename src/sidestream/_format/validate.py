@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import lt
 
 from .._runtime.steps import Steps, chunked
 from ..errors import CorruptCheckpointError, IncompleteTensorError, UnsupportedCheckpointError
-from .checksum import DIGEST_BYTES
-from .cover import TooIntricateError, find_overlap, volume
-from .pickles.keys import name_of
+from .checksum import DIGEST_BYTES, block_count
+from .cover import Box, TooIntricateError, find_overlap, volume
 from .records import (
-    BLOCK_BYTES,
     MAX_FQN_CHARS,
     MAX_PARTS,
     MAX_PATH_DEPTH,
@@ -24,7 +21,6 @@ from .records import (
     Chunk,
     CompositeEntry,
     DictKey,
-    EmptyEntry,
     Entry,
     Key,
     Manifest,
@@ -33,6 +29,7 @@ from .records import (
     TensorEntry,
     ValueEntry,
     itemsize,
+    name_of,
     path_of,
     shape_problem,
     stored,
@@ -133,38 +130,27 @@ def check_patterns(root: Root, rows: Iterable[int]) -> Steps[None]:
             continue
         known.add(layout)
         boxes = [(one.offsets, one.sizes) for one in root.shared.patterns[row.pattern]]
-        numel = math.prod(row.shape)
-        try:
-            overlap = find_overlap(boxes)
-        except TooIntricateError:
-            raise UnsupportedCheckpointError(f"{row.fqn!r} is cut in a way that is too intricate to check") from None
-        if overlap:
-            raise CorruptCheckpointError(f"the chunks of {row.fqn!r} overlap", fqn=row.fqn)
-        if volume(boxes) != numel:
-            hole = f"{row.fqn}: {numel - volume(boxes)} of {numel} elements are in no chunk"
+        if missing := _uncovered(row.fqn, boxes, row.shape):
+            hole = f"{row.fqn}: {missing} of {math.prod(row.shape)} elements are in no chunk"
             raise IncompleteTensorError(f"a tensor of the checkpoint has holes: {hole}", [hole])
 
 
-@dataclass(slots=True)
-class _FileRows:
-    """The starts and the ends of the items of all rows in one file."""
-
-    starts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
+_FileRows = tuple[list[int], list[int]]
+"""The starts and the ends of the items of all rows in one file."""
 
 
 def _sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, _FileRows], dict[str, Entry]]]:
     """Return the rows by file, and all other entries by FQN. The rows were checked when they were parsed, except for
     overlaps with other items."""
-    rows: dict[str, _FileRows] = defaultdict(_FileRows)
+    rows: dict[str, _FileRows] = defaultdict(lambda: ([], []))
     others: dict[str, Entry] = {}
     for some in chunked(stored(entries).items(), _MANY):
         for fqn, entry in some:
             if isinstance(entry, tuple):
                 _, _, _, file, start, nbytes, *_ = entry
-                found = rows[file]
-                found.starts.append(start)
-                found.ends.append(start + nbytes)
+                starts, ends = rows[file]
+                starts.append(start)
+                ends.append(start + nbytes)
             else:
                 others[fqn] = entry
         yield
@@ -174,8 +160,8 @@ def _sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, _FileRows
 def _lie_apart(rows: _FileRows, items: list[_Range]) -> bool:
     """Return whether no two of these items share bytes. That is so if the (n+1)-th smallest
     start is never less than the n-th smallest end."""
-    starts = sorted([*rows.starts, *(item[0] for item in items)])
-    ends = sorted([*rows.ends, *(item[1] for item in items)])
+    starts = sorted([*rows[0], *(item[0] for item in items)])
+    ends = sorted([*rows[1], *(item[1] for item in items)])
     return not any(map(lt, starts[1:], ends))
 
 
@@ -238,8 +224,6 @@ def _check_names(fqn: str, entry: Entry) -> None:
             f"an FQN has {len(fqn)} characters, more than the {MAX_FQN_CHARS} that are read", fqn=fqn
         )
     check_path(fqn, entry.path)
-    if isinstance(entry, EmptyEntry) and entry.kind != "dict":
-        raise CorruptCheckpointError(f"{fqn!r} is an empty container of an unknown kind", fqn=fqn)
 
 
 def check_composites(manifest: Manifest) -> Steps[None]:
@@ -335,11 +319,15 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: s
     for chunk in entry.chunks:
         _check_chunk(fqn, entry, chunk, digest)
     boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-    covered = volume(boxes)
     available = sum(files[file] for file in {chunk.file for chunk in entry.chunks})
     expansion = MOST_EXPANSION if any(chunk.transform for chunk in entry.chunks) else 1
-    if covered * itemsize(entry.dtype) > available * expansion:
+    if volume(boxes) * itemsize(entry.dtype) > available * expansion:
         raise CorruptCheckpointError(f"{fqn!r} claims more bytes than its files have ({available})", fqn=fqn)
+    return _uncovered(fqn, boxes, entry.shape)
+
+
+def _uncovered(fqn: str, boxes: Sequence[Box], shape: tuple[int, ...]) -> int:
+    """Return the number of elements that are in no box. Raises ``CorruptCheckpointError`` if two boxes overlap."""
     try:
         overlap = find_overlap(boxes)
     except TooIntricateError:
@@ -349,7 +337,7 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: s
     if overlap:
         first, second = (list(boxes[index][0]) for index in overlap)
         raise CorruptCheckpointError(f"the chunks of {fqn!r} at {first} and {second} overlap", fqn=fqn)
-    return math.prod(entry.shape) - covered
+    return math.prod(shape) - volume(boxes)
 
 
 def check_shape(fqn: str, dtype: str, shape: tuple[int, ...]) -> None:
@@ -376,9 +364,9 @@ def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, digest: str | None)
     expansion = MOST_EXPANSION if chunk.transform else 1
     if start < chunk.item_offset or start + payload > chunk.item_offset + chunk.item_bytes * expansion:
         raise corrupt(f"has {payload} bytes, which do not fit into its item of {chunk.item_bytes}")
-    if chunk.crcs is not None and len(chunk.crcs) != 4 * -(-payload // BLOCK_BYTES):
+    if chunk.crcs is not None and len(chunk.crcs) != 4 * block_count(payload):
         raise corrupt(f"has {len(chunk.crcs)} bytes of checksums for {payload} bytes of payload")
     if chunk.digests is None and digest is not None:
         raise corrupt("has no digests, although the manifest announces them")
-    if chunk.digests is not None and len(chunk.digests) != DIGEST_BYTES * -(-payload // BLOCK_BYTES):
+    if chunk.digests is not None and len(chunk.digests) != DIGEST_BYTES * block_count(payload):
         raise corrupt(f"has {len(chunk.digests)} bytes of digests for {payload} bytes of payload")

@@ -25,15 +25,16 @@ import binascii
 import math
 from typing import Any
 
-from ..errors import CorruptCheckpointError
+from .._runtime.steps import Steps
+from ..errors import CorruptCheckpointError, UnsafeObjectError
 from .frame import frame_value, tensor_pickle
 from .pickles import write as p
-from .records import DTYPES, SLICE_BYTES, Node
+from .records import DTYPES, MAX_MANIFEST_BYTES, SLICE_BYTES, Node
+from .shared import value_line_of
 
 __all__ = [
     "ValueItems",
     "bytes_and_position",
-    "is_stored",
     "node_bytes",
     "node_kind",
     "pickle_node",
@@ -50,11 +51,6 @@ def node_kind(node: Node) -> tuple[str, Any]:
     if isinstance(node, dict) and len(node) == 1:
         return next(iter(node.items()))
     raise CorruptCheckpointError("a value of the manifest is not in a form that this version knows")
-
-
-def is_stored(node: Node) -> bool:
-    """Return whether only the item has the value."""
-    return isinstance(node, dict) and "stored" in node
 
 
 _SLICE_DIGITS = SLICE_BYTES // 3 * 4
@@ -85,7 +81,7 @@ def bytes_and_position(content: Any) -> tuple[bytes, int]:
 def pickle_node(node: Node) -> tuple[bytes, list[bytes]]:
     """Return the value as ``torch.save`` would pickle it, and the storages of the tensors in it."""
     storages: list[bytes] = []
-    return b"".join((b"\x80\x02", _pickle(node, storages), b".")), storages
+    return b"".join((b"\x80\x02", pickle_part(node, storages), b".")), storages
 
 
 def value_item(node: Node) -> bytes:
@@ -93,19 +89,42 @@ def value_item(node: Node) -> bytes:
     return frame_value(*pickle_node(node))
 
 
+_MOST_TIMES = 16  # a node takes less than so many times the bytes of its pickle
+
+
 class ValueItems:
     """The items of values, one after the other in a file of ``nbytes``."""
 
     def __init__(self) -> None:
+        self._values: list[tuple[str, Node]] = []
         self._items: list[bytes] = []
         self.nbytes = 0
 
-    def add(self, node: Node) -> tuple[int, int]:
-        """Append the item of a value, and return its offset and size."""
-        item, offset = value_item(node), self.nbytes
+    def add(self, fqn: str, node: Node) -> tuple[int, int]:
+        """Append the item of a value, and return its offset and size. Raises ``UnsafeObjectError`` for one that is too
+        large for a pickle."""
+        try:
+            item, offset = value_item(node), self.nbytes
+        except UnsafeObjectError as error:
+            raise error.within(fqn) from None
+        self._values.append((fqn, node))
         self._items.append(item)
         self.nbytes += len(item)
         return offset, len(item)
+
+    def check(self) -> Steps[None]:
+        """Raise ``UnsafeObjectError`` if the values alone make a manifest that no reader accepts."""
+        if _MOST_TIMES * self.nbytes <= MAX_MANIFEST_BYTES:
+            return
+        left = MAX_MANIFEST_BYTES
+        for (fqn, node), item in zip(self._values, self._items, strict=True):
+            yield
+            left -= len(value_line_of(node, len(item)))
+            if left < 0:
+                raise UnsafeObjectError(
+                    f"{fqn}: with it, the plain values take more than the {MAX_MANIFEST_BYTES} bytes of the largest "
+                    "manifest that is read; save large ones as tensors"
+                )
 
     def content(self) -> bytes:
         """Return the file. A join of large items releases the GIL."""
@@ -115,22 +134,18 @@ class ValueItems:
 def pickle_part(node: Node, storages: list[bytes]) -> bytes:
     """Return the opcodes that push the value. Appends the bytes of tensors in it to ``storages``. The index there is
     the key of the storage."""
-    return _pickle(node, storages)
-
-
-def _pickle(node: Node, storages: list[bytes]) -> bytes:
     kind, content = node_kind(node)
     if kind == "scalar":
         return _pickle_scalar(content)
     if kind in ("list", "tuple", "set", "frozenset"):
-        items = [_pickle(item, storages) for item in content]
+        items = [pickle_part(item, storages) for item in content]
         if kind == "list":
             return p.list_of(items)
         if kind == "tuple":
             return p.tuple_of(*items)
         return p.call(p.global_("builtins", kind), p.list_of(items))
     if kind in ("dict", "ordered_dict"):
-        pairs = [(_pickle(key, storages), _pickle(value, storages)) for key, value in content]
+        pairs = [(pickle_part(key, storages), pickle_part(value, storages)) for key, value in content]
         if kind == "dict":
             return p.dict_of(pairs)
         return p.call(p.global_("collections", "OrderedDict"), p.list_of(p.tuple_of(*pair) for pair in pairs))
@@ -156,7 +171,7 @@ def _pickle_leaf(kind: str, content: Any, storages: list[bytes]) -> bytes:
         case "float":
             return p.real(float(content))
         case "complex":
-            return p.call(p.global_("builtins", "complex"), *(_pickle(part, storages) for part in content))
+            return p.call(p.global_("builtins", "complex"), *(pickle_part(part, storages) for part in content))
         case "bytes":
             return _pickle_bytes(node_bytes(content))
         case "bytearray":

@@ -22,7 +22,6 @@ from .._format.checksum import (
 )
 from .._format.dcp.metadata import DcpDescription
 from .._format.frame import frame_tensor
-from .._format.pickles.keys import name_of
 from .._format.records import (
     BLOCK_BYTES,
     Chunk,
@@ -35,6 +34,7 @@ from .._format.records import (
     OpaqueEntry,
     TensorEntry,
     ValueEntry,
+    name_of,
     written_dtype,
 )
 from .._format.values import value_item
@@ -144,16 +144,18 @@ def value_pieces(fqn: str, entry: ValueEntry) -> Iterator[Piece]:
         yield Piece(fqn, entry.file, entry.item_offset + begin, len(part), part)
 
 
-def foreign_pieces(fqn: str, entry: TensorEntry, payloads: dict[Chunk, ForeignPayload]) -> Iterator[Piece]:
-    """Yield pieces for the payloads of another writer's tensor, as far as they have a checksum."""
+def foreign_pieces(fqn: str, entry: TensorEntry, seen: set[object]) -> Iterator[Piece]:
+    """Yield pieces for the payloads of another writer's tensor, as far as they have a checksum. Several tensors may be
+    views of one payload: those that are in ``seen`` are left out, and the others are added to it."""
     for chunk in entry.chunks:
-        payload = payloads.get(chunk)
-        if payload is None or payload.crc is None or chunk.payload_offset is None:
+        payload, start = chunk.foreign, chunk.payload_offset
+        if payload is None or payload.crc is None or start is None or (chunk.file, start) in seen:
             continue
+        seen.add((chunk.file, start))
         whole = Whole(fqn, chunk, payload)
         for begin in range(0, payload.payload_bytes, PIECE_BYTES):
             nbytes = min(PIECE_BYTES, payload.payload_bytes - begin)
-            yield Piece(fqn, chunk.file, chunk.payload_offset + begin, nbytes, whole, begin // PIECE_BYTES)
+            yield Piece(fqn, chunk.file, start + begin, nbytes, whole, begin // PIECE_BYTES)
 
 
 def check_digests(fqn: str, file: str, offset: int, view: memoryview, digests: bytes | None) -> None:
@@ -266,7 +268,7 @@ def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[C
         yield None if same else _differs(fqn, f"has other properties for it than {_PROPERTIES}")
     for fqn, entry in manifest.entries.items():
         chunks = entry.chunks if isinstance(entry, TensorEntry) else ()
-        hints = [metadata.hints.get((fqn, chunk.offsets)) for chunk in chunks]
+        hints = [metadata.hints.get((fqn, name_of(chunk.offsets))) for chunk in chunks]
         other = any(hint is not None and hint != number for number, hint in enumerate(hints))
         yield _differs(fqn, "numbers its chunks differently than the manifest") if other else None
 

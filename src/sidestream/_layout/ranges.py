@@ -119,18 +119,18 @@ def plan_ranges(
     box: Box,
     *,
     row_major: bool,
-    foreign: dict[Chunk, ForeignPayload],
-    verified: bool = True,
+    verified: bool,
 ) -> Iterator[Range]:
     """Yield the ranges that fill a destination of ``box.sizes`` with that box of the tensor.
 
     ``row_major``: the destination is row-major, so that a read can fill it directly. Only the rows of a chunk (along
-    the first dimension) that overlap with the box are read, extended to whole blocks. Chunks in ``foreign`` have one
+    the first dimension) that overlap with the box are read, extended to whole blocks. Chunks of another writer have one
     checksum over the whole payload. They are read whole, unless they are row-major and not to be ``verified``.
     """
     size = itemsize(entry.dtype)
     for chunk in entry.chunks:
-        if row_major and not foreign and chunk.sizes == box.sizes and chunk.offsets == box.offsets:
+        payload = chunk.foreign
+        if row_major and payload is None and chunk.sizes == box.sizes and chunk.offsets == box.offsets:
             nbytes = math.prod(chunk.sizes) * size  # the whole chunk, the most frequent case
             yield from _straight(fqn, chunk, 0, nbytes, 0, nbytes)
             continue
@@ -139,7 +139,6 @@ def plan_ranges(
             continue
         source = Box(_minus(common.offsets, chunk.offsets), common.sizes)
         target = _minus(common.offsets, box.offsets)
-        payload = foreign.get(chunk)
         if payload is not None and (verified or not _is_row_major(payload, chunk, size)):
             yield _foreign(fqn, chunk, payload, source, target, box, row_major, size)
             continue

@@ -16,7 +16,6 @@ from .._format.frame import Frame, frame_tensor
 from .._format.records import (
     BLOCK_BYTES,
     SAVED_DTYPES,
-    Chunk,
     CompositeEntry,
     EmptyEntry,
     Entry,
@@ -28,7 +27,7 @@ from .._format.records import (
     name_problem,
     shape_problem,
 )
-from .._format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
+from .._format.shard import BlockSums, ShardLayout, Window, lay_out, payloads_in
 from .._format.values import ValueItems
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_key, view_key
@@ -191,23 +190,12 @@ class _Description:
         for fqn, path, kind in zip(self.fqns, self.paths, self.kinds, strict=True):
             if kind == "tensor":
                 dtype, shape, item = next(tensors)
-                yield fqn, TensorEntry(path, dtype, shape, (_chunk(shape, placed[item], files[item]),))
+                chunk = placed[item].chunk((0,) * len(shape), shape, files[item])  # without checksums
+                yield fqn, TensorEntry(path, dtype, shape, (chunk,))
             elif kind == "composite":
                 yield fqn, CompositeEntry(path, "", "", (), None, ())
             else:
                 yield fqn, EmptyEntry(path) if kind == "empty" else ValueEntry(path, "", 0, 0)
-
-
-def _chunk(shape: tuple[int, ...], placed: Placed, file: str) -> Chunk:
-    """Return a chunk with all of a tensor, without checksums."""
-    return Chunk(
-        offsets=(0,) * len(shape),
-        sizes=shape,
-        file=file,
-        item_offset=placed.item_offset,
-        item_bytes=placed.frame.item_bytes,
-        payload_offset=placed.payload_offset,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +293,9 @@ def plan_save(
                 entries[fqn] = composite_entry(fqn, path, value.form)
             else:
                 node = _encode(fqn, value)
-                entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(node), node)
+                entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(fqn, node), node)
             yield
+        yield from items.check()
     images = yield from layout.images(plans, tensors)
     return SavePlan(_RANK, description.shards, tuple(images), items.content(), description, entries)
 
@@ -373,7 +362,7 @@ def _windows(
     before = 0  # items in the shards before
     for shard in shards:
         for window in shard.windows:
-            pieces = yield from collected(_pieces(shard, window))
+            pieces = yield from collected(payloads_in(shard, window))
             numbers, offsets, sizes, skips = zip(*pieces, strict=True) if pieces else ((),) * 4
             sources = tuple(items[before + number] for number in numbers)
             into = tuple((yield from collected((converted_to(tensors[one], dtypes[one]) for one in sources), _EVERY)))
@@ -415,16 +404,5 @@ def window_copies(
 ) -> Iterator[Copy]:
     """Yield the copies that fill ``window``. ``tensors[before + i]`` is the tensor of the shard's item ``i``, and
     ``dtypes`` has the dtype to which it is converted."""
-    for index, offset, nbytes, skip in _pieces(shard, window):
+    for index, offset, nbytes, skip in payloads_in(shard, window):
         yield Copy(tensors[before + index], offset, nbytes, None, skip, dtypes[before + index])
-
-
-def _pieces(shard: ShardLayout, window: Window) -> Iterator[tuple[int, int, int, int]]:
-    """Yield, for each item with payload in ``window``: its number, the offset of its bytes in the window, their number,
-    and the number of its payload bytes in earlier windows."""
-    for index in range(window.first, window.last):
-        frame, item_offset = shard.items[index]
-        payload = item_offset + len(frame.header)
-        start, end = max(payload, window.start), min(payload + frame.payload_bytes, window.end)
-        if start < end:
-            yield index, start - window.start, end - start, start - payload

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from .._format.records import Entry, ForeignPayload, TensorEntry, stored
+from .._format.records import Entry, ForeignPayload, TensorEntry, row_major_strides, stored
 from .._layout.ranges import Straight
 from .._runtime.threads import Steps, gathered, sliced
 from .._runtime.torch_probes import dtype_from_name
@@ -103,7 +103,7 @@ def _add_views(
         elements = memory[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
         payload = view.chunks[0].foreign
         assert payload is not None
-        strides = torch.empty(view.shape, device="meta").stride() if payload.strides is None else payload.strides
+        strides = row_major_strides(view.shape) if payload.strides is None else payload.strides
         new.tensors[fqn] = elements.as_strided(view.shape, strides, payload.first_element)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from .._format.checksum import crc32, unpack_crcs
-from .._format.records import Chunk, TensorEntry, written_dtype
+from .._format.records import Chunk, TensorEntry, row_major_strides, written_dtype
 from .._format.transforms import require
 from .._layout.checks import addresses_in, altered, check_digests
 from .._layout.ranges import (
@@ -38,7 +38,7 @@ from .._staging import move_small
 from .._storage import RangeSource, ReadRange
 from ..options import Progress, Verify
 from .device_streams import Streams
-from .foreign.items import Located, locate, read_item, unpack_chunk
+from .foreign.items import located, read_item, unpack_chunk
 from .jobs import Batches, Check, Memory, Reads, Scratch, memory_of
 
 __all__ = ["Reader", "Wanted", "straight_reads", "whole"]
@@ -97,10 +97,10 @@ class Reader:
     nbytes: int = 0
     scratch: Scratch = field(default_factory=Scratch)
 
-    async def read(self, wanted: list[Wanted], *, own: bool, located: Mapping[str, Located] | None = None) -> None:
+    async def read(self, wanted: list[Wanted], *, own: bool, found: Mapping[str, TensorEntry] | None = None) -> None:
         """Fill every target, and empty the list. Targets that are row-major, in host memory and of the saved dtype are
-        filled by the reads directly. ``located`` has the places of the payloads in the zips of another writer, if they
-        are known already.
+        filled by the reads directly. ``found`` has the tensors with the places of the payloads in the zips of another
+        writer, if they are known already.
 
         Raises ``CorruptCheckpointError``, with file, offset and FQN, and ``MissingExtraError`` before anything is read.
         When this raises, no thread writes into a target any more. The exception is a thread that hangs in a system
@@ -108,9 +108,9 @@ class Reader:
         """
         targets = await io_threads().run(_by_fqn, wanted)
         packed = [] if own else await io_threads().run(_packed, targets)
-        foreign = None if own else located or await self._locate(targets)
-        verified = self.verify == "always"
-        planned, total = await io_threads().run(_plan, self.straight, targets, foreign, verified)
+        if found is None:
+            found = {} if own else await located(self.source, await io_threads().run(_entries, targets))
+        planned, total = await io_threads().run(_plan, self.straight, targets, found, self.verify == "always")
         total += sum(chunk.item_bytes for _, chunk in packed)
         self._tell(total)
         await self._read_batches(planned, targets, total)
@@ -172,9 +172,9 @@ class Reader:
     def _finish_packed(self, one: Wanted, chunk: Chunk, raw: bytearray) -> None:
         """Check a compressed item, which contains one chunk as a whole, and put its elements into their places. Called
         in a thread."""
-        content, located = unpack_chunk(one.fqn, one.entry, chunk, raw)
+        content, found = unpack_chunk(one.fqn, one.entry, chunk, raw)
         with memoryview(content) as view:
-            for piece in _ranges(one, located):
+            for piece in plan_ranges(one.fqn, found, one.box, row_major=one.takes_bytes, verified=True):
                 buffer = view[piece.offset : piece.offset + piece.nbytes]
                 if self.verify == "always" and crc32(buffer) != piece.crc:
                     raise altered(one.fqn, chunk.file, chunk.item_offset)
@@ -182,29 +182,18 @@ class Reader:
                     self.touched.add(one.fqn)
                     _place(piece, buffer, one.entry, one.target, self.streams)
 
-    async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
-        """Return the places of the payloads of another writer. Only the zips of the items contain them."""
-        located, errors = await locate(self.source, await io_threads().run(_entries, targets))
-        for error in errors.values():
-            raise error
-        return located
-
 
 @sliced
 def _plan(
-    straight: Straight, targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None, verified: bool
+    straight: Straight, targets: Mapping[str, Wanted], found: Mapping[str, TensorEntry], verified: bool
 ) -> Steps[tuple[list[_Batch], int]]:
     ranges: list[Range] = []
     for fqn, one in targets.items():
         yield
-        ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn], verified))
+        entry = found.get(fqn, one.entry)
+        ranges.extend(plan_ranges(fqn, entry, one.box, row_major=one.takes_bytes, verified=verified))
     planned: list[_Batch] = [*(yield from straight_batches(straight.payloads)), *(yield from batches(ranges))]
     return planned, sum(batch.nbytes for batch in planned)
-
-
-def _ranges(one: Wanted, located: Located, verified: bool = True) -> Iterator[Range]:
-    entry, payloads = located
-    return plan_ranges(one.fqn, entry, one.box, row_major=one.takes_bytes, foreign=payloads, verified=verified)
 
 
 def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
@@ -267,7 +256,7 @@ def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Ten
     into = one.into
     elements = torch.frombuffer(buffer, dtype=dtype_from_name(written_dtype(entry.dtype)), offset=into.skip)
     target = copyable(target)
-    strides = into.strides or torch.empty(into.shape, device="meta").stride()
+    strides = into.strides or row_major_strides(into.shape)
     source = elements.as_strided(into.shape, strides)[_slices(into.source)]
     with torch.inference_mode(target.is_inference()), torch.no_grad(), streams.current(one.fqn):
         target[_slices(Box(into.target, into.source.sizes))].copy_(source)

@@ -62,15 +62,11 @@ from ..errors import (
 )
 from ..options import Progress, Storage, check_timeout, storage_of
 from .foreign.items import (
-    Located,
     Unlocated,
     ValueBudgets,
     check_item_records,
     check_opaque_item,
-    locate,
-    opaque_entries,
-    opaque_errors,
-    sorted_out,
+    locate_all,
 )
 from .foreign.manifests import MOST_METADATA_BYTES, read_file, read_part
 from .jobs import Batches, Reads, Scratch
@@ -311,11 +307,9 @@ class Verification:
             await self._compare_metadata()
             await io_threads().run(self._plan_own, pieces)
         else:
-            located = await self._locate()
-            await io_threads().run(self._plan_foreign, located, pieces)
-            opaque = await io_threads().run(opaque_entries, self.manifest.entries)
-            errors = await opaque_errors(self.source, opaque)
-            await io_threads().run(self._sort_out, errors, opaque)
+            found, errors = await locate_all(self.source, self.manifest, records="all")
+            await io_threads().run(self._sort_out, errors)
+            await io_threads().run(self._plan_foreign, found, pieces)
         return pieces
 
     async def check_whole_items(self) -> None:
@@ -387,16 +381,10 @@ class Verification:
         for name, entry in self.manifest.sidecars.items():
             pieces.extend(sidecar_pieces(name, entry))
 
-    async def _locate(self) -> dict[str, Located]:
-        """Locate the tensors whose places only the zips record. Tensors whose zips are damaged are left out."""
-        tensors, _ = await io_threads().run(sorted_out, self.manifest.entries)
-        located, errors = await locate(self.source, tensors, records="all")
-        await io_threads().run(self._sort_out, errors, tensors)
-        return located
-
     @sliced
-    def _plan_foreign(self, found: Mapping[str, Located], pieces: list[Piece]) -> Steps[None]:
-        """Plan the reads of a foreign checkpoint. Called in a worker thread."""
+    def _plan_foreign(self, found: Mapping[str, TensorEntry], pieces: list[Piece]) -> Steps[None]:
+        """Plan the reads of a foreign checkpoint. ``found`` has the tensors whose zips could be opened. Called in a
+        worker thread."""
         if not self.manifest.checked:
             self.unverified.update(self.manifest.entries)
         for fqn, entry in self.manifest.entries.items():
@@ -405,21 +393,10 @@ class Verification:
                 continue
             if any(map(has_no_checksum, entry.chunks)):
                 self.unverified.add(fqn)
-            if fqn not in found:
-                continue
-            located, payloads = found[fqn]
-            left = {}
-            for chunk, payload in payloads.items():
-                place = (chunk.file, chunk.payload_offset)
-                if place not in self._planned:  # several views of the same storage
-                    left[chunk] = payload
-                self._planned.add(place)
-            with self._noting(fqn):
-                pieces.extend(foreign_pieces(fqn, located, left))
+            if fqn in found:
+                pieces.extend(foreign_pieces(fqn, found[fqn], self._planned))
 
-    def _sort_out(
-        self, errors: Mapping[str, Unlocated], entries: Mapping[str, TensorEntry] | Mapping[str, OpaqueEntry]
-    ) -> None:
+    def _sort_out(self, errors: Mapping[str, Unlocated]) -> None:
         """Record damage. Put tensors of a kind that this version does not read aside, to be compared as a whole. Called
         in a worker thread."""
         for fqn, error in yielding_gil(errors.items()):
@@ -427,7 +404,9 @@ class Verification:
                 if not isinstance(error, UnsupportedCheckpointError):
                     raise error
                 self.unreadable.add(fqn)
-                self._opaque.extend((fqn, chunk) for chunk in entries[fqn].chunks)
+                entry = self.manifest.entries[fqn]
+                assert isinstance(entry, TensorEntry | OpaqueEntry)
+                self._opaque.extend((fqn, chunk) for chunk in entry.chunks)
 
     @sliced
     def _whole_items(self) -> Steps[list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]]:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from .._format.checksum import crc32, join_blocks, unpack_crcs
 from .._format.dcp.write import Described, describe, described, metadata_end, places_of_chunks, places_of_values
 from .._format.manifest import metadata_line, root_body, write_root
-from .._format.marker import METADATA_NAME, Marker, manifest_name
+from .._format.marker import METADATA_NAME, Marker, manifest_name, part_name
 from .._format.records import Chunk, Manifest, TensorEntry
 from .._format.shard import BlockSums, checksums_of
-from .._format.shared import PartName, Root, Shared, part_name, write_part
+from .._format.shared import PartName, Root, Shared, write_part
 from .._group import Operation, this_process
 from .._layout.save_layout import SavePlan
 from .._layout.sharded.assign import Assignment, RankReport, assign

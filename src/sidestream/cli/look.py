@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import torch
 
 from .. import blocking
-from .._convert.source import Source, SourceComposite, SourceOpaque, SourceTensor, open_source
+from .._convert.source import Source, open_source
+from .._format.records import CompositeEntry, OpaqueEntry, TensorEntry, ValueEntry, parts_of
 from .._run.steps import list_steps
 from .._runtime.threads import Deadline
 from .._storage import locate_run
@@ -90,20 +91,16 @@ def rows(url: str, pattern: str, options: Options = None) -> list[EntryRow]:
     for name, one in entries.items():
         if not fnmatchcase(name, pattern) or name in parts:
             continue
-        if isinstance(one, SourceComposite):
-            inside = [part for part in map(entries.__getitem__, one.parts) if isinstance(part, SourceTensor)]
-            files = tuple(sorted({chunk.file for part in inside for chunk in part.entry.chunks}))
-            nbytes = sum(part.entry.nbytes for part in inside)
-            found.append(EntryRow(name, one.entry.dtype, one.entry.shape, nbytes, files))
-        elif isinstance(one, SourceTensor | SourceOpaque):
-            entry = one.entry
-            if isinstance(one, SourceTensor):
-                nbytes = one.entry.nbytes
-            else:
-                nbytes = sum(chunk.item_bytes for chunk in entry.chunks)
-            files = tuple(sorted({chunk.file for chunk in entry.chunks}))
-            found.append(EntryRow(name, entry.dtype, entry.shape, nbytes, files))
-        elif one.entry is not None:
+        if isinstance(one, CompositeEntry):
+            inside = [source.tensors[part].entry for part in parts_of(name, entries) if part in source.tensors]
+            files = tuple(sorted({chunk.file for part in inside for chunk in part.chunks}))
+            found.append(EntryRow(name, one.dtype, one.shape, sum(part.nbytes for part in inside), files))
+        elif isinstance(one, TensorEntry | OpaqueEntry):
+            tensor = source.tensors.get(name)
+            nbytes = sum(chunk.item_bytes for chunk in one.chunks) if tensor is None else tensor.entry.nbytes
+            files = tuple(sorted({chunk.file for chunk in one.chunks}))
+            found.append(EntryRow(name, one.dtype, one.shape, nbytes, files))
+        elif isinstance(one, ValueEntry):
             found.append(EntryRow(name, None, None, 0, ()))
     if not found and entries:
         raise MissingKeysError(f"{redacted(url)}: nothing is named like {pattern}", [pattern])

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..._runtime.steps import Steps, chunked, collected
 from ...errors import CorruptCheckpointError
-from ..pickles.keys import name_of
-from ..pickles.machine import Global, Limits, Pairs, PickledCall
 from ..pickles.tensors import DtypeNames, is_dtype
-from ..pickles.unpickle import decode
-from ..records import DTYPES, Chunk, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
+from ..records import (
+    DTYPES,
+    MAX_FQN_CHARS,
+    MAX_PATH_DEPTH,
+    MAX_RANK,
+    Chunk,
+    Entry,
+    Key,
+    Manifest,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+    itemsize,
+    name_of,
+)
 from ..transforms import check_transforms
 
-__all__ = ["DcpDescription", "read_dcp_description", "read_dcp_metadata"]
+__all__ = ["DcpDescription", "read_dcp_description", "read_dcp_metadata", "with_opaque_entries"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _LEGACY = "torch.distributed._shard.sharded_tensor.metadata"
@@ -37,14 +50,11 @@ _PROPERTIES = frozenset({f"{_METADATA}.TensorProperties", f"{_LEGACY}.TensorProp
 # are traversed for each entry. Their sizes are limited, so that a small file cannot cause a very long traversal.
 _LIMITS = Limits(integer_bytes=9, depth=None)
 _MAX_ATTRIBUTES = 64
-_MAX_RANK = 64
-_MAX_PATH = 64
-_MAX_FQN = 4096
 _FREED_IN_A_STEP = 64
 _MANY = 256
 
 _Index = tuple[str, str]
-"""An FQN and the name of the offsets (see ``keys.py``), which is empty for a value."""
+"""An FQN and the name of the offsets (``name_of``), which is empty for a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,8 @@ class _Location:
     offset: int
     length: int
     transform: str | None
+    hint: object
+    """The number that it gives its chunk."""
 
 
 def read_dcp_metadata(data: bytes | bytearray) -> Steps[Manifest]:
@@ -83,7 +95,7 @@ class DcpDescription:
     object, or is None if it is missing. ``pathless`` are the FQNs that ``planner_data`` lacks. ``spare`` are the FQNs
     in ``planner_data`` or ``storage_data`` that are not described. ``properties`` are the properties of each tensor
     except its dtype: layout, whether it requires gradients, memory format, whether it is pinned. ``hints`` has the
-    index of the chunk in each location, by FQN and offsets. The index is None if the location has none.
+    index of the chunk in each location, by FQN and name of the offsets. The index is None if the location has none.
     """
 
     entries: Mapping[str, Entry]
@@ -92,13 +104,14 @@ class DcpDescription:
     pathless: frozenset[str]
     spare: frozenset[str]
     properties: Mapping[str, tuple[object, ...]]
-    hints: Mapping[tuple[str, tuple[int, ...]], object]
+    hints: Mapping[_Index, object]
 
 
 def read_dcp_description(data: bytes | bytearray) -> Steps[DcpDescription]:
     """Parse ``data``. Raises what ``read_dcp_metadata`` raises."""
     metadata = _attributes((yield from decode(data, _GLOBALS, _LIMITS)), f"{_METADATA}.Metadata")
     locations = yield from _locations(metadata.get("storage_data"))
+    hints = yield from collected((index, one.hint) for index, one in locations.items() if index[1])
     entries = yield from _entries(metadata, locations)
     paths = (yield from _paths(metadata.get("planner_data"))) or {}
     meta = metadata.get("storage_meta")
@@ -111,7 +124,7 @@ def read_dcp_description(data: bytes | bytearray) -> Steps[DcpDescription]:
         pathless=frozenset(entries.keys() - paths.keys()),
         spare=frozenset(fqn for fqn, _ in locations) | (paths.keys() - entries.keys()),
         properties=dict(filter(None, properties)),
-        hints=(yield from _hints(metadata.get("storage_data"))),
+        hints=dict(hints),
     )
 
 
@@ -145,17 +158,6 @@ def _properties(key: object, described: object) -> tuple[str, tuple[object, ...]
     if not isinstance(state, tuple) or len(state) > _MAX_ATTRIBUTES:
         return fqn, (None,)
     return fqn, tuple(one.args[0] if isinstance(one, PickledCall) and len(one.args) == 1 else one for one in state[1:])
-
-
-def _hints(storage_data: object) -> Steps[dict[tuple[str, tuple[int, ...]], object]]:
-    hints = {}
-    for key, _ in _pairs(storage_data, "storage_data"):
-        yield
-        index = _attributes(key, f"{_METADATA}.MetadataIndex")
-        if index.get("offset") is not None:
-            fqn = _fqn(index.get("fqn"))
-            hints[fqn, _dims(index.get("offset"), fqn)] = index.get("index")
-    return hints
 
 
 def _tensor_entry(
@@ -212,13 +214,13 @@ def _locations(storage_data: object) -> Steps[dict[_Index, _Location]]:
         info = _attributes(value, _STORAGE_INFO, fqn)
         match info.get("relative_path"), info.get("offset"), info.get("length"):
             case str(file), int(start), int(length) if type(start) is int and type(length) is int:
-                where = _Location(file, start, length, check_transforms(info.get("transform_descriptors"), fqn))
+                transform = check_transforms(info.get("transform_descriptors"), fqn)
             case _:
                 raise CorruptCheckpointError(f".metadata: the storage_data of {fqn!r} is incomplete", fqn=fqn)
         slot = (fqn, "" if offset is None else name_of(_dims(offset, fqn)))
         if slot in locations:
             raise CorruptCheckpointError(f".metadata: {fqn!r} has two locations for one chunk", fqn=fqn)
-        locations[slot] = where
+        locations[slot] = _Location(file, start, length, transform, index.get("index"))
     return locations
 
 
@@ -234,9 +236,9 @@ def _paths(planner_data: object) -> Steps[dict[str, object] | None]:
 
 def _path(fqn: str, paths: dict[str, object]) -> tuple[Key, ...]:
     path = paths.get(fqn, (fqn,))
-    if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_PATH:
+    if not isinstance(path, tuple) or not 0 < len(path) <= MAX_PATH_DEPTH:
         raise CorruptCheckpointError(
-            f".metadata: the path of {fqn!r} is not a tuple of 1 to {_MAX_PATH} steps", fqn=fqn
+            f".metadata: the path of {fqn!r} is not a tuple of 1 to {MAX_PATH_DEPTH} steps", fqn=fqn
         )
     steps = tuple(step for step in path if isinstance(step, str) or type(step) is int)
     if len(steps) != len(path):
@@ -250,7 +252,7 @@ def _dims(value: object, fqn: str) -> tuple[int, ...]:
     """Return sizes or offsets. They are a ``torch.Size``, or a tuple in files of some writers."""
     if isinstance(value, PickledCall) and value.function == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
-    if isinstance(value, tuple) and len(value) <= _MAX_RANK and all(type(dim) is int and dim >= 0 for dim in value):
+    if isinstance(value, tuple) and len(value) <= MAX_RANK and all(type(dim) is int and dim >= 0 for dim in value):
         return value
     raise CorruptCheckpointError(f".metadata: {fqn!r} has invalid sizes or offsets", fqn=fqn)
 
@@ -272,8 +274,8 @@ def _named(state: object, fqn: str | None) -> dict[str, object]:
 
 
 def _fqn(value: object) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_FQN:
-        raise CorruptCheckpointError(f".metadata: an FQN is not a string, or longer than {_MAX_FQN} characters")
+    if not isinstance(value, str) or len(value) > MAX_FQN_CHARS:
+        raise CorruptCheckpointError(f".metadata: an FQN is not a string, or longer than {MAX_FQN_CHARS} characters")
     return value
 
 
@@ -283,3 +285,31 @@ def _pairs(value: object, what: str) -> Pairs:
     if not isinstance(value, Pairs):
         raise CorruptCheckpointError(f".metadata: {what} is not a dict")
     return value
+
+
+# --- tensors that this version cannot read ---
+
+
+def with_opaque_entries(manifest: Manifest) -> Steps[Manifest]:
+    """Return a foreign manifest in which each tensor whose item is too small for its elements is an ``OpaqueEntry``.
+
+    Stock DCP writes such an item for a tensor subclass (of torchao, for instance): ``.metadata`` has the dtype that the
+    subclass reports, and the item holds the tensors that it wraps. A damaged ``.metadata`` may look the same. The item
+    distinguishes the two cases when the tensor is read.
+    """
+    entries = yield from collected((fqn, _opaque_if_small(entry)) for fqn, entry in manifest.entries.items())
+    return replace(manifest, entries=dict(entries))
+
+
+def _opaque_if_small(entry: Entry) -> Entry:
+    if isinstance(entry, TensorEntry) and any(_too_small(entry.dtype, chunk) for chunk in entry.chunks):
+        return OpaqueEntry(entry.path, entry.dtype, entry.shape, entry.chunks)
+    return entry
+
+
+def _too_small(dtype: str, chunk: Chunk) -> bool:
+    """Return whether the item is too small for the elements. False for compressed items and for items with a known
+    payload, which ``validate`` checks."""
+    if chunk.payload_offset is not None or chunk.transform or any(size < 0 for size in chunk.sizes):
+        return False
+    return math.prod(chunk.sizes) * itemsize(dtype) > chunk.item_bytes

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ..records import DTYPES, STORAGE_DTYPES, itemsize
+from ..records import DTYPES, MAX_RANK, STORAGE_DTYPES, itemsize, row_major_strides
 from .machine import Global, Pairs, Persistent, PickledCall
 
 __all__ = [
@@ -26,7 +26,6 @@ _DTYPE = re.compile(
 )
 _UNTYPED = "torch.storage.UntypedStorage"
 _PARAMETER = "torch._utils._rebuild_parameter"
-_MAX_RANK = 64
 _MAX_ARGS = 16
 
 _REBUILD = "torch._utils._rebuild_tensor"  # up to torch 0.3
@@ -150,8 +149,8 @@ def _storage(value: object, dtype: Global | None) -> tuple[str, str, int]:
 
 
 def _dims(dims: tuple[object, ...]) -> tuple[int, ...]:
-    checked = tuple(dim for dim in dims[: _MAX_RANK + 1] if type(dim) is int and 0 <= dim < 1 << 63)
-    if len(checked) != len(dims) or len(dims) > _MAX_RANK:
+    checked = tuple(dim for dim in dims[: MAX_RANK + 1] if type(dim) is int and 0 <= dim < 1 << 63)
+    if len(checked) != len(dims) or len(dims) > MAX_RANK:
         raise _malformed("its shape or strides are impossible")
     return checked
 
@@ -169,14 +168,9 @@ def _check_reach(tensor: StoredTensor) -> None:
 def _significant(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides. Those that no element depends on are replaced by the strides of a row-major tensor, because
     they may be arbitrary, and equal tensors would compare as different."""
-    dense = []
-    following = 1
-    for dim in reversed(shape):
-        dense.append(following)
-        following *= max(dim, 1)
-    dense.reverse()
+    dense = row_major_strides(shape)
     if not math.prod(shape):
-        return tuple(dense)
+        return dense
     return tuple(own if dim > 1 else row for dim, own, row in zip(shape, strides, dense, strict=True))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..._runtime.steps import Steps
 from ...errors import CorruptCheckpointError, UnsafeObjectError
-from ..records import SLICE_BYTES, Node, itemsize, node_of_bytes
+from ..records import MAX_RANK, SLICE_BYTES, Node, itemsize, node_of_bytes
 from .machine import Global, Pairs, Persistent, PickledCall
 from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, is_dtype, read_tensor
 
@@ -250,7 +250,7 @@ class _Translator:
         return self._array(shape, *_numpy_dtype(dtype), _bytes_of(content), fortran=fortran)
 
     def _array(self, shape: tuple[Any, ...], spelled: str, size: int, data: bytes, *, fortran: bool = False) -> Node:
-        if len(shape) > 64 or not all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape):
+        if len(shape) > MAX_RANK or not all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape):
             raise _malformed("a numpy.ndarray of an impossible shape")
         if math.prod(shape) * size != len(data):
             raise _malformed(f"a numpy.ndarray of {len(data)} bytes that do not match its shape")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 
+from ...errors import UnsafeObjectError
+
 __all__ = [
     "EMPTY_DICT",
     "FALSE",
@@ -33,6 +35,7 @@ def global_(module: str, name: str) -> bytes:
     return b"c%s\n%s\n" % (module.encode(), name.encode())
 
 
+_MOST_TEXT_BYTES = (1 << 32) - 1
 _SLICE = 1 << 20  # characters that are encoded at a time, because the GIL is held meanwhile; large joins release it
 
 
@@ -42,6 +45,8 @@ def text(value: str) -> bytes:
     else:
         slices = (value[at : at + _SLICE] for at in range(0, len(value), _SLICE))
         raw = b"".join([one.encode("utf-8", "surrogatepass") for one in slices])
+        if len(raw) > _MOST_TEXT_BYTES:
+            raise UnsafeObjectError(f"text or bytes that take {len(raw)} bytes in a pickle: save a tensor of bytes")
     return b"".join((b"X", _length(len(raw)), raw))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..._runtime.steps import Steps, collected
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ..records import Chunk, Entry, Manifest, TensorEntry, itemsize
+from ..records import MAX_RANK, Chunk, Entry, Manifest, TensorEntry, itemsize
 
 __all__ = [
     "DTYPE_NAMES",
@@ -36,7 +36,6 @@ SUFFIX = ".safetensors"
 PREFIX_BYTES = 8
 
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
-_MAX_RANK = 64
 _DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -141,7 +140,7 @@ def _slice(name: str, described: Any, sharding: Any, start: int, file: str) -> T
 
 def _numbers(value: Any) -> tuple[int, ...]:
     numbers = tuple(number for number in value if type(number) is int and 0 <= number < 1 << 63)
-    if type(value) is not list or len(numbers) != len(value) or len(value) > _MAX_RANK:
+    if type(value) is not list or len(numbers) != len(value) or len(value) > MAX_RANK:
         raise ValueError
     return numbers
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TypeVar
 
 from ...errors import UnsupportedTensorError
 from .read import DTYPE_NAMES, PREFIX_BYTES
@@ -15,41 +16,45 @@ __all__ = ["ALIGN_BYTES", "Named", "alignment", "file_names", "header_of", "inde
 ALIGN_BYTES = 8
 
 
-class Named(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Named:
     """A tensor to write. ``dtype`` is the name in torch."""
 
-    name: str
+    fqn: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+
+
+N = TypeVar("N", bound=Named)
 
 
 def header_of(tensors: Sequence[Named], aliases: Mapping[str, str]) -> bytes:
     """Return everything before the first payload. Payloads follow without gaps. ``aliases`` are further names of
     tensors. They are written as the safetensors package writes tied tensors that it leaves out. Raises
     ``UnsupportedTensorError``."""
-    here = {one.name for one in tensors} if aliases else ()
+    here = {one.fqn for one in tensors} if aliases else ()
     others = {other: name for other, name in aliases.items() if name in here}
     content: dict[str, object] = {"__metadata__": {"format": "pt", **others}}  # transformers requires the format
     position = 0
     for one in tensors:
         spelled = DTYPE_NAMES.get(one.dtype)
         if spelled is None:
-            raise UnsupportedTensorError(f"{one.name}: safetensors have no dtype {one.dtype}; convert it with dtype=")
+            raise UnsupportedTensorError(f"{one.fqn}: safetensors have no dtype {one.dtype}; convert it with dtype=")
         shape = list(one.shape)
         if spelled == "F4" and shape:
             shape[-1] *= 2  # the header counts the halves of each element
-        content[one.name] = {"dtype": spelled, "shape": shape, "data_offsets": [position, position + one.nbytes]}
+        content[one.fqn] = {"dtype": spelled, "shape": shape, "data_offsets": [position, position + one.nbytes]}
         position += one.nbytes
     raw = json.dumps(content, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % ALIGN_BYTES)
     return len(raw).to_bytes(PREFIX_BYTES, "little") + raw
 
 
-def shards_of_sizes(tensors: Iterable[Named], shard_bytes: int | None) -> list[list[Named]]:
+def shards_of_sizes(tensors: Iterable[N], shard_bytes: int | None) -> list[list[N]]:
     """Divide the tensors among files, in their order. In a file, tensors whose size would leave the payloads after them
     unaligned come last."""
-    shards: list[list[Named]] = [[]]
+    shards: list[list[N]] = [[]]
     nbytes = 0
     for one in tensors:
         if shard_bytes is not None and shards[-1] and nbytes + one.nbytes > shard_bytes:
@@ -80,6 +85,6 @@ def file_names(count: int) -> list[str]:
 
 def index_of(shards: Sequence[Sequence[Named]], names: Sequence[str]) -> bytes:
     total = sum(one.nbytes for shard in shards for one in shard)
-    weight_map = {one.name: name for shard, name in zip(shards, names, strict=True) for one in shard}
+    weight_map = {one.fqn: name for shard, name in zip(shards, names, strict=True) for one in shard}
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(content, indent=2).encode() + b"\n"

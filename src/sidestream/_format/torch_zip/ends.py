@@ -123,7 +123,7 @@ class _Pattern:
             content = item.find(self.random.start, self.random.end)
             if content is None or crc32(content) != _crc(item, self.random):
                 return None
-        return replace(self.payload, crc32=_crc(item, self.record))
+        return replace(self.payload, foreign=replace(self.payload.foreign, crc=_crc(item, self.record)))
 
 
 def _crc(item: Ends, record: RecordPlace) -> int:

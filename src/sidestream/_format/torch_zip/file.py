@@ -1,5 +1,4 @@
-"""Readers of ``torch.save`` files as data: whole files, and the items of foreign shard files, which are such files. The
-layout of such a file around its payloads.
+"""Readers of ``torch.save`` files as data: whole files, and the items of foreign shard files, which are such files.
 
 Of an item only the directory of the zip and the pickle are read, and for a value the storages of tensors inside it. No
 read is larger than the item, whatever its headers claim.
@@ -8,28 +7,36 @@ read is larger than the item, whatever its headers claim.
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
-from zlib import crc32
 
 from ..._runtime.steps import Steps, at_once
 from ...errors import CorruptCheckpointError, KeyCollisionError, UnsafeObjectError, UnsupportedCheckpointError
-from ..frame import CRC_FOLLOWS, DOS_DATE, MAX_32, end_of_directory
 from ..pickles.tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, StoredTensor, read_tensor
 from ..pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
 from ..pickles.values import VALUE_GLOBALS, ValueBudget, node_of, value_globals
-from ..records import DictKey, Key, Node, itemsize
+from ..records import (
+    MAX_FQN_CHARS,
+    Chunk,
+    DictKey,
+    EmptyEntry,
+    Entry,
+    ForeignPayload,
+    Key,
+    Manifest,
+    Node,
+    TensorEntry,
+    ValueEntry,
+    itemsize,
+    row_major_strides,
+)
 from .legacy import LegacyFile, read_legacy
 from .zip import TorchZip, is_older
 
 __all__ = [
-    "FileTensor",
-    "FileValue",
     "Records",
     "TensorPayload",
-    "TorchArchive",
     "check_value_item",
     "open_tensor_item",
     "open_value_item",
@@ -57,18 +64,14 @@ Records = Literal["needed", "all"]
 class TensorPayload:
     """A tensor, and the record with its elements.
 
-    ``strides`` and ``storage_offset`` count elements. ``payload_offset`` counts bytes from the beginning of the item.
-    Every element lies within the ``payload_bytes``. ``crc32`` is their checksum in the zip, which has not been
-    compared.
+    ``payload_offset`` counts bytes from the beginning of the item. Every element lies within the payload. Its checksum
+    in the zip has not been compared.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    storage_offset: int
     payload_offset: int
-    payload_bytes: int
-    crc32: int
+    foreign: ForeignPayload
 
 
 def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "needed") -> TensorPayload:
@@ -93,15 +96,13 @@ def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "need
     record = _record(archive, tensor)
     if records == "all":
         archive.check(but=record)
-    return TensorPayload(
-        tensor.dtype,
-        tensor.shape,
-        tensor.strides,
-        tensor.storage_offset,
-        archive.payload_offset(record),
-        tensor.storage_bytes,
-        archive.info(record).CRC,
-    )
+    foreign = _foreign_payload(tensor, archive.info(record).CRC)
+    return TensorPayload(tensor.dtype, tensor.shape, archive.payload_offset(record), foreign)
+
+
+def _foreign_payload(tensor: StoredTensor, crc: int | None) -> ForeignPayload:
+    plain = not tensor.storage_offset and tensor.strides == row_major_strides(tensor.shape)
+    return ForeignPayload(crc, tensor.storage_bytes, None if plain else tensor.strides, tensor.storage_offset)
 
 
 def open_value_item(
@@ -173,33 +174,12 @@ def _record(archive: TorchZip, tensor: StoredTensor) -> str:
 _MOST_PICKLE_BYTES = 256 << 20
 _MOST_VALUE_BYTES = 64 << 20
 _MOST_VALUES_BYTES = 1 << 30
-_MOST_NAME_CHARS = 4096
 _NAME_CHARS_A_BYTE = 16  # a name repeats the keys of all enclosing containers, which are in the pickle once
 
 
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A tensor of the file. Its storage begins at byte ``start`` of the file. ``crc`` is the CRC-32 of the storage, if
-    the file has one."""
-
-    path: tuple[Key, ...]
-    stored: StoredTensor
-    start: int
-    crc: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class FileValue:
-    """A plain value, or an empty dict if ``empty``."""
-
-    path: tuple[Key, ...]
-    node: Node
-    empty: bool = False
-
-
-def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, FileTensor | FileValue], bool]]:
-    """Return the entries of a file by FQN, and whether it has checksums. Payloads of tensors are read only inside of
-    tuples and sets.
+def read_torch_file(source: BinaryIO, file_bytes: int, name: str) -> Steps[Manifest]:
+    """Return the manifest of the file ``name``, of ``file_bytes``. It is not validated yet. Payloads of tensors are
+    read only inside of tuples and sets.
 
     Raises ``CorruptCheckpointError``, ``UnsafeObjectError`` for objects that are more than data, ``KeyCollisionError``,
     and ``UnsupportedCheckpointError`` for a file that does not hold a dict, or holds a tensor with more elements than
@@ -214,20 +194,20 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, 
     payloads = _Payloads(storages)
     if _pairs(root) is None:
         raise UnsupportedCheckpointError("the file holds something else than a dict")
-    found: dict[str, FileTensor | FileValue] = {}
+    found: dict[str, Entry] = {}
     for path, value in _leaves((), root):
         yield
         fqn = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
-        if fqn in found or len(fqn) > _MOST_NAME_CHARS:
+        if fqn in found or len(fqn) > MAX_FQN_CHARS:
             raise KeyCollisionError(f"two entries of the file are named {fqn[:200]!r}, or this name is too long")
         budget.spend_part()  # containers may be shared, so a small pickle may have very many leaves
         budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
         try:
-            found[fqn] = yield from _leaf(payloads, path, value, budget)
+            found[fqn] = yield from _leaf(payloads, path, value, budget, name)
         except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
             error.within(fqn).about(fqn=fqn)
             raise
-    return found, not older
+    return Manifest("", found, {name: file_bytes}, checked=not older)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,26 +220,18 @@ class _ZipFile:
 
     def locate(self, stored: StoredTensor) -> tuple[int, int]:
         """Return the offset and the CRC-32 of a storage. Raises ``CorruptCheckpointError``."""
-        record = self._record(stored)
+        record = _record(self.archive, stored)
         return self.archive.payload_offset(record), self.archive.info(record).CRC
 
     def payload(self, stored: StoredTensor, most_bytes: int) -> bytes:
         """Return the bytes of a storage. Raises ``CorruptCheckpointError`` if it is larger than ``most_bytes``."""
-        return self.archive.read(self._record(stored), most_bytes)
-
-    def _record(self, stored: StoredTensor) -> str:
-        record = f"data/{stored.key}"
-        if self.archive.info(record).file_size != stored.storage_bytes:
-            raise CorruptCheckpointError(
-                f"its record has {self.archive.info(record).file_size} bytes, not {stored.storage_bytes}"
-            )
-        return record
+        return self.archive.read(_record(self.archive, stored), most_bytes)
 
 
 def _read_zip(source: BinaryIO, file_bytes: int) -> Steps[_ZipFile]:
     archive = TorchZip(source, file_bytes)
     pickled = archive.read("data.pkl", _MOST_PICKLE_BYTES)
-    root = yield from decode(pickled, VALUE_GLOBALS, Limits())
+    root = yield from decode(pickled, VALUE_GLOBALS)
     return _ZipFile(root, len(pickled), archive)
 
 
@@ -286,18 +258,20 @@ class _Payloads:
         return found
 
 
-def _leaf(
-    payloads: _Payloads, path: tuple[Key, ...], value: object, budget: ValueBudget
-) -> Steps[FileTensor | FileValue]:
+def _leaf(payloads: _Payloads, path: tuple[Key, ...], value: object, budget: ValueBudget, file: str) -> Steps[Entry]:
     if isinstance(value, PickledCall) and value.function in TENSOR_REBUILDERS:
         stored = read_tensor(value)
         if math.prod(stored.shape) * itemsize(stored.dtype) > stored.storage_bytes:
             raise UnsupportedCheckpointError("an expanded tensor; save tensor.contiguous()")
-        return FileTensor(path, stored, *payloads.locate(stored))
+        start, crc = payloads.locate(stored)
+        offsets = (0,) * len(stored.shape)
+        foreign = _foreign_payload(stored, crc)
+        chunk = Chunk(offsets, stored.shape, file, start, stored.storage_bytes, start, foreign=foreign)
+        return TensorEntry(path, stored.dtype, stored.shape, (chunk,))
     pairs = _pairs(value)
     if pairs is not None and not len(pairs):
-        return FileValue(path, None, empty=True)
-    return FileValue(path, (yield from node_of(value, budget, payloads.read)))
+        return EmptyEntry(path)
+    return ValueEntry(path, file, 0, 0, (yield from node_of(value, budget, payloads.read)))
 
 
 def _leaves(path: tuple[Key, ...], value: object) -> Iterator[tuple[tuple[Key, ...], object]]:
@@ -316,7 +290,7 @@ def _leaves(path: tuple[Key, ...], value: object) -> Iterator[tuple[tuple[Key, .
         return
     if not path:
         if len(pairs or ()):
-            raise UnsupportedCheckpointError("the file holds a dict with keys that are not strings or numbers")
+            raise UnsupportedCheckpointError("the file holds a dict with keys that are not strings or finite numbers")
         return
     yield path, value
 
@@ -336,9 +310,10 @@ def _pairs(value: object) -> Pairs | None:
 
 
 def _key(key: object) -> Key | None:
+    """Return a step of a path. None for a key that no path has, as in a save."""
     if isinstance(key, str):
         return key
-    return DictKey(key) if key is None or isinstance(key, int | float) else None
+    return DictKey(key) if key is None or (isinstance(key, int | float) and math.isfinite(key)) else None
 
 
 def _holds(value: object) -> bool:
@@ -347,87 +322,3 @@ def _holds(value: object) -> bool:
     if isinstance(value, PickledCall):
         return value.function in TENSOR_REBUILDERS or value.function == _ORDERED_DICT
     return isinstance(value, list | Pairs)
-
-
-# --- writing --------------------------------------------------------------------------------------------------------
-
-_ALIGN_BYTES = 64
-_PADDING = 0x4246  # the extra field that torch also uses for padding
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    name: bytes
-    nbytes: int
-    offset: int
-    crc: int | None  # None: it follows the payload
-
-    @property
-    def zip64(self) -> bool:
-        return self.nbytes >= MAX_32
-
-    def header(self) -> bytes:
-        """Return the local header, padded so that the payload begins at a multiple of 64 bytes."""
-        extra = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.zip64 else b""
-        bare = self.offset + 30 + len(self.name) + len(extra) + 4
-        padding = -bare % _ALIGN_BYTES
-        extra += struct.pack("<HH", _PADDING, padding) + bytes(padding)
-        size = MAX_32 if self.zip64 else 0 if self.crc is None else self.nbytes
-        flags = CRC_FOLLOWS if self.crc is None else 0
-        fixed = (b"PK\x03\x04", 45 if self.zip64 else 20, flags, 0, 0, DOS_DATE, self.crc or 0, size, size)
-        return struct.pack("<4sHHHHHIIIHH", *fixed, len(self.name), len(extra)) + self.name + extra
-
-    def descriptor(self, crc: int) -> bytes:
-        return struct.pack("<4sIQQ" if self.zip64 else "<4sIII", b"PK\x07\x08", crc, self.nbytes, self.nbytes)
-
-    def directory_entry(self, crc: int) -> bytes:
-        large = [field for field in (self.nbytes, self.nbytes, self.offset) if field >= MAX_32]
-        extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-        size, offset = min(self.nbytes, MAX_32), min(self.offset, MAX_32)
-        flags = CRC_FOLLOWS if self.crc is None else 0
-        fixed = (b"PK\x01\x02", 45, 45 if large else 20, flags, 0, 0, DOS_DATE, crc, size, size)
-        rest = (len(self.name), len(extra), 0, 0, 0, 0, offset)
-        return struct.pack("<4sHHHHHHIIIHHHHHII", *fixed, *rest) + self.name + extra
-
-
-class TorchArchive:
-    """The layout of a file with payloads of ``sizes`` bytes. ``pickled`` refers to them as storages ``"0"``, ``"1"``
-    and so on.
-
-    ``pieces`` are pairs ``(offset, content)``. The content is bytes, the index of a payload, or a function from all
-    checksums to bytes, for bytes that depend on the checksums of earlier payloads.
-    """
-
-    def __init__(self, pickled: bytes, storages: Sequence[bytes], sizes: Sequence[int]) -> None:
-        self.pieces: list[tuple[int, bytes | int | Callable[[Mapping[int, int]], bytes]]] = []
-        self.nbytes = 0
-        self._records: list[_Record] = []
-        small = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
-        small += [(f"data/{len(sizes) + number}", raw) for number, raw in enumerate(storages)]
-        for name, raw in small:
-            content = self._start(name, len(raw), crc32(raw)).header() + raw
-            self._add(len(content), content)
-        for number, nbytes in enumerate(sizes):
-            record = self._start(f"data/{number}", nbytes, None)
-            header = record.header()
-            self._add(len(header), header)
-            self._add(nbytes, number)
-            self._add(len(record.descriptor(0)), lambda crcs, n=number, of=record: of.descriptor(crcs.get(n, 0)))  # type: ignore[misc]
-        self._add(len(self._end({}, self.nbytes)), lambda crcs, at=self.nbytes: self._end(crcs, at))  # type: ignore[misc]
-
-    def _start(self, name: str, nbytes: int, crc: int | None) -> _Record:
-        record = _Record(f"archive/{name}".encode(), nbytes, self.nbytes, crc)
-        self._records.append(record)
-        return record
-
-    def _add(self, nbytes: int, content: bytes | int | Callable[[Mapping[int, int]], bytes]) -> None:
-        self.pieces.append((self.nbytes, content))
-        self.nbytes += nbytes
-
-    def _end(self, crcs: Mapping[int, int], at: int) -> bytes:
-        first = sum(record.crc is not None for record in self._records)
-        directory = b"".join(
-            record.directory_entry(crcs.get(number - first, 0) if record.crc is None else record.crc)
-            for number, record in enumerate(self._records)
-        )
-        return directory + end_of_directory(len(self._records), len(directory), at)

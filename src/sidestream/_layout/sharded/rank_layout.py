@@ -84,21 +84,9 @@ class RankPlan(PlannedFiles):
         """Yield row among the rows of all ranks, FQN and chunk. ``sums`` has the checksums of each shard, and ``names``
         the names of the files in the checkpoint."""
         for row, fqn, (offsets, sizes), shard, item in self.layout.places:
-            placed = self.shards[shard].items[item]
-            yield (
-                row,
-                fqn,
-                Chunk(
-                    offsets=offsets,
-                    sizes=sizes,
-                    file=names[self.shard_file(shard)],
-                    item_offset=placed.item_offset,
-                    item_bytes=placed.frame.item_bytes,
-                    payload_offset=placed.payload_offset,
-                    crcs=sums[shard].crcs[item],
-                    digests=sums[shard].digests[item] if sums[shard].digests else None,
-                ),
-            )
+            crcs, digests, _ = sums[shard]
+            placed, file = self.shards[shard].items[item], names[self.shard_file(shard)]
+            yield row, fqn, placed.chunk(offsets, sizes, file, crcs[item], digests[item] if digests else None)
 
 
 def encode_values(table: LocalTable) -> Steps[EncodedValues]:
@@ -138,7 +126,9 @@ def lay_out_rank(
     for number in assignment.values:
         node = values.nodes[number]
         row = number if assignment.places is None else assignment.places[number]
-        places.append((row, table.held.rows[number].fqn, *items.add(node), node))
+        fqn = table.held.rows[number].fqn
+        places.append((row, fqn, *items.add(fqn, node), node))
+    yield from items.check()
     images = yield from _images(layout, tensors)
     return RankPlan(rank, layout.shards, tuple(images), items.content(), layout, tuple(places))
 

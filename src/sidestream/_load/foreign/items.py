@@ -16,12 +16,11 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar
 import torch
 
 from ..._format.pickles.values import ValueBudget
-from ..._format.records import Chunk, Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry, itemsize
+from ..._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, is_stored, itemsize
 from ..._format.torch_zip.ends import Ends, Seekable, TensorItems
 from ..._format.torch_zip.file import Records, TensorPayload, open_tensor_item, open_value_item
 from ..._format.torch_zip.zip import TorchZip, is_older, is_zip
 from ..._format.transforms import UnpackBudget, require, unpack
-from ..._format.values import is_stored
 from ..._layout.values import NOTHING_ALLOWED, Allowed, decode_value
 from ..._runtime.threads import (
     Steps,
@@ -49,25 +48,20 @@ from ..jobs import Batches, Reads, Scratch
 
 __all__ = [
     "MAX_VALUE_BYTES",
-    "Located",
     "SourceFile",
     "Unlocated",
     "ValueBudgets",
     "check_item_records",
     "check_opaque_item",
     "locate",
-    "locate_one",
-    "opaque_entries",
+    "locate_all",
+    "located",
     "opaque_errors",
     "read_item",
     "read_values",
-    "sorted_out",
     "unpack_chunk",
     "why_opaque",
 ]
-
-Located: TypeAlias = tuple[TensorEntry, dict[Chunk, ForeignPayload]]
-"""A tensor whose chunks have the places of their payloads, and the other facts that the zips contain."""
 
 Unlocated: TypeAlias = SidestreamError | FileNotFoundError
 """Why the zip of a tensor cannot be opened."""
@@ -86,14 +80,15 @@ _PARSING_THREADS = 4
 _LOOP_GRACE_S = 5.0
 
 T = TypeVar("T")
+K = TypeVar("K", TensorEntry, OpaqueEntry)
 
 
 async def locate(
     source: RangeSource, entries: Mapping[str, TensorEntry], *, records: Records = "needed"
-) -> tuple[dict[str, Located], dict[str, Unlocated]]:
-    """Open the zips of tensors, and return the tensors with the places and the layout of their payloads; for tensors
-    whose zips are damaged, unsafe, not supported or not there, return the errors. Other errors are raised. With
-    ``records="all"`` the checksums of all records but the payloads are compared.
+) -> tuple[dict[str, TensorEntry], dict[str, Unlocated]]:
+    """Open the zips of tensors, and return the tensors with the places and the other facts of their payloads in their
+    chunks; for tensors whose zips are damaged, unsafe, not supported or not there, return the errors. Other errors are
+    raised. With ``records="all"`` the checksums of all records but the payloads are compared.
 
     Chunks whose payload is not in a zip are returned unchanged. Compressed ones are left out; ``unpack_chunk`` is for
     them.
@@ -105,12 +100,29 @@ async def locate(
     return await io_threads().run(locating.results, together)
 
 
-async def locate_one(source: RangeSource, fqn: str, entry: TensorEntry) -> Located:
-    """Return the tensor as ``locate`` does. Raises the error if its zips cannot be opened."""
-    located, errors = await locate(source, {fqn: entry})
+async def located(source: RangeSource, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors as ``locate`` does. Raises the first error if not all zips can be opened."""
+    found, errors = await locate(source, entries)
     for error in errors.values():
         raise error
-    return located[fqn]
+    return found
+
+
+async def locate_all(
+    source: RangeSource, manifest: Manifest, *, records: Records = "needed"
+) -> tuple[dict[str, TensorEntry], dict[str, Unlocated]]:
+    """Return the tensors of a manifest and the errors, as ``locate`` does. The errors include those of
+    ``opaque_errors``. There are neither for a manifest of sidestream."""
+    if manifest.own:
+        return {}, {}
+    threads = io_threads()
+    found, errors = await locate(source, await threads.run(_of_kind, manifest.entries, TensorEntry), records=records)
+    errors.update(await opaque_errors(source, await threads.run(_of_kind, manifest.entries, OpaqueEntry)))
+    return found, errors
+
+
+def _of_kind(entries: Mapping[str, Entry], kind: type[K]) -> dict[str, K]:
+    return {fqn: entry for fqn, entry in yielding_gil(entries.items()) if isinstance(entry, kind)}
 
 
 _Item: TypeAlias = tuple[str, int, TensorEntry, Chunk]
@@ -134,7 +146,7 @@ class _Locating:
 
     entries: Mapping[str, TensorEntry]
     zips: TensorItems
-    opened: dict[tuple[str, int], tuple[Chunk, ForeignPayload]] = field(default_factory=dict)
+    opened: dict[tuple[str, int], Chunk] = field(default_factory=dict)
     failed: dict[tuple[str, int], Unlocated] = field(default_factory=dict)
     alone: list[_Zips] = field(default_factory=list)
 
@@ -215,35 +227,30 @@ class _Locating:
         error.__context__ = error.__cause__ = None
         self.failed[item[0], item[1]] = error.with_traceback(None)
 
-    def results(self, together: list[_Zips]) -> tuple[dict[str, Located], dict[str, Unlocated]]:
+    def results(self, together: list[_Zips]) -> tuple[dict[str, TensorEntry], dict[str, Unlocated]]:
         """Return the tensors and the errors, and free everything else. Called in a worker thread."""
         found = self._results()
         clear_gradually(together, self.alone, self.opened, self.failed)
         return found
 
     @sliced
-    def _results(self) -> Steps[tuple[dict[str, Located], dict[str, Unlocated]]]:
-        located: dict[str, Located] = {}
+    def _results(self) -> Steps[tuple[dict[str, TensorEntry], dict[str, Unlocated]]]:
+        found: dict[str, TensorEntry] = {}
         errors: dict[str, Unlocated] = {}
         for fqn, entry in self.entries.items():
             chunks: list[Chunk] = []
-            payloads: dict[Chunk, ForeignPayload] = {}
             for number, chunk in enumerate(entry.chunks):
                 yield
                 if (fqn, number) in self.failed:
                     errors.setdefault(fqn, self.failed[fqn, number])
                 elif (fqn, number) in self.opened:
-                    place, payload = self.opened[fqn, number]
-                    chunks.append(place)
-                    payloads[place] = payload
+                    chunks.append(self.opened[fqn, number])
                 elif not chunk.transform:
                     assert not _is_closed(chunk)
                     chunks.append(chunk)
-                    if chunk.foreign is not None:
-                        payloads[chunk] = chunk.foreign
             if fqn not in errors:
-                located[fqn] = replace(entry, chunks=tuple(chunks)), payloads
-        return located, errors
+                found[fqn] = replace(entry, chunks=tuple(chunks))
+        return found, errors
 
 
 def _is_closed(chunk: Chunk) -> bool:
@@ -278,18 +285,15 @@ def _join(zips: _Zips, chunk: Chunk) -> bool:
     return True
 
 
-def _described(entry: TensorEntry, chunk: Chunk, payload: TensorPayload) -> tuple[Chunk, ForeignPayload]:
-    """Return the chunk and its payload as its zip describes them. Raises ``CorruptCheckpointError``."""
+def _described(entry: TensorEntry, chunk: Chunk, payload: TensorPayload) -> Chunk:
+    """Return the chunk with the facts from its zip. Raises ``CorruptCheckpointError``."""
     if payload.dtype != entry.dtype or tuple(payload.shape) != chunk.sizes:
         found = f"a {payload.dtype} of shape {tuple(payload.shape)}"
         raise CorruptCheckpointError(f"{chunk.file} has {found}, .metadata says {entry.dtype} {chunk.sizes}")
-    located = replace(chunk, payload_offset=chunk.item_offset + payload.payload_offset)
-    plain = payload.storage_offset == 0 and torch.empty(chunk.sizes, device="meta").stride() == payload.strides
-    strides = None if plain else tuple(payload.strides)
-    return located, ForeignPayload(payload.crc32, payload.payload_bytes, strides, payload.storage_offset)
+    return replace(chunk, payload_offset=chunk.item_offset + payload.payload_offset, foreign=payload.foreign)
 
 
-def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> tuple[bytearray, Located]:
+def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> tuple[bytearray, TensorEntry]:
     """Return the decompressed item of a chunk, and the tensor with only this chunk, located in the item.
 
     The item is not decompressed to more bytes than the dtype and the shape of the chunk explain.
@@ -299,8 +303,7 @@ def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> 
         content = run_sliced(unpack(raw, most_bytes))
         item = replace(chunk, item_offset=0, item_bytes=len(content), transform=None)
         payload = open_tensor_item(io.BytesIO(content), len(content))
-        located, described = _described(entry, item, payload)
-    return content, (replace(entry, chunks=(located,)), {located: described})
+        return content, replace(entry, chunks=(_described(entry, item, payload),))
 
 
 async def opaque_errors(source: RangeSource, entries: Mapping[str, OpaqueEntry]) -> dict[str, Unlocated]:
@@ -440,25 +443,6 @@ def _inline_values(entries: Mapping[str, ValueEntry], own: bool) -> Steps[tuple[
     if any(one.transform for one in yielding_gil(rest.values())):
         require()
     return values, rest
-
-
-@sliced
-def sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, TensorEntry], dict[str, ValueEntry]]]:
-    """Return the tensors and the plain values. Called in a worker thread."""
-    tensors: dict[str, TensorEntry] = {}
-    values: dict[str, ValueEntry] = {}
-    for fqn, entry in entries.items():
-        yield
-        if isinstance(entry, TensorEntry):
-            tensors[fqn] = entry
-        elif isinstance(entry, ValueEntry):
-            values[fqn] = entry
-    return tensors, values
-
-
-def opaque_entries(entries: Mapping[str, Entry]) -> dict[str, OpaqueEntry]:
-    """Return the tensors of a kind that this version does not read. Called in a worker thread."""
-    return {fqn: entry for fqn, entry in yielding_gil(entries.items()) if isinstance(entry, OpaqueEntry)}
 
 
 async def _read_value(

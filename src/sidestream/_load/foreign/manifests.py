@@ -11,10 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import BinaryIO
 
-import torch
-
 from ..._format.checksum import crc32
-from ..._format.dcp.metadata import read_dcp_metadata
+from ..._format.dcp.metadata import read_dcp_metadata, with_opaque_entries
 from ..._format.file_kinds import HEAD_BYTES, other_kind, part_of_checkpoint
 from ..._format.manifest import parse_manifest
 from ..._format.marker import (
@@ -27,9 +25,17 @@ from ..._format.marker import (
     part_metadata_name,
     whole,
 )
-from ..._format.pickles.opaque import with_opaque_entries
 from ..._format.rank_files import Replica, is_rank_file, merge_ranks, rank_files, ranks_among
-from ..._format.records import Chunk, EmptyEntry, Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..._format.records import (
+    MAX_MANIFEST_BYTES,
+    Chunk,
+    Entry,
+    Manifest,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+    is_stored,
+)
 from ..._format.safetensors.read import (
     INDEX_NAME,
     PREFIX_BYTES,
@@ -42,11 +48,10 @@ from ..._format.safetensors.read import (
     parse_index,
     shards_of,
 )
-from ..._format.torch_zip.file import FileTensor, FileValue, read_torch_file
+from ..._format.torch_zip.file import read_torch_file
 from ..._format.torch_zip.zip import other_zip
 from ..._format.transforms import require
 from ..._format.validate import check_item
-from ..._format.values import is_stored
 from ..._layout.ranges import PIECE_BYTES
 from ..._runtime.tasks import in_parallel
 from ..._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced, yielding_gil
@@ -58,7 +63,7 @@ from ...errors import (
     UnsupportedCheckpointError,
     allocating,
 )
-from .items import MAX_VALUE_BYTES, SourceFile, locate_one, read_item, unpack_chunk
+from .items import MAX_VALUE_BYTES, SourceFile, located, read_item, unpack_chunk
 
 __all__ = [
     "FILE_SUFFIXES",
@@ -197,7 +202,6 @@ def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> Steps[Non
 
 _ONE_OF_MANY = re.compile(rf"(?!shard-)(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape(SUFFIX)}")
 
-MOST_MANIFEST_BYTES = 1 << 32
 MOST_METADATA_BYTES = 1 << 30
 MOST_JSON_BYTES = 100_000_000
 _PAGE_BYTES = 4096
@@ -378,7 +382,7 @@ def _files(entry: Entry) -> Iterator[str]:
         yield entry.file
 
 
-async def read_file(source: RangeSource, file: str, nbytes: int, *, most_bytes: int = MOST_MANIFEST_BYTES) -> bytearray:
+async def read_file(source: RangeSource, file: str, nbytes: int, *, most_bytes: int = MAX_MANIFEST_BYTES) -> bytearray:
     """Read a whole file that describes other files and whose size is known, in pieces.
 
     Raises ``CorruptCheckpointError`` before reading if the file is larger than ``most_bytes``, and while reading if
@@ -439,7 +443,7 @@ async def read_file_manifest(source: RangeSource, name: str, nbytes: int) -> Man
 
     def read(file: BinaryIO) -> Manifest:
         try:
-            found, checked = run_sliced(read_torch_file(file, nbytes))
+            return run_sliced(read_torch_file(file, nbytes, name))
         except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
             what = other_zip(file, nbytes)
             if what is None and isinstance(error, UnsafeObjectError):
@@ -447,7 +451,6 @@ async def read_file_manifest(source: RangeSource, name: str, nbytes: int) -> Man
             if what is None:
                 raise
             raise UnsupportedCheckpointError(f"{name} cannot be read as a torch.save file: {what}") from error
-        return Manifest("", _entries(found, name), {name: nbytes}, checked=checked)
 
     try:
         return await reader.run(read, 1 << 16)
@@ -460,22 +463,6 @@ async def read_file_manifest(source: RangeSource, name: str, nbytes: int) -> Man
         if what is not None:
             raise UnsupportedCheckpointError(f"{name} cannot be read as a torch.save file: {what}") from error
         raise
-
-
-def _entries(found: Mapping[str, FileTensor | FileValue], name: str) -> dict[str, Entry]:
-    return dict(gathered((fqn, _entry(one, name)) for fqn, one in found.items()))
-
-
-def _entry(one: FileTensor | FileValue, name: str) -> Entry:
-    if isinstance(one, FileValue):
-        return EmptyEntry(one.path) if one.empty else ValueEntry(one.path, name, 0, 0, one.node)
-    stored = one.stored
-    row_major = torch.empty(stored.shape, device="meta").stride() == stored.strides
-    whole = row_major and not stored.storage_offset
-    payload = ForeignPayload(one.crc, stored.storage_bytes, None if whole else stored.strides, stored.storage_offset)
-    offsets = (0,) * len(stored.shape)
-    chunk = Chunk(offsets, stored.shape, name, one.start, stored.storage_bytes, one.start, foreign=payload)
-    return TensorEntry(one.path, stored.dtype, stored.shape, (chunk,))
 
 
 async def _agree(source: RangeSource, replica: Replica) -> bool:
@@ -500,11 +487,11 @@ async def _digest(source: RangeSource, fqn: str, entry: TensorEntry, chunk: Chun
     if chunk.transform:
         require()
         raw = await read_item(source, chunk)
-        _, (_, payloads) = await io_threads().run(unpack_chunk, fqn, entry, chunk, raw)
-        return next(iter(payloads.values()))
+        _, found = await io_threads().run(unpack_chunk, fqn, entry, chunk, raw)
+        return found.chunks[0].foreign
     if chunk.payload_offset is None:
-        _, payloads = await locate_one(source, fqn, replace(entry, chunks=(chunk,)))
-        return next(iter(payloads.values()))
+        found = (await located(source, {fqn: replace(entry, chunks=(chunk,))}))[fqn]
+        return found.chunks[0].foreign
     crc = 0
     for start in range(0, chunk.item_bytes, PIECE_BYTES):
         nbytes = min(PIECE_BYTES, chunk.item_bytes - start)

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..._format.checksum import crc32
 from ..._format.manifest import parse_manifest, parse_metadata_line
-from ..._format.marker import METADATA_NAME, Marker, manifest_name
+from ..._format.marker import METADATA_NAME, Marker, manifest_name, part_name
 from ..._format.records import Manifest
-from ..._format.shared import RankPart, Root, join, parse_part, part_name
+from ..._format.shared import RankPart, Root, join, parse_part
 from ..._format.validate import validate
 from ..._layout.values import decode_metadata
 from ..._runtime.threads import io_threads, run_sliced, yielding_gil

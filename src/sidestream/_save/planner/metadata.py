@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..._format.checksum import crc32
 from ..._format.manifest import metadata_line, write_manifest
 from ..._format.marker import (
+    END,
     METADATA_NAME,
     Marker,
     PartMarker,
     manifest_name,
     marker_attribute,
-    part_attribute,
     part_manifest_name,
     part_metadata_name,
 )
@@ -41,7 +41,6 @@ __all__ = [
 ]
 
 _VERSION = "1.0.0"
-_END = b"ub."  # SETITEMS into the state of the Metadata, BUILD, STOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ def files_of_part(
         raise InvalidOptionError("extensions are not there for ranks that save apart")
     raw, _ = _manifest_of(metadata, about, partly=True)
     marker = PartMarker(part.save_id, part.rank, part.world_size, part_id, len(raw), crc32(raw), saved_at)
-    marked = _marked(metadata, part_attribute(marker))
+    marked = _marked(metadata, marker_attribute(marker))
     return {part_manifest_name(part.rank, part_id): raw, part_metadata_name(part.rank): marked}
 
 
@@ -149,8 +148,8 @@ def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[
 def _marked(metadata: Metadata, attribute: bytes) -> bytes:
     # Protocol 3 has no frames, whose lengths would have to be changed. So the marker can be appended as an attribute.
     pickled = pickle.dumps(as_stock(metadata), protocol=3)
-    assert pickled.endswith(_END)
-    return pickled[: -len(_END)] + attribute
+    assert pickled.endswith(END)
+    return pickled[: -len(END)] + attribute
 
 
 @sliced
