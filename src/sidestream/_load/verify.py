@@ -326,7 +326,7 @@ class Verification:
         await in_parallel(whole, lambda item: self._check_whole(*item))
         for fqn, chunk in self._opaque:
             with self._noting(fqn):
-                await check_opaque_item(self.source, fqn, chunk)
+                await check_opaque_item(self.source, fqn, chunk, self._budgets)
             self._tell(chunk.item_bytes)
 
     async def _compare_metadata(self) -> None:
@@ -427,7 +427,9 @@ class Verification:
                 if not isinstance(error, UnsupportedCheckpointError):
                     raise error
                 self.unreadable.add(fqn)
-                self._opaque.extend((fqn, chunk) for chunk in entries[fqn].chunks)
+                entry = entries[fqn]
+                whole = isinstance(entry, TensorEntry)  # compressed ones are checked with those of other tensors
+                self._opaque.extend((fqn, chunk) for chunk in entry.chunks if not (whole and chunk.transform))
 
     @sliced
     def _whole_items(self) -> Steps[list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]]:

@@ -20,7 +20,7 @@ from ..._format.records import Chunk, Entry, ForeignPayload, Manifest, OpaqueEnt
 from ..._format.torch_zip.ends import Ends, Seekable, TensorItems
 from ..._format.torch_zip.file import Records, TensorPayload, open_tensor_item, open_value_item
 from ..._format.torch_zip.zip import TorchZip, is_older, is_zip
-from ..._format.transforms import UnpackBudget, require, unpack
+from ..._format.transforms import TENSORS_ALWAYS_BYTES, VALUES_ALWAYS_BYTES, UnpackBudget, may_expand, require, unpack
 from ..._format.values import is_stored
 from ..._layout.values import NOTHING_ALLOWED, Allowed, decode_value
 from ..._runtime.threads import (
@@ -294,13 +294,19 @@ def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> 
 
     The item is not decompressed to more bytes than the dtype and the shape of the chunk explain.
     """
-    most_bytes = math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES
     with _about(chunk, fqn):
-        content = run_sliced(unpack(raw, most_bytes))
-        item = replace(chunk, item_offset=0, item_bytes=len(content), transform=None)
-        payload = open_tensor_item(io.BytesIO(content), len(content))
-        located, described = _described(entry, item, payload)
+        content = _unpacked(entry, chunk, raw)
+        located, described = _open_unpacked(entry, chunk, content)
     return content, (replace(entry, chunks=(located,)), {located: described})
+
+
+def _unpacked(entry: TensorEntry, chunk: Chunk, raw: bytearray) -> bytearray:
+    return run_sliced(unpack(raw, math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES))
+
+
+def _open_unpacked(entry: TensorEntry, chunk: Chunk, content: bytearray) -> tuple[Chunk, ForeignPayload]:
+    item = replace(chunk, item_offset=0, item_bytes=len(content), transform=None)
+    return _described(entry, item, open_tensor_item(io.BytesIO(content), len(content)))
 
 
 async def opaque_errors(source: RangeSource, entries: Mapping[str, OpaqueEntry]) -> dict[str, Unlocated]:
@@ -353,24 +359,27 @@ async def check_item_records(
     if it has no checksums.
 
     Raises ``CorruptCheckpointError`` in the same cases as a load: an item that is neither a zip nor in torch's older
-    format is damaged. Types that a load accepts only with ``allow`` are not checked. All calls for one checkpoint share
-    ``budgets``."""
+    format is damaged. Raises ``UnsupportedCheckpointError`` for a tensor of a kind that this version does not read,
+    whose checksums are right. Types that a load accepts only with ``allow`` are not checked. All calls for one
+    checkpoint share ``budgets``."""
     if isinstance(item, ValueEntry) and item.item_bytes > MAX_VALUE_BYTES:
         raise CorruptCheckpointError(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
     raw = await read_item(source, item)
 
     def check() -> bool:
         with _about(item, fqn):
-            content = raw
-            if isinstance(item, Chunk) and isinstance(entry, TensorEntry):
-                content, _ = unpack_chunk(fqn, entry, item, raw)
-            elif item.transform:
-                content = run_sliced(budgets.unpacked.unpack(raw, MAX_VALUE_BYTES))
-            bare = isinstance(item, ValueEntry) and item.node == _BARE
+            if isinstance(item, Chunk):
+                assert isinstance(entry, TensorEntry)
+                content = _unpacked(entry, item, raw)
+                _check_records(content)
+                _open_unpacked(entry, item, content)
+                return True
+            content = run_sliced(budgets.values.unpack(raw, MAX_VALUE_BYTES)) if item.transform else raw
+            bare = item.node == _BARE
             if is_older(content) or (bare and not is_zip(content)):
                 return False
             _check_records(content)
-            if isinstance(item, ValueEntry) and not bare:
+            if not bare:
                 with suppress(UnsafeObjectError), budgets.decoding:
                     run_sliced(open_value_item(io.BytesIO(content), len(content), budget=budgets.parts))
             return True
@@ -378,11 +387,17 @@ async def check_item_records(
     return await io_threads().run(check)
 
 
-async def check_opaque_item(source: RangeSource, fqn: str, chunk: Chunk) -> None:
-    """Read an item that only its writer can decode in pieces, and verify the checksums of all its records.
-
-    Compressed items are skipped."""
+async def check_opaque_item(source: RangeSource, fqn: str, chunk: Chunk, budgets: ValueBudgets) -> None:
+    """Read an item that only its writer can decode, and verify the checksums of all its records. It is read in pieces
+    if it is not compressed. All calls for one checkpoint share ``budgets``."""
     if chunk.transform:
+        raw = await read_item(source, chunk)
+
+        def check_unpacked() -> None:
+            with _about(chunk, fqn):
+                _check_records(run_sliced(budgets.tensors.unpack(raw, may_expand(len(raw)))))
+
+        await io_threads().run(check_unpacked)
         return
     item = SourceFile(source, chunk.file, chunk.item_bytes, chunk.item_offset)
 
@@ -418,10 +433,11 @@ async def read_values(
 
 @dataclass(frozen=True, slots=True)
 class ValueBudgets:
-    """The limits of the size to which all values of one call may expand together. A thread holds ``decoding`` while it
-    decodes."""
+    """The limits of the size to which all values of one call may expand together, and all tensors whose size is not
+    known. A thread holds ``decoding`` while it decodes."""
 
-    unpacked: UnpackBudget = field(default_factory=UnpackBudget)
+    values: UnpackBudget = field(default_factory=partial(UnpackBudget, VALUES_ALWAYS_BYTES))
+    tensors: UnpackBudget = field(default_factory=partial(UnpackBudget, TENSORS_ALWAYS_BYTES))
     parts: ValueBudget = field(default_factory=ValueBudget)
     decoding: threading.Lock = field(default_factory=threading.Lock)
 
@@ -484,7 +500,7 @@ def _open_value(
     raw: bytearray, fqn: str, entry: ValueEntry, allow: Allowed, trust: Trust, budgets: ValueBudgets
 ) -> Any:
     with _about(entry, fqn):
-        content = run_sliced(budgets.unpacked.unpack(raw, MAX_VALUE_BYTES)) if entry.transform else raw
+        content = run_sliced(budgets.values.unpack(raw, MAX_VALUE_BYTES)) if entry.transform else raw
         if trust == "pickle":
             return _unpickle(content)
         node = run_sliced(open_value_item(io.BytesIO(content), len(content), frozenset(allow), budgets.parts))
