@@ -96,14 +96,15 @@ async def _holds_checkpoint(store: Store, directory: str) -> bool:
 
 
 @contextmanager
-def all_there(url: str) -> Iterator[None]:
-    """Raise ``CorruptCheckpointError`` if a file is missing that was there when the source was opened."""
+def all_there(url: str, what: str = "was deleted while it was read") -> Iterator[None]:
+    """Raise ``CorruptCheckpointError`` if a file is missing that was there when the source was opened. ``what`` is the
+    text of the error after the name of the file."""
     try:
         yield
     except FileNotFoundError as error:
         if isinstance(error, SidestreamError):
             raise
-        raise CorruptCheckpointError(f"{url}: {error.filename} was deleted while it was read") from error
+        raise CorruptCheckpointError(f"{url}: {error.filename} {what}") from error
 
 
 async def read_metadata(store: Store, directory: str) -> dict[str, Any]:

@@ -58,7 +58,6 @@ from ...errors import (
     MissingKeysError,
     PlannerError,
     ShapeMismatchError,
-    SidestreamError,
     UnsafeObjectError,
     UnsupportedCheckpointError,
     indented,
@@ -89,14 +88,10 @@ class AskedFor:
     names: dict[str, str]
 
     @contextmanager
-    def naming(self, url: str) -> Iterator[None]:
-        """Add the URL, or the FQN in the checkpoint, to errors that are raised in this context."""
+    def naming(self) -> Iterator[None]:
+        """Add the FQN in the checkpoint to errors that are raised in this context."""
         try:
             yield
-        except FileNotFoundError as error:
-            if isinstance(error, SidestreamError):
-                raise
-            raise CorruptCheckpointError(f"{url}: {error.filename} is missing") from error
         except CorruptCheckpointError as error:
             error.fqn = self.names.get(error.fqn or "", error.fqn)
             raise
@@ -437,7 +432,7 @@ class PlannerTarget:
         reader = Reader(source, self.request.options.verify, self._tell, streams)
         dest = {name: item.dest_index.fqn for name, (item, _) in zip(asked_for.names, asked_for.targets, strict=True)}
         try:
-            with asked_for.naming(url):
+            with asked_for.naming():
                 await reader.read(asked_for.wanted, own=manifest.own)
         finally:
             self._touched.update((dest[name], None) for name in reader.touched)
