@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Unpack
 
 import torch.distributed as dist
@@ -229,11 +230,9 @@ class StorageReader(DcpStorageReader):
         entries = values_of(items, load.manifest, load.url)
         if not entries:
             return
+        read = partial(read_bytes, allow=self._allow, trust=self._trust, options="StorageReader")
         with all_there(load.url, "is missing"):
-            found = run_anywhere(
-                lambda: read_bytes(load.source, load.manifest, entries, allow=self._allow, trust=self._trust),
-                load.deadline,
-            )
+            found = run_anywhere(lambda: read(load.source, load.manifest, entries), load.deadline)
         for item in items:
             planner.load_bytes(item, io.BytesIO(found[item.storage_index.fqn]))
 

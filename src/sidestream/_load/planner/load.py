@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -154,17 +154,17 @@ async def read_bytes(
     *,
     allow: Allowed,
     trust: Trust,
+    options: Literal["LoadOptions", "StorageReader"],
 ) -> dict[str, bytes]:
     """Return for each of ``entries`` bytes from which ``torch.load`` makes the value. With ``trust="pickle"`` these are
-    the bytes in the checkpoint. Raises ``UnsafeObjectError``, ``CorruptCheckpointError``."""
+    the bytes in the checkpoint. Raises ``UnsafeObjectError``, which says what to pass to ``options``, and
+    ``CorruptCheckpointError``."""
     if trust == "pickle" and not any(entry.inline for entry in entries.values()):
         return {fqn: await _as_saved(source, entry) for fqn, entry in entries.items()}
     try:
         values = await read_values(source, manifest, entries, allow)
     except UnsafeObjectError as error:
-        error.add_note(
-            'StorageReader(safe_globals=[...]) takes its type, trust="pickle" hands its bytes to the planner'
-        )
+        error.add_note(f'{options}(safe_globals=[...]) takes its type, trust="pickle" hands its bytes to the planner')
         raise
     return await io_threads().run(_saved, values)
 
@@ -337,7 +337,7 @@ class PlannerTarget:
         entries = await threads.run(values_of, values, manifest, self.location.url)
         if entries:
             allow, trust = self.request.allowed, self.request.options.trust
-            self._values = await read_bytes(source, manifest, entries, allow=allow, trust=trust)
+            self._values = await read_bytes(source, manifest, entries, allow=allow, trust=trust, options="LoadOptions")
         self._total, batches = await threads.run(_apportioned, tensors, manifest)
         for batch in batches:
             await self._read_batch(source, batch)
