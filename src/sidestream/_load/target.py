@@ -219,7 +219,7 @@ class StateTarget:
         if self.together is not None:
             assert self._outline is not None
             await agree_on(self.together, self._manifest, plan, url, self.replaced)
-            manifest = await self._outline.read_needed(source, plan)
+            manifest = await self._outline.read_needed(source, plan, entries, url)
             if manifest is not self._manifest:
                 self._manifest = manifest
                 plan, devices, entries = await threads.run(self._match)

@@ -35,6 +35,7 @@ __all__ = [
     "all_there",
     "check_not_replaced",
     "metadata_of",
+    "naming",
     "open_manifest",
     "open_root",
     "read_manifest",
@@ -267,7 +268,7 @@ async def read_manifest(source: RangeSource, location: Location) -> Manifest:
 
 
 async def _whole(source: RangeSource, url: str, root: Root) -> Manifest:
-    with _naming(url):
+    with naming(url):
         parts = await read_parts(source, root, range(len(root.parts)))
         manifest = await io_threads().run_sliced(join, root, parts)
         await io_threads().run_sliced(validate, manifest)
@@ -294,7 +295,7 @@ async def read_root(
         ) from error
     except CorruptCheckpointError as error:
         raise error.within(url) from error
-    with _naming(url):
+    with naming(url):
         if marker is None:
             ours = await io_threads().run(own_manifest_among, sizes)
             if ours is not None:
@@ -348,7 +349,7 @@ def _parse_part(name: str, raw: bytearray, crc: int) -> RankPart:
 
 
 @contextmanager
-def _naming(url: str) -> Iterator[None]:
+def naming(url: str) -> Iterator[None]:
     """Add the URL of the checkpoint to errors that are raised in this context."""
     try:
         yield
@@ -373,7 +374,7 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
             f"{url} was written by another writer, and a server without listings does not say which files it has: copy "
             "it to a directory first"
         )
-    with _naming(url):
+    with naming(url):
         name = manifest_name(marker.save_id)
         sizes[name] = await source.size(name)
         raw = await read_file(source, name, marker.manifest_bytes)
