@@ -180,6 +180,17 @@ async def test_objects_and_modules(tmp_path: Path) -> None:
     assert set(raised.value.written) == {"model.weight", "model.bias"}
 
 
+@pytest.mark.parametrize("planner", [None, DefaultLoadPlanner()], ids=["native", "planner"])
+async def test_a_module_with_inference_tensors(planner: DefaultLoadPlanner | None, tmp_path: Path) -> None:
+    saved = nn.Linear(3, 2)
+    await sidestream.save({"m": saved}, tmp_path / "c")
+    with torch.inference_mode():
+        module = nn.Linear(3, 2)
+    await sidestream.load({"m": module}, tmp_path / "c", options=sidestream.LoadOptions(planner=planner))
+    assert torch.equal(module.weight, saved.weight)
+    assert module.weight.is_inference()
+
+
 @pytest.mark.parametrize("url", ["memory", "local", "process"])
 async def test_every_kind_of_storage(url: str, tmp_path: Path) -> None:
     where = f"memory://{uuid.uuid4().hex}/x" if url == "memory" else str(tmp_path / "x")

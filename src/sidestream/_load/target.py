@@ -9,7 +9,6 @@ import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, filterfalse, islice
 from typing import Any
@@ -24,11 +23,11 @@ from .._layout.composites.building import build_composites, check_types, fill_sp
 from .._layout.flatten import CompositeLeaf, Leaf
 from .._layout.match import LoadPlan, StatefulLoad, match, plain_path
 from .._runtime.caller import run_in_calling_thread
-from .._runtime.state_dict_calls import key_order, monitored
+from .._runtime.state_dict_calls import call_load_state_dict, key_order
 from .._runtime.threads import Steps, clear_gradually, gathered, io_threads, run_sliced, sliced, yielding_gil
 from .._runtime.torch_probes import addresses, copyable, neg_view, plain_bytes
 from .._storage import Location, RangeSource
-from ..errors import LoadStateDictError, StateMismatchError, allocating, indented
+from ..errors import StateMismatchError, allocating
 from .device_streams import streams_of
 from .foreign.items import read_values, why_opaque
 from .group import ManifestOutline, agree_on, open_outline
@@ -95,8 +94,7 @@ async def hand_over(handover: Handover) -> None:
         run_in_calling_thread(leaf.holder.__setitem__, leaf.slot, value)
     for stateful, state_dict in handover.statefuls:
         await asyncio.sleep(0)
-        with monitored(stateful.fqn, stateful.instance, "load_state_dict"):
-            run_in_calling_thread(_load_stateful, stateful, state_dict)
+        call_load_state_dict(stateful.fqn, stateful.instance, state_dict)
 
 
 def _state_dict(
@@ -124,22 +122,6 @@ def _state_dict(
         state_dict = OrderedDict(state_dict)
         state_dict._metadata = stateful.versions  # type: ignore[attr-defined]
     return state_dict
-
-
-def _load_stateful(stateful: StatefulLoad, state_dict: dict[Any, Any]) -> None:
-    inference = isinstance(stateful.instance, torch.nn.Module) and any(
-        parameter.is_inference() for parameter in stateful.instance.parameters()
-    )
-    # Entering a mode that is already active would turn gradients on.
-    mode = nullcontext() if inference == torch.is_inference_mode_enabled() else torch.inference_mode(inference)
-    try:
-        with mode:
-            stateful.instance.load_state_dict(state_dict)
-    except Exception as error:
-        raise LoadStateDictError(
-            f"{stateful.fqn}: {type(stateful.instance).__name__}.load_state_dict raised {type(error).__name__}: "
-            f"{indented(error)}"
-        ) from error
 
 
 def _with_integer_keys(path: tuple[Key, ...], stateful: StatefulLoad) -> tuple[Key, ...]:

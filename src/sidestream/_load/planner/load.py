@@ -46,7 +46,7 @@ from ..._layout.ranges import Box
 from ..._layout.torch_planner import Asked, packed, unpacked
 from ..._layout.values import Allowed, decode_value
 from ..._runtime.caller import run_in_calling_thread
-from ..._runtime.state_dict_calls import FoundObject, call_state_dict, in_order, key_order, monitored
+from ..._runtime.state_dict_calls import call_load_state_dict, objects_in, with_state_dicts
 from ..._runtime.threads import clear_gradually, io_threads, run_sliced, yielding_gil
 from ..._runtime.torch_probes import Stateful, check_tensor, dtype_from_name, dtype_name, storage_info
 from ..._storage import Location, RangeSource
@@ -54,13 +54,11 @@ from ...errors import (
     CorruptCheckpointError,
     DtypeMismatchError,
     InvalidOptionError,
-    LoadStateDictError,
     MissingKeysError,
     PlannerError,
     ShapeMismatchError,
     UnsafeObjectError,
     UnsupportedCheckpointError,
-    indented,
 )
 from ...options import Trust
 from ..device_streams import streams_of
@@ -311,8 +309,8 @@ class PlannerTarget:
                 "a planner is given the keys of the state in order, and these cannot be compared"
             ) from None
         self._planner = Asked(self.request.options.planner, LoadPlanner)
-        answers = {id(one.instance): call_state_dict(one) for one in self._objects()}
-        self._state_dict = {key: answers.get(id(self.state[key]), self.state[key]) for key in keys}
+        answers = with_state_dicts(self.state)
+        self._state_dict = {key: answers[key] for key in keys}
 
     async def open(self) -> Manifest:
         await self.aclose()
@@ -366,14 +364,6 @@ class PlannerTarget:
 
     def written(self) -> tuple[str, ...]:
         return tuple(self._touched)
-
-    def _objects(self) -> list[FoundObject]:
-        """Return the objects in the order in which every rank calls them."""
-        return in_order(
-            FoundObject((key_order(key),), str(key), one)
-            for key, one in self.state.items()
-            if isinstance(one, Stateful)
-        )
 
     # --- the plan ---
 
@@ -465,7 +455,7 @@ class PlannerTarget:
         replaced. Keys that the planner has added are added to the state."""
         self._check_added()  # a planner may also add keys while it receives values
         state: Any = self.state
-        objects = self._objects()
+        objects = objects_in(self.state)
         known = {id(one.instance) for one in objects}
         for key, item in self._state_dict.items():
             owner = state.get(key)
@@ -475,18 +465,7 @@ class PlannerTarget:
         by_name = {str(key): item for key, item in self._state_dict.items()}
         for one in objects:
             if one.name in by_name:
-                with monitored(one.name, one.instance, "load_state_dict"):
-                    run_in_calling_thread(_load_state_dict, one, by_name[one.name])
-
-
-def _load_state_dict(one: FoundObject, state_dict: Any) -> None:
-    try:
-        one.instance.load_state_dict(state_dict)
-    except Exception as error:
-        raise LoadStateDictError(
-            f"{one.name}: {type(one.instance).__qualname__}.load_state_dict raised {type(error).__name__}: "
-            f"{indented(error)}"
-        ) from error
+                call_load_state_dict(one.name, one.instance, by_name[one.name])
 
 
 def _kinds(plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem]]:
