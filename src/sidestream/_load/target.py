@@ -17,10 +17,9 @@ import torch
 
 from .._format.records import DictKey, EmptyEntry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry, parts_of
 from .._group import Operation
-from .._layout.ask import Answers
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types, fill_sparse
-from .._layout.flatten import CompositeLeaf, Leaf
+from .._layout.flatten import Answers, CompositeLeaf, Leaf
 from .._layout.match import LoadPlan, StatefulLoad, match, plain_path
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.state_dict_calls import call_load_state_dict, key_order
