@@ -15,7 +15,6 @@ from .._format.records import Chunk, TensorEntry, written_dtype
 from .._format.transforms import require
 from .._layout.checks import addresses_in, altered, check_digests
 from .._layout.ranges import (
-    Batch,
     Box,
     Direct,
     Payload,
@@ -30,9 +29,8 @@ from .._layout.ranges import (
     straight_batches,
 )
 from .._runtime.caller import run_in_calling_thread
-from .._runtime.steps import chunked
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Steps, Stop, clear_gradually, gathered, io_threads, sliced, yielding_gil
+from .._runtime.threads import Steps, Stop, chunked, clear_gradually, gathered, io_threads, sliced, yielding_gil
 from .._runtime.torch_probes import copyable, dtype_from_name, lazy_bits
 from .._staging import move_small
 from .._storage import RangeSource, ReadRange
@@ -43,7 +41,7 @@ from .jobs import Batches, Check, Memory, Reads, Scratch, memory_of
 
 __all__ = ["Reader", "Wanted", "straight_reads", "whole"]
 
-_Batch: TypeAlias = Batch | StraightBatch
+_Batch: TypeAlias = list[Range] | StraightBatch
 
 _SMALL_BYTES = 64 << 10
 """Copying this many bytes from the cache of the processor costs less than one more read."""
@@ -136,7 +134,7 @@ class Reader:
             ranges, memory = straight_reads(batch, self.straight.tensors, self.verify, self.touched, scratch, stop)
             return Reads(batch.file, ranges, batch.nbytes, memory)
         views, memory = _buffers(batch, targets, scratch)
-        self.touched.update([one.fqn for one in batch.ranges if isinstance(one.into, Direct)])
+        self.touched.update([one.fqn for one in batch if isinstance(one.into, Direct)])
         ranges = [
             ReadRange(
                 one.offset,
@@ -144,9 +142,9 @@ class Reader:
                 partial(self._arrived, one, buffer, targets[one.fqn]),
                 Check(one) if self.verify == "always" else None,
             )
-            for one, buffer in zip(batch.ranges, views, strict=True)
+            for one, buffer in zip(batch, views, strict=True)
         ]
-        return Reads(batch.file, ranges, batch.nbytes, memory)
+        return Reads(batch[0].file, ranges, _nbytes(batch), memory)
 
     def _tell(self, total: int) -> None:
         if self.progress is not None:
@@ -199,7 +197,11 @@ def _plan(
         yield
         ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn], verified))
     planned: list[_Batch] = [*(yield from straight_batches(straight.payloads)), *(yield from batches(ranges))]
-    return planned, sum(batch.nbytes for batch in planned)
+    return planned, sum(map(_nbytes, planned))
+
+
+def _nbytes(batch: _Batch) -> int:
+    return batch.nbytes if isinstance(batch, StraightBatch) else sum(one.nbytes for one in batch)
 
 
 def _ranges(one: Wanted, located: Located, verified: bool = True) -> Iterator[Range]:
@@ -229,17 +231,19 @@ def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
     return dict(gathered((one.fqn, one) for one in wanted))
 
 
-def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: Scratch) -> tuple[list[memoryview], Memory | None]:
+def _buffers(
+    batch: list[Range], targets: Mapping[str, Wanted], scratch: Scratch
+) -> tuple[list[memoryview], Memory | None]:
     """Return the views into which the ranges of a batch are read, and the scratch memory behind some of these views."""
 
     def aside(one: Range) -> bool:
         return not isinstance(one.into, Direct) or targets[one.fqn].target is None
 
-    nbytes = sum(_aligned(one.nbytes) for one in batch.ranges if aside(one))
+    nbytes = sum(_aligned(one.nbytes) for one in batch if aside(one))
     memory = scratch.take(nbytes) if nbytes else None
     views = []
     position = 0
-    for one in batch.ranges:
+    for one in batch:
         target = targets[one.fqn].target
         if isinstance(one.into, Direct) and target is not None:
             views.append(memory_of(target, one.into.start, one.nbytes))

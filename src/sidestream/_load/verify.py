@@ -32,7 +32,7 @@ from .._layout.checks import (
     sidecar_pieces,
     value_pieces,
 )
-from .._layout.ranges import PIECE_BYTES
+from .._layout.ranges import batches
 from .._runtime.abandoned import registered
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import Displayed, Table, public, readable_bytes
@@ -78,8 +78,6 @@ from .open.manifest import open_manifest
 from .operation import LoadLifecycle, reading
 
 __all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
-
-_RUN_PIECES = 256
 
 
 @public
@@ -295,7 +293,7 @@ class Verification:
         threads = io_threads()
         whole = await threads.run(self._whole_items)
         pieces = await self.plan()
-        runs = await threads.run(_runs, pieces)
+        runs = await threads.run_sliced(batches, pieces)
         opaque_bytes = sum(chunk.item_bytes for _, chunk in self._opaque)
         counted = await threads.run(_bytes_of, pieces, whole)
         self.total_bytes = self.done_bytes + counted + opaque_bytes
@@ -466,11 +464,11 @@ class Verification:
         def noting(run: Sequence[Piece]) -> AbstractContextManager[None]:
             return _Noting(partial(self._note_unread, run), run[0].file)
 
-        batches = Batches(self.source, self._reads, report, noting=noting)
+        reading = Batches(self.source, self._reads, report, noting=noting)
         try:
-            await batches.run(runs)
+            await reading.run(runs)
         finally:
-            self.done_bytes += batches.nbytes
+            self.done_bytes += reading.nbytes
 
     def _reads(self, run: Sequence[Piece], scratch: Scratch, stop: Stop | None) -> Reads:
         """Return the reads for a run of pieces of one file. Called in a thread."""
@@ -560,22 +558,6 @@ def _differences(
             CorruptCheckpointError(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file)
         )
     return found
-
-
-@sliced
-def _runs(pieces: list[Piece]) -> Steps[list[list[Piece]]]:
-    """Return runs of pieces, by offset. The pieces of a run are in one file, and are read together."""
-    runs: list[list[Piece]] = []
-    nbytes = 0
-    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):
-        yield
-        full = not runs or len(runs[-1]) == _RUN_PIECES or nbytes + piece.nbytes > PIECE_BYTES
-        if full or runs[-1][0].file != piece.file:
-            runs.append([])
-            nbytes = 0
-        runs[-1].append(piece)
-        nbytes += piece.nbytes
-    return runs
 
 
 def _damage(error: SidestreamError) -> Damage:

@@ -47,7 +47,7 @@ from ..._layout.torch_planner import Asked, packed, unpacked
 from ..._layout.values import Allowed, decode_value
 from ..._runtime.caller import run_in_calling_thread
 from ..._runtime.state_dict_calls import call_load_state_dict, objects_in, with_state_dicts
-from ..._runtime.threads import clear_gradually, io_threads, run_sliced, yielding_gil
+from ..._runtime.threads import by_size, clear_gradually, io_threads, run_sliced, yielding_gil
 from ..._runtime.torch_probes import Stateful, check_tensor, dtype_from_name, dtype_name, storage_info
 from ..._storage import Location, RangeSource
 from ...errors import (
@@ -209,16 +209,7 @@ def _missing(url: str, item: ReadItem) -> MissingKeysError:
 
 
 def in_batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
-    batch: list[ReadItem] = []
-    elements = 0
-    for item in yielding_gil(items):
-        if batch and elements + math.prod(item.lengths) > _BATCH_BYTES // 4:
-            yield batch
-            batch, elements = [], 0
-        batch.append(item)
-        elements += math.prod(item.lengths)
-    if batch:
-        yield batch
+    return by_size(yielding_gil(items), lambda item: math.prod(item.lengths), _BATCH_BYTES // 4)
 
 
 # --- the metadata for planners ---
