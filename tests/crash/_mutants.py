@@ -198,7 +198,7 @@ MUTANTS = (
     Mutant("blocks are not verified", "_load/jobs.py",
            '        self._expected = unpack_crcs(one.crcs or b"")\n', "        self._expected = ()\n", "corruption"),
     Mutant("small tensors are not verified", "_load/reader.py",
-           "                if crc != saved:\n", "                if False:\n", "corruption"),
+           "                    if crc != saved:\n", "                    if False:\n", "corruption"),
     Mutant("the manifest is not verified", "_load/open/manifest.py", "    if crc32(raw) != marker.manifest_crc:\n",
            "    if False:\n", "corruption"),
     Mutant("stock DCP's checksums are not looked at", "_load/jobs.py",

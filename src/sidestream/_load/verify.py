@@ -57,7 +57,6 @@ from ..errors import (
     SidestreamError,
     UnsafeObjectError,
     UnsupportedCheckpointError,
-    allocating,
     printable_lines,
 )
 from ..options import Progress, Storage, check_timeout, storage_of
@@ -472,17 +471,13 @@ class Verification:
 
     def _reads(self, run: Sequence[Piece], scratch: Scratch, stop: Stop | None) -> Reads:
         """Return the reads for a run of pieces of one file. Called in a thread."""
-        nbytes = sum(piece.nbytes for piece in run)
-        with allocating(f"verifying {run[0].file}"):
-            memory = scratch.take(nbytes)
-        view = memoryview(memory)
-        ranges = []
-        position = 0
-        for piece in run:
-            into = view[position : position + piece.nbytes]
-            ranges.append(ReadRange(piece.offset, into, partial(self._check, piece, into)))
-            position += piece.nbytes
-        return Reads(run[0].file, ranges, nbytes, memory)
+        sizes = [piece.nbytes for piece in run]
+        memory, views = scratch.views(sizes)
+        ranges = [
+            ReadRange(piece.offset, view, partial(self._check, piece, view))
+            for piece, view in zip(run, views, strict=True)
+        ]
+        return Reads(run[0].file, ranges, sum(sizes), memory)
 
     def _check(self, piece: Piece, view: memoryview) -> None:
         """Compare a piece. Called in a thread of the store when the bytes have arrived."""

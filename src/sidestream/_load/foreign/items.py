@@ -178,17 +178,12 @@ class _Locating:
 
     def _reads(self, zips: _Zips, scratch: Scratch, stop: Stop | None) -> Reads:
         """Return the reads of zips, which are opened when all of them have arrived. Called in a thread."""
-        nbytes = sum(nbytes for _, nbytes in zips.spans)
-        memory = scratch.take(nbytes)
-        view = memoryview(memory)
-        parts: list[memoryview] = []
-        for _, part_bytes in zips.spans:
-            parts.append(view[:part_bytes])
-            view = view[part_bytes:]
+        sizes = [nbytes for _, nbytes in zips.spans]
+        memory, parts = scratch.views(sizes)
         earlier = iter(zips.spans[1:])  # the arrivals before the last one take these; next() is atomic
         arrived = partial(self._arrived, zips, parts, earlier, stop)
         ranges = [ReadRange(start, part, arrived) for (start, _), part in zip(zips.spans, parts, strict=True)]
-        return Reads(zips.file, ranges, nbytes, memory)
+        return Reads(zips.file, ranges, sum(sizes), memory)
 
     def _arrived(self, zips: _Zips, parts: Sequence[memoryview], earlier: Iterator[object], stop: Stop | None) -> None:
         if next(earlier, None) is not None:
