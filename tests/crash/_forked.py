@@ -417,7 +417,7 @@ class _Child:
         await self.steps(run)
 
 
-_OF_THE_PROCESS = ("sidestream-io", "sidestream-parse", "sidestream-read", "sidestream-watch")
+_OF_THE_PROCESS = ("sidestream-io", "sidestream-read", "sidestream-watch")
 
 
 def usage() -> dict[str, int]:
@@ -431,8 +431,7 @@ def usage() -> dict[str, int]:
         "fds": len(os.listdir("/proc/self/fd")),
         # the pool of the process grows to its size when several hops happen to meet
         "threads": sum(
-            one.name not in ("sidestream-io", "sidestream-parse", "sidestream-read", "sidestream-watch")
-            for one in threading.enumerate()
+            one.name not in ("sidestream-io", "sidestream-read", "sidestream-watch") for one in threading.enumerate()
         ),
     }
 

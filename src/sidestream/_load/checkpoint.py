@@ -59,7 +59,7 @@ from ..options import (
     storage_of,
 )
 from .device_streams import Streams, streams_of
-from .foreign.items import read_values, why_opaque
+from .foreign.items import read_values, refuse_opaque
 from .new_tensors import NewTensors, new_tensors
 from .open.manifest import all_there, check_not_replaced, open_manifest, replaced, was_replaced
 from .open.mmap import map_tensors
@@ -530,12 +530,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         return Entries(chosen)
 
     async def _refuse(self, source: RangeSource, opaque: Mapping[str, OpaqueEntry]) -> None:
-        """Raise an error if there are such tensors. It names the first one, and says how many there are."""
-        if not opaque:
-            return
-        error = await why_opaque(source, *next(iter(opaque.items())))
-        others = f"; {len(opaque)} such tensors were requested: leave them out with select=" if len(opaque) > 1 else ""
-        raise error.within(self.url, others)
+        several = "; {} such tensors were requested: leave them out with select="
+        await refuse_opaque(source, self.url, opaque, several)
 
     def _entry(self, fqn: str) -> Entry:
         try:

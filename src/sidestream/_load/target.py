@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._format.records import DictKey, EmptyEntry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry, parts_of
+from .._format.records import DictKey, EmptyEntry, Key, Manifest, TensorEntry, ValueEntry, parts_of
 from .._group import Operation
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types, fill_sparse
@@ -28,7 +28,7 @@ from .._runtime.torch_probes import addresses, copyable, neg_view, plain_bytes
 from .._storage import Location, RangeSource
 from ..errors import StateMismatchError, allocating
 from .device_streams import streams_of
-from .foreign.items import read_values, why_opaque
+from .foreign.items import opaque_entries, read_values, refuse_opaque
 from .group import ManifestOutline, agree_on, open_outline
 from .new_tensors import new_tensors
 from .open.manifest import open_manifest, was_replaced
@@ -196,7 +196,10 @@ class StateTarget:
         threads, url, source = io_threads(), self.location.url, self._source
         assert source is not None
         plan, devices, entries = await threads.run(self._match)
-        await _refuse_opaque(source, url, plan)
+        there = plan.names.manifest.entries
+        opaque = opaque_entries({fqn: there[fqn] for fqn in plan.opaque})
+        several = "; the target requests {} such tensors"
+        await refuse_opaque(source, url, opaque, several, " (nothing was changed)")
         if self.together is not None:
             assert self._outline is not None
             await agree_on(self.together, self._manifest, plan, url, self.replaced)
@@ -450,16 +453,3 @@ def _count_versions(plan: LoadPlan) -> Steps[None]:
     while some := list(islice(tensors, 64)):
         torch.autograd.graph.increment_version(list(filterfalse(torch.Tensor.is_inference, some)))
         yield
-
-
-async def _refuse_opaque(source: RangeSource, url: str, plan: LoadPlan) -> None:
-    """Raise an error if the target requests tensors that cannot be read. It names the first one, and says how many
-    there are."""
-    if not plan.opaque:
-        return
-    fqn = plan.opaque[0]
-    entry = plan.names.manifest.entries[fqn]
-    assert isinstance(entry, OpaqueEntry)
-    error = await why_opaque(source, fqn, entry)
-    others = f"; the target requests {len(plan.opaque)} such tensors" if len(plan.opaque) > 1 else ""
-    raise error.within(url, f"{others} (nothing was changed)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,11 +25,10 @@ from ..._layout.values import NOTHING_ALLOWED, Allowed, decode_value
 from ..._runtime.threads import (
     Steps,
     Stop,
-    Threads,
-    TorchThreads,
     clear_gradually,
     current_deadline,
     io_threads,
+    read_threads,
     run_sliced,
     sliced,
     yielding_gil,
@@ -59,11 +57,12 @@ __all__ = [
     "locate_one",
     "opaque_entries",
     "opaque_errors",
+    "read_as_saved",
     "read_item",
     "read_values",
+    "refuse_opaque",
     "sorted_out",
     "unpack_chunk",
-    "why_opaque",
 ]
 
 Located: TypeAlias = tuple[TensorEntry, dict[Chunk, ForeignPayload]]
@@ -82,7 +81,7 @@ _AT_A_TIME = 2  # zips that are opened between two looks at the clock; one takes
 _BARE = {"stored": "bytes"}  # bytes in a format of the planner
 MAX_VALUE_BYTES = 64 << 20
 """The largest item of a value from another writer that is read."""
-_PARSING_THREADS = 4
+_MOST_SAVED_BYTES = 1 << 30  # of a value that a planner unpickles
 _LOOP_GRACE_S = 5.0
 
 T = TypeVar("T")
@@ -314,12 +313,16 @@ async def opaque_errors(source: RangeSource, entries: Mapping[str, OpaqueEntry])
     return await io_threads().run(_opaque_errors, entries, errors)
 
 
-async def why_opaque(source: RangeSource, fqn: str, entry: OpaqueEntry) -> SidestreamError:
-    """Return the error of one tensor as ``opaque_errors`` does. Raises ``FileNotFoundError``."""
-    why = (await opaque_errors(source, {fqn: entry}))[fqn]
-    if isinstance(why, FileNotFoundError):
-        raise why
-    return why
+async def refuse_opaque(
+    source: RangeSource, url: str, opaque: Mapping[str, OpaqueEntry], several: str, end: str = ""
+) -> None:
+    """Raise an error if there are such tensors. It names the first one, and has the text ``several`` with their number
+    if there are more, and ``end``. Raises ``FileNotFoundError`` too."""
+    for fqn, entry in opaque.items():
+        why = (await opaque_errors(source, {fqn: entry}))[fqn]
+        if isinstance(why, FileNotFoundError):
+            raise why
+        raise why.within(url, (several.format(len(opaque)) if len(opaque) > 1 else "") + end)
 
 
 @sliced
@@ -512,6 +515,19 @@ def _unpickle(content: bytearray) -> Any:
         raise UnsupportedCheckpointError(f"it cannot be unpickled here: {type(error).__name__}: {error}") from error
 
 
+async def read_as_saved(source: RangeSource, entry: ValueEntry) -> bytes:
+    """Return the bytes that were pickled, for a planner that unpickles them. Raises ``CorruptCheckpointError``."""
+    raw = await read_item(source, entry)
+
+    def checked() -> bytes:
+        content = run_sliced(unpack(raw, _MOST_SAVED_BYTES)) if entry.transform else raw
+        if is_zip(content):
+            _check_records(content)  # torch does not verify checksums
+        return bytes(content)
+
+    return await io_threads().run(checked)
+
+
 def _check_records(content: bytearray) -> None:
     TorchZip(io.BytesIO(content), len(content)).check()
 
@@ -538,8 +554,8 @@ async def read_item(source: RangeSource, item: Chunk | ValueEntry) -> bytearray:
 class SourceFile(Seekable):
     """A readable view of ``nbytes`` of a file in a source, from ``start`` on, for code in a worker thread.
 
-    The loop on which this object was created reads the bytes, and ``run`` runs the code. A thread of the shared pool
-    must not wait for these reads, because they need a thread of that pool themselves.
+    The loop on which this object was created reads the bytes, and ``run`` runs the code in one of ``read_threads``. A
+    thread of ``io_threads`` must not wait for these reads, because they need such a thread themselves.
     """
 
     def __init__(self, source: RangeSource, file: str, nbytes: int, start: int = 0) -> None:
@@ -562,7 +578,7 @@ class SourceFile(Seekable):
                     raise self._failure from None
                 raise
 
-        return await _parsing_threads().run(work)
+        return await read_threads().run(work)
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         nbytes = max(0, min(len(buffer), self._nbytes - self._position))
@@ -591,24 +607,3 @@ class SourceFile(Seekable):
             if isinstance(error, SidestreamError):
                 raise
             raise current_deadline().exceeded(f"reading {self._name}") from error
-
-
-_parsing: Threads | None = None
-_parsing_lock = threading.Lock()
-
-
-def _parsing_threads() -> Threads:
-    """Return the threads of this process that parse files while the shared pool reads them."""
-    global _parsing
-    with _parsing_lock:
-        if _parsing is None:
-            _parsing = TorchThreads("sidestream-parse", _PARSING_THREADS)
-        return _parsing
-
-
-def _forget_after_fork() -> None:
-    global _parsing, _parsing_lock
-    _parsing, _parsing_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)

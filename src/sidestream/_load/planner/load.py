@@ -38,8 +38,6 @@ from ..._format.records import (
     itemsize,
     written_dtype,
 )
-from ..._format.torch_zip.zip import TorchZip, is_zip
-from ..._format.transforms import unpack
 from ..._group import Operation
 from ..._layout.names import castable
 from ..._layout.ranges import Box
@@ -62,7 +60,7 @@ from ...errors import (
 )
 from ...options import Trust
 from ..device_streams import streams_of
-from ..foreign.items import read_item, read_values
+from ..foreign.items import read_as_saved, read_values
 from ..group import one_checkpoint
 from ..open.manifest import open_manifest, was_replaced
 from ..reader import Reader, Wanted
@@ -72,7 +70,6 @@ __all__ = ["PlannerTarget", "in_batches", "metadata_of", "read_bytes", "targets_
 
 
 _VERSION = "1.0.0"
-_MAX_BYTES = 1 << 30
 _BATCH_BYTES = 1 << 30  # limits the memory of planners that make a tensor for each item
 
 
@@ -158,25 +155,13 @@ async def read_bytes(
     the bytes in the checkpoint. Raises ``UnsafeObjectError``, which says what to pass to ``options``, and
     ``CorruptCheckpointError``."""
     if trust == "pickle" and not any(entry.inline for entry in entries.values()):
-        return {fqn: await _as_saved(source, entry) for fqn, entry in entries.items()}
+        return {fqn: await read_as_saved(source, entry) for fqn, entry in entries.items()}
     try:
         values = await read_values(source, manifest, entries, allow)
     except UnsafeObjectError as error:
         error.add_note(f'{options}(safe_globals=[...]) takes its type, trust="pickle" hands its bytes to the planner')
         raise
     return await io_threads().run(_saved, values)
-
-
-async def _as_saved(source: RangeSource, entry: ValueEntry) -> bytes:
-    raw = await read_item(source, entry)
-
-    def checked() -> bytes:
-        content = run_sliced(unpack(raw, _MAX_BYTES)) if entry.transform else raw
-        if is_zip(content):
-            TorchZip(io.BytesIO(content), len(content)).check()  # torch does not compare the checksums
-        return bytes(content)
-
-    return await io_threads().run(checked)
 
 
 def _saved(values: Mapping[str, Any]) -> dict[str, bytes]:
