@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from ..._format.checksum import crc32
-from ..._format.manifest import parse_manifest, parse_metadata_line
+from ..._format.manifest import parse_metadata_line
 from ..._format.marker import METADATA_NAME, Marker, manifest_name
 from ..._format.records import Manifest
 from ..._format.shared import RankPart, Root, join, parse_part, part_name
@@ -27,6 +27,7 @@ from ..foreign.manifests import (
     read_file,
     read_file_manifest,
     read_foreign_manifest,
+    read_own_manifest,
     read_part_markers,
 )
 from .steps import Step, committed_marker, newest_committed, own_manifest_among, read_marker, steps_among
@@ -363,7 +364,6 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
     """Read the manifest on storage without listings. The marker has the size of the manifest, and the manifest has the
     names of the files."""
     try:
-        sizes = {METADATA_NAME: await source.size(METADATA_NAME)}
         marker = await read_marker(source)
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"no committed checkpoint at {url}: there is no {METADATA_NAME}") from error
@@ -375,13 +375,9 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
             "it to a directory first"
         )
     with naming(url):
-        name = manifest_name(marker.save_id)
-        sizes[name] = await source.size(name)
-        raw = await read_file(source, name, marker.manifest_bytes)
-        named = await io_threads().run(_parse, name, raw, marker)
-        for file in _head(named).files:
-            sizes[file] = await source.size(file)
-        manifest = await _own_manifest(source, marker, sizes)
+        manifest = await _read_marked(source, marker, await source.size(manifest_name(marker.save_id)))
+        files = _head(manifest).files
+        await io_threads().run(check_sizes, files, {file: await source.size(file) for file in files})
         if isinstance(manifest, Manifest):
             await io_threads().run_sliced(validate, manifest)
     return manifest
@@ -400,29 +396,20 @@ async def _own_manifest_listed(source: RangeSource, marker: Marker, sizes: Mappi
 
 
 async def _own_manifest(source: RangeSource, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
-    name = manifest_name(marker.save_id)
-    if sizes.get(name) != marker.manifest_bytes:
-        raise CorruptCheckpointError(
-            f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name
-        )
-    raw = await read_file(source, name, marker.manifest_bytes)
-    return await io_threads().run(_parse_checked, name, raw, marker, sizes)
-
-
-def _parse_checked(name: str, raw: bytearray, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
-    manifest = _parse(name, raw, marker)
-    head = _head(manifest)
-    if (head.save_id, head.step, head.generation) != (marker.save_id, marker.step, marker.generation):
-        raise CorruptCheckpointError(f"{name} belongs to another save than the marker", file=name)
-    check_sizes(head.files, sizes)
+    manifest = await _read_marked(source, marker, sizes.get(manifest_name(marker.save_id), 0))
+    await io_threads().run(check_sizes, _head(manifest).files, sizes)
     return manifest
+
+
+async def _read_marked(source: RangeSource, marker: Marker, nbytes: int) -> Manifest | Root:
+    """Return the manifest that ``marker`` names, whose file has ``nbytes``."""
+
+    def belongs(manifest: Manifest | Root) -> bool:
+        head = _head(manifest)
+        return (head.save_id, head.step, head.generation) == (marker.save_id, marker.step, marker.generation)
+
+    return await read_own_manifest(source, manifest_name(marker.save_id), marker, nbytes, belongs)
 
 
 def _head(manifest: Manifest | Root) -> Manifest:
     return manifest if isinstance(manifest, Manifest) else manifest.manifest
-
-
-def _parse(name: str, raw: bytearray, marker: Marker) -> Manifest | Root:
-    if crc32(raw) != marker.manifest_crc:
-        raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the marker", file=name)
-    return run_sliced(parse_manifest(raw))
