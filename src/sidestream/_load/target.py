@@ -156,7 +156,6 @@ class _Prepared:
     values: Mapping[str, Any]
     handover: Handover
     loaded: tuple[str, ...]
-    pointers: Mapping[str, int]
 
 
 @dataclass(slots=True)
@@ -256,12 +255,10 @@ class StateTarget:
             return (*plan.tensors, *(leaf.fqn for leaf in plan.sparse))
         if self.request.options.atomic:
             return ()
-        straight = {fqn: tensor.data_ptr() for fqn, tensor in plan.straight.tensors.items()}
-        pointers = {**straight, **self._prepared.pointers}
-        touched = {pointers[name] for name in reader.touched if name in pointers}
-        names = (name for name, pointer in pointers.items() if pointer in touched)
-        found = (name if name in straight else plan.local[name].fqn for name in names)
-        return tuple(dict.fromkeys([*self._written, *found]))
+        touched = reader.touched.difference(*plan.shared)  # those are read into other memory first
+        straight = [fqn for fqn in plan.straight.tensors if fqn in touched]
+        local = [plan.local[name].fqn for name, leader in plan.leaders.items() if leader in touched]
+        return tuple(dict.fromkeys([*self._written, *straight, *local]))
 
     @property
     def nbytes(self) -> int:
@@ -344,9 +341,7 @@ class StateTarget:
         inside = {part for fqn in (*plan.wholes, *plan.composites) for part in parts_of(fqn, entries)}
         names = (fqn for fqn in yielding_gil(entries) if fqn not in inside)
         loaded = tuple(fqn for fqn in names if fqn in there or fqn in values)
-        local = (one for one in plan.local.items() if one[0] not in aside)
-        pointers = dict(gathered((name, one.tensor.data_ptr()) for name, one in local))
-        return _Prepared(plan, reader, places, wanted, copied, fresh, values, handover, loaded, pointers)
+        return _Prepared(plan, reader, places, wanted, copied, fresh, values, handover, loaded)
 
     def _aside(self, plan: LoadPlan, fqns: Iterable[str]) -> dict[str, Wanted]:
         there = _empty({fqn: plan.local[fqn].tensor for fqn in fqns})
