@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .._format.records import MAX_PATH_DEPTH, DictKey, Key
+from .._format.records import MAX_PATH_DEPTH, SAVED_DTYPES, DictKey, Key, shape_problem
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.state_dict_calls import state_dicts_in_order
 from .._runtime.torch_probes import PLAIN_TENSORS, Stateful
 from .._staging import Composite, Form, consists_of_others, dismantle, settled
-from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError
+from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError
 
 __all__ = [
     "Answers",
@@ -24,6 +24,7 @@ __all__ = [
     "Leaf",
     "LeafKind",
     "StatefulRoot",
+    "check_saved",
     "is_mapping",
     "is_stateful",
     "is_value",
@@ -253,6 +254,14 @@ def is_value(items: list[Any]) -> bool:
         or is_stateful(item)
         for item in items
     )
+
+
+def check_saved(fqn: str, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raise ``UnsupportedTensorError`` for a tensor that no reader would accept."""
+    if dtype not in SAVED_DTYPES:
+        raise UnsupportedTensorError(f"{fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
+    if problem := shape_problem(dtype, shape):
+        raise UnsupportedTensorError(f"{fqn}: cannot save a tensor of {problem}")
 
 
 def _dict_key(key: Any, fqn: str) -> Key:
