@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._format.records import DictKey, EmptyEntry, Key, Manifest, TensorEntry, ValueEntry, parts_of
+from .._format.records import DictKey, EmptyEntry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry, parts_of
 from .._group import Operation
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types, fill_sparse
@@ -195,10 +195,10 @@ class StateTarget:
         threads, url, source = io_threads(), self.location.url, self._source
         assert source is not None
         plan, devices, entries = await threads.run(self._match)
-        there = plan.names.manifest.entries
-        opaque = opaque_entries({fqn: there[fqn] for fqn in plan.opaque})
-        several = "; the target requests {} such tensors"
-        await refuse_opaque(source, url, opaque, several, " (nothing was changed)")
+        if plan.opaque:
+            opaque = await threads.run(_opaque, plan)
+            several = "; the target requests {} such tensors"
+            await refuse_opaque(source, url, opaque, several, " (nothing was changed)")
         if self.together is not None:
             assert self._outline is not None
             await agree_on(self.together, self._manifest, plan, url, self.replaced)
@@ -427,6 +427,11 @@ def _laid_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         view = view.conj() if one.is_conj() else view
         found.append(neg_view(view) if one.is_neg() else view)
     return found
+
+
+def _opaque(plan: LoadPlan) -> dict[str, OpaqueEntry]:
+    entries = plan.names.manifest.entries
+    return opaque_entries({fqn: entries[fqn] for fqn in yielding_gil(plan.opaque)})
 
 
 def _value_entries(plan: LoadPlan) -> dict[str, ValueEntry]:

@@ -463,11 +463,11 @@ class Verification:
         def noting(run: Sequence[Piece]) -> AbstractContextManager[None]:
             return _Noting(partial(self._note_unread, run), run[0].file)
 
-        reading = Batches(self.source, self._reads, report, noting=noting)
+        checked = Batches(self.source, self._reads, report, noting=noting)
         try:
-            await reading.run(runs)
+            await checked.run(runs)
         finally:
-            self.done_bytes += reading.nbytes
+            self.done_bytes += checked.nbytes
 
     def _reads(self, run: Sequence[Piece], scratch: Scratch, stop: Stop | None) -> Reads:
         """Return the reads for a run of pieces of one file. Called in a thread."""

@@ -316,8 +316,8 @@ async def opaque_errors(source: RangeSource, entries: Mapping[str, OpaqueEntry])
 async def refuse_opaque(
     source: RangeSource, url: str, opaque: Mapping[str, OpaqueEntry], several: str, end: str = ""
 ) -> None:
-    """Raise an error if there are such tensors. It names the first one, and has the text ``several`` with their number
-    if there are more, and ``end``. Raises ``FileNotFoundError`` too."""
+    """Raise the error of the first of these tensors, if there are any, or ``FileNotFoundError``. It ends with
+    ``several``, in which ``{}`` stands for their number, if there are more of them, and with ``end``."""
     for fqn, entry in opaque.items():
         why = (await opaque_errors(source, {fqn: entry}))[fqn]
         if isinstance(why, FileNotFoundError):
