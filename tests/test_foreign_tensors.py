@@ -4,11 +4,14 @@ else in its checkpoint can be read."""
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import pickle
+import struct
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -191,6 +194,28 @@ async def test_a_compressed_one(tmp_path: Path) -> None:
         await (await sidestream.open_checkpoint(path)).tensor("m.weight")
     report = await sidestream.verify(path)
     assert (report.ok, report.unreadable) == (True, ("m.weight",))
+
+
+async def test_verify_finds_damage_in_a_compressed_one(kind: str, tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    path = stock(kind, tmp_path / "c", _extensions=[ZStandard()])
+    report = await sidestream.verify(path)
+    assert (report.ok, report.unverified, report.unreadable) == (True, (), ("m.weight",))
+
+    (shard,) = path.glob("*.distcp")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    index, place = next(one for one in metadata.storage_data.items() if one[0].fqn == "m.weight")
+    raw = shard.read_bytes()
+    content = bytearray(zstandard.ZstdDecompressor().stream_reader(raw[place.offset :][: place.length]).read())
+    header = zipfile.ZipFile(io.BytesIO(content)).getinfo("archive/data/0").header_offset
+    content[header + 30 + sum(struct.unpack_from("<HH", content, header + 26))] ^= 1  # the first byte of the record
+    item = zstandard.ZstdCompressor().compress(bytes(content))
+    metadata.storage_data[index] = dataclasses.replace(place, offset=len(raw), length=len(item))
+    shard.write_bytes(raw + item)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    report = await sidestream.verify(path)
+    assert [damage.fqn for damage in report.damaged] == ["m.weight"]
+    assert report.unreadable == ()
 
 
 async def test_a_metadata_that_claims_more_than_an_item_has_is_damage_of_that_tensor(tmp_path: Path) -> None:

@@ -23,8 +23,7 @@ from states import assert_same, model_and_optimizer
 
 import sidestream
 from sidestream import errors
-from sidestream._layout.ask import Answers
-from sidestream._layout.flatten import leaves_of
+from sidestream._layout.flatten import Answers, leaves_of
 from sidestream._load.reader import Reader, Wanted
 from sidestream._storage import ReadRange
 from sidestream._storage.store import coalesce

@@ -22,7 +22,7 @@ from sidestream._layout import match as matching
 from sidestream._layout.ranges import Straight, StraightBatch, straight_batches
 from sidestream._load.jobs import Scratch
 from sidestream._load.new_tensors import new_tensors
-from sidestream._load.reader import straight_reads
+from sidestream._load.reader import Reader
 from sidestream._runtime import threads
 from sidestream._runtime.steps import at_once
 from sidestream._runtime.threads import Stop
@@ -184,9 +184,8 @@ def test_batches_and_spans() -> None:
     batches = at_once(straight_batches({"file": list(reversed(payloads))}))
     assert all(batch.nbytes == sum(one[1] for one in batch.payloads) <= 16 << 20 for batch in batches)
     assert sum(batch.nbytes for batch in batches) == sum(tensor.nbytes for tensor in tensors.values())
-    reads = [
-        read for batch in batches for read in straight_reads(batch, tensors, "always", set(), Scratch(), Stop())[0]
-    ]
+    reader = Reader(None, "always", straight=Straight(tensors))  # type: ignore[arg-type]
+    reads = [read for batch in batches for read in reader.straight_reads(batch, Scratch(), Stop())[0]]
     assert len(reads) < 20
     ends = [read.offset + len(read.into) for read in reads]
     assert all(end <= read.offset for end, read in zip(ends, reads[1:], strict=False))

@@ -83,7 +83,7 @@ _OBJECTS = "_storage/object_store/transaction.py"
 _OVER = "a save over another"
 _SIDECARS = '    """Every byte of a sidecar file."""\n'
 _FOUND = "_Replaced(version, marked_id, frozenset(ids - {save_id})"
-_READ_FILE = "            await self._read(files, NewTensors({}, wanted), None, await streams_of([]))\n"
+_READ_FILE = "            await self._read(files, NewTensors({}, wanted), Streams())\n"
 
 MUTANTS = (
     # syncs left out, or in the wrong place
@@ -198,16 +198,16 @@ MUTANTS = (
     Mutant("blocks are not verified", "_load/jobs.py",
            '        self._expected = unpack_crcs(one.crcs or b"")\n', "        self._expected = ()\n", "corruption"),
     Mutant("small tensors are not verified", "_load/reader.py",
-           "                if crc != saved:\n", "                if False:\n", "corruption"),
-    Mutant("the manifest is not verified", "_load/open/manifest.py", "    if crc32(raw) != marker.manifest_crc:\n",
-           "    if False:\n", "corruption"),
+           "                    if crc != saved:\n", "                    if False:\n", "corruption"),
+    Mutant("the manifest is not verified", "_load/foreign/manifests.py",
+           "        if crc32(raw) != marker.manifest_crc:\n", "        if False:\n", "corruption"),
     Mutant("stock DCP's checksums are not looked at", "_load/jobs.py",
            "            self._step, self._expected = one.nbytes, (one.crc,)\n", "            pass\n", "stock"),
     Mutant("a renamed step is believed", "_load/open/steps.py",
            "    if (marker.step, marker.generation) != found.order:\n",
            "    if False:\n", "renamed"),
     Mutant("sidecar files are not verified", "_load/checkpoint.py", _READ_FILE,
-           "            await Reader(files.source, 'manifest', None, await streams_of([])).read(wanted, own=True)\n",
+           "            await Reader(files.source, 'manifest').read(wanted, own=True)\n",
            "corruption"),
     Mutant("verify passes sidecar files over", "_layout/checks.py", _SIDECARS,
            _SIDECARS + "    return\n", "corruption"),

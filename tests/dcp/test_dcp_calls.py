@@ -17,8 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _dcp_kinds import FILE, OURS
 from states import assert_same
-from stock import blank, nested_state
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from stock import blank, nested_state, stock_save
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import sidestream
@@ -227,6 +227,19 @@ def test_steps_out_of_order(tmp_path: Path) -> None:
         writer.prepare_global_plan([])
     with pytest.raises(InvalidOptionError, match="comes first"):
         reader.read_data(dcp.LoadPlan([]), dcp.DefaultLoadPlanner())
+
+
+@pytest.mark.parametrize("lost", ["tensor", "value"])
+def test_files_that_are_deleted_between_two_steps(lost: str, tmp_path: Path) -> None:
+    state: dict[str, Any] = {"t": torch.arange(5.0)} if lost == "tensor" else {"v": {1, 2}}
+    stock_save(state, tmp_path / "c")
+    reader, planner = StorageReader(tmp_path / "c"), DefaultLoadPlanner()
+    reader.reset()
+    planner.set_up_planner(blank(state), reader.read_metadata(), True)
+    (shard,) = (tmp_path / "c").glob("*.distcp")
+    shard.unlink()
+    with pytest.raises(errors.CorruptCheckpointError, match=rf"{tmp_path}/c: .*{shard.name} is missing"):
+        reader.read_data(planner.create_local_plan(), planner)
 
 
 def test_writer_and_reader_travel_to_another_process(tmp_path: Path) -> None:

@@ -685,8 +685,8 @@ def own_disks(rank: int, world: int, directory: Path) -> list[Any]:
     return [run(restore(mine)), run(restore(directory / "disk0"))]
 
 
-def damage(checkpoint: Path) -> None:
-    path = checkpoint / "__1_1.distcp"
+def damage(checkpoint: Path, file: str = "__1_1.distcp") -> None:
+    (path,) = checkpoint.glob(file)
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)

@@ -179,14 +179,14 @@ def seen_by_some(rank: int, world: int, directory: Path, who: int, planner: bool
     return dict(run(work()))
 
 
-def altered(rank: int, world: int, directory: Path) -> dict[str, Any]:
+def altered(rank: int, world: int, directory: Path, file: str) -> dict[str, Any]:
     """No other checkpoint takes the place of the one with a damaged file."""
     race = Race(rank, world, directory)
 
     async def work() -> dict[str, Any]:
         await race.save()
         if rank == 0:
-            damage(race.path)
+            damage(race.path, file)
         dist.barrier()
         return await race.load()
 

@@ -7,6 +7,7 @@ import gc
 import json
 import uuid
 import zlib
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _planned import LOAD_STEPS, SAVE_STEPS, Doubling, Dropping, Gated, Halving, Renaming, RenamingBack, failing
 from keywords import for_load, for_save
+from stock import stock_save
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
@@ -27,6 +29,7 @@ from sidestream.errors import (
     InvalidOptionError,
     LoadStateDictError,
     PlannerError,
+    UnsafeObjectError,
     UnsupportedTensorError,
 )
 
@@ -175,6 +178,17 @@ async def test_objects_and_modules(tmp_path: Path) -> None:
             {"model": Refusing(4, 3)}, tmp_path / "a", options=sidestream.LoadOptions(planner=DefaultLoadPlanner())
         )
     assert set(raised.value.written) == {"model.weight", "model.bias"}
+
+
+@pytest.mark.parametrize("planner", [None, DefaultLoadPlanner()], ids=["native", "planner"])
+async def test_a_module_with_inference_tensors(planner: DefaultLoadPlanner | None, tmp_path: Path) -> None:
+    saved = nn.Linear(3, 2)
+    await sidestream.save({"m": saved}, tmp_path / "c")
+    with torch.inference_mode():
+        module = nn.Linear(3, 2)
+    await sidestream.load({"m": module}, tmp_path / "c", options=sidestream.LoadOptions(planner=planner))
+    assert torch.equal(module.weight, saved.weight)
+    assert module.weight.is_inference()
 
 
 @pytest.mark.parametrize("url", ["memory", "local", "process"])
@@ -350,6 +364,16 @@ async def test_planners_that_return_nothing(step: str, tmp_path: Path) -> None:
             await sidestream.load(
                 state_of(), tmp_path / "a", options=sidestream.LoadOptions(planner=silent(DefaultLoadPlanner, one))
             )
+
+
+async def test_an_object_that_is_more_than_data(tmp_path: Path) -> None:
+    stock_save({"v": Fraction(1, 2)}, tmp_path / "c")
+    with pytest.raises(UnsafeObjectError, match="Fraction") as raised:
+        await sidestream.load(
+            {"v": Fraction(0)}, tmp_path / "c", options=sidestream.LoadOptions(planner=DefaultLoadPlanner())
+        )
+    assert any("LoadOptions(safe_globals=[...])" in note for note in raised.value.__notes__)
+    assert not any("StorageReader" in note for note in raised.value.__notes__)
 
 
 async def test_keys_that_have_no_order(tmp_path: Path) -> None:

@@ -65,9 +65,12 @@ def test_a_rank_that_is_cancelled_after_all_have_started_over(groups: Groups, tm
         assert [[rank, kind] for rank, kind, _ in told["failures"]] == [[2, "CancelledError"]]
 
 
-def test_a_file_that_was_altered(groups: Groups, tmp_path: Path) -> None:
-    for told in groups.run("altered", 3, tmp_path).results:
+@pytest.mark.parametrize("file", ["__1_1.distcp", "manifest-*.1"])
+def test_a_file_that_was_altered(file: str, groups: Groups, tmp_path: Path) -> None:
+    for told in groups.run("altered", 3, tmp_path, file=file).results:
         assert {kind for _, kind, _ in told["failures"]} == {"CorruptCheckpointError"}
+        if file.startswith("manifest"):
+            assert [text for *_, text in told["failures"] if str(tmp_path / "run" / "c") not in text] == []
         assert len(told["opened"]) == 1
 
 

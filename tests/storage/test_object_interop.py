@@ -9,7 +9,7 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -83,9 +83,15 @@ class _Ranges(http.server.SimpleHTTPRequestHandler):
     """Files with ranges and without listings, as web servers give them."""
 
     protocol_version = "HTTP/1.1"
+    downloads: ClassVar[list[str]] = []
+    """The names of the files of which something was read, in this process."""
 
     def log_message(self, *arguments: object) -> None:
         pass
+
+    def do_GET(self) -> None:
+        self.downloads.append(Path(self.path).name)
+        super().do_GET()
 
     def list_directory(self, path: Any) -> None:
         self.send_error(403)
@@ -130,7 +136,9 @@ async def test_web_servers_are_read_from(web: str, tmp_path: Path) -> None:
     target = blank()
     await sidestream.load(target, f"{web}/run/ckpt")
     assert_same(state(), target)
+    _Ranges.downloads.clear()
     opened = await sidestream.open_checkpoint(f"{web}/run/ckpt")
+    assert [name.startswith("manifest-") for name in _Ranges.downloads].count(True) == 1
     assert torch.equal(await opened.tensor("bf16", slice(3, 9)), state()["bf16"][3:9])
     with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.load(blank(), f"{web}/run/other")

@@ -10,14 +10,23 @@ from contextlib import suppress
 from .._runtime.steps import Steps
 from ..errors import CorruptCheckpointError, MissingExtraError, UnsupportedCheckpointError
 
-__all__ = ["MOST_EXPANSION", "UnpackBudget", "check_transforms", "may_expand", "require", "unpack"]
+__all__ = [
+    "MOST_EXPANSION",
+    "TENSORS_ALWAYS_BYTES",
+    "VALUES_ALWAYS_BYTES",
+    "UnpackBudget",
+    "check_transforms",
+    "may_expand",
+    "require",
+    "unpack",
+]
 
 MOST_EXPANSION = 1 << 15
 """The most bytes to which one byte of zstd can expand: a block of 128 KiB takes at least four bytes."""
 
 _RATIO = 64
-_ALWAYS_BYTES = 1 << 30
-_VALUES_ALWAYS_BYTES = 64 << 20
+TENSORS_ALWAYS_BYTES = 1 << 30
+VALUES_ALWAYS_BYTES = 64 << 20
 
 _ZSTD = "stream.zstd"
 _PIECE_BYTES = 1 << 20
@@ -51,15 +60,16 @@ def may_expand(packed_bytes: int) -> int:
     One item may expand to 32 Ki times its size, as zeros do. A checkpoint that consists of such items is refused,
     because a few megabytes would require terabytes of memory.
     """
-    return _ALWAYS_BYTES + _RATIO * packed_bytes
+    return TENSORS_ALWAYS_BYTES + _RATIO * packed_bytes
 
 
 class UnpackBudget:
-    """The size to which all compressed values of one call may expand together. Thread-safe."""
+    """The size to which all compressed items of one call may expand together: ``always_bytes``, and more in proportion
+    to their own sizes. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, always_bytes: int) -> None:
         self._lock = threading.Lock()
-        self._left = _VALUES_ALWAYS_BYTES
+        self._left = always_bytes
 
     def unpack(self, raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
         """Call ``unpack`` within the limits of the budget."""

@@ -101,10 +101,8 @@ def own_pieces(fqn: str, entry: TensorEntry) -> Iterator[Piece]:
     """Yield pieces for all bytes of the items of a tensor of sidestream. The frames follow from dtype and shape."""
     for chunk in entry.chunks:
         start = chunk.payload_offset
-        if start is None or chunk.crcs is None:
-            raise CorruptCheckpointError(
-                f"{fqn}: the manifest has no place or no checksums for its payload", file=chunk.file, fqn=fqn
-            )
+        assert start is not None
+        assert chunk.crcs is not None
         frame = frame_tensor(entry.dtype, chunk.sizes)
         if (start - len(frame.header), frame.item_bytes) != (chunk.item_offset, chunk.item_bytes):
             raise CorruptCheckpointError(
@@ -112,18 +110,20 @@ def own_pieces(fqn: str, entry: TensorEntry) -> Iterator[Piece]:
             )
         trailer = frame.trailer(join_blocks(list(unpack_crcs(chunk.crcs)), frame.payload_bytes))
         yield Piece(fqn, chunk.file, chunk.item_offset, len(frame.header), frame.header)
-        for begin in range(0, frame.payload_bytes, PIECE_BYTES):
-            nbytes = min(PIECE_BYTES, frame.payload_bytes - begin)
-            yield Piece(fqn, chunk.file, start + begin, nbytes, chunk, begin // BLOCK_BYTES)
+        yield from _block_pieces(fqn, chunk, start, frame.payload_bytes)
         yield Piece(fqn, chunk.file, start + frame.payload_bytes, len(trailer), trailer)
 
 
 def sidecar_pieces(name: str, entry: TensorEntry) -> Iterator[Piece]:
     """Every byte of a sidecar file."""
     (chunk,) = entry.chunks
-    for begin in range(0, chunk.item_bytes, PIECE_BYTES):
-        nbytes = min(PIECE_BYTES, chunk.item_bytes - begin)
-        yield Piece(name, chunk.file, begin, nbytes, chunk, begin // BLOCK_BYTES)
+    yield from _block_pieces(name, chunk, 0, chunk.item_bytes)
+
+
+def _block_pieces(fqn: str, chunk: Chunk, start: int, nbytes: int) -> Iterator[Piece]:
+    """Yield pieces for ``nbytes`` that have a checksum for each block."""
+    for begin in range(0, nbytes, PIECE_BYTES):
+        yield Piece(fqn, chunk.file, start + begin, min(PIECE_BYTES, nbytes - begin), chunk, begin // BLOCK_BYTES)
 
 
 def value_pieces(fqn: str, entry: ValueEntry) -> Iterator[Piece]:

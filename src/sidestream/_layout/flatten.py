@@ -1,4 +1,5 @@
-"""State dicts as flat lists of leaves, with the FQNs of DCP."""
+"""State dicts as flat lists of leaves, with the FQNs of DCP, and the calls of the objects in them, which only the
+caller's thread may make."""
 
 from __future__ import annotations
 
@@ -6,21 +7,24 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .._format.records import MAX_PATH_DEPTH, DictKey, Key
+from .._format.records import MAX_PATH_DEPTH, SAVED_DTYPES, DictKey, Key, shape_problem
+from .._runtime.caller import run_in_calling_thread
+from .._runtime.state_dict_calls import state_dicts_in_order
 from .._runtime.torch_probes import PLAIN_TENSORS, Stateful
 from .._staging import Composite, Form, consists_of_others, dismantle, settled
-from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError
+from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError
 
 __all__ = [
-    "Ask",
+    "Answers",
     "CompositeLeaf",
     "Leaf",
     "LeafKind",
     "StatefulRoot",
+    "check_saved",
     "is_mapping",
     "is_stateful",
     "is_value",
@@ -74,31 +78,71 @@ class StatefulRoot:
     """The ``_metadata`` of a module's state dict, with the versions of its layout that it expects."""
 
 
-class Ask(Protocol):
-    """Access to the contents of objects and mappings."""
+class Answers:
+    """``state_dict()`` of the ``Stateful`` objects in a state, and the items of mappings that are not plain dicts."""
 
-    def state_dict(self, instance: Any) -> Any: ...
+    def __init__(self) -> None:
+        self._state_dicts: dict[int, tuple[Any, Any]] = {}
+        self._items: dict[
+            int, tuple[Any, list[tuple[Any, Any]]]
+        ] = {}  # refers to the mappings, because the id of a freed object can be reused
 
-    def items(self, mapping: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]: ...
+    def ask(self, state: object) -> Iterator[None]:
+        """Call ``state_dict()`` of every object in ``state`` and in the returned state dicts, in the same order on all
+        ranks. Yields to let other tasks run.
 
+        A container that contains itself is traversed once. ``leaves_of`` raises an error for it.
+        """
+        for level_done in state_dicts_in_order(state, self._look, self._state_dicts):
+            if not level_done:
+                yield
 
-class _Directly:
     def state_dict(self, instance: Any) -> Any:
-        return instance.state_dict()
+        try:
+            return self._state_dicts[id(instance)][1]
+        except KeyError:
+            raise self._changed() from None
 
     def items(self, mapping: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
-        return mapping.items()
+        if type(mapping) is dict:
+            return dict(mapping).items()  # the copy is one step, because the loop's thread may change the dict
+        if type(mapping) is OrderedDict:
+            return list(mapping.items())
+        try:
+            return self._items[id(mapping)][1]
+        except KeyError:
+            raise self._changed() from None
+
+    @staticmethod
+    def _changed() -> InvalidOptionError:
+        return InvalidOptionError("the target was changed while it was being loaded into; leave its structure alone")
+
+    def _look(self, value: Any) -> Iterable[tuple[Any, Any]] | None:
+        if type(value) is tuple or isinstance(value, torch.Tensor):
+            return ()
+        if is_stateful(value):
+            return None
+        if isinstance(value, list):
+            return enumerate(list(value))
+        if not is_mapping(value):
+            return ()
+        if type(value) is dict or type(value) is OrderedDict:
+            return zip(list(value), list(value.values()), strict=True)
+        items = run_in_calling_thread(lambda: list(value.items()))
+        self._items[id(value)] = (value, items)
+        return items
 
 
 class _Walk:
-    def __init__(self, ask: Ask) -> None:
-        self.ask = ask
+    def __init__(self, answers: Answers | None) -> None:
+        self.answers = answers
         self.stateful = 0
 
     def mapping(
         self, value: Mapping[Any, Any], prefix: str, path: tuple[Key, ...], owner: int | None
     ) -> Iterator[Leaf]:
-        for key, item in self.ask.items(value):
+        items = value.items() if self.answers is None else self.answers.items(value)
+        for key, item in items:
             fqn = f"{prefix}.{key}" if prefix else str(key)
             if type(item) in PLAIN_TENSORS and item.layout is torch.strided:  # nearly always
                 yield Leaf(fqn, (*path, _dict_key(key, fqn)), item, value, key, owner)
@@ -119,7 +163,7 @@ class _Walk:
                 f"{fqn[:200]}: nested deeper than {MAX_PATH_DEPTH} levels, or a container that contains itself"
             )
         if is_stateful(value):
-            own = self.ask.state_dict(value)
+            own = value.state_dict() if self.answers is None else self.answers.state_dict(value)
             if owner is None:
                 owner, self.stateful = self.stateful, self.stateful + 1
                 yield Leaf(fqn, path, StatefulRoot(owner, value, getattr(own, "_metadata", None)), holder, slot)
@@ -158,9 +202,9 @@ class _Walk:
             yield from self.composite(part, inner, below)
 
 
-def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf]:
+def leaves_of(state: Mapping[str, Any], answers: Answers | None = None) -> Iterator[Leaf]:
     """Yield the leaves of ``state`` in order. Calls ``state_dict()`` of every ``Stateful`` object in it, or uses
-    ``ask``.
+    ``answers``.
 
     The rule is that of DCP. It descends into dicts, and into lists that hold tensors, dicts or ``Stateful`` objects at
     some depth. Any other value, including a tuple, is one leaf. A tensor that consists of others (sparse, a wrapper
@@ -175,7 +219,7 @@ def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf
             f'{type(state).__name__}; write {{"model": model}}'
         )
     seen: dict[str, tuple[Key, ...]] = {}
-    for leaf in _Walk(ask or _Directly()).mapping(state, "", (), None):
+    for leaf in _Walk(answers).mapping(state, "", (), None):
         if isinstance(leaf.value, StatefulRoot):
             yield leaf
             continue
@@ -210,6 +254,14 @@ def is_value(items: list[Any]) -> bool:
         or is_stateful(item)
         for item in items
     )
+
+
+def check_saved(fqn: str, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raise ``UnsupportedTensorError`` for a tensor that no reader would accept."""
+    if dtype not in SAVED_DTYPES:
+        raise UnsupportedTensorError(f"{fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
+    if problem := shape_problem(dtype, shape):
+        raise UnsupportedTensorError(f"{fqn}: cannot save a tensor of {problem}")
 
 
 def _dict_key(key: Any, fqn: str) -> Key:

@@ -36,10 +36,9 @@ from ..errors import (
     UnsupportedTensorError,
 )
 from ..options import Tolerance
-from .ask import Answers
 from .composites.matching import CompositeTargets, kind_of, saved_composites
 from .findings import Findings, accepts, dtype_fits
-from .flatten import CompositeLeaf, Leaf, StatefulRoot, leaves_of
+from .flatten import Answers, CompositeLeaf, Leaf, StatefulRoot, leaves_of
 from .local_shards import Local, global_shape, is_distributed, locals_of
 from .names import Names, Renamed, renamed
 from .ranges import Candidate, Straight

@@ -29,41 +29,32 @@ def prefix_hint(absent: Sequence[str], targets: Collection[str], saved: Collecti
     ``add_prefix`` or ``strip_prefix`` that makes the target fit, if there is one.
     """
     found = yield from _prefix(absent, saved)
-    if found is not None:
-        at, prefix = found
-        dotted = ".".join(prefix) + "."
-        heads = sorted({"".join(f"{part}." for part in name.split(".")[:at]) for name in absent})
-        call = yield from _call("add_prefix", dotted, heads, add_prefix(dotted, after=heads), (absent, targets, saved))
+    adds = found is not None
+    if found is None:
+        found = yield from _prefix_to_leave_out(absent, saved)
+    if found is None:
+        return ""
+    at, prefix = found
+    dotted = ".".join(prefix) + "."
+    heads = sorted({"".join(f"{part}." for part in name.split(".")[:at]) for name in absent})
+    call = yield from _call(add_prefix if adds else strip_prefix, dotted, heads, (absent, targets, saved))
+    name = (_with if adds else _without)(absent[0], at, prefix)
+    names = f"the checkpoint has all of these names {'with' if adds else 'without'} the prefix {dotted!r} ({name!r})"
+    wrapped = f"{names}, which wrappers such as DataParallel and torch.compile add"
+    plain = _WRAPPERS.isdisjoint(prefix)
+    if adds:
         remedy = call or f"load into {{{dotted!r} + name: tensor for name, tensor in module.state_dict().items()}}"
-        wrapped = ", which wrappers such as DataParallel and torch.compile add: save the unwrapped module, or"
-        return (
-            f"the checkpoint has all of these names with the prefix {dotted!r} ({_with(absent[0], at, prefix)!r})"
-            f"{':' if _WRAPPERS.isdisjoint(prefix) else wrapped} {remedy}"
-        )
-    found = yield from _prefix_to_leave_out(absent, saved)
-    if found is not None:
-        at, prefix = found
-        dotted = ".".join(prefix) + "."
-        heads = sorted({"".join(f"{part}." for part in name.split(".")[:at]) for name in absent})
-        names = strip_prefix(dotted, after=heads)
-        call = yield from _call("strip_prefix", dotted, heads, names, (absent, targets, saved))
-        found_names = (
-            f"the checkpoint has all of these names without the prefix {dotted!r} ({_without(absent[0], at, prefix)!r})"
-        )
-        if _WRAPPERS.isdisjoint(prefix):
-            return f"{found_names}: {call or 'leave it out of the names in the target'}"
-        return (
-            f"{found_names}, which wrappers such as DataParallel and torch.compile add: unwrap the module before "
-            "state_dict(), as model.module or model._orig_mod" + (f", or {call}" if call else "")
-        )
-    return ""
+        return f"{names}: {remedy}" if plain else f"{wrapped}: save the unwrapped module, or {remedy}"
+    if plain:
+        return f"{names}: {call or 'leave it out of the names in the target'}"
+    unwrap = "unwrap the module before state_dict(), as model.module or model._orig_mod"
+    return f"{wrapped}: {unwrap}" + (f", or {call}" if call else "")
 
 
 def _call(
-    function: str,
+    function: Callable[..., Callable[[str], str]],
     dotted: str,
     heads: Sequence[str],
-    names: Callable[[str], str],
     found: tuple[Collection[str], Collection[str], Collection[str]],
 ) -> Steps[str]:
     """Return advice to load with ``names=``, which is ``function`` of the prefix after each of ``heads``. Empty if the
@@ -72,6 +63,7 @@ def _call(
     absent, targets, saved = found
     if len(heads) > _MOST_HEADS:
         return ""
+    names = function(dotted, after=heads)
     missing, taken = set(absent), set()
     for name in targets:
         new = names(name)
@@ -82,7 +74,7 @@ def _call(
         taken.add(new)
         yield
     after = "" if list(heads) == [""] else f", after={_quoted(heads)}"
-    return f"pass names=sidestream.{function}({_quoted([dotted])}{after}) to the load"
+    return f"pass names=sidestream.{function.__name__}({_quoted([dotted])}{after}) to the load"
 
 
 def _quoted(names: Sequence[str]) -> str:

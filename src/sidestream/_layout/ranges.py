@@ -12,19 +12,18 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from operator import attrgetter, lt
-from typing import TypeAlias
+from operator import attrgetter, itemgetter, lt
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
 from .._format.checksum import DIGEST_BYTES
 from .._format.records import BLOCK_BYTES, Chunk, ForeignPayload, Row, TensorEntry, itemsize
-from .._runtime.steps import Steps, chunked
+from .._runtime.steps import Steps, by_size, chunked
 from .._runtime.torch_probes import PLAIN_TENSORS, dtype_name, has_shards, on_host_as_is
 
 __all__ = [
     "PIECE_BYTES",
-    "Batch",
     "Box",
     "Candidate",
     "Direct",
@@ -43,7 +42,7 @@ __all__ = [
 
 
 PIECE_BYTES = 16 * BLOCK_BYTES
-_BATCH_RANGES = 256
+_MOST_PARTS = 256  # of a file, that are read together
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +100,20 @@ class Range:
     digests: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Ranges of one file, by offset, that are read with one call."""
-
-    file: str
-    ranges: tuple[Range, ...]
+class _Part(Protocol):
+    """Some bytes of a file."""
 
     @property
-    def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.ranges)
+    def file(self) -> str: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=_Part)
 
 
 def plan_ranges(
@@ -244,26 +247,19 @@ def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(operator.sub, a, b))
 
 
-def batches(ranges: Iterable[Range]) -> Steps[list[Batch]]:
-    """Group ranges by file and offset. Many small ones are read with one call, a large one by itself."""
-    by_file: dict[str, list[Range]] = {}
-    for one in ranges:
+def batches(parts: Iterable[P]) -> Steps[list[list[P]]]:
+    """Group parts by file and offset. Many small ones are read with one call, a large one by itself."""
+    by_file: dict[str, list[P]] = {}
+    for one in parts:
         by_file.setdefault(one.file, []).append(one)
         yield
-    result = []
-    for file, found in by_file.items():
-        found.sort(key=lambda one: one.offset)
-        current: list[Range] = []
-        nbytes = 0
-        for one in found:
+    found: list[list[P]] = []
+    for of_file in by_file.values():
+        of_file.sort(key=attrgetter("offset"))
+        for some in by_size(of_file, attrgetter("nbytes"), PIECE_BYTES, _MOST_PARTS):
+            found.append(some)
             yield
-            if current and (nbytes + one.nbytes > PIECE_BYTES or len(current) == _BATCH_RANGES):
-                result.append(Batch(file, tuple(current)))
-                current, nbytes = [], 0
-            current.append(one)
-            nbytes += one.nbytes
-        result.append(Batch(file, tuple(current)))
-    return result
+    return found
 
 
 Payload: TypeAlias = tuple[int, int, int, bytes, bytes | None, str]
@@ -273,7 +269,6 @@ Candidate: TypeAlias = tuple[str, torch.Tensor, Row]
 """FQN, tensor of the target, row of the manifest."""
 
 _FACTS = attrgetter("shape", "dtype", "itemsize")
-_MOST_PAYLOADS = 256  # of one batch
 _MANY = 64
 
 
@@ -356,18 +351,9 @@ def straight_batches(payloads: Mapping[str, list[Payload]]) -> Steps[list[Straig
     found: list[StraightBatch] = []
     for file, of_file in payloads.items():
         of_file.sort()
-        batch: list[Payload] = []
-        nbytes = 0
-        for some in chunked(_cut(of_file), _MANY):
-            for payload in some:
-                if batch and (nbytes + payload[1] > PIECE_BYTES or len(batch) == _MOST_PAYLOADS):
-                    found.append(StraightBatch(file, batch, nbytes))
-                    batch, nbytes = [], 0
-                batch.append(payload)
-                nbytes += payload[1]
+        for some in by_size(_cut(of_file), itemgetter(1), PIECE_BYTES, _MOST_PARTS):
+            found.append(StraightBatch(file, some, sum(map(itemgetter(1), some))))
             yield
-        if batch:
-            found.append(StraightBatch(file, batch, nbytes))
     return found
 
 

@@ -15,7 +15,6 @@ from .._format.dcp.write import Described, Template
 from .._format.frame import Frame, frame_tensor
 from .._format.records import (
     BLOCK_BYTES,
-    SAVED_DTYPES,
     CompositeEntry,
     EmptyEntry,
     Entry,
@@ -25,7 +24,6 @@ from .._format.records import (
     ValueEntry,
     all_parts,
     name_problem,
-    shape_problem,
 )
 from .._format.shard import BlockSums, ShardLayout, Window, lay_out, payloads_in
 from .._format.values import ValueItems
@@ -47,7 +45,7 @@ from .._staging import (
 )
 from ..errors import InvalidOptionError, UnsupportedTensorError
 from .composites.entry import composite_entry
-from .flatten import CompositeLeaf, Leaf, LeafKind, leaves_of
+from .flatten import CompositeLeaf, Leaf, LeafKind, check_saved, leaves_of
 from .structure import outline_of
 from .values import encode_value
 
@@ -334,12 +332,7 @@ def _lay_out(
             continue
         check_tensor(tensor, leaf.fqn, held=bool(copied) and storage_key(tensor) in copied)
         dtype, shape = captured.dtypes.get(leaf.fqn) or dtype_name(tensor.dtype), tuple(tensor.shape)
-        if dtype not in SAVED_DTYPES:
-            raise UnsupportedTensorError(
-                f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it"
-            )
-        if problem := shape_problem(dtype, shape):
-            raise UnsupportedTensorError(f"{leaf.fqn}: cannot save a tensor of {problem}")
+        check_saved(leaf.fqn, dtype, shape)
         identity = (*view_key(tensor), dtype)
         number = known.get(identity) if tensor.numel() else None
         if number is None:

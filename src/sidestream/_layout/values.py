@@ -13,9 +13,8 @@ import math
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -42,7 +41,6 @@ __all__ = [
     "decode_value",
     "encode_metadata",
     "encode_value",
-    "rebuild",
 ]
 
 
@@ -58,19 +56,19 @@ def allowed_types(safe_globals: Iterable[type]) -> Allowed:
     return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
 
 
-def rebuild(content: Any, decode: Callable[[Iterable[Any]], Steps[list[Any]]], allow: Allowed) -> Steps[Any]:
-    """Make the object of an ``object`` node. ``decode`` decodes nodes.
+def _rebuild(content: Any, allow: Allowed) -> Steps[Any]:
+    """Make the object of an ``object`` node.
 
     Raises ``UnsafeObjectError`` if its type is not allowed. Raises ``UnsupportedCheckpointError`` if the type does not
     accept what was saved. Its own exception is the cause.
     """
     kind = lookup(content["type"], allow)
-    args = yield from decode(content["args"])
-    elements = yield from decode(content.get("elements", ()))
-    flat = yield from decode(chain.from_iterable((key, value) for key, value in content.get("items", ())))
+    args = yield from _decode_all(content["args"], allow)
+    elements = yield from _decode_all(content.get("elements", ()), allow)
+    flat = yield from _decode_all(chain.from_iterable((key, value) for key, value in content.get("items", ())), allow)
     items = list(zip(flat[::2], flat[1::2], strict=True))
     yield from check_hashes(flat[::2])
-    (state,) = yield from decode([content.get("state")])
+    (state,) = yield from _decode_all([content.get("state")], allow)
     try:
         instance = kind.__new__(kind, *args) if content["new"] else kind(*args)
         for element in elements:
@@ -231,7 +229,7 @@ def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
         raise UnsafeObjectError(f"{fqn}: torch cannot serialize a tensor of dtype {name}")
     if tensor.nbytes > _INLINE_BYTES:
         raise UnsafeObjectError(
-            f"{fqn}: a tensor of {tensor.nbytes} bytes inside a {'tuple or set'}; put it into a dict or a list, where "
+            f"{fqn}: a tensor of {tensor.nbytes} bytes inside a tuple or set; put it into a dict or a list, where "
             f"it is streamed (inside values {_INLINE_BYTES} bytes are the limit)"
         )
     data = node_of_bytes(bytes(plain_bytes(tensor).tolist()))
@@ -251,7 +249,7 @@ def _encode_numpy(value: Any, fqn: str, numpy: Any) -> Node:
 
 def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Steps[Any]:
     """Make a new value from a node, equal to the encoded one and of the same type. Raises ``CorruptCheckpointError``
-    for an invalid node, and ``UnsafeObjectError`` and ``UnsupportedCheckpointError`` for objects (see ``rebuild``)."""
+    for an invalid node, and ``UnsafeObjectError`` and ``UnsupportedCheckpointError`` for objects (see ``_rebuild``)."""
     try:
         return (yield from _decode(node, allow))
     except (UnsafeObjectError, UnsupportedCheckpointError) as error:
@@ -309,7 +307,7 @@ def _decode(node: Node, allow: Allowed) -> Steps[Any]:
         case "numpy":
             return _decode_numpy(content["dtype"], [], content["data"])[()]
         case "object":
-            return (yield from rebuild(content, partial(_decode_all, allow=allow), allow))
+            return (yield from _rebuild(content, allow))
         case "type":
             return lookup(content, allow)
         case "member":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import ChainMap
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,15 +59,17 @@ from ..options import (
     storage_of,
 )
 from .device_streams import Streams, streams_of
-from .foreign.items import read_values, why_opaque
+from .foreign.items import read_values, refuse_opaque
 from .new_tensors import NewTensors, new_tensors
-from .open.manifest import check_not_replaced, open_manifest, replaced, was_replaced
+from .open.manifest import all_there, check_not_replaced, open_manifest, replaced, was_replaced
 from .open.mmap import map_tensors
 from .operation import LoadLifecycle, ReadCall, reading
 from .reader import Reader, Wanted, whole
 from .verify import VerifyReport, verify_manifest
 
 __all__ = ["Checkpoint", "Memory", "TensorInfo", "open_checkpoint", "open_from"]
+
+_MISSING = "is missing"
 
 
 @public
@@ -256,7 +258,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         if content:
             wanted.append(Wanted(name, entry, whole(entry), torch.frombuffer(content, dtype=torch.uint8)))
         async with self._files("file") as files:
-            await self._read(files, NewTensors({}, wanted), None, await streams_of([]))
+            await self._read(files, NewTensors({}, wanted), Streams())
         return await io_threads().run(bytes, content)
 
     def __getitem__(self, fqn: str) -> TensorInfo | None:
@@ -341,7 +343,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
                     return torch.empty(box.sizes, dtype=info.dtype, device=where)
 
             target = await io_threads().run(new)
-            await self._read(files, NewTensors({}, [Wanted(fqn, entry, box, target)]), None, streams)
+            await self._read(files, NewTensors({}, [Wanted(fqn, entry, box, target)]), streams)
             return target
 
     async def _composite(self, fqn: str, rows: slice | None, device: torch.device) -> torch.Tensor:
@@ -376,7 +378,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             return {}
         async with self._files("value") as files:
             files.lifecycle.planned()
-            values = await self._values(files.source, {fqn: entry})
+            values = await read_values(files.source, self._manifest, {fqn: entry}, self._allow, self._trust)
             files.lifecycle.read(0)
             return values[fqn]
 
@@ -445,14 +447,13 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         await io_threads().run_sliced(check_types, entries, composites, self._allow)
         await self._refuse(source, kinds.opaque)
         dtypes = {} if dtype is None else await io_threads().run(_converted, kinds, dtype)
-        values = await self._values(source, kinds.values)
+        values = await read_values(source, self._manifest, kinds.values, self._allow, self._trust)
         mapped = {}
         if memory == "mapped":
             if not self._location.store.capabilities.mapping:
                 raise InvalidOptionError(f'{self.url} is not on this machine; use memory="host"')
-            with self._all_there():
-                taken = fqns.keys() - _indices(composites) - dtypes.keys()
-                mapped = await map_tensors(source, self._manifest, taken)
+            taken = fqns.keys() - _indices(composites) - dtypes.keys()
+            mapped = await map_tensors(source, self._manifest, taken)
         streams = await streams_of([] if device is None else [device])
 
         def prepare() -> NewTensors:
@@ -465,7 +466,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
 
         new = await io_threads().run(prepare)
         tensors = new.tensors
-        await self._read(files, new, progress, streams)
+        await self._read(files, new, streams, progress)
         leaves = ChainMap(mapped, tensors, values)
         if not composites:
             return leaves
@@ -491,7 +492,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             CorruptCheckpointError: Another checkpoint has taken the place of this one.
             StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
         """
-        with time_limit(Deadline.after(self._timeout_s)), self._all_there():
+        with time_limit(Deadline.after(self._timeout_s)), all_there(self.url, _MISSING):
             async with aclosing(self._location.source()) as source:
                 report = await verify_manifest(source, self.url, self._manifest, progress)
             if not report.ok and await was_replaced(self._location, self._manifest):
@@ -500,14 +501,16 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
 
     @asynccontextmanager
     async def _files(self, call: ReadCall) -> AsyncIterator[_Files]:
-        """Open the files of the checkpoint for one call, with its time limit. Raises ``CorruptCheckpointError``."""
+        """Open the files of the checkpoint for one call, with its time limit. Raises ``CorruptCheckpointError``, also
+        if a file is missing that was there when the checkpoint was opened."""
         with reading(call, self.url) as lifecycle, time_limit(Deadline.after(self._timeout_s)):
             async with aclosing(self._location.source()) as source:
-                with self._all_there():
+                with all_there(self.url, _MISSING):
                     await check_not_replaced(source, self._location, self._manifest)
                 lifecycle.opened(self._manifest)
                 try:
-                    yield _Files(source, lifecycle)
+                    with all_there(self.url, _MISSING):
+                        yield _Files(source, lifecycle)
                 except CorruptCheckpointError as error:
                     gone = isinstance(error.__cause__, FileNotFoundError)
                     if gone and await was_replaced(self._location, self._manifest):
@@ -527,13 +530,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         return Entries(chosen)
 
     async def _refuse(self, source: RangeSource, opaque: Mapping[str, OpaqueEntry]) -> None:
-        """Raise an error if there are such tensors. It names the first one, and says how many there are."""
-        if not opaque:
-            return
-        with self._all_there():
-            error = await why_opaque(source, *next(iter(opaque.items())))
-        others = f"; {len(opaque)} such tensors were requested: leave them out with select=" if len(opaque) > 1 else ""
-        raise error.within(self.url, others)
+        several = "; {} such tensors were requested: leave them out with select="
+        await refuse_opaque(source, self.url, opaque, several)
 
     def _entry(self, fqn: str) -> Entry:
         try:
@@ -541,26 +539,13 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         except KeyError:
             raise MissingKeysError(f"{self.url} has no {fqn!r}", [fqn]) from None
 
-    async def _read(self, files: _Files, new: NewTensors, progress: Progress | None, streams: Streams) -> None:
+    async def _read(self, files: _Files, new: NewTensors, streams: Streams, progress: Progress | None = None) -> None:
         reader = Reader(files.source, self._verify, progress, streams, new.straight)
         files.lifecycle.planned()
-        with self._all_there():
-            await reader.read(new.wanted, own=self._manifest.own)
+        await reader.read(new.wanted, own=self._manifest.own)
         files.lifecycle.read(reader.nbytes)
         if self._verify == "always":
             files.lifecycle.verified(len(reader.unverified))
-
-    @contextmanager
-    def _all_there(self) -> Iterator[None]:
-        """Raise ``CorruptCheckpointError`` if a file is missing that was there when the checkpoint was opened."""
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(f"{self.url}: {error.filename} is missing") from error
-
-    async def _values(self, source: RangeSource, entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
-        with self._all_there():
-            return await read_values(source, self._manifest, entries, self._allow, self._trust)
 
 
 def _opaque_info(fqn: str, entry: OpaqueEntry) -> TensorInfo:

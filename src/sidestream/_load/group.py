@@ -17,8 +17,8 @@ from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
 from .._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
 from .._storage import Location, RangeSource
-from ..errors import InvalidOptionError, SidestreamError, StorageNotSharedError, UnexpectedKeysError, listed
-from .open.manifest import open_root, read_parts
+from ..errors import InvalidOptionError, StorageNotSharedError, UnexpectedKeysError, listed
+from .open.manifest import naming, open_root, read_parts
 
 __all__ = ["ManifestOutline", "agree_on", "one_checkpoint", "open_outline"]
 
@@ -31,39 +31,40 @@ class ManifestOutline:
     manifest: Manifest
     _root: Manifest | Root
 
-    async def read_needed(self, source: RangeSource, plan: LoadPlan) -> Manifest:
-        """Return the part of the manifest that ``plan`` needs, validated. Only the parts of those ranks are read that
-        have written needed bytes."""
+    async def read_needed(
+        self, source: RangeSource, plan: LoadPlan, values: Mapping[str, ValueEntry], url: str
+    ) -> Manifest:
+        """Return the part of the manifest that ``plan`` needs, with the ``values`` that it needs, validated. Only the
+        parts of those ranks are read that have written needed bytes. ``url`` is for errors."""
         root = self._root
         if isinstance(root, Manifest):
             return root
-        rows, ranks = await io_threads().run(_needed, root, plan)
-        parts = await read_parts(source, root, sorted(ranks))
-        return await io_threads().run(_join, root, parts, rows)
+        rows, ranks = await io_threads().run(_needed, root, plan, values)
+        with naming(url):
+            parts = await read_parts(source, root, sorted(ranks))
+            return await io_threads().run(_join, root, parts, rows)
 
 
 async def open_outline(location: Location) -> tuple[RangeSource, ManifestOutline]:
     """Open the checkpoint at ``location``. The caller closes the source. Raises what ``open_root`` raises."""
     source, root = await open_root(location)
     try:
-        known = root if isinstance(root, Manifest) else await io_threads().run(_outline, root, location.url)
+        with naming(location.url):
+            known = root if isinstance(root, Manifest) else await io_threads().run(_outline, root)
     except BaseException:
         await source.aclose()
         raise
     return source, ManifestOutline(known, root)
 
 
-def _outline(root: Root, url: str) -> Manifest:
-    try:
-        manifest = run_sliced(join(root, {}, ()))
-        run_sliced(check_composites(manifest))
-    except SidestreamError as error:
-        raise error.within(url) from error
+def _outline(root: Root) -> Manifest:
+    manifest = run_sliced(join(root, {}, ()))
+    run_sliced(check_composites(manifest))
     return manifest
 
 
 @sliced
-def _needed(root: Root, plan: LoadPlan) -> Steps[tuple[set[int], set[int]]]:
+def _needed(root: Root, plan: LoadPlan, values: Iterable[str]) -> Steps[tuple[set[int], set[int]]]:
     numbers = dict(gathered((row.fqn, number) for number, row in enumerate(root.shared.rows)))
     rows: set[int] = set()
     ranks: set[int] = set()
@@ -82,15 +83,9 @@ def _needed(root: Root, plan: LoadPlan) -> Steps[tuple[set[int], set[int]]]:
                 if box is None or overlap(Box(one.offsets, one.sizes), box) or 0 in box.sizes
             )
         ranks |= known[pattern, box]
-    for fqn in _values(plan):
+    for fqn in values:
         ranks.add(root.shared.rows[numbers[plan.names.saved_name(fqn)]].pattern)
     return rows, ranks
-
-
-def _values(plan: LoadPlan) -> Iterable[str]:
-    yield from (leaf.fqn for leaf, _ in plan.values)
-    for stateful in plan.statefuls:
-        yield from (fqn for fqn, entry in stateful.entries.items() if isinstance(entry, ValueEntry))
 
 
 def _join(root: Root, parts: Mapping[int, RankPart], rows: set[int]) -> Manifest:

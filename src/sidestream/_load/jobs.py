@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Generic, TypeAlias, TypeVar
 
 import torch
@@ -40,6 +41,7 @@ _JOBS = min(max(_CORES, 2), 4)
 """The number of jobs: at most one for each core, because copies from the page cache and checksums keep cores busy."""
 _MOST_JOBS = 4  # if reads wait: each job may use 16 MiB of scratch memory, and the gaps between small tensors
 _BURST_BYTES = 4 * BLOCK_BYTES
+_ALIGN_BYTES = 64
 
 
 class Scratch:
@@ -61,10 +63,22 @@ class Scratch:
         with allocating("memory to read into"):
             return mmap.mmap(-1, nbytes)
 
-    def give_back(self, memory: Memory | None) -> None:
+    def views(self, sizes: Sequence[int]) -> tuple[Memory, list[memoryview]]:
+        """Return memory, and a view of it for each of ``sizes``. Each begins at an address that suits every dtype."""
+        ends = list(accumulate(map(_aligned, sizes)))
+        memory = self.take(ends[-1] if ends else 0)
+        view = memoryview(memory)
+        starts = [0, *ends[:-1]]
+        return memory, [view[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=False)]
+
+    def give_back(self, memory: Memory) -> None:
         """Give back memory into which no thread reads any more."""
         if isinstance(memory, mmap.mmap):
             self._spare.append(memory)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def memory_of(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
@@ -217,7 +231,7 @@ class Reads:
     file: str
     ranges: list[ReadRange]
     nbytes: int
-    scratch: Memory | None = None
+    scratch: Memory
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ from .._format.records import Chunk, TensorEntry, row_major_strides, written_dty
 from .._format.transforms import require
 from .._layout.checks import addresses_in, altered, check_digests
 from .._layout.ranges import (
-    Batch,
     Box,
     Direct,
     Payload,
@@ -30,9 +29,8 @@ from .._layout.ranges import (
     straight_batches,
 )
 from .._runtime.caller import run_in_calling_thread
-from .._runtime.steps import chunked
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Steps, Stop, clear_gradually, gathered, io_threads, sliced, yielding_gil
+from .._runtime.threads import Steps, Stop, chunked, clear_gradually, gathered, io_threads, sliced, yielding_gil
 from .._runtime.torch_probes import copyable, dtype_from_name, lazy_bits
 from .._staging import move_small
 from .._storage import RangeSource, ReadRange
@@ -41,9 +39,9 @@ from .device_streams import Streams
 from .foreign.items import located, read_item, unpack_chunk
 from .jobs import Batches, Check, Memory, Reads, Scratch, memory_of
 
-__all__ = ["Reader", "Wanted", "straight_reads", "whole"]
+__all__ = ["Reader", "Wanted", "whole"]
 
-_Batch: TypeAlias = Batch | StraightBatch
+_Batch: TypeAlias = list[Range] | StraightBatch
 
 _SMALL_BYTES = 64 << 10
 """Copying this many bytes from the cache of the processor costs less than one more read."""
@@ -133,10 +131,10 @@ class Reader:
     def _reads(self, targets: Mapping[str, Wanted], batch: _Batch, scratch: Scratch, stop: Stop | None) -> Reads:
         """Return the reads for a batch, with the scratch memory that they use. Called in a thread."""
         if isinstance(batch, StraightBatch):
-            ranges, memory = straight_reads(batch, self.straight.tensors, self.verify, self.touched, scratch, stop)
+            ranges, memory = self.straight_reads(batch, scratch, stop)
             return Reads(batch.file, ranges, batch.nbytes, memory)
         views, memory = _buffers(batch, targets, scratch)
-        self.touched.update([one.fqn for one in batch.ranges if isinstance(one.into, Direct)])
+        self.touched.update([one.fqn for one in batch if isinstance(one.into, Direct)])
         ranges = [
             ReadRange(
                 one.offset,
@@ -144,9 +142,9 @@ class Reader:
                 partial(self._arrived, one, buffer, targets[one.fqn]),
                 Check(one) if self.verify == "always" else None,
             )
-            for one, buffer in zip(batch.ranges, views, strict=True)
+            for one, buffer in zip(batch, views, strict=True)
         ]
-        return Reads(batch.file, ranges, batch.nbytes, memory)
+        return Reads(batch[0].file, ranges, _nbytes(batch), memory)
 
     def _tell(self, total: int) -> None:
         if self.progress is not None:
@@ -182,6 +180,64 @@ class Reader:
                     self.touched.add(one.fqn)
                     _place(piece, buffer, one.entry, one.target, self.streams)
 
+    # --- straight ---
+
+    def straight_reads(
+        self, batch: StraightBatch, scratch: Scratch, stop: Stop | None
+    ) -> tuple[list[ReadRange], Memory]:
+        """Return the reads for a batch, and the scratch memory that they use.
+
+        Neighbours are read together only if there is a ``stop``, which is checked before they are copied to their
+        places. A thread that returns from a read that has hung must not write to tensors after its load has ended."""
+        spans = [[payload] for payload in batch.payloads] if stop is None else _spans(batch.payloads)
+        memory, views = scratch.views([_extent(span) for span in spans if len(span) > 1])
+        left = iter(views)
+        reads: list[ReadRange] = []
+        for span in spans:
+            if stop is None or len(span) == 1:
+                reads.append(self._read_one(batch.file, span[0]))
+            else:
+                view = next(left)
+                reads.append(ReadRange(span[0][0], view, partial(self._spread, batch.file, span, view, stop)))
+        return reads, memory
+
+    def _read_one(self, file: str, payload: Payload) -> ReadRange:
+        offset, nbytes, start, crcs, digests, fqn = payload
+        tensor = self.straight.tensors[fqn]
+        addresses_in([fqn], [tensor], [start], [nbytes])
+        into = memory_of(tensor, start, nbytes)
+        self.touched.add(fqn)
+        if self.verify != "always":
+            return ReadRange(offset, into)
+        check = Check(Range(fqn, file, offset, nbytes, Direct(start), crcs))
+        arrived = partial(check_digests, fqn, file, offset, into, digests) if digests else None
+        return ReadRange(offset, into, arrived, check)
+
+    def _spread(self, file: str, span: list[Payload], view: memoryview, stop: Stop) -> None:
+        """Check payloads that were read together, and copy them to their places. Called in the thread that has read
+        them. Raises ``ClosedError`` once ``stop`` is set."""
+        tensors = self.straight.tensors
+        source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)) - span[0][0], span[0][0]
+        for some in yielding_gil(chunked(span, _MANY), 1):
+            stop.check()
+            offsets, sizes, starts, crcs, digests, fqns = zip(*some, strict=True)
+            if self.verify == "always":
+                pieces = [
+                    view[offset - first : offset - first + nbytes]
+                    for offset, nbytes in zip(offsets, sizes, strict=True)
+                ]
+                found = list(map(crc32, pieces))
+                expected = unpack_crcs(b"".join(crcs))  # none is larger than a block
+                for number, (crc, saved) in enumerate(zip(found, expected, strict=True)):
+                    if crc != saved:
+                        raise altered(fqns[number], file, offsets[number])
+                if any(digests):
+                    for fqn, offset, piece, digest in zip(fqns, offsets, pieces, digests, strict=True):
+                        check_digests(fqn, file, offset, piece, digest)
+            addresses = addresses_in(fqns, [tensors[fqn] for fqn in fqns], starts, sizes)
+            self.touched.update(fqns)
+            move_small(map(source.__add__, offsets), addresses, sizes)
+
 
 @sliced
 def _plan(
@@ -193,7 +249,11 @@ def _plan(
         entry = found.get(fqn, one.entry)
         ranges.extend(plan_ranges(fqn, entry, one.box, row_major=one.takes_bytes, verified=verified))
     planned: list[_Batch] = [*(yield from straight_batches(straight.payloads)), *(yield from batches(ranges))]
-    return planned, sum(batch.nbytes for batch in planned)
+    return planned, sum(map(_nbytes, planned))
+
+
+def _nbytes(batch: _Batch) -> int:
+    return batch.nbytes if isinstance(batch, StraightBatch) else sum(one.nbytes for one in batch)
 
 
 def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
@@ -218,30 +278,19 @@ def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
     return dict(gathered((one.fqn, one) for one in wanted))
 
 
-def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: Scratch) -> tuple[list[memoryview], Memory | None]:
+def _buffers(batch: list[Range], targets: Mapping[str, Wanted], scratch: Scratch) -> tuple[list[memoryview], Memory]:
     """Return the views into which the ranges of a batch are read, and the scratch memory behind some of these views."""
-
-    def aside(one: Range) -> bool:
-        return not isinstance(one.into, Direct) or targets[one.fqn].target is None
-
-    nbytes = sum(_aligned(one.nbytes) for one in batch.ranges if aside(one))
-    memory = scratch.take(nbytes) if nbytes else None
-    views = []
-    position = 0
-    for one in batch.ranges:
-        target = targets[one.fqn].target
-        if isinstance(one.into, Direct) and target is not None:
-            views.append(memory_of(target, one.into.start, one.nbytes))
-        else:
-            assert memory is not None
-            views.append(memoryview(memory)[position : position + one.nbytes])
-            position += _aligned(one.nbytes)
-    return views, memory
+    direct = [_direct(one, targets[one.fqn].target) for one in batch]
+    memory, aside = scratch.views([one.nbytes for one, view in zip(batch, direct, strict=True) if view is None])
+    left = iter(aside)
+    return [next(left) if view is None else view for view in direct], memory
 
 
-def _aligned(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up, so that the next range begins at an address that suits every dtype."""
-    return -(-nbytes // 64) * 64
+def _direct(one: Range, target: torch.Tensor | None) -> memoryview | None:
+    """Return the memory of the target into which a range is read. None if it is read to other memory first."""
+    if isinstance(one.into, Direct) and target is not None:
+        return memory_of(target, one.into.start, one.nbytes)
+    return None
 
 
 def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Tensor, streams: Streams) -> None:
@@ -269,37 +318,6 @@ def _slices(box: Box) -> tuple[slice, ...]:
 # --- straight ---
 
 
-def straight_reads(
-    batch: StraightBatch,
-    tensors: Mapping[str, torch.Tensor],
-    verify: Verify,
-    touched: set[str],
-    scratch: Scratch,
-    stop: Stop | None,
-) -> tuple[list[ReadRange], Memory | None]:
-    """Return the reads for a batch, and the scratch memory that they use. The FQNs of tensors that may be written to
-    are added to ``touched``.
-
-    Neighbours are read together only if there is a ``stop``, which is checked before they are copied to their places. A
-    thread that returns from a read that has hung must not write to tensors after its load has ended."""
-    spans = [[payload] for payload in batch.payloads] if stop is None else _spans(batch.payloads)
-    nbytes = sum(_aligned(_extent(span)) for span in spans if len(span) > 1)
-    memory = scratch.take(nbytes) if nbytes else None
-    position = 0
-    reads: list[ReadRange] = []
-    for span in spans:
-        if len(span) == 1:
-            reads.append(_read_one(batch.file, span[0], tensors, verify, touched))
-            continue
-        assert memory is not None
-        assert stop is not None
-        view = memoryview(memory)[position : position + _extent(span)]
-        position += _aligned(_extent(span))
-        spread = partial(_spread, batch.file, span, view, tensors, verify, touched, stop)
-        reads.append(ReadRange(span[0][0], view, spread))
-    return reads, memory
-
-
 def _spans(payloads: Iterable[Payload]) -> list[list[Payload]]:
     """Return groups of payloads that are read together. Small neighbours form a group; every other payload is a group
     by itself."""
@@ -319,48 +337,3 @@ def _spans(payloads: Iterable[Payload]) -> list[list[Payload]]:
 
 def _extent(span: list[Payload]) -> int:
     return span[-1][0] + span[-1][1] - span[0][0]
-
-
-def _read_one(
-    file: str, payload: Payload, tensors: Mapping[str, torch.Tensor], verify: Verify, touched: set[str]
-) -> ReadRange:
-    offset, nbytes, start, crcs, digests, fqn = payload
-    addresses_in([fqn], [tensors[fqn]], [start], [nbytes])
-    into = memory_of(tensors[fqn], start, nbytes)
-    touched.add(fqn)
-    if verify != "always":
-        return ReadRange(offset, into)
-    check = Check(Range(fqn, file, offset, nbytes, Direct(start), crcs))
-    return ReadRange(offset, into, partial(check_digests, fqn, file, offset, into, digests) if digests else None, check)
-
-
-def _spread(
-    file: str,
-    span: list[Payload],
-    view: memoryview,
-    tensors: Mapping[str, torch.Tensor],
-    verify: Verify,
-    touched: set[str],
-    stop: Stop,
-) -> None:
-    """Check payloads that were read together, and copy them to their places. Called in the thread that has read them.
-    Raises ``ClosedError`` once ``stop`` is set."""
-    source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)) - span[0][0], span[0][0]
-    for some in yielding_gil(chunked(span, _MANY), 1):
-        stop.check()
-        offsets, sizes, starts, crcs, digests, fqns = zip(*some, strict=True)
-        if verify == "always":
-            pieces = [
-                view[offset - first : offset - first + nbytes] for offset, nbytes in zip(offsets, sizes, strict=True)
-            ]
-            found = list(map(crc32, pieces))
-            expected = unpack_crcs(b"".join(crcs))  # none is larger than a block
-            for number, (crc, saved) in enumerate(zip(found, expected, strict=True)):
-                if crc != saved:
-                    raise altered(fqns[number], file, offsets[number])
-            if any(digests):
-                for fqn, offset, piece, digest in zip(fqns, offsets, pieces, digests, strict=True):
-                    check_digests(fqn, file, offset, piece, digest)
-        addresses = addresses_in(fqns, [tensors[fqn] for fqn in fqns], starts, sizes)
-        touched.update(fqns)
-        move_small(map(source.__add__, offsets), addresses, sizes)

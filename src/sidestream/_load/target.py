@@ -9,7 +9,6 @@ import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, filterfalse, islice
 from typing import Any
@@ -18,19 +17,18 @@ import torch
 
 from .._format.records import DictKey, EmptyEntry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry, parts_of
 from .._group import Operation
-from .._layout.ask import Answers
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types, fill_sparse
-from .._layout.flatten import CompositeLeaf, Leaf
+from .._layout.flatten import Answers, CompositeLeaf, Leaf
 from .._layout.match import LoadPlan, StatefulLoad, match, plain_path
 from .._runtime.caller import run_in_calling_thread
-from .._runtime.state_dict_calls import key_order, monitored
+from .._runtime.state_dict_calls import call_load_state_dict, key_order
 from .._runtime.threads import Steps, clear_gradually, gathered, io_threads, run_sliced, sliced, yielding_gil
 from .._runtime.torch_probes import addresses, copyable, neg_view, plain_bytes
 from .._storage import Location, RangeSource
-from ..errors import LoadStateDictError, StateMismatchError, allocating, indented
+from ..errors import StateMismatchError, allocating
 from .device_streams import streams_of
-from .foreign.items import read_values, why_opaque
+from .foreign.items import of_kind, read_values, refuse_opaque
 from .group import ManifestOutline, agree_on, open_outline
 from .new_tensors import new_tensors
 from .open.manifest import open_manifest, was_replaced
@@ -95,8 +93,7 @@ async def hand_over(handover: Handover) -> None:
         run_in_calling_thread(leaf.holder.__setitem__, leaf.slot, value)
     for stateful, state_dict in handover.statefuls:
         await asyncio.sleep(0)
-        with monitored(stateful.fqn, stateful.instance, "load_state_dict"):
-            run_in_calling_thread(_load_stateful, stateful, state_dict)
+        call_load_state_dict(stateful.fqn, stateful.instance, state_dict)
 
 
 def _state_dict(
@@ -124,22 +121,6 @@ def _state_dict(
         state_dict = OrderedDict(state_dict)
         state_dict._metadata = stateful.versions  # type: ignore[attr-defined]
     return state_dict
-
-
-def _load_stateful(stateful: StatefulLoad, state_dict: dict[Any, Any]) -> None:
-    inference = isinstance(stateful.instance, torch.nn.Module) and any(
-        parameter.is_inference() for parameter in stateful.instance.parameters()
-    )
-    # Entering a mode that is already active would turn gradients on.
-    mode = nullcontext() if inference == torch.is_inference_mode_enabled() else torch.inference_mode(inference)
-    try:
-        with mode:
-            stateful.instance.load_state_dict(state_dict)
-    except Exception as error:
-        raise LoadStateDictError(
-            f"{stateful.fqn}: {type(stateful.instance).__name__}.load_state_dict raised {type(error).__name__}: "
-            f"{indented(error)}"
-        ) from error
 
 
 def _with_integer_keys(path: tuple[Key, ...], stateful: StatefulLoad) -> tuple[Key, ...]:
@@ -175,7 +156,6 @@ class _Prepared:
     values: Mapping[str, Any]
     handover: Handover
     loaded: tuple[str, ...]
-    pointers: Mapping[str, int]
 
 
 @dataclass(slots=True)
@@ -215,11 +195,14 @@ class StateTarget:
         threads, url, source = io_threads(), self.location.url, self._source
         assert source is not None
         plan, devices, entries = await threads.run(self._match)
-        await _refuse_opaque(source, url, plan)
+        if plan.opaque:
+            opaque = await threads.run(_opaque, plan)
+            several = "; the target requests {} such tensors"
+            await refuse_opaque(source, url, opaque, several, " (nothing was changed)")
         if self.together is not None:
             assert self._outline is not None
             await agree_on(self.together, self._manifest, plan, url, self.replaced)
-            manifest = await self._outline.read_needed(source, plan)
+            manifest = await self._outline.read_needed(source, plan, entries, url)
             if manifest is not self._manifest:
                 self._manifest = manifest
                 plan, devices, entries = await threads.run(self._match)
@@ -272,12 +255,10 @@ class StateTarget:
             return (*plan.tensors, *(leaf.fqn for leaf in plan.sparse))
         if self.request.options.atomic:
             return ()
-        straight = {fqn: tensor.data_ptr() for fqn, tensor in plan.straight.tensors.items()}
-        pointers = {**straight, **self._prepared.pointers}
-        touched = {pointers[name] for name in reader.touched if name in pointers}
-        names = (name for name, pointer in pointers.items() if pointer in touched)
-        found = (name if name in straight else plan.local[name].fqn for name in names)
-        return tuple(dict.fromkeys([*self._written, *found]))
+        touched = reader.touched.difference(*plan.shared)  # those are read into other memory first
+        straight = [fqn for fqn in plan.straight.tensors if fqn in touched]
+        local = [plan.local[name].fqn for name, leader in plan.leaders.items() if leader in touched]
+        return tuple(dict.fromkeys([*self._written, *straight, *local]))
 
     @property
     def nbytes(self) -> int:
@@ -360,9 +341,7 @@ class StateTarget:
         inside = {part for fqn in (*plan.wholes, *plan.composites) for part in parts_of(fqn, entries)}
         names = (fqn for fqn in yielding_gil(entries) if fqn not in inside)
         loaded = tuple(fqn for fqn in names if fqn in there or fqn in values)
-        local = (one for one in plan.local.items() if one[0] not in aside)
-        pointers = dict(gathered((name, one.tensor.data_ptr()) for name, one in local))
-        return _Prepared(plan, reader, places, wanted, copied, fresh, values, handover, loaded, pointers)
+        return _Prepared(plan, reader, places, wanted, copied, fresh, values, handover, loaded)
 
     def _aside(self, plan: LoadPlan, fqns: Iterable[str]) -> dict[str, Wanted]:
         there = _empty({fqn: plan.local[fqn].tensor for fqn in fqns})
@@ -450,6 +429,11 @@ def _laid_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
+def _opaque(plan: LoadPlan) -> dict[str, OpaqueEntry]:
+    entries = plan.names.manifest.entries
+    return of_kind({fqn: entries[fqn] for fqn in yielding_gil(plan.opaque)}, OpaqueEntry)
+
+
 def _value_entries(plan: LoadPlan) -> dict[str, ValueEntry]:
     found = dict(gathered((leaf.fqn, entry) for leaf, entry in plan.values))
     for stateful in plan.statefuls:
@@ -469,16 +453,3 @@ def _count_versions(plan: LoadPlan) -> Steps[None]:
     while some := list(islice(tensors, 64)):
         torch.autograd.graph.increment_version(list(filterfalse(torch.Tensor.is_inference, some)))
         yield
-
-
-async def _refuse_opaque(source: RangeSource, url: str, plan: LoadPlan) -> None:
-    """Raise an error if the target requests tensors that cannot be read. It names the first one, and says how many
-    there are."""
-    if not plan.opaque:
-        return
-    fqn = plan.opaque[0]
-    entry = plan.names.manifest.entries[fqn]
-    assert isinstance(entry, OpaqueEntry)
-    error = await why_opaque(source, fqn, entry)
-    others = f"; the target requests {len(plan.opaque)} such tensors" if len(plan.opaque) > 1 else ""
-    raise error.within(url, f"{others} (nothing was changed)")

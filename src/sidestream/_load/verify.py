@@ -32,7 +32,7 @@ from .._layout.checks import (
     sidecar_pieces,
     value_pieces,
 )
-from .._layout.ranges import PIECE_BYTES
+from .._layout.ranges import batches
 from .._runtime.abandoned import registered
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import Displayed, Table, public, readable_bytes
@@ -57,7 +57,6 @@ from ..errors import (
     SidestreamError,
     UnsafeObjectError,
     UnsupportedCheckpointError,
-    allocating,
     printable_lines,
 )
 from ..options import Progress, Storage, check_timeout, storage_of
@@ -74,8 +73,6 @@ from .open.manifest import open_manifest
 from .operation import LoadLifecycle, reading
 
 __all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
-
-_RUN_PIECES = 256
 
 
 @public
@@ -291,7 +288,7 @@ class Verification:
         threads = io_threads()
         whole = await threads.run(self._whole_items)
         pieces = await self.plan()
-        runs = await threads.run(_runs, pieces)
+        runs = await threads.run_sliced(batches, pieces)
         opaque_bytes = sum(chunk.item_bytes for _, chunk in self._opaque)
         counted = await threads.run(_bytes_of, pieces, whole)
         self.total_bytes = self.done_bytes + counted + opaque_bytes
@@ -320,7 +317,7 @@ class Verification:
         await in_parallel(whole, lambda item: self._check_whole(*item))
         for fqn, chunk in self._opaque:
             with self._noting(fqn):
-                await check_opaque_item(self.source, fqn, chunk)
+                await check_opaque_item(self.source, fqn, chunk, self._budgets)
             self._tell(chunk.item_bytes)
 
     async def _compare_metadata(self) -> None:
@@ -406,7 +403,8 @@ class Verification:
                 self.unreadable.add(fqn)
                 entry = self.manifest.entries[fqn]
                 assert isinstance(entry, TensorEntry | OpaqueEntry)
-                self._opaque.extend((fqn, chunk) for chunk in entry.chunks)
+                whole = isinstance(entry, TensorEntry)  # compressed ones are checked with those of other tensors
+                self._opaque.extend((fqn, chunk) for chunk in entry.chunks if not (whole and chunk.transform))
 
     @sliced
     def _whole_items(self) -> Steps[list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]]:
@@ -443,25 +441,21 @@ class Verification:
         def noting(run: Sequence[Piece]) -> AbstractContextManager[None]:
             return _Noting(partial(self._note_unread, run), run[0].file)
 
-        batches = Batches(self.source, self._reads, report, noting=noting)
+        checked = Batches(self.source, self._reads, report, noting=noting)
         try:
-            await batches.run(runs)
+            await checked.run(runs)
         finally:
-            self.done_bytes += batches.nbytes
+            self.done_bytes += checked.nbytes
 
     def _reads(self, run: Sequence[Piece], scratch: Scratch, stop: Stop | None) -> Reads:
         """Return the reads for a run of pieces of one file. Called in a thread."""
-        nbytes = sum(piece.nbytes for piece in run)
-        with allocating(f"verifying {run[0].file}"):
-            memory = scratch.take(nbytes)
-        view = memoryview(memory)
-        ranges = []
-        position = 0
-        for piece in run:
-            into = view[position : position + piece.nbytes]
-            ranges.append(ReadRange(piece.offset, into, partial(self._check, piece, into)))
-            position += piece.nbytes
-        return Reads(run[0].file, ranges, nbytes, memory)
+        sizes = [piece.nbytes for piece in run]
+        memory, views = scratch.views(sizes)
+        ranges = [
+            ReadRange(piece.offset, view, partial(self._check, piece, view))
+            for piece, view in zip(run, views, strict=True)
+        ]
+        return Reads(run[0].file, ranges, sum(sizes), memory)
 
     def _check(self, piece: Piece, view: memoryview) -> None:
         """Compare a piece. Called in a thread of the store when the bytes have arrived."""
@@ -537,22 +531,6 @@ def _differences(
             CorruptCheckpointError(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file)
         )
     return found
-
-
-@sliced
-def _runs(pieces: list[Piece]) -> Steps[list[list[Piece]]]:
-    """Return runs of pieces, by offset. The pieces of a run are in one file, and are read together."""
-    runs: list[list[Piece]] = []
-    nbytes = 0
-    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):
-        yield
-        full = not runs or len(runs[-1]) == _RUN_PIECES or nbytes + piece.nbytes > PIECE_BYTES
-        if full or runs[-1][0].file != piece.file:
-            runs.append([])
-            nbytes = 0
-        runs[-1].append(piece)
-        nbytes += piece.nbytes
-    return runs
 
 
 def _damage(error: SidestreamError) -> Damage:

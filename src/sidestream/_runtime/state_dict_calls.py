@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ..errors import LoadStateDictError, indented
 from .caller import run_in_calling_thread
 from .torch_probes import PLAIN_TENSORS, Stateful, attributes_of
 
@@ -29,11 +30,13 @@ __all__ = [
     "LEAVES",
     "FoundObject",
     "ListContents",
+    "call_load_state_dict",
     "call_state_dict",
     "find_objects",
     "in_order",
     "key_order",
     "monitored",
+    "objects_in",
     "state_dicts_in_order",
     "with_state_dicts",
 ]
@@ -128,12 +131,16 @@ def state_dicts_in_order(
         yield True
 
 
-def with_state_dicts(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return ``state`` with the state dict of each object in place of the object, as DCP hands it to a stager."""
-    objects = in_order(
+def objects_in(state: Mapping[Any, Any]) -> list[FoundObject]:
+    """Return the objects directly in ``state``, in the order in which all ranks call them."""
+    return in_order(
         FoundObject((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
     )
-    answers = {id(one.instance): call_state_dict(one) for one in objects}
+
+
+def with_state_dicts(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return ``state`` with the state dict of each object in place of the object, as DCP hands it to a stager."""
+    answers = {id(one.instance): call_state_dict(one) for one in objects_in(state)}
     return {key: answers.get(id(item), item) for key, item in state.items()}
 
 
@@ -141,6 +148,28 @@ def call_state_dict(one: FoundObject) -> Any:
     """Return the ``state_dict()`` of the object, called in the thread of the caller."""
     with monitored(one.name, one.instance, "state_dict"):
         return run_in_calling_thread(one.instance.state_dict)
+
+
+def call_load_state_dict(name: str, instance: Any, state_dict: Any) -> None:
+    """Call ``load_state_dict`` of the object called ``name`` in the thread of the caller. Raises
+    ``LoadStateDictError``."""
+    with monitored(name, instance, "load_state_dict"):
+        run_in_calling_thread(_load_state_dict, name, instance, state_dict)
+
+
+def _load_state_dict(name: str, instance: Any, state_dict: Any) -> None:
+    inference = isinstance(instance, torch.nn.Module) and any(
+        parameter.is_inference() for parameter in instance.parameters()
+    )
+    # Entering a mode that is already active would turn gradients on.
+    mode = nullcontext() if inference == torch.is_inference_mode_enabled() else torch.inference_mode(inference)
+    try:
+        with mode:
+            instance.load_state_dict(state_dict)
+    except Exception as error:
+        raise LoadStateDictError(
+            f"{name}: {type(instance).__name__}.load_state_dict raised {type(error).__name__}: {indented(error)}"
+        ) from error
 
 
 def _undetached(one: FoundObject) -> Any:

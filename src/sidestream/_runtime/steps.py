@@ -5,11 +5,12 @@ The code that runs the generator decides what happens between two steps (``run_s
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
 from typing import TypeAlias, TypeVar
 
-__all__ = ["Steps", "at_once", "chunked", "collected", "in_turn"]
+__all__ = ["Steps", "at_once", "by_size", "chunked", "collected", "in_turn"]
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -29,6 +30,24 @@ def chunked(items: Iterable[T], every: int) -> Iterator[list[T]]:
     left = iter(items)
     while chunk := list(islice(left, every)):
         yield chunk
+
+
+def by_size(
+    items: Iterable[T], size_of: Callable[[T], int], most: int, most_items: int = sys.maxsize
+) -> Iterator[list[T]]:
+    """Yield lists of ``items``, in their order. A list has at most ``most_items``, of at most ``most`` bytes together.
+    A larger item is in a list by itself."""
+    some: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if some and (total + size > most or len(some) == most_items):
+            yield some
+            some, total = [], 0
+        some.append(item)
+        total += size
+    if some:
+        yield some
 
 
 def in_turn(works: Iterable[Steps[T]]) -> Steps[list[T]]:

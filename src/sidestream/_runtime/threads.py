@@ -34,7 +34,7 @@ import anyio
 from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, mark_stuck, out_of_memory
 from .abandoned import put_back, take_abandoned, waiting_for_thread
 from .gil import give_turns, holding_gil, slice_s, stop_turns, yield_gil
-from .steps import Steps, collected
+from .steps import Steps, by_size, chunked, collected
 
 __all__ = [
     "Condition",
@@ -44,6 +44,8 @@ __all__ = [
     "ThreadFuture",
     "Threads",
     "TorchThreads",
+    "by_size",
+    "chunked",
     "clear_gradually",
     "current_deadline",
     "end_abandoned",

@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Unpack
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.futures import Future
 from .._format.records import Manifest
 from .._layout.values import allowed_types
 from .._load.device_streams import current_streams
-from .._load.open.manifest import open_manifest
+from .._load.open.manifest import all_there, open_manifest
 from .._load.operation import LoadLifecycle
 from .._load.planner.load import in_batches, metadata_of, read_bytes, targets_of, values_of
 from .._load.reader import Reader
@@ -229,10 +230,9 @@ class StorageReader(DcpStorageReader):
         entries = values_of(items, load.manifest, load.url)
         if not entries:
             return
-        found = run_anywhere(
-            lambda: read_bytes(load.source, load.manifest, entries, allow=self._allow, trust=self._trust),
-            load.deadline,
-        )
+        read = partial(read_bytes, allow=self._allow, trust=self._trust, options="StorageReader")
+        with all_there(load.url, "is missing"):
+            found = run_anywhere(lambda: read(load.source, load.manifest, entries), load.deadline)
         for item in items:
             planner.load_bytes(item, io.BytesIO(found[item.storage_index.fqn]))
 
@@ -241,7 +241,7 @@ class StorageReader(DcpStorageReader):
         streams = current_streams({target.device for _, target in asked_for.targets})
         reader = Reader(load.source, self._verify, None, streams)
         try:
-            with asked_for.naming(load.url):
+            with asked_for.naming(), all_there(load.url, "is missing"):
                 run_anywhere(lambda: reader.read(asked_for.wanted, own=load.manifest.own), load.deadline)
         finally:
             load.add(reader)

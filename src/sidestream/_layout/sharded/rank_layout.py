@@ -17,8 +17,7 @@ from ..._format.shard import BlockSums, ShardLayout, lay_out
 from ..._format.values import ValueItems
 from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import view_key
-from ..._staging import Composite, ImageLayout, PlanCache
-from ...errors import InvalidOptionError
+from ..._staging import ImageLayout, PlanCache
 from ..save_layout import SHARD_BYTES, PlannedFiles, converted_to, window_bytes_for, window_copies
 from ..values import encode_value
 from .assign import Assignment
@@ -96,8 +95,6 @@ def encode_values(table: LocalTable) -> Steps[EncodedValues]:
     nbytes = 0
     for number, leaf in table.values.items():
         yield
-        if isinstance(leaf.value, Composite):
-            raise InvalidOptionError(f"{leaf.fqn}: a tensor in place of a value")
         node = nodes[number] = encode_value(leaf.value, leaf.fqn)
         raw = json.dumps(node).encode()
         digests[number] = hashlib.blake2b(raw, digest_size=8).hexdigest()

@@ -16,20 +16,18 @@ import torch
 
 from ..._format.manifest import parse_composite
 from ..._format.records import (
-    SAVED_DTYPES,
     CompositeEntry,
     DictKey,
     Key,
     itemsize,
     name_problem,
-    shape_problem,
 )
 from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from ..._staging import Captured, Composite, PlanCache, fingerprint
 from ...errors import CorruptCheckpointError, InvalidOptionError, UnsupportedTensorError
 from ..composites.entry import composite_entry
-from ..flatten import CompositeLeaf, Leaf, leaves_of
+from ..flatten import CompositeLeaf, Leaf, check_saved, leaves_of
 
 __all__ = ["Box", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "parse_rows", "unpack_boxes"]
 
@@ -173,10 +171,7 @@ def _tensor_row(
         shape, dtype = tuple(leaf.value.shape), dtype_name(leaf.value.dtype)
         places = ((0, (0,) * len(shape), shape, (0,) * len(shape)),)
     dtype = captured.dtypes.get(leaf.fqn, dtype)
-    if dtype not in SAVED_DTYPES:
-        raise UnsupportedTensorError(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
-    if problem := shape_problem(dtype, shape):
-        raise UnsupportedTensorError(f"{leaf.fqn}: cannot save a tensor of {problem}")
+    check_saved(leaf.fqn, dtype, shape)
     here = []
     filled = 0 not in shape
     for which, offsets, sizes, start in places:

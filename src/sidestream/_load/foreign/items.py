@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,16 +19,15 @@ from ..._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry,
 from ..._format.torch_zip.ends import Ends, Seekable, TensorItems
 from ..._format.torch_zip.file import Records, TensorPayload, open_tensor_item, open_value_item
 from ..._format.torch_zip.zip import TorchZip, is_older, is_zip
-from ..._format.transforms import UnpackBudget, require, unpack
+from ..._format.transforms import TENSORS_ALWAYS_BYTES, VALUES_ALWAYS_BYTES, UnpackBudget, may_expand, require, unpack
 from ..._layout.values import NOTHING_ALLOWED, Allowed, decode_value
 from ..._runtime.threads import (
     Steps,
     Stop,
-    Threads,
-    TorchThreads,
     clear_gradually,
     current_deadline,
     io_threads,
+    read_threads,
     run_sliced,
     sliced,
     yielding_gil,
@@ -56,11 +54,13 @@ __all__ = [
     "locate",
     "locate_all",
     "located",
+    "of_kind",
     "opaque_errors",
+    "read_as_saved",
     "read_item",
     "read_values",
+    "refuse_opaque",
     "unpack_chunk",
-    "why_opaque",
 ]
 
 Unlocated: TypeAlias = SidestreamError | FileNotFoundError
@@ -76,7 +76,7 @@ _AT_A_TIME = 2  # zips that are opened between two looks at the clock; one takes
 _BARE = {"stored": "bytes"}  # bytes in a format of the planner
 MAX_VALUE_BYTES = 64 << 20
 """The largest item of a value from another writer that is read."""
-_PARSING_THREADS = 4
+_MOST_SAVED_BYTES = 1 << 30  # of a value that a planner unpickles
 _LOOP_GRACE_S = 5.0
 
 T = TypeVar("T")
@@ -116,12 +116,13 @@ async def locate_all(
     if manifest.own:
         return {}, {}
     threads = io_threads()
-    found, errors = await locate(source, await threads.run(_of_kind, manifest.entries, TensorEntry), records=records)
-    errors.update(await opaque_errors(source, await threads.run(_of_kind, manifest.entries, OpaqueEntry)))
+    found, errors = await locate(source, await threads.run(of_kind, manifest.entries, TensorEntry), records=records)
+    errors.update(await opaque_errors(source, await threads.run(of_kind, manifest.entries, OpaqueEntry)))
     return found, errors
 
 
-def _of_kind(entries: Mapping[str, Entry], kind: type[K]) -> dict[str, K]:
+def of_kind(entries: Mapping[str, Entry], kind: type[K]) -> dict[str, K]:
+    """Return the entries of this kind. Called in a worker thread."""
     return {fqn: entry for fqn, entry in yielding_gil(entries.items()) if isinstance(entry, kind)}
 
 
@@ -190,17 +191,12 @@ class _Locating:
 
     def _reads(self, zips: _Zips, scratch: Scratch, stop: Stop | None) -> Reads:
         """Return the reads of zips, which are opened when all of them have arrived. Called in a thread."""
-        nbytes = sum(nbytes for _, nbytes in zips.spans)
-        memory = scratch.take(nbytes)
-        view = memoryview(memory)
-        parts: list[memoryview] = []
-        for _, part_bytes in zips.spans:
-            parts.append(view[:part_bytes])
-            view = view[part_bytes:]
+        sizes = [nbytes for _, nbytes in zips.spans]
+        memory, parts = scratch.views(sizes)
         earlier = iter(zips.spans[1:])  # the arrivals before the last one take these; next() is atomic
         arrived = partial(self._arrived, zips, parts, earlier, stop)
         ranges = [ReadRange(start, part, arrived) for (start, _), part in zip(zips.spans, parts, strict=True)]
-        return Reads(zips.file, ranges, nbytes, memory)
+        return Reads(zips.file, ranges, sum(sizes), memory)
 
     def _arrived(self, zips: _Zips, parts: Sequence[memoryview], earlier: Iterator[object], stop: Stop | None) -> None:
         if next(earlier, None) is not None:
@@ -298,12 +294,18 @@ def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> 
 
     The item is not decompressed to more bytes than the dtype and the shape of the chunk explain.
     """
-    most_bytes = math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES
     with _about(chunk, fqn):
-        content = run_sliced(unpack(raw, most_bytes))
-        item = replace(chunk, item_offset=0, item_bytes=len(content), transform=None)
-        payload = open_tensor_item(io.BytesIO(content), len(content))
-        return content, replace(entry, chunks=(_described(entry, item, payload),))
+        content = _unpacked(entry, chunk, raw)
+        return content, replace(entry, chunks=(_open_unpacked(entry, chunk, content),))
+
+
+def _unpacked(entry: TensorEntry, chunk: Chunk, raw: bytearray) -> bytearray:
+    return run_sliced(unpack(raw, math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES))
+
+
+def _open_unpacked(entry: TensorEntry, chunk: Chunk, content: bytearray) -> Chunk:
+    item = replace(chunk, item_offset=0, item_bytes=len(content), transform=None)
+    return _described(entry, item, open_tensor_item(io.BytesIO(content), len(content)))
 
 
 async def opaque_errors(source: RangeSource, entries: Mapping[str, OpaqueEntry]) -> dict[str, Unlocated]:
@@ -316,12 +318,16 @@ async def opaque_errors(source: RangeSource, entries: Mapping[str, OpaqueEntry])
     return await io_threads().run(_opaque_errors, entries, errors)
 
 
-async def why_opaque(source: RangeSource, fqn: str, entry: OpaqueEntry) -> SidestreamError:
-    """Return the error of one tensor as ``opaque_errors`` does. Raises ``FileNotFoundError``."""
-    why = (await opaque_errors(source, {fqn: entry}))[fqn]
-    if isinstance(why, FileNotFoundError):
-        raise why
-    return why
+async def refuse_opaque(
+    source: RangeSource, url: str, opaque: Mapping[str, OpaqueEntry], several: str, end: str = ""
+) -> None:
+    """Raise the error of the first of these tensors, if there are any, or ``FileNotFoundError``. It ends with
+    ``several``, in which ``{}`` stands for their number, if there are more of them, and with ``end``."""
+    for fqn, entry in opaque.items():
+        why = (await opaque_errors(source, {fqn: entry}))[fqn]
+        if isinstance(why, FileNotFoundError):
+            raise why
+        raise why.within(url, (several.format(len(opaque)) if len(opaque) > 1 else "") + end)
 
 
 @sliced
@@ -356,24 +362,27 @@ async def check_item_records(
     if it has no checksums.
 
     Raises ``CorruptCheckpointError`` in the same cases as a load: an item that is neither a zip nor in torch's older
-    format is damaged. Types that a load accepts only with ``allow`` are not checked. All calls for one checkpoint share
-    ``budgets``."""
+    format is damaged. Raises ``UnsupportedCheckpointError`` for a tensor of a kind that this version does not read,
+    whose checksums are right. Types that a load accepts only with ``allow`` are not checked. All calls for one
+    checkpoint share ``budgets``."""
     if isinstance(item, ValueEntry) and item.item_bytes > MAX_VALUE_BYTES:
         raise CorruptCheckpointError(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
     raw = await read_item(source, item)
 
     def check() -> bool:
         with _about(item, fqn):
-            content = raw
-            if isinstance(item, Chunk) and isinstance(entry, TensorEntry):
-                content, _ = unpack_chunk(fqn, entry, item, raw)
-            elif item.transform:
-                content = run_sliced(budgets.unpacked.unpack(raw, MAX_VALUE_BYTES))
-            bare = isinstance(item, ValueEntry) and item.node == _BARE
+            if isinstance(item, Chunk):
+                assert isinstance(entry, TensorEntry)
+                content = _unpacked(entry, item, raw)
+                _check_records(content)
+                _open_unpacked(entry, item, content)
+                return True
+            content = run_sliced(budgets.values.unpack(raw, MAX_VALUE_BYTES)) if item.transform else raw
+            bare = item.node == _BARE
             if is_older(content) or (bare and not is_zip(content)):
                 return False
             _check_records(content)
-            if isinstance(item, ValueEntry) and not bare:
+            if not bare:
                 with suppress(UnsafeObjectError), budgets.decoding:
                     run_sliced(open_value_item(io.BytesIO(content), len(content), budget=budgets.parts))
             return True
@@ -381,11 +390,17 @@ async def check_item_records(
     return await io_threads().run(check)
 
 
-async def check_opaque_item(source: RangeSource, fqn: str, chunk: Chunk) -> None:
-    """Read an item that only its writer can decode in pieces, and verify the checksums of all its records.
-
-    Compressed items are skipped."""
+async def check_opaque_item(source: RangeSource, fqn: str, chunk: Chunk, budgets: ValueBudgets) -> None:
+    """Read an item that only its writer can decode, and verify the checksums of all its records. It is read in pieces
+    if it is not compressed. All calls for one checkpoint share ``budgets``."""
     if chunk.transform:
+        raw = await read_item(source, chunk)
+
+        def check_unpacked() -> None:
+            with _about(chunk, fqn):
+                _check_records(run_sliced(budgets.tensors.unpack(raw, may_expand(len(raw)))))
+
+        await io_threads().run(check_unpacked)
         return
     item = SourceFile(source, chunk.file, chunk.item_bytes, chunk.item_offset)
 
@@ -421,10 +436,11 @@ async def read_values(
 
 @dataclass(frozen=True, slots=True)
 class ValueBudgets:
-    """The limits of the size to which all values of one call may expand together. A thread holds ``decoding`` while it
-    decodes."""
+    """The limits of the size to which all values of one call may expand together, and all tensors whose size is not
+    known. A thread holds ``decoding`` while it decodes."""
 
-    unpacked: UnpackBudget = field(default_factory=UnpackBudget)
+    values: UnpackBudget = field(default_factory=partial(UnpackBudget, VALUES_ALWAYS_BYTES))
+    tensors: UnpackBudget = field(default_factory=partial(UnpackBudget, TENSORS_ALWAYS_BYTES))
     parts: ValueBudget = field(default_factory=ValueBudget)
     decoding: threading.Lock = field(default_factory=threading.Lock)
 
@@ -468,7 +484,7 @@ def _open_value(
     raw: bytearray, fqn: str, entry: ValueEntry, allow: Allowed, trust: Trust, budgets: ValueBudgets
 ) -> Any:
     with _about(entry, fqn):
-        content = run_sliced(budgets.unpacked.unpack(raw, MAX_VALUE_BYTES)) if entry.transform else raw
+        content = run_sliced(budgets.values.unpack(raw, MAX_VALUE_BYTES)) if entry.transform else raw
         if trust == "pickle":
             return _unpickle(content)
         node = run_sliced(open_value_item(io.BytesIO(content), len(content), frozenset(allow), budgets.parts))
@@ -483,6 +499,19 @@ def _unpickle(content: bytearray) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
     except Exception as error:
         raise UnsupportedCheckpointError(f"it cannot be unpickled here: {type(error).__name__}: {error}") from error
+
+
+async def read_as_saved(source: RangeSource, entry: ValueEntry) -> bytes:
+    """Return the bytes that were pickled, for a planner that unpickles them. Raises ``CorruptCheckpointError``."""
+    raw = await read_item(source, entry)
+
+    def checked() -> bytes:
+        content = run_sliced(unpack(raw, _MOST_SAVED_BYTES)) if entry.transform else raw
+        if is_zip(content):
+            _check_records(content)  # torch does not verify checksums
+        return bytes(content)
+
+    return await io_threads().run(checked)
 
 
 def _check_records(content: bytearray) -> None:
@@ -511,8 +540,8 @@ async def read_item(source: RangeSource, item: Chunk | ValueEntry) -> bytearray:
 class SourceFile(Seekable):
     """A readable view of ``nbytes`` of a file in a source, from ``start`` on, for code in a worker thread.
 
-    The loop on which this object was created reads the bytes, and ``run`` runs the code. A thread of the shared pool
-    must not wait for these reads, because they need a thread of that pool themselves.
+    The loop on which this object was created reads the bytes, and ``run`` runs the code in one of ``read_threads``. A
+    thread of ``io_threads`` must not wait for these reads, because they need such a thread themselves.
     """
 
     def __init__(self, source: RangeSource, file: str, nbytes: int, start: int = 0) -> None:
@@ -535,7 +564,7 @@ class SourceFile(Seekable):
                     raise self._failure from None
                 raise
 
-        return await _parsing_threads().run(work)
+        return await read_threads().run(work)
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         nbytes = max(0, min(len(buffer), self._nbytes - self._position))
@@ -564,24 +593,3 @@ class SourceFile(Seekable):
             if isinstance(error, SidestreamError):
                 raise
             raise current_deadline().exceeded(f"reading {self._name}") from error
-
-
-_parsing: Threads | None = None
-_parsing_lock = threading.Lock()
-
-
-def _parsing_threads() -> Threads:
-    """Return the threads of this process that parse files while the shared pool reads them."""
-    global _parsing
-    with _parsing_lock:
-        if _parsing is None:
-            _parsing = TorchThreads("sidestream-parse", _PARSING_THREADS)
-        return _parsing
-
-
-def _forget_after_fork() -> None:
-    global _parsing, _parsing_lock
-    _parsing, _parsing_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)

@@ -6,7 +6,7 @@ exist.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import BinaryIO
@@ -18,6 +18,7 @@ from ..._format.manifest import parse_manifest
 from ..._format.marker import (
     METADATA_NAME,
     TAIL_BYTES,
+    Marker,
     PartMarker,
     find_part_marker,
     missing_ranks,
@@ -48,6 +49,7 @@ from ..._format.safetensors.read import (
     parse_index,
     shards_of,
 )
+from ..._format.shared import Root
 from ..._format.torch_zip.file import read_torch_file
 from ..._format.torch_zip.zip import other_zip
 from ..._format.transforms import require
@@ -76,6 +78,7 @@ __all__ = [
     "read_file",
     "read_file_manifest",
     "read_foreign_manifest",
+    "read_own_manifest",
     "read_part",
     "read_part_markers",
 ]
@@ -171,20 +174,32 @@ def _differ(fqn: str) -> CorruptCheckpointError:
 
 async def read_part(source: RangeSource, sizes: Mapping[str, int], marker: PartMarker) -> Manifest:
     """Return the manifest of the part of one rank. Raises ``CorruptCheckpointError``."""
-    name = part_manifest_name(marker.rank, marker.id)
-    if sizes.get(name) != marker.manifest_bytes:
-        raise CorruptCheckpointError(
-            f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name
-        )
-    raw = await read_file(source, name, marker.manifest_bytes)
 
-    def parse() -> Manifest:
+    def belongs(manifest: Manifest | Root) -> bool:
+        return isinstance(manifest, Manifest) and manifest.save_id[: len(marker.id)] == marker.id
+
+    name = part_manifest_name(marker.rank, marker.id)
+    manifest = await read_own_manifest(source, name, marker, sizes.get(name, 0), belongs)
+    assert isinstance(manifest, Manifest)
+    await io_threads().run(check_sizes, manifest.files, sizes)
+    return manifest
+
+
+async def read_own_manifest(
+    source: RangeSource, name: str, marker: Marker | PartMarker, nbytes: int, belongs: Callable[[Manifest | Root], bool]
+) -> Manifest | Root:
+    """Return the manifest in the file ``name``, which has ``nbytes`` and to which ``marker`` points, not validated yet.
+    ``belongs`` returns whether a manifest is that of the save of the marker. Raises ``CorruptCheckpointError``."""
+    if nbytes != marker.manifest_bytes:
+        raise CorruptCheckpointError(f"{name} has {nbytes} bytes, the marker says {marker.manifest_bytes}", file=name)
+    raw = await read_file(source, name, nbytes)
+
+    def parse() -> Manifest | Root:
         if crc32(raw) != marker.manifest_crc:
             raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the marker", file=name)
         manifest = run_sliced(parse_manifest(raw))
-        if not isinstance(manifest, Manifest) or manifest.save_id[: len(marker.id)] != marker.id:
+        if not belongs(manifest):
             raise CorruptCheckpointError(f"{name} belongs to another save than the marker", file=name)
-        check_sizes(manifest.files, sizes)
         return manifest
 
     return await io_threads().run(parse)

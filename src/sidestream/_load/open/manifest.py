@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from ..._format.checksum import crc32
-from ..._format.manifest import parse_manifest, parse_metadata_line
+from ..._format.manifest import parse_metadata_line
 from ..._format.marker import METADATA_NAME, Marker, manifest_name, part_name
 from ..._format.records import Manifest
 from ..._format.shared import RankPart, Root, join, parse_part
@@ -27,6 +27,7 @@ from ..foreign.manifests import (
     read_file,
     read_file_manifest,
     read_foreign_manifest,
+    read_own_manifest,
     read_part_markers,
 )
 from .steps import Step, committed_marker, newest_committed, own_manifest_among, read_marker, steps_among
@@ -35,6 +36,7 @@ __all__ = [
     "all_there",
     "check_not_replaced",
     "metadata_of",
+    "naming",
     "open_manifest",
     "open_root",
     "read_manifest",
@@ -96,14 +98,15 @@ async def _holds_checkpoint(store: Store, directory: str) -> bool:
 
 
 @contextmanager
-def all_there(url: str) -> Iterator[None]:
-    """Raise ``CorruptCheckpointError`` if a file is missing that was there when the source was opened."""
+def all_there(url: str, what: str = "was deleted while it was read") -> Iterator[None]:
+    """Raise ``CorruptCheckpointError`` if a file is missing that was there when the source was opened. ``what`` is the
+    text of the error after the name of the file."""
     try:
         yield
     except FileNotFoundError as error:
         if isinstance(error, SidestreamError):
             raise
-        raise CorruptCheckpointError(f"{url}: {error.filename} was deleted while it was read") from error
+        raise CorruptCheckpointError(f"{url}: {error.filename} {what}") from error
 
 
 async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
@@ -266,7 +269,7 @@ async def read_manifest(source: RangeSource, location: Location) -> Manifest:
 
 
 async def _whole(source: RangeSource, url: str, root: Root) -> Manifest:
-    with _naming(url):
+    with naming(url):
         parts = await read_parts(source, root, range(len(root.parts)))
         manifest = await io_threads().run_sliced(join, root, parts)
         await io_threads().run_sliced(validate, manifest)
@@ -293,7 +296,7 @@ async def read_root(
         ) from error
     except CorruptCheckpointError as error:
         raise error.within(url) from error
-    with _naming(url):
+    with naming(url):
         if marker is None:
             ours = await io_threads().run(own_manifest_among, sizes)
             if ours is not None:
@@ -347,7 +350,7 @@ def _parse_part(name: str, raw: bytearray, crc: int) -> RankPart:
 
 
 @contextmanager
-def _naming(url: str) -> Iterator[None]:
+def naming(url: str) -> Iterator[None]:
     """Add the URL of the checkpoint to errors that are raised in this context."""
     try:
         yield
@@ -361,7 +364,6 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
     """Read the manifest on storage without listings. The marker has the size of the manifest, and the manifest has the
     names of the files."""
     try:
-        sizes = {METADATA_NAME: await source.size(METADATA_NAME)}
         marker = await read_marker(source)
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"no committed checkpoint at {url}: there is no {METADATA_NAME}") from error
@@ -372,14 +374,10 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
             f"{url} was written by another writer, and a server without listings does not say which files it has: copy "
             "it to a directory first"
         )
-    with _naming(url):
-        name = manifest_name(marker.save_id)
-        sizes[name] = await source.size(name)
-        raw = await read_file(source, name, marker.manifest_bytes)
-        named = await io_threads().run(_parse, name, raw, marker)
-        for file in _head(named).files:
-            sizes[file] = await source.size(file)
-        manifest = await _own_manifest(source, marker, sizes)
+    with naming(url):
+        manifest = await _read_marked(source, marker, await source.size(manifest_name(marker.save_id)))
+        files = _head(manifest).files
+        await io_threads().run(check_sizes, files, {file: await source.size(file) for file in files})
         if isinstance(manifest, Manifest):
             await io_threads().run_sliced(validate, manifest)
     return manifest
@@ -398,29 +396,20 @@ async def _own_manifest_listed(source: RangeSource, marker: Marker, sizes: Mappi
 
 
 async def _own_manifest(source: RangeSource, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
-    name = manifest_name(marker.save_id)
-    if sizes.get(name) != marker.manifest_bytes:
-        raise CorruptCheckpointError(
-            f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name
-        )
-    raw = await read_file(source, name, marker.manifest_bytes)
-    return await io_threads().run(_parse_checked, name, raw, marker, sizes)
-
-
-def _parse_checked(name: str, raw: bytearray, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
-    manifest = _parse(name, raw, marker)
-    head = _head(manifest)
-    if (head.save_id, head.step, head.generation) != (marker.save_id, marker.step, marker.generation):
-        raise CorruptCheckpointError(f"{name} belongs to another save than the marker", file=name)
-    check_sizes(head.files, sizes)
+    manifest = await _read_marked(source, marker, sizes.get(manifest_name(marker.save_id), 0))
+    await io_threads().run(check_sizes, _head(manifest).files, sizes)
     return manifest
+
+
+async def _read_marked(source: RangeSource, marker: Marker, nbytes: int) -> Manifest | Root:
+    """Return the manifest that ``marker`` names, whose file has ``nbytes``."""
+
+    def belongs(manifest: Manifest | Root) -> bool:
+        head = _head(manifest)
+        return (head.save_id, head.step, head.generation) == (marker.save_id, marker.step, marker.generation)
+
+    return await read_own_manifest(source, manifest_name(marker.save_id), marker, nbytes, belongs)
 
 
 def _head(manifest: Manifest | Root) -> Manifest:
     return manifest if isinstance(manifest, Manifest) else manifest.manifest
-
-
-def _parse(name: str, raw: bytearray, marker: Marker) -> Manifest | Root:
-    if crc32(raw) != marker.manifest_crc:
-        raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the marker", file=name)
-    return run_sliced(parse_manifest(raw))

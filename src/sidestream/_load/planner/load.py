@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -38,34 +38,29 @@ from ..._format.records import (
     itemsize,
     written_dtype,
 )
-from ..._format.torch_zip.zip import TorchZip, is_zip
-from ..._format.transforms import unpack
 from ..._group import Operation
 from ..._layout.names import castable
 from ..._layout.ranges import Box
 from ..._layout.torch_planner import Asked, packed, unpacked
 from ..._layout.values import Allowed, decode_value
 from ..._runtime.caller import run_in_calling_thread
-from ..._runtime.state_dict_calls import FoundObject, call_state_dict, in_order, key_order, monitored
-from ..._runtime.threads import clear_gradually, io_threads, run_sliced, yielding_gil
+from ..._runtime.state_dict_calls import call_load_state_dict, objects_in, with_state_dicts
+from ..._runtime.threads import by_size, clear_gradually, io_threads, run_sliced, yielding_gil
 from ..._runtime.torch_probes import Stateful, check_tensor, dtype_from_name, dtype_name, storage_info
 from ..._storage import Location, RangeSource
 from ...errors import (
     CorruptCheckpointError,
     DtypeMismatchError,
     InvalidOptionError,
-    LoadStateDictError,
     MissingKeysError,
     PlannerError,
     ShapeMismatchError,
-    SidestreamError,
     UnsafeObjectError,
     UnsupportedCheckpointError,
-    indented,
 )
 from ...options import Trust
 from ..device_streams import streams_of
-from ..foreign.items import read_item, read_values
+from ..foreign.items import read_as_saved, read_values
 from ..group import one_checkpoint
 from ..open.manifest import open_manifest, was_replaced
 from ..reader import Reader, Wanted
@@ -75,7 +70,6 @@ __all__ = ["PlannerTarget", "in_batches", "metadata_of", "read_bytes", "targets_
 
 
 _VERSION = "1.0.0"
-_MAX_BYTES = 1 << 30
 _BATCH_BYTES = 1 << 30  # limits the memory of planners that make a tensor for each item
 
 
@@ -89,14 +83,10 @@ class AskedFor:
     names: dict[str, str]
 
     @contextmanager
-    def naming(self, url: str) -> Iterator[None]:
-        """Add the URL, or the FQN in the checkpoint, to errors that are raised in this context."""
+    def naming(self) -> Iterator[None]:
+        """Add the FQN in the checkpoint to errors that are raised in this context."""
         try:
             yield
-        except FileNotFoundError as error:
-            if isinstance(error, SidestreamError):
-                raise
-            raise CorruptCheckpointError(f"{url}: {error.filename} is missing") from error
         except CorruptCheckpointError as error:
             error.fqn = self.names.get(error.fqn or "", error.fqn)
             raise
@@ -159,31 +149,19 @@ async def read_bytes(
     *,
     allow: Allowed,
     trust: Trust,
+    options: Literal["LoadOptions", "StorageReader"],
 ) -> dict[str, bytes]:
     """Return for each of ``entries`` bytes from which ``torch.load`` makes the value. With ``trust="pickle"`` these are
-    the bytes in the checkpoint. Raises ``UnsafeObjectError``, ``CorruptCheckpointError``."""
+    the bytes in the checkpoint. Raises ``UnsafeObjectError``, which says what to pass to ``options``, and
+    ``CorruptCheckpointError``."""
     if trust == "pickle" and not any(entry.inline for entry in entries.values()):
-        return {fqn: await _as_saved(source, entry) for fqn, entry in entries.items()}
+        return {fqn: await read_as_saved(source, entry) for fqn, entry in entries.items()}
     try:
         values = await read_values(source, manifest, entries, allow)
     except UnsafeObjectError as error:
-        error.add_note(
-            'StorageReader(safe_globals=[...]) takes its type, trust="pickle" hands its bytes to the planner'
-        )
+        error.add_note(f'{options}(safe_globals=[...]) takes its type, trust="pickle" hands its bytes to the planner')
         raise
     return await io_threads().run(_saved, values)
-
-
-async def _as_saved(source: RangeSource, entry: ValueEntry) -> bytes:
-    raw = await read_item(source, entry)
-
-    def checked() -> bytes:
-        content = run_sliced(unpack(raw, _MAX_BYTES)) if entry.transform else raw
-        if is_zip(content):
-            TorchZip(io.BytesIO(content), len(content)).check()  # torch does not compare the checksums
-        return bytes(content)
-
-    return await io_threads().run(checked)
 
 
 def _saved(values: Mapping[str, Any]) -> dict[str, bytes]:
@@ -216,16 +194,7 @@ def _missing(url: str, item: ReadItem) -> MissingKeysError:
 
 
 def in_batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
-    batch: list[ReadItem] = []
-    elements = 0
-    for item in yielding_gil(items):
-        if batch and elements + math.prod(item.lengths) > _BATCH_BYTES // 4:
-            yield batch
-            batch, elements = [], 0
-        batch.append(item)
-        elements += math.prod(item.lengths)
-    if batch:
-        yield batch
+    return by_size(yielding_gil(items), lambda item: math.prod(item.lengths), _BATCH_BYTES // 4)
 
 
 # --- the metadata for planners ---
@@ -316,8 +285,8 @@ class PlannerTarget:
                 "a planner is given the keys of the state in order, and these cannot be compared"
             ) from None
         self._planner = Asked(self.request.options.planner, LoadPlanner)
-        answers = {id(one.instance): call_state_dict(one) for one in self._objects()}
-        self._state_dict = {key: answers.get(id(self.state[key]), self.state[key]) for key in keys}
+        answers = with_state_dicts(self.state)
+        self._state_dict = {key: answers[key] for key in keys}
 
     async def open(self) -> Manifest:
         await self.aclose()
@@ -342,7 +311,7 @@ class PlannerTarget:
         entries = await threads.run(values_of, values, manifest, self.location.url)
         if entries:
             allow, trust = self.request.allowed, self.request.options.trust
-            self._values = await read_bytes(source, manifest, entries, allow=allow, trust=trust)
+            self._values = await read_bytes(source, manifest, entries, allow=allow, trust=trust, options="LoadOptions")
         self._total, batches = await threads.run(_apportioned, tensors, manifest)
         for batch in batches:
             await self._read_batch(source, batch)
@@ -371,14 +340,6 @@ class PlannerTarget:
 
     def written(self) -> tuple[str, ...]:
         return tuple(self._touched)
-
-    def _objects(self) -> list[FoundObject]:
-        """Return the objects in the order in which every rank calls them."""
-        return in_order(
-            FoundObject((key_order(key),), str(key), one)
-            for key, one in self.state.items()
-            if isinstance(one, Stateful)
-        )
 
     # --- the plan ---
 
@@ -437,7 +398,7 @@ class PlannerTarget:
         reader = Reader(source, self.request.options.verify, self._tell, streams)
         dest = {name: item.dest_index.fqn for name, (item, _) in zip(asked_for.names, asked_for.targets, strict=True)}
         try:
-            with asked_for.naming(url):
+            with asked_for.naming():
                 await reader.read(asked_for.wanted, own=manifest.own)
         finally:
             self._touched.update((dest[name], None) for name in reader.touched)
@@ -470,7 +431,7 @@ class PlannerTarget:
         replaced. Keys that the planner has added are added to the state."""
         self._check_added()  # a planner may also add keys while it receives values
         state: Any = self.state
-        objects = self._objects()
+        objects = objects_in(self.state)
         known = {id(one.instance) for one in objects}
         for key, item in self._state_dict.items():
             owner = state.get(key)
@@ -480,18 +441,7 @@ class PlannerTarget:
         by_name = {str(key): item for key, item in self._state_dict.items()}
         for one in objects:
             if one.name in by_name:
-                with monitored(one.name, one.instance, "load_state_dict"):
-                    run_in_calling_thread(_load_state_dict, one, by_name[one.name])
-
-
-def _load_state_dict(one: FoundObject, state_dict: Any) -> None:
-    try:
-        one.instance.load_state_dict(state_dict)
-    except Exception as error:
-        raise LoadStateDictError(
-            f"{one.name}: {type(one.instance).__qualname__}.load_state_dict raised {type(error).__name__}: "
-            f"{indented(error)}"
-        ) from error
+                call_load_state_dict(one.name, one.instance, by_name[one.name])
 
 
 def _kinds(plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem]]:

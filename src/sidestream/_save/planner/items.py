@@ -21,7 +21,7 @@ from ..._format.shard import BlockSums, ShardLayout, lay_out
 from ..._format.torch_zip.file import check_value_item, open_value_item
 from ..._layout.save_layout import PlannedFiles, window_bytes_for, window_copies
 from ..._load.foreign.items import MAX_VALUE_BYTES
-from ..._runtime.threads import Steps, gathered, run_sliced, sliced
+from ..._runtime.threads import Steps, by_size, gathered, run_sliced, sliced
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, transformed_stream
 from ..._staging import AsyncStager, Captured, ImageLayout, Staging, capture
 from ..._storage import Body, BytesBody, ShardBody
@@ -98,7 +98,7 @@ class Outgoing:
         """Yield the name and the content of each file. The planner is called in the thread that iterates."""
         yield from self._sequential()
         group: _Group | None = None
-        for items in _groups(self._tensors):
+        for items in by_size(self._tensors, _planned_bytes, _GROUP_BYTES):
             following = self._stage(items)
             if group is not None:
                 yield self._shard(group)
@@ -266,20 +266,6 @@ def _check(tensor: torch.Tensor, item: WriteItem, *, held: bool) -> None:
             f"{fqn}: the planner resolved a tensor of shape {tuple(tensor.shape)}, its plan says "
             f"{tuple(planned.chunk.sizes)}; nothing was saved"
         )
-
-
-def _groups(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    group: list[WriteItem] = []
-    nbytes = 0
-    for item in items:
-        size = _planned_bytes(item)
-        if group and nbytes + size > _GROUP_BYTES:
-            yield group
-            group, nbytes = [], 0
-        group.append(item)
-        nbytes += size
-    if group:
-        yield group
 
 
 def _planned_bytes(item: WriteItem) -> int:
