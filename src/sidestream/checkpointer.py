@@ -48,7 +48,6 @@ from .options import (
     check_count,
     check_seconds,
     check_step,
-    check_timeout,
     options_of,
     storage_of,
     tolerance_of,
@@ -443,7 +442,7 @@ class Checkpointer:
             ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
-        check_timeout(poll_s)
+        check_seconds("poll_s", poll_s)
         if after is not None:
             check_step(after)
         return Watch(self._run.store, after=after, poll_s=poll_s, timeout_s=self._run.timeout_s)
@@ -517,15 +516,15 @@ class Checkpointer:
             ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
-        if self._preemption is not None:
-            self._preemption.uninstall()
-        self._preemption = Preemption(
+        preemption = Preemption(
             signals or (signal.SIGTERM,),
             partial(self._save_all, save),
             grace_s=grace_s,
             then=then,
             exit_code=exit_code,
         )
+        preemption.install(self._preemption)
+        self._preemption = preemption
 
     @property
     def preempted(self) -> int | None:
