@@ -482,7 +482,7 @@ class Checkpointer:
             last_saved=None if saved is None else saved[0],
             since_saved_s=None if saved is None else time.monotonic() - saved[1],
             failures=tuple(f"{type(error).__name__}: {error}" for error in self._saves.failures),
-            retention=self._upkeep.error,
+            retention=self._upkeep.error or self._exports.pruning.error,
             sweeping=None if self._pruner.not_swept is None else str(self._pruner.not_swept),
             damaged={name: str(error) for name, error in self._pruner.damaged.items()},
             passed_over=dict(self._reading.passed_over),

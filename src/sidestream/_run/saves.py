@@ -524,7 +524,8 @@ class Saves:
     def raise_unretrieved(self) -> None:
         """Raise the unretrieved errors of saves and of upkeep: the first one, with the others as its notes. They are
         retrieved then."""
-        raise_all([*self._pending.operations(), *self._upkeep.problems()])
+        upkeep = (self._upkeep, self._exports.pruning)
+        raise_all([*self._pending.operations(), *(problem for one in upkeep for problem in one.problems())])
 
     def _raise_unretrieved_to_all(self, operation: Operation) -> None:
         """Raise the unretrieved errors of this rank, which ends this save on all ranks.
