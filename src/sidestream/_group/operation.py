@@ -175,7 +175,10 @@ class Operation:
         with self._lock:
             if self._stopping:
                 raise Stopped
-            self._waiting.update(one for one in (exchange.gathered, exchange.answered) if one is not None)
+            for future in (exchange.gathered, exchange.answered):
+                if future is not None:
+                    self._waiting.add(future)
+                    future.add_done_callback(self._waiting.discard)  # with it go the parts or the answer
         self.group.step(self, exchange)
         return exchange
 
@@ -293,7 +296,7 @@ class Operation:
                 return
             self._stopping = True
             callbacks, self._on_stop = self._on_stop, []
-            waiting, self._waiting = self._waiting, set()
+            waiting, self._waiting = list(self._waiting), set()
         for future in waiting:
             if not future.done():
                 future.set_exception(Stopped())
