@@ -417,7 +417,7 @@ class _Child:
         await self.steps(run)
 
 
-_OF_THE_PROCESS = ("sidestream-io", "sidestream-parse", "sidestream-read", "sidestream-watch")
+_OF_THE_PROCESS = ("sidestream-io", "sidestream-parse", "sidestream-read", "sidestream-watch", "sidestream-write")
 
 
 def usage() -> dict[str, int]:
@@ -430,10 +430,7 @@ def usage() -> dict[str, int]:
         "rss": pages * os.sysconf("SC_PAGE_SIZE"),
         "fds": len(os.listdir("/proc/self/fd")),
         # the pool of the process grows to its size when several hops happen to meet
-        "threads": sum(
-            one.name not in ("sidestream-io", "sidestream-parse", "sidestream-read", "sidestream-watch")
-            for one in threading.enumerate()
-        ),
+        "threads": sum(one.name not in _OF_THE_PROCESS for one in threading.enumerate()),
     }
 
 

@@ -123,7 +123,8 @@ def owned_threads(besides: list[str], before: Collection[threading.Thread] = ())
         left = [
             name
             for name in left
-            if name not in ("sidestream-io", "sidestream-parse", "sidestream-read", "sidestream-watch")
+            if name
+            not in ("sidestream-io", "sidestream-parse", "sidestream-read", "sidestream-watch", "sidestream-write")
         ]
         for name in besides:
             if name in left:

@@ -40,7 +40,7 @@ def until(holds: Callable[[], object]) -> None:
 
 
 OF_THE_PROCESS = frozenset(
-    f"sidestream-{name}" for name in ("exit", "io", "parse", "read", "saver", "storage", "unregister", "watch")
+    f"sidestream-{name}" for name in ("exit", "io", "parse", "read", "saver", "storage", "unregister", "watch", "write")
 )
 
 
