@@ -46,7 +46,7 @@ from ..._layout.ranges import Box
 from ..._layout.torch_planner import Asked, packed, unpacked
 from ..._layout.values import Allowed, decode_value
 from ..._runtime.caller import run_in_calling_thread
-from ..._runtime.state_dict_calls import FoundObject, call_state_dict, in_order, key_order, monitored
+from ..._runtime.state_dict_calls import FoundObject, monitored, objects_in, with_state_dicts
 from ..._runtime.threads import clear_gradually, io_threads, run_sliced, yielding_gil
 from ..._runtime.torch_probes import Stateful, check_tensor, dtype_from_name, dtype_name, storage_info
 from ..._storage import Location, RangeSource
@@ -316,8 +316,8 @@ class PlannerTarget:
                 "a planner is given the keys of the state in order, and these cannot be compared"
             ) from None
         self._planner = Asked(self.request.options.planner, LoadPlanner)
-        answers = {id(one.instance): call_state_dict(one) for one in self._objects()}
-        self._state_dict = {key: answers.get(id(self.state[key]), self.state[key]) for key in keys}
+        answers = with_state_dicts(self.state)
+        self._state_dict = {key: answers[key] for key in keys}
 
     async def open(self) -> Manifest:
         await self.aclose()
@@ -371,14 +371,6 @@ class PlannerTarget:
 
     def written(self) -> tuple[str, ...]:
         return tuple(self._touched)
-
-    def _objects(self) -> list[FoundObject]:
-        """Return the objects in the order in which every rank calls them."""
-        return in_order(
-            FoundObject((key_order(key),), str(key), one)
-            for key, one in self.state.items()
-            if isinstance(one, Stateful)
-        )
 
     # --- the plan ---
 
@@ -470,7 +462,7 @@ class PlannerTarget:
         replaced. Keys that the planner has added are added to the state."""
         self._check_added()  # a planner may also add keys while it receives values
         state: Any = self.state
-        objects = self._objects()
+        objects = objects_in(self.state)
         known = {id(one.instance) for one in objects}
         for key, item in self._state_dict.items():
             owner = state.get(key)
