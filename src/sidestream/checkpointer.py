@@ -468,11 +468,7 @@ class Checkpointer:
         self._opened.check()
         if not self._run.leads:
             return Pruned()
-        if dry_run:
-            async with self._pruning:
-                with self._run.time_limit():
-                    return await self._pruner.preview(self._saves.protected)
-        return await self._prune()
+        return await self._prune(dry_run=dry_run)
 
     def health(self) -> Health:
         """Return the state of the run, as far as this ``Checkpointer`` knows it. Nothing is read from storage."""
@@ -543,10 +539,11 @@ class Checkpointer:
             raise
         await self._saves.ended()
 
-    async def _prune(self) -> Pruned:
+    async def _prune(self, *, dry_run: bool = False) -> Pruned:
+        prune = self._pruner.preview if dry_run else self._pruner.run
         async with self._pruning:
             with self._run.time_limit():
-                return await self._pruner.run(self._saves.protected)
+                return await prune(self._saves.protected)
 
     # --- entering and closing ---
 
