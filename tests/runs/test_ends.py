@@ -243,7 +243,7 @@ async def test_signals_need_the_main_thread(run: Path) -> None:
         for options in ({"grace_s": 0}, {"then": "die"}):
             with pytest.raises(InvalidOptionError):
                 checkpoints.on_preemption(**options)  # type: ignore[arg-type]
-        with pytest.raises(InvalidOptionError, match="^grace_s=0 has to be a positive number"):
+        with pytest.raises(InvalidOptionError, match=r"^grace_s=0 has to be a positive number"):
             checkpoints.on_preemption(grace_s=0)
         with pytest.raises(InvalidOptionError, match="cannot be caught"):
             checkpoints.on_preemption(signal.SIGKILL)

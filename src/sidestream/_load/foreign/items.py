@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,12 +25,11 @@ from ..._layout.values import NOTHING_ALLOWED, Allowed, decode_value
 from ..._runtime.threads import (
     Steps,
     Stop,
-    Threads,
-    TorchThreads,
     clear_gradually,
     current_deadline,
     io_threads,
     run_sliced,
+    shared_threads,
     sliced,
     yielding_gil,
 )
@@ -551,7 +549,7 @@ class SourceFile(Seekable):
                     raise self._failure from None
                 raise
 
-        return await _parsing_threads().run(work)
+        return await shared_threads("parse", _PARSING_THREADS).run(work)
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         nbytes = max(0, min(len(buffer), self._nbytes - self._position))
@@ -580,24 +578,3 @@ class SourceFile(Seekable):
             if isinstance(error, SidestreamError):
                 raise
             raise current_deadline().exceeded(f"reading {self._name}") from error
-
-
-_parsing: Threads | None = None
-_parsing_lock = threading.Lock()
-
-
-def _parsing_threads() -> Threads:
-    """Return the threads of this process that parse files while the shared pool reads them."""
-    global _parsing
-    with _parsing_lock:
-        if _parsing is None:
-            _parsing = TorchThreads("sidestream-parse", _PARSING_THREADS)
-        return _parsing
-
-
-def _forget_after_fork() -> None:
-    global _parsing, _parsing_lock
-    _parsing, _parsing_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
