@@ -397,6 +397,25 @@ def test_an_interrupt_in_code_of_the_caller(method: str, tmp_path: Path) -> None
     sidestream.blocking.load({"i": Watching()}, tmp_path / "a")
 
 
+def test_an_error_of_a_call_is_in_no_reference_cycle(tmp_path: Path) -> None:
+    """What the frames of its traceback refer to is freed with it."""
+    with pytest.raises(CheckpointNotFoundError):  # the first call imports, which leaves work to the collector
+        sidestream.blocking.open_checkpoint(tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            sidestream.blocking.open_checkpoint(tmp_path)
+        except CheckpointNotFoundError as error:
+            freed = weakref.ref(error)
+        deadline = time.monotonic() + 5
+        while freed() is not None and time.monotonic() < deadline:  # the loop drops it a little later
+            time.sleep(1e-3)
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
 def test_an_error_of_the_callers_code_is_in_no_reference_cycle() -> None:
     """What its frames refer to is freed with it, and not at the next garbage collection."""
     freed: list[weakref.ref[object]] = []

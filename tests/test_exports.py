@@ -9,13 +9,15 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from keywords import for_run
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -339,6 +341,42 @@ async def test_old_exports_are_deleted_everywhere(place: str, shard_bytes: int, 
     assert directories == {"step-3", "step-4"}
     if place != "memory":
         assert sorted(os.listdir(tmp_path)) == ["run", "step-3", "step-4"]
+
+
+async def test_old_exports_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save raises why, closing does, and ``health`` has it until a deletion succeeds."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError("the exports are read-only")
+
+    @contextmanager
+    def refusing() -> Iterator[None]:
+        with monkeypatch.context() as patched:
+            for name in ("rm", "rm_file", "_rm", "delete"):
+                patched.setattr(MemoryFileSystem, name, refused)
+            yield
+
+    url = f"memory://{uuid.uuid4().hex}"
+    export = HF(f"{url}/step-{{step}}", files={"config.json": b"{}"})
+    state = {"a": torch.ones(3)}
+    with pytest.raises(SidestreamError, match="the exports are read-only"):
+        async with Checkpointer(tmp_path / "run", export=export, exports_keep=1) as checkpoints:
+            with refusing():
+                for step in (1, 2):
+                    await checkpoints.save(state, step=step)
+                await checkpoints._exports.ended()
+                assert "the exports are read-only" in (checkpoints.health().retention or "")
+                assert not checkpoints.health().ok
+                with pytest.raises(SidestreamError, match="the exports are read-only"):
+                    await checkpoints.save(state, step=3)
+                await checkpoints.save(state, step=3)
+            await checkpoints.save(state, step=4)
+            await checkpoints._exports.ended()
+            assert checkpoints.health().ok
+            with refusing():
+                await checkpoints.save(state, step=5)
+                await checkpoints._exports.ended()
+    assert sorted(os.listdir(tmp_path / "run")) == [f"step-{step}" for step in range(1, 6)]
 
 
 async def test_a_step_that_is_saved_again_replaces_its_export(tmp_path: Path) -> None:

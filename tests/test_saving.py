@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -275,12 +276,10 @@ async def test_overlapping_views_of_any_dtypes(parts: list[tuple[torch.dtype, in
 @contextlib.asynccontextmanager
 async def own_write_threads() -> AsyncIterator[None]:
     """Make the saves in this context write in threads of their own, and wait until those have ended."""
-    shared, threads._writing = threads._writing, None
-    try:
+    with mock.patch.dict(threads._pools):
+        threads._pools.pop("write", None)
         yield
         used = threads.write_threads()
-    finally:
-        threads._writing = shared
     used.close()
     assert await asyncio.to_thread(used.join, threads.Deadline.after(60))
 

@@ -95,51 +95,35 @@ __all__ = [
 ]
 
 _HOMES = {
-    "HF": "_convert.export",
-    "ArenaStatistics": "_staging.arena",
-    "AsyncStager": "_staging.stager",
-    "BlockingAsyncStager": "_staging.blocking",
-    "Checkpoint": "_load.checkpoint",
-    "Checkpointer": "checkpointer",
-    "ConvertOptions": "options",
-    "ConvertReport": "_convert.convert",
-    "CopyReport": "_convert.copy",
-    "Damage": "_load.verify",
-    "Health": "_run.health",
-    "KeepAll": "_run.retention",
-    "KeepBest": "_run.retention",
-    "KeepEvery": "_run.retention",
-    "KeepLast": "_run.retention",
-    "LoadOptions": "options",
-    "LoadReport": "_load.operation",
-    "PassedOver": "_load.operation",
-    "PendingExport": "_save.sinks",
-    "PendingSave": "_save.pending",
-    "Pruned": "_run.retention",
-    "Retention": "_run.retention",
-    "SaveInfo": "_save.pending",
-    "SaveOptions": "options",
-    "SaveProgress": "_save.pending",
-    "SavedStep": "_run.retention",
-    "StagedState": "_staging.tree",
-    "StagingFuture": "_staging.future",
-    "WriterProcess": "options",
-    "Storage": "options",
-    "StorePolicy": "options",
-    "TensorInfo": "_load.checkpoint",
-    "VerifyReport": "_load.verify",
-    "Watch": "_run.watch",
-    "add_prefix": "options",
-    "async_save": "_save.api",
-    "convert": "_convert.convert",
-    "copy": "_convert.copy",
-    "load": "_load.operation",
-    "open_checkpoint": "_load.checkpoint",
-    "remove": "_convert.copy",
-    "save": "_save.api",
-    "set_cache_bytes": "_staging.cached",
-    "strip_prefix": "options",
-    "verify": "_load.verify",
+    "_convert.convert": ("ConvertReport", "convert"),
+    "_convert.copy": ("CopyReport", "copy", "remove"),
+    "_convert.export": ("HF",),
+    "_load.checkpoint": ("Checkpoint", "TensorInfo", "open_checkpoint"),
+    "_load.operation": ("LoadReport", "PassedOver", "load"),
+    "_load.verify": ("Damage", "VerifyReport", "verify"),
+    "_run.health": ("Health",),
+    "_run.retention": ("KeepAll", "KeepBest", "KeepEvery", "KeepLast", "Pruned", "Retention", "SavedStep"),
+    "_run.watch": ("Watch",),
+    "_save.api": ("async_save", "save"),
+    "_save.pending": ("PendingSave", "SaveInfo", "SaveProgress"),
+    "_save.sinks": ("PendingExport",),
+    "_staging.arena": ("ArenaStatistics",),
+    "_staging.blocking": ("BlockingAsyncStager",),
+    "_staging.cached": ("set_cache_bytes",),
+    "_staging.future": ("StagingFuture",),
+    "_staging.stager": ("AsyncStager",),
+    "_staging.tree": ("StagedState",),
+    "checkpointer": ("Checkpointer",),
+    "options": (
+        "ConvertOptions",
+        "LoadOptions",
+        "SaveOptions",
+        "Storage",
+        "StorePolicy",
+        "WriterProcess",
+        "add_prefix",
+        "strip_prefix",
+    ),
 }
 
 
@@ -148,13 +132,15 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name == "__version__":
         return metadata.version("sidestream")
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ._runtime.imports import importing, make_old
 
     # All at once: a program that makes a Checkpointer at start-up should not import the rest during the first save.
     with importing():
-        globals().update({each: getattr(import_module(f".{home}", __name__), each) for each, home in _HOMES.items()})
+        for home, names in _HOMES.items():
+            module = import_module(f".{home}", __name__)
+            globals().update({each: getattr(module, each) for each in names})
     make_old()
     return globals()[name]
 

@@ -18,7 +18,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial, update_wrapper, wraps
@@ -26,7 +26,6 @@ from inspect import cleandoc
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from . import checkpointer as _checkpointer
@@ -37,7 +36,7 @@ from ._load import operation as _loading
 from ._load import verify as _verifying
 from ._run.health import Health
 from ._runtime.caller import Caller, is_serving
-from ._runtime.tasks import check_no_running_loop, supervise, wait_for_supervised
+from ._runtime.tasks import check_no_running_loop, supervise, wait_for_supervised, wait_out
 from ._runtime.threads import Deadline, time_limit
 from ._save import api as _saving
 from .errors import DeadlineExceededError, WrongLoopError
@@ -60,6 +59,7 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R")
 H = TypeVar("H")
 K = TypeVar("K", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -162,7 +162,6 @@ class _Call(Generic[T]):
         self._work = work
         self._deadline = deadline
         self._loop = loop
-        self._result: Future[T] = Future()
         self._interrupted = False
         self._started = False
         self._task: asyncio.Task[T] | None = None
@@ -170,7 +169,14 @@ class _Call(Generic[T]):
     def result(self) -> T:
         """Start the work, and return its result when it has ended."""
         self.caller.wait(self._notify, self._interrupt)
-        return self._result.result(0)
+        assert self._task is not None
+        task, self._task = self._task, None  # or the error's traceback and this object would refer to each other
+        try:
+            if task.cancelled():
+                raise CancelledError
+            return task.result()
+        finally:
+            del task
 
     def _notify(self) -> None:
         self._loop.call_soon_threadsafe(self._advance)
@@ -195,29 +201,16 @@ class _Call(Generic[T]):
             self._task = task = asyncio.create_task(self._awaited())
         if self._interrupted:
             task.cancel()
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            task.cancel()
-            with CancelScope(shield=True):
-                await asyncio.wait([task])
-            raise
-        finally:
-            self._settle(task)
+        cancelled = await wait_out(task, lambda _: task.cancel())
+        if not task.cancelled():
+            task.exception()  # retrieved also if the caller was interrupted, or asyncio would log it
+        self.caller.end()
+        if cancelled is not None:
+            raise cancelled
 
     async def _awaited(self) -> T:
         """Call the work within the task, so that what the call itself raises (a wrong keyword) is delivered too."""
         return await self._work()
-
-    def _settle(self, task: asyncio.Task[T]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if task.cancelled():
-            self._result.cancel()
-        elif error is not None:
-            self._result.set_exception(error)
-        else:
-            self._result.set_result(task.result())
-        self.caller.end()
 
 
 run = _run  # for the command line, which has more to ask than there are verbs here
@@ -265,14 +258,16 @@ def _starting(verb: Callable[P, _saving.PendingSave]) -> Callable[[Callable[...,
     return _blocking(start)
 
 
-def _opening(
-    verb: Callable[P, Coroutine[Any, Any, _checkpoint.Checkpoint]],
-) -> Callable[[Callable[..., Any]], Callable[P, Checkpoint]]:
-    @wraps(verb)
-    async def opened(*args: P.args, **kwargs: P.kwargs) -> Checkpoint:
-        return Checkpoint(await verb(*args, **kwargs))
+def _returning(
+    made: Callable[[T], R], verb: Callable[P, Coroutine[Any, Any, T]]
+) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Make a coroutine function that returns ``made`` of what ``verb`` returns, and is documented as ``verb``."""
 
-    return _blocking(opened)
+    @wraps(verb)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return made(await verb(*args, **kwargs))
+
+    return call
 
 
 def _method(
@@ -288,16 +283,6 @@ def _method(
         return call
 
     return decorate
-
-
-def _saving_method(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, _saving.PendingSave]],
-) -> Callable[[Callable[..., Any]], Callable[Concatenate[_Holder[Any], P], PendingSave]]:
-    @wraps(method)
-    async def start(held: Any, /, *args: P.args, **kwargs: P.kwargs) -> PendingSave:
-        return PendingSave(await method(held, *args, **kwargs))
-
-    return _method(start)
 
 
 def _entering(
@@ -522,7 +507,7 @@ class Checkpointer(_Holder[_checkpointer.Checkpointer]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As ``sidestream.Checkpointer``, with the same arguments."""
 
-    @_saving_method(_checkpointer.Checkpointer.async_save)
+    @_method(_returning(PendingSave, _checkpointer.Checkpointer.async_save))
     def async_save(self, *args: Any, **kwargs: Any) -> Any:
         """As ``sidestream.Checkpointer.async_save``, with the same arguments."""
 
@@ -654,7 +639,7 @@ def load(*args: Any, **kwargs: Any) -> Any:
     """As ``sidestream.load``, with the same arguments."""
 
 
-@_opening(_checkpoint.open_checkpoint)
+@_blocking(_returning(Checkpoint, _checkpoint.open_checkpoint))
 def open_checkpoint(*args: Any, **kwargs: Any) -> Any:
     """As ``sidestream.open_checkpoint``, with the same arguments."""
 

@@ -50,7 +50,6 @@ from .options import (
     check_count,
     check_seconds,
     check_step,
-    check_timeout,
     options_of,
     storage_of,
     tolerance_of,
@@ -445,7 +444,7 @@ class Checkpointer:
             ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
-        check_timeout(poll_s)
+        check_seconds("poll_s", poll_s)
         if after is not None:
             check_step(after)
         return Watch(self._run.store, after=after, poll_s=poll_s, timeout_s=self._run.timeout_s)
@@ -471,11 +470,7 @@ class Checkpointer:
         self._opened.check()
         if not self._run.leads:
             return Pruned()
-        if dry_run:
-            async with self._pruning:
-                with self._run.time_limit():
-                    return await self._pruner.preview(self._saves.protected)
-        return await self._prune()
+        return await self._prune(dry_run=dry_run)
 
     def health(self) -> Health:
         """Return the state of the run, as far as this ``Checkpointer`` knows it. Nothing is read from storage."""
@@ -485,7 +480,7 @@ class Checkpointer:
             last_saved=None if saved is None else saved[0],
             since_saved_s=None if saved is None else time.monotonic() - saved[1],
             failures=tuple(f"{type(error).__name__}: {error}" for error in self._saves.failures),
-            retention=self._upkeep.error,
+            retention=self._upkeep.error or self._exports.pruning.error,
             sweeping=None if self._pruner.not_swept is None else str(self._pruner.not_swept),
             damaged={name: str(error) for name, error in self._pruner.damaged.items()},
             passed_over=dict(self._reading.passed_over),
@@ -519,15 +514,15 @@ class Checkpointer:
             ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
-        if self._preemption is not None:
-            self._preemption.uninstall()
-        self._preemption = Preemption(
+        preemption = Preemption(
             signals or (signal.SIGTERM,),
             partial(self._save_all, save),
             grace_s=grace_s,
             then=then,
             exit_code=exit_code,
         )
+        preemption.install(self._preemption)
+        self._preemption = preemption
 
     @property
     def preempted(self) -> int | None:
@@ -546,10 +541,11 @@ class Checkpointer:
             raise
         await self._saves.ended()
 
-    async def _prune(self) -> Pruned:
+    async def _prune(self, *, dry_run: bool = False) -> Pruned:
+        prune = self._pruner.preview if dry_run else self._pruner.run
         async with self._pruning:
             with self._run.time_limit():
-                return await self._pruner.run(self._saves.protected)
+                return await prune(self._saves.protected)
 
     # --- entering and closing ---
 

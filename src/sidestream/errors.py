@@ -486,7 +486,6 @@ def os_errors_as(doing: str, path: object) -> Iterator[None]:
 # a log, characters that reverse the direction of text, and lone surrogates, which no encoding accepts.
 
 _UNINDENTED = re.compile(r"\n(?!  |\t)")
-_LINE_BREAK = re.compile(r"\n")
 
 
 # --- two marks on exceptions of any class, which decide how a failed save is cleaned up ---
@@ -559,7 +558,7 @@ def printable_lines(text: str) -> str:
     """
     if text.isprintable():
         return text
-    lines = _LINE_BREAK.split(_UNINDENTED.sub(r"\\n", text))
+    lines = _UNINDENTED.sub(r"\\n", text).split("\n")
     return "\n".join(("\t" if line.startswith("\t") else "") + printable(line.removeprefix("\t")) for line in lines)
 
 

@@ -151,21 +151,6 @@ async def verify(
 async def _verify(
     location: Location, verifying: Any, key: str | os.PathLike[str], progress: Progress | None
 ) -> VerifyReport:
-    async with aclosing(location.source()) as source:
-        return await _verify_source(source, location, verifying, key, progress)
-
-
-async def _verify_source(
-    source: RangeSource,
-    location: Location,
-    verifying: Any,
-    key: str | os.PathLike[str],
-    progress: Progress | None,
-) -> VerifyReport:
-    manifest = await _signable(source, location)
-    files = await _signed_files(source, location.url, manifest)
-    bundle = await _signature(source, location.url, manifest)
-
     def check(model: Path, signature: Path) -> bytes:
         try:
             config = verifying.Config().use_elliptic_key_verifier(public_key=key)
@@ -180,11 +165,17 @@ async def _verify_source(
             ) from error
         return b""
 
-    await io_threads().run(_with_files, files, bundle, check)
-    report = await verify_manifest(source, location.url, manifest, progress)
-    if report.damaged or report.digest != "verified":
-        first = report.damaged[0].message if report.damaged else "its digests were not compared"
-        raise BadSignatureError(f"{location.url}: the signature is good, the files are not what was signed: {first}")
+    async with aclosing(location.source()) as source:
+        manifest = await _signable(source, location)
+        files = await _signed_files(source, location.url, manifest)
+        bundle = await _signature(source, location.url, manifest)
+        await io_threads().run(_with_files, files, bundle, check)
+        report = await verify_manifest(source, location.url, manifest, progress)
+        if report.damaged or report.digest != "verified":
+            first = report.damaged[0].message if report.damaged else "its digests were not compared"
+            raise BadSignatureError(
+                f"{location.url}: the signature is good, the files are not what was signed: {first}"
+            )
     return report
 
 

@@ -8,6 +8,7 @@ import errno
 import os
 import runpy
 import select
+import shutil
 import signal
 import threading
 import time
@@ -27,6 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sidestream
 from sidestream._group import rank_group as group
+from sidestream._run import restore
 from sidestream._runtime import threads as _threads
 from sidestream._save import layouts as planning
 from sidestream._save import writer
@@ -649,6 +651,30 @@ def a_run(rank: int, world: int, directory: Path) -> list[Any]:
             return [first, info.step, again.generation, restored, leased, older, await checkpoints.steps()]
 
     return run(steps())
+
+
+def deleted_in_part(rank: int, world: int, directory: Path) -> list[Any]:
+    """A process that knows no leases deletes the newest step, in parts, while it is restored."""
+    load_from = restore.load_from
+
+    async def deleting(where: Any, *args: Any) -> Any:
+        if where.name == "step-2":
+            shutil.rmtree(directory / "step-2", ignore_errors=True)
+            raise sidestream.errors.IncompleteCheckpointError("step-2 lacks the part of rank 1")
+        return await load_from(where, *args)
+
+    async def restored() -> list[Any]:
+        async with sidestream.Checkpointer(directory, **for_run(timeout_s=TIMEOUT_S)) as checkpoints:
+            for step in (1, 2):
+                await checkpoints.save({"w": ROWS + step}, step=step)
+            if rank:
+                restore.load_from = deleting  # type: ignore[assignment]
+            target = {"w": torch.zeros_like(ROWS)}
+            step = await checkpoints.restore(target)
+            same(target, {"w": ROWS + 1})
+            return [step]
+
+    return run(restored())
 
 
 def own_disks(rank: int, world: int, directory: Path) -> list[Any]:

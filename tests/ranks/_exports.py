@@ -169,6 +169,24 @@ def exports_that_differ(rank: int, world: int, directory: Path) -> Any:
     return run(save())
 
 
+def exports_that_overlap(rank: int, world: int, directory: Path) -> Any:
+    """The exports of one rank overlap at one step. The save of that step fails on all ranks, the next one succeeds."""
+
+    async def save() -> Any:
+        other = "exports" if rank else "others"
+        exports = [sidestream.HF(f"{directory}/{other}/2"), sidestream.HF(f"{directory}/exports/{{step}}")]
+        options = for_run(export=exports, exports_every=2, timeout_s=TIMEOUT_S)
+        async with sidestream.Checkpointer(directory / "run", **options) as checkpoints:
+            try:
+                await checkpoints.save(state_of(world), step=2)
+            except sidestream.errors.RankFailuresError as failures:
+                told = told_of(failures)
+            await checkpoints.save(state_of(world), step=3)
+            return [told, await checkpoints.steps()]
+
+    return run(save())
+
+
 def exports_on_storage(
     rank: int, world: int, directory: Path, url: str, options: dict[str, Any] | None, fails: int | None = None
 ) -> Any:

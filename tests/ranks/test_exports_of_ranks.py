@@ -115,6 +115,11 @@ def test_ranks_that_do_not_all_export_and_a_save_that_fails(groups: Groups, tmp_
     assert not (tmp_path / "hf").exists()
 
 
+def test_exports_that_overlap_at_one_step(groups: Groups, tmp_path: Path) -> None:
+    results = groups.run("exports_that_overlap", 2, tmp_path).results
+    assert results == [[[[1, "InvalidOptionError"]], [3]]] * 2
+
+
 async def test_object_storage(groups: Groups, tmp_path: Path) -> None:
     with serving() as server:
         url = f"s3://{server.bucket}/ranks"

@@ -164,6 +164,18 @@ async def test_what_was_sent_is_forgotten_with_the_verdict(three: Ranks) -> None
     assert (state.parts, state.gathered, state.answered) == ({}, {}, {})
 
 
+async def test_the_parts_of_a_step_go_with_its_answer(three: Ranks) -> None:
+    """Plans of many MB do not stay until the operation ends."""
+    operations = [group.begin("save", Deadline.after(LONG_S), LONG_S) for group in (three.hub, *three.spokes)]
+    part = os.urandom(100)
+    held = sys.getrefcount(part)
+    await asyncio.gather(*(one.aexchange("plan", part, nothing) for one in operations))
+    await asyncio.gather(*(one.aexchange("next", b"", nothing) for one in operations))
+    in_owner(lambda: None)
+    assert sys.getrefcount(part) == held
+    assert [one._waiting for one in operations] == [set()] * 3
+
+
 @pytest.mark.parametrize(
     "timeout_s",
     [float("inf"), float("nan"), 10**400, -1, True, "long"],

@@ -82,6 +82,10 @@ def test_a_run_that_is_not_shared(groups: Groups, tmp_path: Path) -> None:
         assert told == [[[0, "StorageNotSharedError"]], [1]]
 
 
+def test_a_step_that_is_deleted_in_part(groups: Groups, tmp_path: Path) -> None:
+    assert groups.run("deleted_in_part", 2, tmp_path).results == [[1]] * 2
+
+
 def test_a_cancelled_save(groups: Groups, tmp_path: Path) -> None:
     first, *others = groups.run("cancelled", 3, tmp_path).results
     assert first == ["cancelled", "absent"]

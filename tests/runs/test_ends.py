@@ -243,6 +243,8 @@ async def test_signals_need_the_main_thread(run: Path) -> None:
         for options in ({"grace_s": 0}, {"then": "die"}):
             with pytest.raises(InvalidOptionError):
                 checkpoints.on_preemption(**options)  # type: ignore[arg-type]
+        with pytest.raises(InvalidOptionError, match=r"^grace_s=0 has to be a positive number"):
+            checkpoints.on_preemption(grace_s=0)
         with pytest.raises(InvalidOptionError, match="cannot be caught"):
             checkpoints.on_preemption(signal.SIGKILL)
         before = signal.getsignal(signal.SIGTERM)
@@ -250,6 +252,22 @@ async def test_signals_need_the_main_thread(run: Path) -> None:
         assert signal.getsignal(signal.SIGTERM) != before
         assert checkpoints.preempted is None
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "closing gives the signal back"
+
+
+async def test_a_wrong_call_leaves_the_handler_of_the_first_one(run: Path) -> None:
+    async with sidestream.Checkpointer(run) as checkpoints:
+        checkpoints.on_preemption(signal.SIGUSR1, signal.SIGUSR2, then="stay")
+        for signals, options in (((), {"grace_s": -1}), ((signal.SIGUSR1, signal.SIGKILL), {}), (([1],), {})):
+            with pytest.raises(InvalidOptionError):
+                checkpoints.on_preemption(*signals, **options)  # type: ignore[arg-type]
+        assert signal.SIG_DFL not in (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await until(lambda: checkpoints.preempted == signal.SIGUSR1, "the signal")
+        checkpoints.on_preemption(signal.SIGUSR1, then="stay")
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL, "the new call is in place of the first one"
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await until(lambda: checkpoints.preempted == signal.SIGUSR1, "the signal")
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 async def test_the_last_save_is_made_whatever_failed_before(tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ async def test_damage_is_no_news(tmp_path: Path) -> None:
         for options in ({"poll_s": 0}, {"after": -1}, {"after": "1"}):
             with pytest.raises(InvalidOptionError):
                 checkpoints.watch(**options)
+        with pytest.raises(InvalidOptionError, match=r"^poll_s=0 has to be a positive number"):
+            checkpoints.watch(poll_s=0)
 
 
 WRITER = """

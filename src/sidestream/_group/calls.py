@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from .._runtime.abandoned import register
-from .operation import Operation, Stopped, wait_out
+from .._runtime.tasks import wait_out
+from .operation import Operation, Stopped
 
 __all__ = ["prepare_together", "run_together", "stoppable"]
 

@@ -19,9 +19,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-import anyio
-
 from .._runtime.gil import wrap_thread_future
+from .._runtime.tasks import wait_out
 from .._runtime.threads import Deadline, end_abandoned
 from ..errors import ForkedProcessError, RankFailuresError
 from .connections import ConnectionThread, connection_thread
@@ -36,7 +35,6 @@ __all__ = [
     "RankGroup",
     "Stopped",
     "remedy",
-    "wait_out",
 ]
 
 Decide: TypeAlias = Callable[[Sequence[bytes]], "bytes | Sequence[bytes]"]
@@ -175,7 +173,10 @@ class Operation:
         with self._lock:
             if self._stopping:
                 raise Stopped
-            self._waiting.update(one for one in (exchange.gathered, exchange.answered) if one is not None)
+            for future in (exchange.gathered, exchange.answered):
+                if future is not None:
+                    self._waiting.add(future)
+                    future.add_done_callback(self._waiting.discard)  # with it go the parts or the answer
         self.group.step(self, exchange)
         return exchange
 
@@ -293,7 +294,7 @@ class Operation:
                 return
             self._stopping = True
             callbacks, self._on_stop = self._on_stop, []
-            waiting, self._waiting = self._waiting, set()
+            waiting, self._waiting = list(self._waiting), set()
         for future in waiting:
             if not future.done():
                 future.set_exception(Stopped())
@@ -318,24 +319,6 @@ class Operation:
         self.stop()
         if not self.verdict.done():
             self.verdict.set_result(verdict)
-
-
-async def wait_out(
-    waiter: asyncio.Future[Any], on_cancel: Callable[[asyncio.CancelledError], object] | None = None
-) -> asyncio.CancelledError | None:
-    """Wait until ``waiter`` is done, and return the first cancel that arrived meanwhile. ``on_cancel`` is called with
-    each. From the first one on, the wait is shielded from scopes of anyio, which cancel a task again and again."""
-    first: asyncio.CancelledError | None = None
-    with anyio.CancelScope() as scope:
-        while not waiter.done():
-            try:
-                await asyncio.wait([waiter])
-            except asyncio.CancelledError as cancel:
-                scope.shield = True
-                first = first or cancel
-                if on_cancel is not None:
-                    on_cancel(cancel)
-    return first
 
 
 def remedy(kind: str) -> str:

@@ -193,7 +193,7 @@ class Rank0(RankGroup):
         gathered = state.gathered.get(step)
         if len(parts) == self.world and gathered is not None and not gathered.done():
             gathered.set_result([parts[one] for one in range(self.world)])
-            del state.parts[step]
+            del state.parts[step], state.gathered[step]
 
     def _answer(self, number: int, step: str, answers: Sequence[bytes]) -> None:
         state = self._state(number)
@@ -205,7 +205,7 @@ class Rank0(RankGroup):
             ):  # a copy: a connection that is found closed is removed
                 connection.send(GroupMessage(GroupMessageKind.ANSWER, number, step, answers[rank]))
         finally:
-            answered = state.answered.get(step)
+            answered = state.answered.pop(step, None)
             if answered is not None and not answered.done():
                 answered.set_result(answers[0])
 

@@ -130,7 +130,8 @@ class Exports:
         self._every, self._keep = every, keep
         self._durability: Durability = durability
         self._timeout_s = timeout_s
-        self._pruning = Upkeep(self._prune, f"sidestream exports of {run}")
+        self.pruning = Upkeep(self._prune, f"sidestream exports of {run}")
+        """The deletion of old exports."""
         self._pending: list[PendingExport] = []
 
     def of(self, step: int, target: str) -> tuple[PendingExport, ...]:
@@ -145,12 +146,12 @@ class Exports:
         They belong to a save that will end, so they will end too."""
         self._pending = [*(one for one in self._pending if not one.done()), *exports]
         for one in exports if deletes and self._keep is not None else ():
-            one.when_done(self._pruning.request)
+            one.when_done(self.pruning.request)
 
     async def ended(self) -> None:
         """Wait until all exports, and the deletions after them, have ended. Never raises their errors."""
         await all_ended(self._pending)
-        await self._pruning.ended()
+        await self.pruning.ended()
 
     async def stop(self) -> None:
         """Cancel all exports, and wait until they have cleaned up."""

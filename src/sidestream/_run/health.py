@@ -21,7 +21,7 @@ class Health(Displayed):
         last_saved: The step that it committed last.
         since_saved_s: The seconds since then.
         failures: The errors of saves that were not retrieved.
-        retention: Why the last pass of retention failed.
+        retention: Why the last pass of retention, or the last deletion of old exports, failed.
         sweeping: Why the files of dead writers could not be found or deleted.
         damaged: Directories that did not verify, and why.
         passed_over: Directories in whose place ``restore`` took another one, and why.

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._runtime.tasks import create_owned_task
 from ..errors import InvalidOptionError, printable_lines
-from ..options import Then, check_choice, check_timeout
+from ..options import Then, check_choice, check_seconds
 
 __all__ = ["Preemption", "Then"]
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("sidestream")
 
 class Preemption:
     """The handler of some signals on the running loop. At the first signal it runs ``work`` for at most ``grace_s``,
-    and then ends the program. Another signal ends it at once."""
+    and then ends the program. Another signal ends it at once. It catches nothing before ``install``."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Preemption:
         then: Then,
         exit_code: int | None,
     ) -> None:
-        check_timeout(grace_s)
+        check_seconds("grace_s", grace_s)
         check_choice("then", then, Then)
         if threading.current_thread() is not threading.main_thread():
             raise InvalidOptionError(
@@ -47,16 +47,25 @@ class Preemption:
         self._task: asyncio.Task[None] | None = None
         self._ended = False
         self._loop = asyncio.get_running_loop()
+
+    def install(self, former: Preemption | None = None) -> None:
+        """Catch the signals, in place of ``former``. If one of them cannot be caught, ``former`` stays in place."""
         for number in self._signals:
             try:
                 self._loop.add_signal_handler(number, self._on_signal, number)
             except (ValueError, OSError, RuntimeError, NotImplementedError, TypeError) as error:
                 self.uninstall()
+                if former is not None:
+                    former.install()
                 raise InvalidOptionError(f"on_preemption: signal {number!r} cannot be caught here: {error}") from error
+        if former is not None:
+            former.uninstall(but=self._signals)
 
-    def uninstall(self) -> None:
-        """Restore the default actions of the signals. Work that has begun continues."""
+    def uninstall(self, but: Sequence[int] = ()) -> None:
+        """Restore the default actions of the signals, ``but`` for these. Work that has begun continues."""
         for number in self._signals:
+            if number in but:
+                continue
             try:
                 self._loop.remove_signal_handler(number)
             except (ValueError, OSError, TypeError):

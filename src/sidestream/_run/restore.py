@@ -148,10 +148,11 @@ class RestoringTogether(Restoring[RankFailuresError]):
                 report = await run_together(one_round.run, operation)
             except RankFailuresError as failures:
                 kinds = {failure.kind for failure in failures.failures}
-                if one_round.step is not None and kinds == {CheckpointNotFoundError.__name__}:
+                gone = {CheckpointNotFoundError.__name__, IncompleteCheckpointError.__name__}
+                if one_round.step is not None and kinds <= gone:
                     if all(failure.rank for failure in failures.failures):
                         self._missed = one_round.step, failures
-                    continue  # the step was deleted before it was leased; if not, rank 0 finds that out
+                    continue  # deleted before it was leased, or without regard to leases; if not, rank 0 finds that out
                 if one_round.step is None or kinds != {CorruptCheckpointError.__name__}:
                     raise
                 self._passed.append((one_round.step, failures))

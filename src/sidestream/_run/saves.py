@@ -15,11 +15,10 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from .._format.records import Node
 from .._group import Deadline, Operation, prepare_together, stoppable
 from .._layout.values import encode_metadata
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
@@ -349,17 +348,6 @@ EARLIER = "an earlier save"
 """The step of the failure of a rank whose call raises the unretrieved error of an earlier save."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The arguments of a save, checked."""
-
-    state: Mapping[str, Any]
-    step: int
-    options: SaveOptions
-    metadata: Node = None
-    files: Mapping[str, FileSource] = field(default_factory=dict)
-
-
 class Saves:
     """The saves of one ``Checkpointer``. ``check_usable`` raises if the ``Checkpointer`` is closed. ``upkeep`` runs
     after each committed save. ``options`` are the defaults of each save."""
@@ -427,20 +415,28 @@ class Saves:
             claim, deadline = self._claim, run.deadline
             turn = JointTurn(self._queue, self._when_full, operation, step, deadline, claim, promised=promised)
 
-        async def check() -> _Asked:
+        async def check() -> tuple[Callable[..., SaveWork], tuple[PendingExport, ...]]:
             check_step(step)
-            chosen = self.options if options is None else self._checked(options)
-            asked = _Asked(state, step, chosen, encode_metadata(metadata), check_sources(files))
+            launch = partial(
+                start_save,
+                state,
+                options=self.options if options is None else self._checked(options),
+                stager=self._stager,
+                worker=self._worker,
+                step=step,
+                metadata=encode_metadata(metadata),
+                files=check_sources(files),
+            )
             if not promised:
                 self._raise_unretrieved_to_all(operation) if operation else self.raise_unretrieved()
-            return asked
+            exports = self._exports.of(step, run.at(step_name(step, 1)).url)
+            return partial(launch, exports=exports), exports
 
         try:
-            asked = await prepare_together(operation, check)
+            launch, exports = await prepare_together(operation, check)
             queued = when_full == "latest" and (operation is not None or not turn.ask())
-            exports = self._exports.of(step, run.at(step_name(step, 1)).url)
             checks = not (promised or queued)
-            work = QueuedSave(run.url, step, turn, partial(self._start, turn, operation, asked, exports, checks=checks))
+            work = QueuedSave(run.url, step, turn, partial(self._start, turn, operation, launch, step, checks=checks))
             if not queued and not await work.begin():
                 if when_full == "fail":
                     raise TooManySavesError(f"{work.url} was not saved: {turn.why}, as many as slots= allows")
@@ -471,40 +467,25 @@ class Saves:
         self,
         turn: Turn,
         operation: Operation | None,
-        asked: _Asked,
-        exports: tuple[PendingExport, ...],
+        launch: Callable[..., SaveWork],
+        step: int,
         *,
         checks: bool,
     ) -> Started:
         run, generation = self._run, turn.generation
         if generation is None:
             with run.time_limit():
-                generation = await self._generations.next(asked.step)
+                generation = await self._generations.next(step)
             if checks:  # closing waits for promised and queued saves, which are made also if other saves have failed
                 self._check_usable()  # the Checkpointer may have been closed while this save waited
                 self.raise_unretrieved()
-        target = run.at(step_name(asked.step, generation))
-
-        def launch(operation: Operation | None) -> SaveWork:
-            return start_save(
-                asked.state,
-                target,
-                asked.options,
-                stager=self._stager,
-                step=asked.step,
-                generation=generation,
-                metadata=asked.metadata,
-                worker=self._worker,
-                operation=operation,
-                exports=exports,
-                files=asked.files,
-            )
-
+        target = run.at(step_name(step, generation))
+        launch = partial(launch, location=target, generation=generation)
         if operation is not None:
-            work = start_together(launch, operation, target.url)
+            work = start_together(lambda operation: launch(operation=operation), operation, target.url)
             return work, None if operation.rank else run.leases.announce(target.name)
-        work = launch(None)
-        self._generations.started(asked.step, generation)
+        work = launch()
+        self._generations.started(step, generation)
         return work, run.leases.announce(target.name)
 
     # --- all saves ---
@@ -542,7 +523,8 @@ class Saves:
     def raise_unretrieved(self) -> None:
         """Raise the unretrieved errors of saves and of upkeep: the first one, with the others as its notes. They are
         retrieved then."""
-        raise_all([*self._pending.operations(), *self._upkeep.problems()])
+        upkeep = (self._upkeep, self._exports.pruning)
+        raise_all([*self._pending.operations(), *(problem for one in upkeep for problem in one.problems())])
 
     def _raise_unretrieved_to_all(self, operation: Operation) -> None:
         """Raise the unretrieved errors of this rank, which ends this save on all ranks.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from .._format.marker import METADATA_NAME
 from .._load.open.steps import Step, look_at, steps_among
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import current_deadline, io_threads, yielding_gil
-from .._storage import Store
+from .._storage import MARKER, Store
 from ..errors import InvalidOptionError
 
 __all__ = [
@@ -126,7 +125,7 @@ async def check_run(store: Store) -> None:
         names = await store.sizes(".")
     except FileNotFoundError:
         return
-    if METADATA_NAME not in names and not await io_threads().run(_has_own_manifest, names):
+    if MARKER not in names and not await io_threads().run(_has_own_manifest, names):
         return
     run = store.url.rstrip("/").rpartition("/")[0]
     raise InvalidOptionError(

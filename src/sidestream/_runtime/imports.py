@@ -23,11 +23,19 @@ def importing() -> Iterator[None]:
     well and holds the GIL for 100 ms. Thresholds that the program sets meanwhile are kept, and ``gc.enable()`` and
     ``gc.disable()`` mean what they always do.
     """
-    _begin()
+    global _under_way, _thresholds
+    with _lock:
+        _under_way += 1
+        if _under_way == 1 and gc.get_threshold()[0] > 0:
+            _thresholds = gc.get_threshold()
+            gc.set_threshold(0, *_thresholds[1:])
     try:
         yield
     finally:
-        _end()
+        with _lock:
+            _under_way -= 1
+            if _under_way == 0:
+                _restore()
 
 
 def make_old() -> None:
@@ -36,23 +44,6 @@ def make_old() -> None:
     190 ms if they have imported torch too."""
     if gc.isenabled() and gc.get_threshold()[0] > 0:
         gc.collect(1)
-
-
-def _begin() -> None:
-    global _under_way, _thresholds
-    with _lock:
-        _under_way += 1
-        if _under_way == 1 and gc.get_threshold()[0] > 0:
-            _thresholds = gc.get_threshold()
-            gc.set_threshold(0, *_thresholds[1:])
-
-
-def _end() -> None:
-    global _under_way
-    with _lock:
-        _under_way -= 1
-        if _under_way == 0:
-            _restore()
 
 
 def _restore() -> None:

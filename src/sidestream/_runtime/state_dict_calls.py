@@ -31,9 +31,6 @@ __all__ = [
     "FoundObject",
     "ListContents",
     "call_load_state_dict",
-    "call_state_dict",
-    "find_objects",
-    "in_order",
     "key_order",
     "monitored",
     "objects_in",
@@ -68,12 +65,12 @@ def key_order(key: object, *, index: bool = False) -> str:
     return f"{key:020d}" if index else str(key)
 
 
-def in_order(found: Iterable[FoundObject]) -> list[FoundObject]:
+def _in_order(found: Iterable[FoundObject]) -> list[FoundObject]:
     """Return ``found`` in the order in which all ranks call these objects."""
     return sorted(found, key=lambda one: one.order)
 
 
-def find_objects(start: FoundObject, look: ListContents) -> Iterator[FoundObject | None]:
+def _find_objects(start: FoundObject, look: ListContents) -> Iterator[FoundObject | None]:
     """Yield every object in ``start.instance``, itself included, unordered; yield None whenever other tasks should run.
 
     Nothing but ``look`` is called. An object in several places is found in the first of them, and a container that
@@ -115,7 +112,7 @@ def state_dicts_in_order(
     while level:
         found: dict[int, FoundObject] = {}
         for start in level:
-            for one in find_objects(start, look):
+            for one in _find_objects(start, look):
                 if one is None:
                     yield False
                 elif id(one.instance) not in known:
@@ -123,28 +120,28 @@ def state_dicts_in_order(
                     if one.order < other.order:
                         found[id(one.instance)] = one
         level = []
-        for one in in_order(found.values()):
-            answer = _undetached(one) if aliased and _is_plain(one.instance) else call_state_dict(one)
+        for one in _in_order(found.values()):
+            answer = _undetached(one) if aliased and _is_plain(one.instance) else _call_state_dict(one)
             known[id(one.instance)] = (one.instance, answer)  # kept, so that no other object gets its id
             level.append(one._replace(instance=answer))
             yield False
         yield True
 
 
+def with_state_dicts(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return ``state`` with the state dict of each object in place of the object, as DCP hands it to a stager."""
+    answers = {id(one.instance): _call_state_dict(one) for one in objects_in(state)}
+    return {key: answers.get(id(item), item) for key, item in state.items()}
+
+
 def objects_in(state: Mapping[Any, Any]) -> list[FoundObject]:
-    """Return the objects directly in ``state``, in the order in which all ranks call them."""
-    return in_order(
+    """Return the objects that are values of ``state``, in the order in which every rank calls them."""
+    return _in_order(
         FoundObject((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
     )
 
 
-def with_state_dicts(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return ``state`` with the state dict of each object in place of the object, as DCP hands it to a stager."""
-    answers = {id(one.instance): call_state_dict(one) for one in objects_in(state)}
-    return {key: answers.get(id(item), item) for key, item in state.items()}
-
-
-def call_state_dict(one: FoundObject) -> Any:
+def _call_state_dict(one: FoundObject) -> Any:
     """Return the ``state_dict()`` of the object, called in the thread of the caller."""
     with monitored(one.name, one.instance, "state_dict"):
         return run_in_calling_thread(one.instance.state_dict)

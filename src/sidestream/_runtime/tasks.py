@@ -23,6 +23,7 @@ __all__ = [
     "runs_in_trio",
     "supervise",
     "wait_for_supervised",
+    "wait_out",
 ]
 
 T = TypeVar("T")
@@ -127,27 +128,39 @@ async def run_shielded(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     if asyncio._get_running_loop() is None:
         return
     cancelled: asyncio.CancelledError | None = None
-    task = _begin(work)
-    with anyio.CancelScope(shield=True):
-        while True:
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError as cancel:
-                cancelled = cancelled or cancel
-                continue
-            if not task.cancelled():
-                break
-            task = _begin(work)
+    while True:
+        task = asyncio.get_running_loop().create_task(work())
+        track_task(task, "owned")
+        cancel = await wait_out(task, shielded=True)
+        cancelled = cancelled or cancel
+        if not task.cancelled():
+            break
     if cancelled is not None:
         task.exception()
         raise cancelled
     task.result()
 
 
-def _begin(work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-    task = asyncio.get_running_loop().create_task(work())
-    track_task(task, "owned")
-    return task
+async def wait_out(
+    waiter: asyncio.Future[Any],
+    on_cancel: Callable[[asyncio.CancelledError], object] | None = None,
+    *,
+    shielded: bool = False,
+) -> asyncio.CancelledError | None:
+    """Wait until ``waiter`` is done, and return the first cancel that arrived meanwhile. ``on_cancel`` is called with
+    each. From the first one on, or from the beginning if ``shielded``, the wait is shielded from scopes of anyio, which
+    cancel a task again and again."""
+    first: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=shielded) as scope:
+        while not waiter.done():
+            try:
+                await asyncio.wait([waiter])
+            except asyncio.CancelledError as cancel:
+                scope.shield = True
+                first = first or cancel
+                if on_cancel is not None:
+                    on_cancel(cancel)
+    return first
 
 
 async def in_parallel(items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, None]]) -> None:

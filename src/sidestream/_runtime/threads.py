@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, InvalidStateError
 from concurrent.futures import wait as wait_for
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -31,7 +31,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 import anyio
 
-from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, mark_stuck, out_of_memory
+from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, allocating, mark_stuck
 from .abandoned import put_back, take_abandoned, waiting_for_thread
 from .gil import give_turns, holding_gil, slice_s, stop_turns, yield_gil
 from .steps import Steps, by_size, chunked, collected
@@ -58,6 +58,7 @@ __all__ = [
     "release_in_background",
     "result_of",
     "run_sliced",
+    "shared_threads",
     "sliced",
     "time_limit",
     "wait_for_change",
@@ -124,17 +125,14 @@ class Deadline:
 _deadline: ContextVar[Deadline | None] = ContextVar("sidestream_deadline", default=None)
 
 
-def time_limit(deadline: Deadline | None) -> AbstractContextManager[None]:
+class time_limit:  # not a generator, which takes three times as long
     """Set the deadline of all waits in the ``with`` block: of this task, of the tasks that it creates, and of the
     threads in which ``Threads.run`` works for it. None: these waits have no deadline.
 
     The innermost limit counts, also where it is later than the one around it, because cleaning up after a deadline has
     passed needs time of its own.
     """
-    return _TimeLimit(deadline)
 
-
-class _TimeLimit:  # not a generator, which takes three times as long
     __slots__ = ("_limit", "_token")
 
     def __init__(self, limit: Deadline | None) -> None:
@@ -433,7 +431,7 @@ def result_of(future: Future[T], stop: Stop, name: str) -> T:
     woken: Future[Any] = Future()
     deadline = current_deadline()
     try:
-        with stop.waking(partial(_wake, woken)):
+        with stop.waking(partial(_resolve, woken)):
             stop.check()
             wait_for([future, woken], deadline.remaining_s(), FIRST_COMPLETED)
         if not future.done() and deadline.remaining_s() == 0:  # first: the deadline may also have set ``stop``
@@ -461,11 +459,6 @@ def wait_for_change(changed: threading.Condition, stop: Stop, name: str) -> None
             raise deadline.exceeded(name)
 
 
-def _wake(woken: Future[None]) -> None:
-    if not woken.done():
-        woken.set_result(None)
-
-
 class _Work(threading.local):
     """The work that the current thread does for ``Threads.run``."""
 
@@ -477,15 +470,9 @@ _work = _Work()
 
 def _within(name: str, fn: Callable[[*Ts], T], *args: *Ts) -> T:
     """Call ``fn`` in a thread as the work ``name``. A failed allocation raises a typed error."""
-    before, _work.name = _work.name, name
-    try:
+    _work.name = name
+    with allocating(f"{name}()"):
         return fn(*args)
-    except (MemoryError, RuntimeError, OSError) as error:
-        if (lack := out_of_memory(error, f"{name}()")) is not None:
-            raise lack from error
-        raise
-    finally:
-        _work.name = before
 
 
 class TorchThreads(Threads):
@@ -608,10 +595,10 @@ def _nothing() -> None:
     """Do nothing, because the interpreter does not wait for threads that do not call torch."""
 
 
-def _resolve(left: Future[None]) -> None:
-    """Mark ``dropped`` as done, once. ``Future.cancel`` would not wake ``concurrent.futures.wait``."""
+def _resolve(future: Future[None]) -> None:
+    """Mark ``future`` as done, once. ``Future.cancel`` would not wake ``concurrent.futures.wait``."""
     with suppress(InvalidStateError):
-        left.set_result(None)
+        future.set_result(None)
 
 
 def _serve(work: queue.SimpleQueue[_WorkItem | None], idle: queue.SimpleQueue[None], lull: Lull | None) -> None:
@@ -714,50 +701,41 @@ def _all_stops() -> list[Stop]:
             continue
 
 
-_shared: Threads | None = None
-_shared_lock = threading.Lock()
+_pools: dict[str, Threads] = {}
+_pools_lock = threading.Lock()
+_IO_THREADS = min(32, (os.cpu_count() or 1) + 8)
+_READ_THREADS = 16
 
 
 def io_threads() -> Threads:
     """Return the pool for storage and planning that all saves and loads of this process share."""
-    global _shared
-    with _shared_lock:
-        if _shared is None:
-            _shared = TorchThreads("sidestream-io", min(32, (os.cpu_count() or 1) + 8))
-        return _shared
-
-
-_reading: Threads | None = None
-_READ_THREADS = 16
+    return shared_threads("io", _IO_THREADS)
 
 
 def read_threads() -> Threads:
     """Return the pool of threads that read checkpoints, which all loads of this process share. It is separate from
     ``io_threads`` so that loads whose files do not respond take no thread from saves."""
-    global _reading
-    with _shared_lock:
-        if _reading is None:
-            _reading = TorchThreads("sidestream-read", _READ_THREADS)
-        return _reading
-
-
-_writing: Threads | None = None
+    return shared_threads("read", _READ_THREADS)
 
 
 def write_threads() -> Threads:
     """Return the pool of threads that write attempts, which all saves of this process share. It has no limit: files
     that do not respond take no thread from another save. Idle threads are kept, because a save would hold up the loop
     for 0.2 ms to start one."""
-    global _writing
-    with _shared_lock:
-        if _writing is None:
-            _writing = Threads("sidestream-write", sys.maxsize)
-        return _writing
+    return shared_threads("write", sys.maxsize, Threads)
+
+
+def shared_threads(name: str, size: int, kind: type[Threads] = TorchThreads) -> Threads:
+    """Return the pool ``name`` of this process. The first call makes it."""
+    with _pools_lock:
+        if name not in _pools:
+            _pools[name] = kind(f"sidestream-{name}", size)
+        return _pools[name]
 
 
 def _forget_after_fork() -> None:
-    global _shared, _reading, _writing, _shared_lock, _stops
-    _shared, _reading, _writing, _shared_lock = None, None, None, threading.Lock()
+    global _pools, _pools_lock, _stops
+    _pools, _pools_lock = {}, threading.Lock()
     _stops = weakref.WeakSet()  # the locks of the parent's may be held, by threads that the child does not have
     _torch_work.clear()
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from .bodies import Body, BytesBody, ShardBody
 from .local.sources import check_sources, is_plain_name, read_sources
 from .local.store import LocalStore
-from .names import ABANDONED_AFTER_S, LEASES, NOTE, id_of, is_unfinished, parse_step, step_name, target_of_attempt
+from .names import (
+    ABANDONED_AFTER_S,
+    LEASES,
+    MARKER,
+    NOTE,
+    id_of,
+    is_unfinished,
+    parse_step,
+    step_name,
+    target_of_attempt,
+)
 from .space import FreeSpace, Space, free_space
 from .store import Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import Attempt, Kind, StoreAddress, Transaction, run_without_loop
@@ -15,6 +25,7 @@ __all__ = [
     "ABANDONED_AFTER_S",
     "EVERYDAY",
     "LEASES",
+    "MARKER",
     "NOTE",
     "Attempt",
     "Body",

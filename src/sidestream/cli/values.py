@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import io
 import itertools
+import math
 import struct
 import sys
 from collections.abc import Iterator
@@ -52,9 +53,7 @@ def _compare(one: Any, other: Any, path: str) -> Iterator[Inside]:
         yield from _sequences(one, other, path)
     elif isinstance(one, (set, frozenset)):
         yield from _sets(one, other, path)
-    elif isinstance(one, torch.Tensor):
-        yield from _tensors(one, other, path)
-    elif _is_array(one):
+    elif isinstance(one, torch.Tensor) or _is_array(one):
         yield from _arrays(one, other, path)
     elif isinstance(one, (str, bytes, bytearray)):
         yield from _texts(one, other, path)
@@ -95,38 +94,20 @@ def _sets(one: Any, other: Any, path: str) -> Iterator[Inside]:
     yield from (Inside(path, f"{_shown(theirs[form])} only in the second") for form in theirs if form not in mine)
 
 
-def _tensors(one: torch.Tensor, other: torch.Tensor, path: str) -> Iterator[Inside]:
+def _arrays(one: Any, other: Any, path: str) -> Iterator[Inside]:
+    """Compare tensors, or arrays and scalars of NumPy."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         what = f"{one.dtype} {list(one.shape)} against {other.dtype} {list(other.shape)}"
         yield Inside(path, what.replace("torch.", ""))
         return
-    mine, theirs = _raw(one), _raw(other)
+    mine, theirs, itemsize = _raw(one), _raw(other), one.dtype.itemsize
     if mine == theirs:
         return
-    element, number = _first_and_number(mine, theirs, one.element_size())
-    index = [int(each) for each in torch.unravel_index(torch.tensor(element), one.shape)]
+    element, number = _first_and_number(mine, theirs, itemsize)
+    index = [int(each) for each in torch.unravel_index(torch.tensor(element), tuple(one.shape))]
     place = f"{path}{''.join(f'[{each}]' for each in index)}"
-    what = _elements(_item(one, index), _item(other, index), mine, theirs, element, one.element_size())
-    yield Inside(place, what + _of_how_many(number, one.numel()))
-
-
-def _arrays(one: Any, other: Any, path: str) -> Iterator[Inside]:
-    """Compare NumPy arrays and scalars."""
-    import numpy as np
-
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        what = f"{one.dtype} {list(one.shape)} against {other.dtype} {list(other.shape)}"
-        yield Inside(path, what)
-        return
-    mine, theirs = np.ascontiguousarray(one).tobytes(), np.ascontiguousarray(other).tobytes()
-    if mine == theirs:
-        return
-    element, number = _first_and_number(mine, theirs, one.dtype.itemsize)
-    index = [int(each) for each in np.unravel_index(element, one.shape)]
-    place = f"{path}{''.join(f'[{each}]' for each in index)}"
-    first, second = (_shown(np.asarray(each)[tuple(index)].item()) for each in (one, other))
-    what = _elements(first, second, mine, theirs, element, one.dtype.itemsize)
-    yield Inside(place, what + _of_how_many(number, one.size))
+    what = _elements(_item(one, index), _item(other, index), mine, theirs, element, itemsize)
+    yield Inside(place, what + _of_how_many(number, math.prod(one.shape)))
 
 
 def _texts(one: Any, other: Any, path: str) -> Iterator[Inside]:
@@ -164,10 +145,9 @@ def _exact(value: Any) -> bytes:
         content = _joined(sorted(map(_exact, value)))
     elif isinstance(value, (list, tuple)):
         content = _joined(map(_exact, value))
-    elif isinstance(value, torch.Tensor):
-        content = _joined([f"{value.dtype} {list(value.shape)}".encode(), _raw(value)])
-    elif _is_array(value):
-        content = _joined([f"{value.dtype.str} {list(value.shape)}".encode(), value.tobytes()])
+    elif isinstance(value, torch.Tensor) or _is_array(value):
+        dtype = getattr(value.dtype, "str", value.dtype)  # NumPy's has the order of bytes
+        content = _joined([f"{dtype} {list(value.shape)}".encode(), _raw(value)])
     elif isinstance(value, io.BytesIO):
         content = _joined([value.getvalue(), str(value.tell()).encode()])
     else:  # None, True, a dtype, a device ...: the repr is complete
@@ -179,8 +159,11 @@ def _joined(parts: Any) -> bytes:
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
-def _raw(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+def _raw(array: Any) -> bytes:
+    """Return the bytes of a tensor, or of an array or scalar of NumPy."""
+    if not isinstance(array, torch.Tensor):
+        return bytes(array.tobytes())
+    flat = array.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
 
 
@@ -199,10 +182,10 @@ def _first_and_number(one: bytes, other: bytes, itemsize: int) -> tuple[int, int
 # --- representation ------------------------------------------------------------------------------------------------
 
 
-def _item(tensor: torch.Tensor, index: list[int]) -> str:
+def _item(array: Any, index: list[int]) -> str:
     """Return an element as text; empty for a dtype whose elements torch cannot read."""
     try:
-        return _shown(tensor[tuple(index)].item())
+        return _shown(array[tuple(index)].item())
     except (NotImplementedError, RuntimeError):
         return ""
 
