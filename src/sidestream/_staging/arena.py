@@ -23,8 +23,8 @@ import threading
 import time
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -235,14 +235,8 @@ class Arena:
                 "raise budget_bytes= of the stager"
             )
         request = _Request(size, coming, deadline, stop, at_once, spare_offers, drain)
-        self._waiters += 1
-        try:
-            with stop.waking(self.wake), self._turn_within(deadline.remaining_s()) as got:
-                if not got:
-                    raise self._exhausted(request)
-                segment, start = self._wait_for(request)
-        finally:
-            self._waiters -= 1
+        with stop.waking(self.wake):
+            segment, start = self._acquire(request)
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
         back = (segment, start, start + size)
         weakref.finalize(array, self._give_back, self._returned, self._closed, self._pid, back).atexit = False
@@ -310,9 +304,11 @@ class Arena:
     def grow_for(self, sizes: Sequence[int], busy: Callable[[], bool], most: int) -> bool:
         """Map and touch the memory that leases of ``sizes``, held together, still need. At most ``most`` bytes are
         reserved then. Returns False if memory is in use, or once ``busy()`` is true."""
-        # An error of the system is raised by the next stage that needs the memory.
-        with self._turn_within() as got, suppress(ArenaExhaustedError):
-            if not got or self._leases or self._closed.is_set():
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            self._drain()
+            if self._leases or self._closed.is_set():
                 return False
             left, most = _missing(self._free_sizes(), map(whole_pages, sizes)), min(most, self.budget_bytes)
             while left and self._pinner is None:
@@ -325,21 +321,33 @@ class Arena:
                 self._segments.append(segment)
                 self._reserved += wanted
                 left = _missing([wanted], left)
-        return True
+            return True
+        except ArenaExhaustedError:  # the next stage that needs the memory raises it
+            return True
+        finally:
+            self._turn.release()
 
     def trim_idle(self, most: int = 0) -> None:
         """Unmap idle segments until at most ``most`` bytes are reserved. Does nothing if segments are registered with a
         device, or while a stage waits for memory."""
-        with self._turn_within() as got:
-            if got and self._pinner is None:
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            self._drain()
+            if self._pinner is None:
                 self._drop_idle_segments(self._reserved - most, _discard)
+        finally:
+            self._turn.release()
 
     def trim(self, deadline: Deadline) -> None:
         """Unmap the idle segments. Blocks until they are unregistered. Raises ``DeadlineExceededError``."""
-        with self._turn_within(deadline.remaining_s()) as got:
-            if not got:
-                raise deadline.exceeded("trim(), which had to wait for a stage that waits for memory,")
+        if not self._turn.acquire(timeout=deadline.remaining_s()):
+            raise deadline.exceeded("trim(), which had to wait for a stage that waits for memory,")
+        try:
+            self._drain()
             self._drop_idle_segments(self._reserved)
+        finally:
+            self._turn.release()
         self.settle(deadline)
 
     def settle(self, deadline: Deadline) -> None:
@@ -380,17 +388,17 @@ class Arena:
                 self._count_out(segment)
             self._segments.clear()
 
-    @contextmanager
-    def _turn_within(self, timeout_s: float = 0.0) -> Iterator[bool]:
-        """Acquire the lock, and take back what was returned. Yields False if the lock could not be had in time."""
-        got = self._turn.acquire(timeout=timeout_s)
+    def _acquire(self, request: _Request) -> tuple[_Segment, int]:
+        self._waiters += 1
         try:
-            if got:
-                self._drain()
-            yield got
-        finally:
-            if got:
+            if not self._turn.acquire(timeout=request.deadline.remaining_s()):
+                raise self._exhausted(request)
+            try:
+                return self._wait_for(request)
+            finally:
                 self._turn.release()
+        finally:
+            self._waiters -= 1
 
     # --- everything below runs with the lock held, except _give_back and _collect ---
 
@@ -554,8 +562,11 @@ class Arena:
             returned.put((None if closed.is_set() else segment, start, end))  # a closed arena keeps no memory mapped
 
     def _collect(self) -> None:
-        with self._turn_within():  # a thread that holds the lock drains the queue itself
-            pass
+        if self._turn.acquire(blocking=False):  # a thread that holds the lock drains the queue itself
+            try:
+                self._drain()
+            finally:
+                self._turn.release()
 
     def _drain(self) -> None:
         while True:
