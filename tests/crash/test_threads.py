@@ -223,7 +223,8 @@ async def test_a_stuck_thread_is_left_behind_after_the_deadline(
 ) -> None:
     monkeypatch.setattr(_threads, "_GRACE_S", 0.01)
     work, stop = Work(), Stop()
-    with time_limit(Deadline.after(0.01)):
+    await threads.run(int)  # starts a thread, so that one begins the work before the deadline
+    with time_limit(Deadline.after(0.2)):
         task = asyncio.create_task(threads.run(work, stop=stop))
     await work.begun()
     if cancel:
@@ -232,11 +233,50 @@ async def test_a_stuck_thread_is_left_behind_after_the_deadline(
         await task
     if not cancel:
         assert isinstance(caught.value, TimeoutError)
-        assert "0.01" in str(caught.value)
+        assert "0.2" in str(caught.value)
     assert stop.is_set()
     assert work.inside
     work.released.set()
     assert await threads.run(int) == 0
+
+
+async def test_threads_that_hang_are_replaced_after_a_burst_of_work(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work that waited for a thread leaves none that counts as idle and is not."""
+    monkeypatch.setattr(_threads, "_GRACE_S", 0.01)
+    await asyncio.gather(*(threads.run(int) for _ in range(20)))
+    hanging = Work(), Work()
+    with time_limit(Deadline.after(0.2)):
+        tasks = [asyncio.create_task(threads.run(work)) for work in hanging]
+    for work in hanging:
+        await work.begun()
+    for task in tasks:
+        with pytest.raises(errors.DeadlineExceededError):
+            await task
+    async with asyncio.timeout(30):
+        assert await threads.run(int) == 0
+    assert all(work.inside for work in hanging)
+
+
+async def test_work_does_not_wait_for_a_thread_that_hangs_if_one_could_not_be_started_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads, first, second = Threads("test-unlimited", sys.maxsize), Work(), Work()
+    threads.submit(first)
+    await first.begun()
+    with monkeypatch.context() as patched:
+        patched.setattr(_threads, "_start", refuse)
+        threads.submit(second)  # the thread of the first one takes it
+    first.released.set()
+    await second.begun()
+    async with asyncio.timeout(30):
+        assert await threads.run(int) == 0
+    assert second.inside
+    threads.close()
 
 
 async def test_what_a_stuck_thread_raises_later_is_nobodys(

@@ -58,7 +58,6 @@ __all__ = [
     "release_in_background",
     "result_of",
     "run_sliced",
-    "shared_threads",
     "sliced",
     "time_limit",
     "wait_for_change",
@@ -277,8 +276,7 @@ class Threads(Executor):
         self._count = 0
         self._started: list[threading.Thread] = []
         self._closed = False
-        # Not a Semaphore: a KeyboardInterrupt inside its Python code leaves it locked for ever, for all threads.
-        self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._idle = _Idle()
         self._work: queue.SimpleQueue[_WorkItem | None] = queue.SimpleQueue()
         weakref.finalize(self, self._work.put, None).atexit = False
 
@@ -307,11 +305,10 @@ class Threads(Executor):
         with self._lock:
             if self._closed:
                 raise ClosedError("these threads take no more work: their owner was closed")
-            try:
-                self._idle.get_nowait()
-            except queue.Empty:
-                if self._count < self._size:
-                    self._start_thread()
+            if self._idle.threads:
+                self._idle.threads -= 1
+            elif self._count < self._size:
+                self._start_thread()
             self._work.put(_WorkItem(work, self._on_dropped()))  # last: after an interrupt no work waits for a thread
         return future
 
@@ -321,7 +318,7 @@ class Threads(Executor):
 
     def _start_thread(self) -> None:
         thread = threading.Thread(
-            target=_serve, args=(self._work, self._idle, self._lull), name=self._name, daemon=True
+            target=_serve, args=(self._work, self._lock, self._idle, self._lull), name=self._name, daemon=True
         )
         try:
             _start(thread)
@@ -580,6 +577,14 @@ class _WorkItem:
     dropped: Callable[[], object]
 
 
+@dataclass(slots=True)
+class _Idle:
+    """The number of threads of a pool that wait for work that has not been submitted yet. Read and changed with the
+    lock of the pool."""
+
+    threads: int = 0
+
+
 def _start(thread: threading.Thread) -> None:
     """Start ``thread``. ``Thread.start()`` waits for it, and raises ``RuntimeError`` for a ``KeyboardInterrupt`` that
     comes before the wait has its lock again."""
@@ -601,7 +606,8 @@ def _resolve(future: Future[None]) -> None:
         future.set_result(None)
 
 
-def _serve(work: queue.SimpleQueue[_WorkItem | None], idle: queue.SimpleQueue[None], lull: Lull | None) -> None:
+def _serve(work: queue.SimpleQueue[_WorkItem | None], lock: threading.Lock, idle: _Idle, lull: Lull | None) -> None:
+    """Do the work of a pool. A thread keeps no reference to the pool, which ends its threads when it is freed."""
     while True:
         try:
             item = work.get(timeout=None if lull is None else lull.due_s())
@@ -609,15 +615,21 @@ def _serve(work: queue.SimpleQueue[_WorkItem | None], idle: queue.SimpleQueue[No
             assert lull is not None
             lull.run(lambda: not work.empty())
             continue
-        if item is None:
+        while item is not None:
+            if item.work is not None:
+                item.work()
+            item.work = None
+            item.dropped()
+            del item  # an idle thread keeps nothing alive
+            with lock:  # a thread that takes work that has waited for it is not idle in between
+                try:
+                    item = work.get_nowait()
+                except queue.Empty:
+                    idle.threads += 1
+                    break
+        else:
             work.put(None)  # for the next thread
             return
-        if item.work is not None:
-            item.work()
-        item.work = None
-        item.dropped()
-        del item  # an idle thread keeps nothing alive
-        idle.put(None)
 
 
 def _stop_work(future: Future[T], stop: Stop | None) -> None:
@@ -709,23 +721,23 @@ _READ_THREADS = 16
 
 def io_threads() -> Threads:
     """Return the pool for storage and planning that all saves and loads of this process share."""
-    return shared_threads("io", _IO_THREADS)
+    return _shared_threads("io", _IO_THREADS)
 
 
 def read_threads() -> Threads:
     """Return the pool of threads that read checkpoints, which all loads of this process share. It is separate from
     ``io_threads`` so that loads whose files do not respond take no thread from saves."""
-    return shared_threads("read", _READ_THREADS)
+    return _shared_threads("read", _READ_THREADS)
 
 
 def write_threads() -> Threads:
     """Return the pool of threads that write attempts, which all saves of this process share. It has no limit: files
     that do not respond take no thread from another save. Idle threads are kept, because a save would hold up the loop
     for 0.2 ms to start one."""
-    return shared_threads("write", sys.maxsize, Threads)
+    return _shared_threads("write", sys.maxsize, Threads)
 
 
-def shared_threads(name: str, size: int, kind: type[Threads] = TorchThreads) -> Threads:
+def _shared_threads(name: str, size: int, kind: type[Threads] = TorchThreads) -> Threads:
     """Return the pool ``name`` of this process. The first call makes it."""
     with _pools_lock:
         if name not in _pools:

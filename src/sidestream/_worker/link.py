@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from .._staging import MappedMemory
 from ..errors import WriterProcessError
@@ -34,6 +35,13 @@ _REAP_S = 5.0
 _ENDED = "the writer process has ended"
 
 
+@dataclass(slots=True)
+class _Call:
+    """A call of ``send`` or ``share`` that has not returned, and the time at which it was first seen to be late."""
+
+    late_since: float | None = None
+
+
 class WorkerRequest(ABC):
     """One request to the writer process. ``late()`` says whether it should have ended, because it was stopped or its
     deadline has passed. The methods ``on_message`` and ``on_lost``, ``finished`` and ``stuck`` are for the thread of
@@ -49,8 +57,7 @@ class WorkerRequest(ABC):
         self._lost: str | None = None
         self._number = 0
         self._asked = False
-        self._sending = False
-        self._late_since: float | None = None
+        self._call: _Call | None = None
 
     def begin(self) -> None:
         """Register the request, before anything is sent or shared, because the thread of the link monitors registered
@@ -84,11 +91,11 @@ class WorkerRequest(ABC):
 
     @contextmanager
     def _in_call(self) -> Iterator[None]:
-        self._late_since, self._sending = None, True
+        self._call = _Call()
         try:
             yield
         finally:
-            self._sending = False
+            self._call = None
 
     # --- in the thread of the link ---
 
@@ -115,10 +122,11 @@ class WorkerRequest(ABC):
     @property
     def stuck(self) -> bool:
         """Whether the request should have ended, but waits in a call of ``send`` or ``share`` that does not return."""
-        if not (self._sending and self._late()):
+        call = self._call  # another thread may end it, and begin the next one
+        if call is None or not self._late():
             return False
-        self._late_since = self._late_since or time.monotonic()
-        return time.monotonic() - self._late_since > ACKNOWLEDGE_S
+        call.late_since = call.late_since or time.monotonic()
+        return time.monotonic() - call.late_since > ACKNOWLEDGE_S
 
 
 class WorkerLink:

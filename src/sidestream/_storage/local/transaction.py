@@ -190,7 +190,7 @@ def write_buffer(descriptor: int, buffer: memoryview, position: int, direct: boo
             done += os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)
         except OSError as error:
             if not direct or error.errno not in _NO_DIRECT_IO:
-                del buffer  # as in write_file
+                del buffer  # the error refers to this frame, and must not keep the memory alive
                 raise
             direct = _leave_direct_io(descriptor)
     return direct
