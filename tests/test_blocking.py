@@ -397,15 +397,24 @@ def test_an_interrupt_in_code_of_the_caller(method: str, tmp_path: Path) -> None
     sidestream.blocking.load({"i": Watching()}, tmp_path / "a")
 
 
-def test_an_error_of_a_call_is_in_no_reference_cycle(tmp_path: Path) -> None:
+def _open(path: Path) -> None:
+    sidestream.blocking.open_checkpoint(path / "none")
+
+
+def _load(path: Path) -> None:
+    sidestream.blocking.load({"w": torch.zeros(3)}, path / "none")
+
+
+@pytest.mark.parametrize("call", [_open, _load])
+def test_an_error_of_a_call_is_in_no_reference_cycle(call: Callable[[Path], None], tmp_path: Path) -> None:
     """What the frames of its traceback refer to is freed with it."""
     with pytest.raises(CheckpointNotFoundError):  # the first call imports, which leaves work to the collector
-        sidestream.blocking.open_checkpoint(tmp_path)
+        call(tmp_path)
     gc.collect()
     gc.disable()
     try:
         try:
-            sidestream.blocking.open_checkpoint(tmp_path)
+            call(tmp_path)
         except CheckpointNotFoundError as error:
             freed = weakref.ref(error)
         deadline = time.monotonic() + 5

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from .._format.records import (
     SUB_BYTE_DTYPES,
     CompositeEntry,
+    DictKey,
     EmptyEntry,
     Key,
     Manifest,
@@ -44,7 +45,13 @@ from .._save.group import Group
 from .._save.layouts import commit_files, sidecar_files, with_sidecars
 from .._save.operation import RankReceipt, SaveOrder
 from .._storage import Kind, Location, Transaction, locate_directory
-from ..errors import InvalidOptionError, KeyCollisionError, RankFailuresError, UnsupportedTensorError
+from ..errors import (
+    InvalidOptionError,
+    KeyCollisionError,
+    RankFailuresError,
+    UnsupportedCheckpointError,
+    UnsupportedTensorError,
+)
 from ..options import (
     ConvertOptions,
     Dtypes,
@@ -320,6 +327,11 @@ def _select(
         path = (*paths[named[whole] or ""], *entry.path[len(entries[whole].path) :])
         if problem := name_problem(new, path):
             raise InvalidOptionError(f"{source.url}: {problem}")
+        if target == "dcp" and any(map(_is_infinite, path)):
+            raise UnsupportedCheckpointError(
+                f"{source.url}: {fqn}: a key that is not a finite number, which no manifest holds: leave it out with "
+                "select=, or give it another name with names="
+            )
         if isinstance(entry, ValueEntry | EmptyEntry):
             found.values[new] = path, fqn, entry
             continue
@@ -338,6 +350,10 @@ def _select(
     if target == "safetensors":
         _refuse_values(found)
     return replace(found, cast=tuple(cast), wholes=tuple(wholes))
+
+
+def _is_infinite(step: Key) -> bool:
+    return isinstance(step, DictKey) and isinstance(step.value, float) and not math.isfinite(step.value)
 
 
 def _paths(source: Source, named: Mapping[str, str | None]) -> dict[str, tuple[Key, ...]]:

@@ -125,8 +125,8 @@ class Archive:
             record = self._start(f"data/{number}", nbytes, None, align)
             self._add(nbytes, number)
             self._add(len(record.descriptor(0)), partial(_descriptor, record, number))
-        self._first = len(known)
-        self._directory_at = self.nbytes
+        # No method, which would refer to this object: it would be in a reference cycle.
+        self.end = partial(_end_of_archive, self.records, len(known), self.nbytes)
         end = self.end({})
         self._add(len(end), self.end if sizes else end)
 
@@ -145,15 +145,17 @@ class Archive:
         """Return the pieces that do not depend on payloads."""
         return [content for _, _, content in self.pieces if isinstance(content, bytes)]
 
-    def end(self, crcs: Mapping[int, int]) -> bytes:
-        """Return the last piece: the directory, and its end."""
-        directory = b"".join(
-            [
-                record.directory_entry(crcs.get(number, 0) if record.crc is None else record.crc)
-                for number, record in enumerate(self.records, -self._first)
-            ]
-        )
-        return directory + _end_of_directory(len(self.records), len(directory), self._directory_at)
+
+def _end_of_archive(records: Sequence[_Record], first: int, at: int, crcs: Mapping[int, int]) -> bytes:
+    """Return the last piece of an archive: the directory, which begins at ``at``, and its end. The payloads are those
+    of the records from the number ``first`` on."""
+    directory = b"".join(
+        [
+            record.directory_entry(crcs.get(number, 0) if record.crc is None else record.crc)
+            for number, record in enumerate(records, -first)
+        ]
+    )
+    return directory + _end_of_directory(len(records), len(directory), at)
 
 
 def _descriptor(record: _Record, number: int, crcs: Mapping[int, int]) -> bytes:

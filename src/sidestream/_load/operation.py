@@ -192,20 +192,26 @@ class LoadOperation:
         try:
             return await self._run()
         except BaseException as raised:
-            written = self.target.written()
-            error = self._explained(raised, written)
-            verdict = error
-            if self.together is not None and isinstance(error, Exception):
-                verdict = await self.together.failed(error)
-            self.lifecycle.failed(verdict, len(written))
-            late = None if self.together is None else self.together.cancelled
-            if late is not None:
-                raise self._explained(late, written) from raised
-            if error is raised:
-                raise
-            raise error from raised
+            error = await self._failed(raised)
+            try:
+                if error is raised:
+                    raise
+                raise error from raised
+            finally:
+                del error  # which refers to this frame: it would be in a reference cycle
         finally:
             await self.target.aclose()
+
+    async def _failed(self, raised: BaseException) -> BaseException:
+        """Report the failure, and return the error to raise."""
+        written = self.target.written()
+        error = self._explained(raised, written)
+        verdict = error
+        if self.together is not None and isinstance(error, Exception):
+            verdict = await self.together.failed(error)
+        self.lifecycle.failed(verdict, len(written))
+        late = None if self.together is None else self.together.cancelled
+        return error if late is None else self._explained(late, written)
 
     async def _run(self) -> LoadReport:
         target, lifecycle, together = self.target, self.lifecycle, self.together

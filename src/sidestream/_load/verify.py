@@ -306,6 +306,8 @@ class Verification:
         else:
             found, errors = await locate_all(self.source, self.manifest, records="all")
             await io_threads().run(self._sort_out, errors)
+            if any(chunk.transform for _, chunk in self._opaque):
+                require()
             await io_threads().run(self._plan_foreign, found, pieces)
         return pieces
 

@@ -290,7 +290,7 @@ def _leaves(path: tuple[Key, ...], value: object) -> Iterator[tuple[tuple[Key, .
         return
     if not path:
         if len(pairs or ()):
-            raise UnsupportedCheckpointError("the file holds a dict with keys that are not strings or finite numbers")
+            raise UnsupportedCheckpointError("the file holds a dict with keys that are not strings or numbers")
         return
     yield path, value
 
@@ -310,10 +310,9 @@ def _pairs(value: object) -> Pairs | None:
 
 
 def _key(key: object) -> Key | None:
-    """Return a step of a path. None for a key that no path has, as in a save."""
     if isinstance(key, str):
         return key
-    return DictKey(key) if key is None or (isinstance(key, int | float) and math.isfinite(key)) else None
+    return DictKey(key) if key is None or isinstance(key, int | float) else None
 
 
 def _holds(value: object) -> bool:
