@@ -544,9 +544,11 @@ class Saves:
             save.cancel()
 
     async def ended(self) -> None:
-        """Wait until all saves have ended. Never raises their errors."""
+        """Wait until all saves have ended, and have requested the upkeep after them. Never raises their errors."""
         for save in self._pending.operations():
             await save.ended()
+        if self._under_way:
+            await asyncio.sleep(0)  # the loop calls ``_on_done`` in the iteration after a save has ended
 
 
 def _ended_by_earlier(error: BaseException | None) -> bool:
