@@ -732,8 +732,7 @@ def read_threads() -> Threads:
 
 def write_threads() -> Threads:
     """Return the pool of threads that write attempts, which all saves of this process share. It has no limit: files
-    that do not respond take no thread from another save. Idle threads are kept, because a save would hold up the loop
-    for 0.2 ms to start one."""
+    that do not respond take no thread from another save. Idle threads are kept, because starting one holds up the loop."""
     return _shared_threads("write", sys.maxsize, Threads)
 
 
