@@ -1,9 +1,12 @@
-"""An engine that the test holds by the hand."""
+"""An engine that the test holds by the hand, and a system that starts no threads."""
 
 from __future__ import annotations
 
 import threading
 
+import pytest
+
+from sidestream._runtime import threads
 from sidestream._runtime.threads import Stop
 from sidestream._staging import Copy, HostEngine
 
@@ -24,3 +27,15 @@ class GatedEngine(HostEngine):
         if self.fail is not None:
             raise self.fail
         super().copy(copy, address, stop=stop)
+
+
+def start_no_threads(name: str, patch: pytest.MonkeyPatch) -> None:
+    """As if the system had no more threads for the pool of this name."""
+    start = threads._start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    patch.setattr(threads, "_start", start_others)

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from engines import start_no_threads
 from fake_device import FakeDriver
 from leases import all_returned
 from states import assert_same
 
 import sidestream
-from sidestream._runtime import threads as threads_module
 from sidestream._runtime.threads import Deadline
 from sidestream._save import writer
 from sidestream._staging import AsyncStager, DeviceEngine, StageMode, cached
@@ -589,14 +589,7 @@ async def test_a_stuck_device_and_a_deadline(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 async def test_a_stage_ends_without_a_thread_for_its_device(mode: StageMode, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may start no more threads: that of the stager waits for the device then."""
-    start = threads_module._start
-
-    def start_others(thread: threading.Thread) -> None:
-        if thread.name == "sidestream-0":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threads_module, "_start", start_others)
+    start_no_threads("sidestream-0", monkeypatch)
     driver = FakeDriver()
     async with on_fake(driver, mode=mode, timeout_s=10.0) as stager:
         async with asyncio.timeout(10):

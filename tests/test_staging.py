@@ -12,12 +12,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from engines import GatedEngine
+from engines import GatedEngine, start_no_threads
 from leases import all_returned
 from states import assert_same, model_and_optimizer
 
 import sidestream
-from sidestream._runtime import threads as threads_module
 from sidestream._runtime.threads import Deadline, Stop
 from sidestream._staging import AsyncStager, HostEngine
 from sidestream._staging.arena import Arena
@@ -302,14 +301,7 @@ def test_memory_is_touched_by_the_threads_that_can_be_had(monkeypatch: pytest.Mo
 
 
 async def test_one_thread_copies_if_the_system_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threads_module._start
-
-    def start_others(thread: threading.Thread) -> None:
-        if thread.name == "sidestream-copy":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threads_module, "_start", start_others)
+    start_no_threads("sidestream-copy", monkeypatch)
     async with AsyncStager(engine=HostEngine(threads=4)) as stager:
         sources = {f"t{number}": torch.full((6 << 20,), float(number)) for number in range(4)}
         staged = await stager.stage(sources)

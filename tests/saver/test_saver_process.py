@@ -38,9 +38,10 @@ from sidestream._runtime.threads import (
     run_sliced,
     time_limit,
 )
-from sidestream._storage import Attempt, Body, BytesBody, LocalStore, locate_run
+from sidestream._storage import Attempt, Body, BytesBody, LocalStore, Transaction, locate_run
 from sidestream._worker.client import close_all, worker_for
 from sidestream._worker.job import Job, JobOrder
+from sidestream._worker.link import WorkerLink
 from sidestream._worker.wire import READY, Channel, Outbox, WorkerMessage, WorkerMessageKind, pack
 from sidestream._worker.work import Request, _WindowCounts
 from sidestream.errors import (
@@ -422,22 +423,28 @@ async def test_a_cancel_reaches_it(tmp_path: Path, children: Children) -> None:
         assert children() == [pid], "it was asked, and not killed"
 
 
-async def test_a_save_that_was_stopped_before_it_was_asked_for_ends_no_other(
-    tmp_path: Path, children: Children
-) -> None:
-    saver = worker_for(WriterProcess())
+async def ready(root: Path) -> tuple[WorkerLink, JobOrder, Transaction]:
+    """Return a process that is up, and an attempt that it may join."""
+    worker = worker_for(WriterProcess())
     with time_limit(Deadline.after(60)):
-        await saver.up()
-    (pid,) = children()
-    store, _ = locate_run(tmp_path)
+        await worker.up()
+    store, _ = locate_run(root)
     assert isinstance(store, LocalStore)
     assert store.address is not None
     attempt = Attempt("a", "directory", "a" * 32, "fsync")
-    order = JobOrder(store.address, attempt, "a", Deadline.after(60))
-    stop, link = Stop(), saver._current()
+    order = JobOrder(store.address, replace(attempt, kind="joined"), "a", Deadline.after(60))
+    return worker._current(), order, store.begin(attempt)
+
+
+async def test_a_save_that_was_stopped_before_it_was_asked_for_ends_no_other(
+    tmp_path: Path, children: Children
+) -> None:
+    link, order, transaction = await ready(tmp_path)
+    (pid,) = children()
+    stop = Stop()
     stop.set()
     with pytest.raises(ClosedError):
-        Job(order, (), stop).run(store.begin(attempt), lambda: link, 0)
+        Job(order, (), stop).run(transaction, lambda: link, 0)
     await sidestream.save(state_of(1.0), tmp_path / "a", options=sidestream.SaveOptions(writer="process"))
     assert children() == [pid]
 
@@ -474,16 +481,9 @@ async def test_a_cancel_that_is_sent_late_does_not_end_it(
     tmp_path: Path, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What makes the files may block for longer than a call of ``send`` may."""
-    saver = worker_for(WriterProcess())
-    with time_limit(Deadline.after(60)):
-        await saver.up()
+    link, order, transaction = await ready(tmp_path)
     (pid,) = children()
-    store, _ = locate_run(tmp_path)
-    assert isinstance(store, LocalStore)
-    assert store.address is not None
-    attempt = Attempt("a", "directory", "a" * 32, "fsync")
-    order = JobOrder(store.address, replace(attempt, kind="joined"), "a", Deadline.after(60))
-    stop, link = Stop(), saver._current()
+    stop = Stop()
     send_all, stuck = link.send_all, []
 
     def looked(messages: Any) -> None:
@@ -497,7 +497,6 @@ async def test_a_cancel_that_is_sent_late_does_not_end_it(
         yield "two", BytesBody(b"2")
 
     monkeypatch.setattr(link, "send_all", looked)
-    transaction = store.begin(attempt)
     transaction.write(())
     with pytest.raises(ClosedError):
         Job(order, files(), stop).run(transaction, lambda: link, 0)

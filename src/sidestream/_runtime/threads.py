@@ -732,7 +732,8 @@ def read_threads() -> Threads:
 
 def write_threads() -> Threads:
     """Return the pool of threads that write attempts, which all saves of this process share. It has no limit: files
-    that do not respond take no thread from another save. Idle threads are kept, because starting one holds up the loop."""
+    that do not respond take no thread from another save. Idle threads are kept, because starting one holds up the
+    loop."""
     return _shared_threads("write", sys.maxsize, Threads)
 
 
