@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +22,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sidestream
 from sidestream import events
+from sidestream._save.operation import Lifecycle
 from sidestream.dcp import StorageWriter
 from sidestream.errors import CheckpointExistsError, NoSpaceError, SkippedError, UnsafeObjectError
-from sidestream.events import SaveEvent
+from sidestream.events import SaveContext, SaveEvent
 
 WHOLE = ["SaveStarted", "SavePlanned", "SaveStaged", "SaveWritten", "SaveCommitted"]
 
@@ -61,6 +63,50 @@ async def test_a_save(options: dict[str, Any], tmp_path: Path) -> None:
     for event in seen:
         plain = {one.name: getattr(event, one.name) for one in dataclasses.fields(event)}
         json.dumps(plain | {"save": dataclasses.asdict(event.save), "seconds": dict(plain.get("seconds", {}))})
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"planner": DefaultSavePlanner()}, {"writer": "process"}], ids=["native", "planner", "process"]
+)
+async def test_an_observer_may_wait_for_the_loop(options: dict[str, Any], tmp_path: Path) -> None:
+    loop, loop_thread = asyncio.get_running_loop(), threading.get_ident()
+    waited: list[bool] = []
+
+    def wait_for_the_loop(event: Any) -> None:
+        if isinstance(event, events.SavePlanned):
+            assert threading.get_ident() != loop_thread
+            turned = threading.Event()
+
+            def turn(left: int) -> None:
+                # The callbacks of the staging are among those turns: the loop must not wait for this observer.
+                loop.call_later(0.001, turn, left - 1) if left else turned.set()
+
+            loop.call_soon_threadsafe(turn, 100)
+            waited.append(turned.wait(20))
+
+    with watched() as seen, events.observe(wait_for_the_loop):
+        await sidestream.save(state(), tmp_path / "a", **for_save(**options))
+    assert waited == [True]
+    assert sorted(names(seen)) == sorted(WHOLE)
+    assert names(seen)[0] == "SaveStarted"
+    assert names(seen)[-2:] == ["SaveWritten", "SaveCommitted"]
+    assert [event.monotonic_ns for event in seen] == sorted(event.monotonic_ns for event in seen)
+
+
+def test_events_that_an_observer_brings_about_come_after_the_one_that_it_is_called_with() -> None:
+    """Every observer sees the events of a save in one order, also if one of them ends the save."""
+    lifecycle = Lifecycle(SaveContext("save", "a"))
+
+    def end(event: Any) -> None:
+        if isinstance(event, events.SavePlanned):
+            lifecycle.failed(RuntimeError("the observer ends the save"), "absent")
+            lifecycle.staged()  # too late
+
+    with events.observe(end), watched() as seen:
+        lifecycle.started()
+        lifecycle.planned("0" * 32)
+        lifecycle.committed(0, {})
+    assert names(seen) == ["SaveStarted", "SavePlanned", "SaveFailed"]
 
 
 async def test_a_step_of_a_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -34,7 +35,12 @@ _ID_CHARS = 16
 
 
 class Lifecycle:
-    """The phases of one save: their times in seconds since the call, and an event for each."""
+    """The phases of one save: their times in seconds since the call, and an event for each.
+
+    Phases end in different threads, the loop among them, and an observer may take long, wait for another thread, or end
+    the save. So observers are called without a lock: events are queued in their order, and one thread at a time emits
+    what is in the queue. A thread that finds another one emitting leaves its event to that one.
+    """
 
     def __init__(self, save: SaveContext) -> None:
         self.seconds: dict[str, float] = {}
@@ -42,7 +48,9 @@ class Lifecycle:
         self._phase: Literal["plan", "write", "commit"] = "plan"
         self._began = time.monotonic()
         self._open = False  # started, and not ended
-        self._lock = threading.RLock()  # phases end in different threads; an observer may end the save
+        self._lock = threading.Lock()  # never held while an observer runs
+        self._queued: deque[SaveEvent] = deque()
+        self._emitting = False
 
     @classmethod
     def of_rank(cls, url: str, operation: Operation) -> Lifecycle:
@@ -58,29 +66,34 @@ class Lifecycle:
         with self._lock:
             self._save = self._save if world is None else replace(self._save, world=world)
             self._open = True
-            emit(SaveStarted(self._save))
+            self._queue(SaveStarted(self._save))
+        self._emit_queued()
 
     def planned(self, save_id: str) -> None:
         with self._lock:
             self._phase = "write"
             self._save = replace(self._save, save_id=save_id)
-            self._emit(SavePlanned(self._save))
+            self._queue(SavePlanned(self._save))
+        self._emit_queued()
 
     def staged(self) -> None:
         with self._lock:
             self.mark("staged")
-            self._emit(SaveStaged(self._save))
+            self._queue(SaveStaged(self._save))
+        self._emit_queued()
 
     def written(self, nbytes: int) -> None:
         with self._lock:
             self.mark("written")
             self._phase = "commit"
-            self._emit(SaveWritten(self._save, nbytes))
+            self._queue(SaveWritten(self._save, nbytes))
+        self._emit_queued()
 
     def committed(self, nbytes: int, seconds: Mapping[str, float]) -> None:
         with self._lock:
-            self._emit(SaveCommitted(self._save, nbytes, seconds))
+            self._queue(SaveCommitted(self._save, nbytes, seconds))
             self._open = False
+        self._emit_queued()
 
     def failed(self, error: BaseException, outcome: Outcome) -> None:
         """Emit the failure of a save, unless the save has ended before or never started."""
@@ -88,19 +101,34 @@ class Lifecycle:
             if isinstance(error, SidestreamError):
                 error.about(phase=self._phase, url=self._save.url, step=self._save.step)
             if isinstance(error, SkippedError):
-                self._emit(SaveSkipped(self._save, str(error)))
+                self._queue(SaveSkipped(self._save, str(error)))
             else:
-                self._emit(SaveFailed(self._save, self._phase, type(error).__name__, str(error), outcome))
+                self._queue(SaveFailed(self._save, self._phase, type(error).__name__, str(error), outcome))
             self._open = False
+        self._emit_queued()
 
     def skipped(self, why: str) -> None:
         """Emit that the save was skipped before it could start."""
         emit(SaveSkipped(self._save, why))
 
-    def _emit(self, event: SaveEvent) -> None:
-        """Emit ``event`` if the save has started and not ended. A thread that was left behind emits nothing."""
+    def _queue(self, event: SaveEvent) -> None:
+        """Queue ``event`` if the save has started and not ended. A thread that was left behind emits nothing."""
         if self._open:
-            emit(event)
+            self._queued.append(event)
+
+    def _emit_queued(self) -> None:
+        """Emit the events in the queue, unless another thread, or a caller of this one, is emitting: it goes on until
+        the queue is empty."""
+        while True:
+            with self._lock:
+                if self._emitting or not self._queued:
+                    return
+                event = self._queued.popleft()
+                self._emitting = True
+            try:
+                emit(event)
+            finally:
+                self._emitting = False
 
 
 @dataclass(frozen=True, slots=True)
