@@ -203,9 +203,6 @@ MUTANTS = (
            "        if crc32(raw) != marker.manifest_crc:\n", "        if False:\n", "corruption"),
     Mutant("stock DCP's checksums are not looked at", "_load/jobs.py",
            "            self._step, self._expected = one.nbytes, (one.crc,)\n", "            pass\n", "stock"),
-    Mutant("a renamed step is believed", "_load/open/steps.py",
-           "    if (marker.step, marker.generation) != found.order:\n",
-           "    if False:\n", "renamed"),
     Mutant("sidecar files are not verified", "_load/checkpoint.py", _READ_FILE,
            "            await Reader(files.source, 'manifest').read(wanted, own=True)\n",
            "corruption"),
@@ -345,23 +342,6 @@ async def stock(place: Path, chance: random.Random, first: str) -> AsyncIterator
         with damaged(place / "stock", bit_flip, chance):
             _, wrong = await judged(place / "stock", STOCK_READERS[0])
         yield wrong
-
-
-async def renamed(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
-    """A directory under the name of another step."""
-    from _seeded import blank_state, make_state
-
-    import sidestream
-
-    async with sidestream.Checkpointer(place / "run") as checkpoints:
-        await checkpoints.save(make_state(1), step=1)
-        shutil.copytree(place / "run" / "step-1", place / "run" / "step-7")
-        try:
-            step = await checkpoints.restore(blank_state())
-        except sidestream.errors.CorruptCheckpointError:
-            yield []
-        else:
-            yield [f"the copy of step 1 is loaded as step {step}"]
 
 
 async def conflicts(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
@@ -511,7 +491,6 @@ CATCHERS: dict[str, Callable[[Path, random.Random, str], AsyncIterator[list[str]
         reads,
         corruption,
         stock,
-        renamed,
         conflicts,
         rivals,
         object_store,

@@ -648,7 +648,14 @@ def a_run(rank: int, world: int, directory: Path) -> list[Any]:
             dist.barrier()
             older = await checkpoints.restore(target, fallback="older")
             same(target, large(mesh, 2))
-            return [first, info.step, again.generation, restored, leased, older, await checkpoints.steps()]
+            steps = await checkpoints.steps()
+            await sidestream.save(large(mesh, 7), directory / "run" / "step-7.g2", **for_save(timeout_s=TIMEOUT_S))
+            seeded = await checkpoints.restore(target)
+            same(target, large(mesh, 7))
+            report = checkpoints.restored
+            assert report is not None
+            assert (report.step, report.generation) == (7, 2)
+            return [first, info.step, again.generation, restored, leased, older, steps, seeded]
 
     return run(steps())
 

@@ -74,7 +74,7 @@ def test_ranks_read_what_they_need(groups: Groups, tmp_path: Path) -> None:
 
 def test_a_run(groups: Groups, tmp_path: Path) -> None:
     for told in groups.run("a_run", 2, tmp_path).results:
-        assert told == [None, 3, 2, 3, True, 2, [2, 3]]
+        assert told == [None, 3, 2, 3, True, 2, [2, 3], 7]
 
 
 def test_a_run_that_is_not_shared(groups: Groups, tmp_path: Path) -> None:

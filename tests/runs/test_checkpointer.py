@@ -6,9 +6,11 @@ import asyncio
 import gc
 import logging
 import os
+import shutil
 import warnings
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,10 +75,80 @@ async def test_only_what_is_committed_counts(tmp_path: Path) -> None:
         await checkpoints.save({"n": 1}, step=1)
         (tmp_path / "step-9").mkdir()
         (tmp_path / ".step-8.0123.partial").mkdir()
-        (tmp_path / "step-1").rename(tmp_path / "step-5")  # the marker says that it is another step
-        assert await checkpoints.steps() == []
-        (tmp_path / "step-5").rename(tmp_path / "step-1")
         assert await checkpoints.steps() == [1]
+
+
+async def put_by_save(state: dict[str, Any], url: str, storage: sidestream.Storage) -> None:
+    await sidestream.save(state, url, metadata={"n": 5}, storage=storage)
+
+
+async def put_by_convert(state: dict[str, Any], url: str, storage: sidestream.Storage) -> None:
+    await sidestream.save(state, f"{url}-seed", metadata={"n": 5}, storage=storage)
+    await sidestream.convert(f"{url}-seed", url, storage=storage)
+    await sidestream.remove(f"{url}-seed", storage=storage)
+
+
+async def put_by_copy(state: dict[str, Any], url: str, storage: sidestream.Storage) -> None:
+    """A step of another run, in another generation."""
+    async with sidestream.Checkpointer(f"{url}-other", storage=storage) as other:
+        for generation in (1, 2):
+            info = await other.save(state, step=80, metadata={"n": 5})
+            assert info.generation == generation
+    await sidestream.copy(info.url, url, storage=storage)
+
+
+@pytest.mark.parametrize("put", [put_by_save, put_by_convert, put_by_copy])
+@pytest.mark.parametrize("on", ["local", "memory"])
+async def test_a_checkpoint_belongs_to_a_run_by_its_name(put: Any, on: str, tmp_path: Path) -> None:
+    run = str(tmp_path / "run") if on == "local" else f"memory://{tmp_path}/run"
+    storage = sidestream.Storage()
+    async with sidestream.Checkpointer(run, storage=storage) as checkpoints:
+        await checkpoints.save({"n": 1}, step=1)
+    await put({"n": 5}, f"{run}/step-5", storage)
+    async with sidestream.Checkpointer(run, keep=sidestream.KeepLast(2), storage=storage) as checkpoints:
+        assert await checkpoints.steps() == [1, 5]
+        assert await checkpoints.latest() == 5
+        state = {"n": 0}
+        assert await checkpoints.restore(state) == 5
+        assert state == {"n": 5}
+        assert checkpoints.restored is not None
+        assert (checkpoints.restored.step, checkpoints.restored.generation) == (5, 1)
+        verified = await checkpoints.verify(5)
+        assert (verified.ok, verified.step) == (True, 5)
+        assert await checkpoints.read_metadata() == ({"n": 5} if put is not put_by_convert else {})
+        async with checkpoints.reading() as opened:
+            assert opened.step == 5
+        watch = checkpoints.watch(after=1)
+        assert await anext(watch) == 5
+        assert (await checkpoints.save({"n": 6}, step=5)).generation == 2
+        await checkpoints.save({"n": 7}, step=6)
+        await checkpoints.prune()
+        assert await checkpoints.steps() == [5, 6]
+        await checkpoints.restore(state, step=5)
+        assert state == {"n": 6}, "the second generation is the one that stays"
+        await checkpoints.save({"n": 8}, step=7)
+        await checkpoints.prune()
+        assert await checkpoints.steps() == [6, 7], "retention counts it, too"
+
+
+async def test_a_directory_that_is_renamed_is_the_step_of_its_name(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    async with sidestream.Checkpointer(run) as checkpoints:
+        for step in (1, 2):
+            await checkpoints.save({"n": step}, step=step)
+    (run / "step-1").rename(run / "step-9.g2")
+    shutil.copytree(run / "step-2", run / "step-9")
+    run.rename(tmp_path / "moved")
+    async with sidestream.Checkpointer(tmp_path / "moved") as checkpoints:
+        assert await checkpoints.steps() == [2, 9]
+        state = {"n": 0}
+        assert await checkpoints.restore(state) == 9
+        assert state == {"n": 1}
+        assert checkpoints.restored is not None
+        assert (checkpoints.restored.step, checkpoints.restored.generation) == (9, 2)
+        assert (await checkpoints.save(state, step=9)).generation == 3
+    report = await sidestream.load(state, tmp_path / "moved" / "step-9")
+    assert (report.step, report.generation, state) == (9, 1, {"n": 2})
 
 
 async def test_a_damaged_newest_step_is_told_not_skipped(tmp_path: Path) -> None:

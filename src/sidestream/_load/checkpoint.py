@@ -221,7 +221,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
 
     @property
     def step(self) -> int | None:
-        """The step of the run that it belongs to. None if no ``Checkpointer`` wrote it."""
+        """The number in the name of its directory, as in ``step-100``. Elsewhere the step as which a ``Checkpointer``
+        saved it; None if none did."""
         return self._manifest.step
 
     @property

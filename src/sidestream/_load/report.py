@@ -42,7 +42,7 @@ class LoadReport(Displayed):
     Attributes:
         url: The checkpoint that was loaded.
         save_id: The id of the save that wrote it. Empty if another writer did.
-        step: Its step. None outside of a run.
+        step: Its step, as ``Checkpoint.step``.
         generation: Its generation, from 1.
         nbytes: How many bytes were read.
         loaded: The FQNs that were loaded, in order.

@@ -101,7 +101,7 @@ class VerifyReport(Displayed):
     Attributes:
         url: The checkpoint.
         save_id: The id of the save that wrote it. Empty if another writer did.
-        step: Its step. None outside of a run.
+        step: Its step, as ``Checkpoint.step``.
         generation: Its generation, from 1.
         nbytes: How many bytes were read.
         verified: The FQNs whose bytes were all compared and found right.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from ..._format.checksum import crc32
@@ -283,7 +284,7 @@ async def read_root(
     is not validated yet. ``listed`` are the sizes of the files, if they are known."""
     store, url = location.store, location.url
     if not store.capabilities.listing:
-        return await _read_unlisted(source, url)
+        return _numbered(await _read_unlisted(source, url), location.name)
     sizes: Mapping[str, int] = {}
     try:
         sizes = await source.sizes() if listed is None else listed
@@ -307,7 +308,18 @@ async def read_root(
             manifest = await _own_manifest_listed(source, marker, sizes)
         if isinstance(manifest, Manifest):
             await io_threads().run_sliced(validate, manifest)
-    return manifest
+    return _numbered(manifest, location.name)
+
+
+def _numbered(manifest: Manifest | Root, directory: str) -> Manifest | Root:
+    """Return ``manifest`` with the step and the generation that the name of its ``directory`` has, if it has them. The
+    checkpoint may have been saved under another name, or outside of a run."""
+    order = parse_step(directory.rpartition("/")[2])
+    if order is None:
+        return manifest
+    if isinstance(manifest, Root):
+        return replace(manifest, manifest=replace(manifest.manifest, step=order[0], generation=order[1]))
+    return replace(manifest, step=order[0], generation=order[1])
 
 
 def _lacking(error: FileNotFoundError) -> str:

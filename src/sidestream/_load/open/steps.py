@@ -29,8 +29,9 @@ _MOST_LOOKED_AT = 8
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Generation ``generation`` of ``step``, in the directory ``name``. ``damage`` is the reason why it cannot be read.
-    ``marker`` is None if it is damaged, or if another writer made it."""
+    """Generation ``generation`` of ``step``, in the directory ``name``. Both numbers are those of the name: the
+    checkpoint may have been saved outside of the run, or as another step. ``damage`` is the reason why it cannot be
+    read. ``marker`` is None if it is damaged, or if another writer made it."""
 
     step: int
     generation: int
@@ -117,10 +118,6 @@ async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | Non
             return None
         except CorruptCheckpointError as damage:
             return replace(found, damage=damage.within(found.name))
-    if (marker.step, marker.generation) != found.order:
-        return replace(
-            found, damage=CorruptCheckpointError(f"{found.name}: its marker says step {marker.step}; was it renamed?")
-        )
     return replace(found, marker=marker)
 
 
