@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import signal
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream
+from sidestream._group import rendezvous
 
 SAVE = sidestream.SaveOptions(timeout_s=TIMEOUT_S)
 
@@ -170,3 +172,55 @@ def closed_loop(rank: int, world: int, directory: Path, who: int, turns: int) ->
     told["outcome"] = pending.outcome
     told["visible"] = (directory / "failing").exists()
     return told
+
+
+def destroyed_meanwhile(rank: int, world: int, directory: Path) -> list[Any]:
+    """The process group is destroyed while ranks save and export: once they have connections, and before that. In the
+    end another group takes its place."""
+    state = {"model": {"w": torch.arange(1_000_000.0), "b": torch.ones(3)}, "step": 3}
+
+    def export_to(name: str) -> sidestream.HF:
+        return sidestream.HF(str(directory / name), select="model.*")
+
+    async def save(name: str, *, connected: bool) -> list[Any]:
+        pending = sidestream.async_save(
+            state, directory / name, export=export_to(f"{name}-hf"), **for_save(timeout_s=TIMEOUT_S)
+        )
+        if connected:
+            await pending.staged
+        dist.destroy_process_group()
+        info = await pending
+        return [info.nbytes, (await pending.exports[0]).tensors]
+
+    def join(number: int) -> None:
+        store = dist.FileStore(str(directory / f"store{number}"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+    told = [run(save("first", connected=True))]
+    join(1)
+    told.append(run(save("second", connected=False)))
+    gc.collect()
+    assert not rendezvous._groups, "nothing keeps a member whose operations have ended"
+    join(2)
+    target = {"model": {"w": torch.zeros(1_000_000), "b": torch.zeros(3)}, "step": 0}
+    for name in ("first", "second"):
+        run(sidestream.load(target, directory / name))
+        same(target, state)
+    return told
+
+
+def left_behind(rank: int, world: int, directory: Path) -> list[Any]:
+    """Rank 1 destroys the process group and goes on, while the others save."""
+    if rank == 1:
+        run(sidestream.save({"n": 1}, directory / "first", **for_save(timeout_s=TIMEOUT_S)))
+        dist.destroy_process_group()
+        while not (directory / "told").exists():
+            time.sleep(0.01)
+        return []
+    run(sidestream.save({"n": 1}, directory / "first", **for_save(timeout_s=TIMEOUT_S)))
+    try:
+        run(sidestream.save({"n": 2}, directory / "second", **for_save(timeout_s=TIMEOUT_S)))
+    except sidestream.errors.RankFailuresError as failures:
+        (directory / "told").touch()
+        return [[one.rank, one.kind, one.text] for one in failures.failures]
+    return []

@@ -99,3 +99,18 @@ def test_a_rank_that_hangs(phase: str, hanging: dict[str, Begun]) -> None:
     for told in hanging[phase].wait().results:
         assert 1 in [rank for rank, *_ in told["failures"]], told
         assert not told["visible"]
+
+
+def test_a_process_group_that_is_destroyed_while_ranks_save(groups: Groups, tmp_path: Path) -> None:
+    """Nothing in a save needs it any more."""
+    results = groups.run("destroyed_meanwhile", 3, tmp_path).results
+    assert all(told == results[0] for told in results)
+    assert [tensors for _, tensors in results[0]] == [["model.w", "model.b"]] * 2
+
+
+def test_a_rank_that_has_left_the_group_is_not_said_to_have_ended(groups: Groups, tmp_path: Path) -> None:
+    told, nothing = groups.run("left_behind", 2, tmp_path).results
+    assert nothing == []
+    [[rank, kind, text]] = told
+    assert (rank, kind) == (1, "RankDied")
+    assert "or it has destroyed the process group" in text

@@ -16,8 +16,9 @@ _MOST_CHARS = 4000
 
 
 def rank_died(rank: int, step: str) -> RankFailure:
-    """Return the failure of a rank whose process has ended. The text is the same however a rank has noticed it."""
-    return RankFailure(rank, step, "RankDied", "the process has ended, or its machine cannot be reached")
+    """Return the failure of a rank whose connection has ended. The text is the same however a rank has noticed it."""
+    text = "the process has ended, its machine cannot be reached, or it has destroyed the process group"
+    return RankFailure(rank, step, "RankDied", text)
 
 
 def pack(rank: int, step: str, error: BaseException) -> dict[str, Any]:

@@ -95,6 +95,8 @@ class Operation:
         """Whether a cancel came too late: the step has been completed on all ranks."""
         self.first: Any = None
         """The process of rank 0, from when the ranks have planned a save."""
+        self.membership: object = None
+        """What keeps the connections open while this operation exists, although the process group may be destroyed."""
         self._lock = threading.Lock()
         self._stopping = False
         self._on_stop: list[Callable[[], None]] = []
@@ -226,6 +228,7 @@ class Operation:
         """End the operation on this rank after its success."""
         with self._lock:
             self._ended = True
+            self._on_stop.clear()  # they refer to the save, which refers to this object
         self.group.close(self)
 
     async def failed(self, error: BaseException) -> RankFailuresError:
@@ -354,7 +357,9 @@ class RankGroup(ABC):
         """Begin an operation whose number is computed from that of ``operation``, so that the ranks may begin such
         operations in different orders."""
         number = operation.number + (index + 1) * FOLLOWING
-        return self._posted(Operation(self, number, kind, deadline, operation.rank_wait_s))
+        following = Operation(self, number, kind, deadline, operation.rank_wait_s)
+        following.membership = operation.membership
+        return self._posted(following)
 
     def _posted(self, operation: Operation) -> Operation:
         self._thread.post(lambda: self._begin(operation))

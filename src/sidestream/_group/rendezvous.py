@@ -40,11 +40,15 @@ _lock = threading.Lock()
 
 
 class Member:
-    """This process as a member of a process group."""
+    """This process as a member of a process group.
+
+    The store of the process group serves to find rank 0, and nothing else: messages take connections of our own. So a
+    process group may be destroyed while ranks save or load. Its member, which operations refer to, lives until they
+    have ended, and the connections are closed after that."""
 
     def __init__(self, group: RankGroup, store: Any, name: str) -> None:
         self.group = group
-        self._store = store
+        self._store = store  # until it has served its purpose: that of rank 0 may hold a port that the next group needs
         self._name = name
         self._connecting = False
         self._connected = group.world == 1
@@ -56,6 +60,7 @@ class Member:
         ``rank_wait_s`` is accepted here: it is refused later, on behalf of all ranks."""
         rank_wait_s = _accepted("rank_wait_s", rank_wait_s, RANK_WAIT_S)
         operation = self.group.begin(kind, deadline, rank_wait_s)
+        operation.membership = self
         with self._lock:
             if self._connected:
                 return operation
@@ -81,6 +86,7 @@ class Member:
             self._connecting, self._connected = False, failure is None
             waiting, self._waiting = self._waiting, []
         if failure is None:
+            self._store = None
             return
         for operation in waiting:
             if isinstance(self.group, Rank0):
@@ -160,7 +166,7 @@ def group_of(process_group: GroupChoice) -> Member | None:
             group: RankGroup = OtherRank(rank, world) if rank else Rank0(world, secrets.token_hex(16))
             store, name = group_store(process_group)
             member = _groups[process_group] = Member(group, store, name)
-            weakref.finalize(process_group, _shut, group).atexit = False
+            weakref.finalize(member, _shut, group).atexit = False
         return member
 
 
@@ -173,10 +179,12 @@ def _shut(group: RankGroup) -> None:
 
 class _Listener:
     """The listening socket of rank 0. It is closed when all ranks are connected, so that a rank of a later group that
-    reads an old address is refused and reads again. Methods other than ``__init__`` run in the connection thread."""
+    reads an old address is refused and reads again. Until then it keeps the ``store``, which may be served by this
+    process. Methods other than ``__init__`` run in the connection thread."""
 
-    def __init__(self, group: Rank0) -> None:
+    def __init__(self, group: Rank0, store: Any) -> None:
         self._group = group
+        self._store = store
         self._expected = set(range(1, group.world))
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
@@ -195,6 +203,7 @@ class _Listener:
     def close(self) -> None:
         connection_thread().unregister(self._listener)
         self._listener.close()
+        self._store = None
 
     def _accept(self) -> None:
         try:
@@ -221,7 +230,7 @@ class _Listener:
 
 
 def _listen(group: Rank0, store: Any, name: str) -> None:
-    listener = _Listener(group)
+    listener = _Listener(group, store)
     connection_thread().post(listener.open)
     where = {"token": group.token, "port": listener.port, "host": _host(), "addresses": list(_addresses())}
     try:
