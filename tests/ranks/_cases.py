@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import logging
 import os
 import runpy
 import select
@@ -957,3 +958,29 @@ def many_states_at_once(rank: int, world: int, directory: Path) -> list[str]:
         return outcomes
 
     return run(save())
+
+
+def differing_replicas(rank: int, world: int, directory: Path) -> list[str]:
+    """Per-rank state under one name, beside replicas that are equal, that are on one rank only, and that are large.
+    Returns what was logged."""
+    torch.manual_seed(rank)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sidestream").addHandler(handler)
+    mesh = init_device_mesh("cpu", (world,))
+    state = {
+        "rng": torch.get_rng_state(),
+        "step": torch.tensor(float(rank)),
+        "equal": torch.arange(100.0),
+        "sharded": placed(ROWS + rank, mesh, Shard(0)),
+        "own": {f"rank{rank}": torch.get_rng_state()},
+        "large": torch.full((1 << 20,), float(rank)),
+    }
+    for name in ("first", "second"):
+        run(sidestream.save(state, directory / name, **for_save(timeout_s=TIMEOUT_S)))
+    run(sidestream.save({**state, "more": torch.ones(2)}, directory / "third", **for_save(timeout_s=TIMEOUT_S)))
+    target = {"own": {f"rank{rank}": torch.zeros_like(state["rng"])}}
+    run(sidestream.load(target, directory / "third"))
+    assert torch.equal(target["own"][f"rank{rank}"], state["rng"])
+    return [one.replace(str(directory), "D") for one in told]

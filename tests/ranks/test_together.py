@@ -91,3 +91,12 @@ def test_a_cancelled_save(groups: Groups, tmp_path: Path) -> None:
     assert first == ["cancelled", "absent"]
     for told in others:
         assert told == [[[0, "CancelledError"]], "absent"]
+
+
+def test_tensors_of_one_name_that_differ_are_told_once(groups: Groups, tmp_path: Path) -> None:
+    first, *others = groups.run("differing_replicas", 3, tmp_path).results
+    assert others == [[], []]
+    assert first == [
+        "D/first: tensors differ between ranks, and one of each is saved: rng (ranks 0 and 1), step (ranks 0 and 1); "
+        'give what belongs to a rank a name of its own, such as {"rng": {f"rank{rank}": ...}}'
+    ]

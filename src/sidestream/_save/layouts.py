@@ -10,9 +10,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import threading
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from .._format.checksum import crc32, join_blocks, unpack_crcs
@@ -25,9 +28,9 @@ from .._format.shared import PartName, Root, Shared, write_part
 from .._group import Operation, this_process
 from .._layout.save_layout import SavePlan
 from .._layout.sharded.assign import Assignment, RankReport, assign
-from .._layout.sharded.rank_layout import RankPlan, encode_values, lay_out_rank
+from .._layout.sharded.rank_layout import RankPlan, encode_values, lay_out_rank, replica_digests
 from .._layout.sharded.rank_table import Row, local_table, parse_rows
-from .._runtime.threads import gathered, io_threads, run_sliced
+from .._runtime.threads import Steps, gathered, io_threads, run_sliced
 from .._runtime.torch_probes import TORCH_VERSION
 from .._staging import Captured, PlanCache
 from .._storage import free_space
@@ -48,6 +51,9 @@ __all__ = [
 
 _KEPT = 4
 _LISTED = 10
+_OWN_NAME = 'give what belongs to a rank a name of its own, such as {"rng": {f"rank{rank}": ...}}'
+
+_log = logging.getLogger("sidestream")
 
 
 @dataclass(slots=True)
@@ -73,6 +79,8 @@ class _Agreements:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[str, Agreement] = {}
+        self.warned: list[Set[str]] = []
+        """The names of tensors about which rank 0 has logged a warning."""
 
     @property
     def known(self) -> dict[str, Agreement]:
@@ -134,7 +142,9 @@ class AgreedLayout:
         agreement = None
         if answer["detail"]:
             rows, digests = table.held.raw_rows if answer["rows"] else b"", json.dumps(dict(values.digests)).encode()
-            detail = join_pieces(rows, table.held.raw_boxes, digests)
+            # Replicas are compared in the first save of a state dict, not in each one: it takes time for each tensor.
+            replicas = b"" if answer["agreement"] in known else run_sliced(replica_digests(table)).tobytes()
+            detail = join_pieces(rows, table.held.raw_boxes, digests, replicas)
             raw = operation.exchange("assign", detail, lambda parts: self._second(heard, parts))
             if raw:
                 agreement = heard.made or Agreement(answer["agreement"], Assignment.unpack(raw))
@@ -182,19 +192,35 @@ class AgreedLayout:
     def _second(self, heard: _Heard, parts: Sequence[bytes]) -> bytes | Sequence[bytes]:
         """Compare the plain values of all ranks, and assign the tensors to ranks if there is no agreement yet. Called
         on rank 0."""
-        details = [split_pieces(part, 3) for part in parts]
+        details = [split_pieces(part, 4) for part in parts]
         tables: dict[str, Sequence[Row]] = {}
-        for table, (rows, _, _) in zip(heard.tables, details, strict=True):
+        for table, (rows, *_) in zip(heard.tables, details, strict=True):
             if table not in tables:
                 tables[table] = run_sliced(parse_rows(rows))
-        _compare_values([tables[table] for table in heard.tables], [json.loads(values) for _, _, values in details])
+        _compare_values([tables[table] for table in heard.tables], [json.loads(values) for _, _, values, _ in details])
         if heard.known:
             return b""
-        ranks = [RankReport(table, boxes) for table, (_, boxes, _) in zip(heard.tables, details, strict=True)]
+        self._compare_replicas(heard.tables, tables, [replicas for *_, replicas in details])
+        ranks = [RankReport(table, boxes) for table, (_, boxes, *_) in zip(heard.tables, details, strict=True)]
         shared, assignments = run_sliced(assign(ranks, tables))
         body, head = run_sliced(root_body(shared)), run_sliced(described(shared))
         heard.made = Agreement(heard.name, assignments[0], shared, body, head)
         return [assignment.pack() for assignment in assignments]
+
+    def _compare_replicas(
+        self, table_of: Sequence[str], tables: Mapping[str, Sequence[Row]], told: Sequence[bytes]
+    ) -> None:
+        """Log a warning for small tensors of one name that differ between ranks, once for each set of names. That is no
+        error: the buffers of a DDP model differ too, and it does not matter which of them is saved."""
+        differ = run_sliced(_differing_replicas(table_of, tables, told))
+        warned = _agreements(self._operation).warned
+        if differ and differ.keys() not in warned:
+            warned.append(differ.keys())
+            more = f" and {len(differ) - _LISTED} more" if len(differ) > _LISTED else ""
+            _log.warning(
+                "%s: tensors differ between ranks, and one of each is saved: %s%s; %s",
+                self._order.location.url, _listed(differ), more, _OWN_NAME,
+            )  # fmt: skip
 
     # --- the layout, when all is written ---
 
@@ -344,11 +370,37 @@ def _compare_values(tables: Sequence[Sequence[Row]], digests: Sequence[Mapping[s
             if known[1] != digest:
                 differ.setdefault(fqn, (known[0], rank))
     if differ:
-        shown = [f"{fqn} (ranks {one} and {other})" for fqn, (one, other) in list(differ.items())[:_LISTED]]
         raise InvalidOptionError(
-            f"{len(differ)} plain values differ between ranks, and one of each could be saved: {', '.join(shown)}; "
-            'give what belongs to a rank a name of its own, such as {"rng": {f"rank{rank}": ...}}'
+            f"{len(differ)} plain values differ between ranks, and one of each could be saved: {_listed(differ)}; "
+            f"{_OWN_NAME}"
         )
+
+
+def _differing_replicas(
+    table_of: Sequence[str], tables: Mapping[str, Sequence[Row]], told: Sequence[bytes]
+) -> Steps[dict[str, tuple[int, int]]]:
+    """Return the names of the tensors that differ, each with two ranks. ``told`` has the digests of each rank. If many
+    ranks with the same table differ, only the first of them are compared."""
+    distinct: dict[str, dict[bytes, int]] = {}
+    for rank, (table, digests) in enumerate(zip(table_of, told, strict=True)):
+        of_table = distinct.setdefault(table, {})
+        if digests and len(of_table) < _LISTED:
+            of_table.setdefault(digests, rank)
+    first: dict[str, tuple[int, int]] = {}
+    differ: dict[str, tuple[int, int]] = {}
+    several = sum(map(len, distinct.values())) > 1
+    for table, of_table in distinct.items() if several else ():
+        for raw, rank in of_table.items():
+            for row, digest in zip(tables[table], array("Q", raw), strict=True):
+                yield
+                if digest and first.setdefault(row.fqn, (rank, digest))[1] != digest:
+                    differ.setdefault(row.fqn, (first[row.fqn][0], rank))
+    return differ
+
+
+def _listed(differ: Mapping[str, tuple[int, int]]) -> str:
+    shown = [f"{fqn} (ranks {one} and {other})" for fqn, (one, other) in islice(differ.items(), _LISTED)]
+    return ", ".join(shown)
 
 
 def commit_files(manifest: Manifest, saved_at: int, described: Described | None = None) -> dict[str, list[bytes]]:

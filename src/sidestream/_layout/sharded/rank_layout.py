@@ -3,8 +3,10 @@ process."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,10 +25,14 @@ from ..values import encode_value
 from .assign import Assignment
 from .rank_table import Box, LocalTable
 
-__all__ = ["EncodedValues", "RankLayout", "RankPlan", "encode_values", "lay_out_rank"]
+__all__ = ["EncodedValues", "RankLayout", "RankPlan", "encode_values", "lay_out_rank", "replica_digests"]
 
 
 _MOST_VALUE_FRAME_BYTES = 4096
+_SMALL_BYTES = 64 << 10
+"""The largest replica that is compared with those of other ranks."""
+_COMPARED_BYTES = 16 << 20
+"""How many bytes of replicas are compared in one plan."""
 
 
 class _Place(NamedTuple):
@@ -101,6 +107,28 @@ def encode_values(table: LocalTable) -> Steps[EncodedValues]:
         nbytes += _MOST_VALUE_FRAME_BYTES + 2 * len(raw)
     digest = hashlib.blake2b("".join(digests.values()).encode(), digest_size=16).hexdigest()
     return EncodedValues(nodes, digests, digest, nbytes)
+
+
+def replica_digests(table: LocalTable) -> Steps[array[int]]:
+    """Return a digest for each row of a table: not zero for a small tensor in host memory that this rank has as a
+    whole. If there are many, those of the smallest. Equal tensors have equal digests."""
+    found = array("Q", bytes(8 * len(table.held.rows)))
+    whole: list[tuple[int, int, torch.Tensor]] = []
+    for item in table.held.items:
+        yield
+        source, shape = table.sources[item.tensor], table.held.rows[item.row].shape
+        plain = source.is_cpu and source.is_contiguous() and not (source.is_conj() or source.is_neg())
+        if plain and 0 < source.nbytes <= _SMALL_BYTES and item.box[1] == shape == tuple(source.shape):
+            whole.append((source.nbytes, item.row, source))
+    left = _COMPARED_BYTES
+    for nbytes, row, source in sorted(whole, key=lambda one: one[0]):
+        yield
+        left -= nbytes
+        if left < 0:
+            break
+        raw = (ctypes.c_char * nbytes).from_address(source.data_ptr())
+        found[row] = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") or 1
+    return found
 
 
 def lay_out_rank(
