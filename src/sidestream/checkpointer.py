@@ -424,15 +424,18 @@ class Checkpointer:
         """
         return max(await self.steps(), default=None)
 
-    def watch(self, *, after: int | None = None, poll_s: float = 2.0) -> Watch:
-        """Return an iterator over new steps: ``async for step in checkpoints.watch(): ...``.
+    def watch(self, *, after: int | None = None, newest: bool = False, poll_s: float = 2.0) -> Watch:
+        """Return an iterator over the steps of the run: ``async for step in checkpoints.watch(newest=True): ...``.
 
-        It yields the number of every step that any process commits from the first look at the run on. A step may be
-        gone when it is loaded, because retention has deleted it. ``restore`` then raises ``CheckpointNotFoundError``,
-        and a newer step follows.
+        It yields the numbers of the steps that are there, in order, and then of every step that any process commits. A
+        step may be gone when it is loaded, because retention has deleted it. ``restore`` then raises
+        ``CheckpointNotFoundError``, and a newer step follows.
 
         Args:
-            after: Yield every step above this number, those that are there already first. None: only new ones.
+            after: Begin with the first step above this number; ``after=0`` leaves out step 0. None: begin with the
+                first step.
+            newest: Yield the newest step only, whenever there is a newer one than was yielded last, and leave out those
+                before it. So a consumer that starts late, or is slower than the saves, does not fall behind.
             poll_s: How often the run is looked at, in seconds. On a local file system changes are noticed earlier, with
                 the extra ``watch``.
 
@@ -447,7 +450,8 @@ class Checkpointer:
         check_seconds("poll_s", poll_s)
         if after is not None:
             check_step(after)
-        return Watch(self._run.store, after=after, poll_s=poll_s, timeout_s=self._run.timeout_s)
+        timeout_s = self._run.timeout_s
+        return Watch(self._run.store, after=after, newest=newest, poll_s=poll_s, timeout_s=timeout_s)
 
     # --- maintenance of the run ---
 

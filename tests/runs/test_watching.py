@@ -59,12 +59,35 @@ async def test_what_is_there_already(tmp_path: Path, way: str) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await save_steps(checkpoints, 1, 2, 3, 3)
         assert await take(checkpoints.watch(after=1, poll_s=0.05), 2) == [2, 3]
-        watch = checkpoints.watch(poll_s=0.05)
+        watch = checkpoints.watch(poll_s=0.05, after=3)
         waiting = asyncio.create_task(take(watch, 1))
         await until(lambda: watch._begun, "the first look")
         assert not waiting.done(), "only what comes from now on"
         await save_steps(checkpoints, 2)
         assert await waiting == [2], "a step that was saved again"
+        await save_steps(checkpoints, 0)
+        assert await take(checkpoints.watch(), 4) == [0, 1, 2, 3]
+        assert await take(checkpoints.watch(after=0), 3) == [1, 2, 3]
+
+
+async def test_the_newest_step_only(tmp_path: Path, way: str) -> None:
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(3)) as checkpoints:
+        watch = checkpoints.watch(newest=True, poll_s=0.05)
+        await save_steps(checkpoints, 0)
+        assert await take(watch, 1) == [0]
+        await save_steps(checkpoints, 1, 2, 3, 4, 5, 6)  # while the consumer is at work
+        assert await take(watch, 1) == [6]
+        await save_steps(checkpoints, 5)  # again, and not the newest: restore() would not take it either
+        waiting = asyncio.create_task(take(watch, 1))
+        late = checkpoints.watch(newest=True, poll_s=0.05)
+        assert await take(late, 1) == [6]
+        assert not waiting.done()
+        await save_steps(checkpoints, 6)
+        assert await waiting == [6], "the newest step, in a new generation"
+        await sidestream.remove(tmp_path / "step-6.g2")
+        await sidestream.remove(tmp_path / "step-6")
+        await save_steps(checkpoints, 5)
+        assert await take(watch, 1) == [5], "the run went back"
 
 
 async def test_a_step_that_is_gone_before_its_turn_is_left_out(tmp_path: Path) -> None:

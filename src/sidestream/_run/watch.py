@@ -34,20 +34,21 @@ def news(seen: Iterable[str], steps: Iterable[Step]) -> list[Step]:
 
 @public
 class Watch:
-    """An iterator over the numbers of newly committed steps, in order, for ``async for``. ``Checkpointer.watch``
-    returns it.
+    """An iterator over the numbers of committed steps, in order, for ``async for``. ``Checkpointer.watch`` returns it.
 
-    A step that was saved again comes again. A step that is gone before its turn is left out. It looks every ``poll_s``
+    A step that was saved again comes again. A step that is gone before its turn is left out, and so is, with
+    ``newest=True``, each one that is not the newest when the next one is requested. It looks every ``poll_s``
     seconds, give or take a quarter, and at once when the file system reports a change (local files, with the extra
     ``watch``). Between two steps it holds nothing: no task, no thread, no file. An error of a look ends the iteration.
     A cancel loses no step.
     """
 
-    def __init__(self, store: Store, *, after: int | None, poll_s: float, timeout_s: float) -> None:
+    def __init__(self, store: Store, *, after: int | None, newest: bool, poll_s: float, timeout_s: float) -> None:
         self._store = store
+        self._newest = newest
         self._poll_s = poll_s
         self._timeout_s = timeout_s
-        self._after = after
+        self._after = -1 if after is None else after
         self._begun = False
         self._known: dict[str, Step] = {}
         self._seen: set[str] = set()
@@ -74,10 +75,13 @@ class Watch:
         self._known = {step.name: step for step in steps if step.damage is None}
         if not self._begun:
             self._begun = True
-            self._seen = {step.name for step in steps if self._after is None or step.step <= self._after}
+            self._seen = {step.name for step in steps if step.step <= self._after}
         fresh = news(self._seen, steps)
         self._seen = (self._seen | {step.name for step in fresh}) & {step.name for step in steps}
-        self._ready = deque(step for step in (*self._ready, *fresh) if step.name in self._known)
+        left = self._known.keys()
+        if self._newest:
+            left = {step.name for step in sorted(self._known.values(), key=lambda each: each.order)[-1:]}
+        self._ready = deque(step for step in (*self._ready, *fresh) if step.name in left)
 
 
 def _changes(store: Store) -> _Changes | None:
