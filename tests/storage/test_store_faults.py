@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from _places import Place, s3_place
-from _s3_server import S3Server
+from _s3_server import Request, S3Server
 from keywords import for_load, for_run, for_save
 
 import sidestream
 from sidestream import errors, events
+from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage.clients import requests
+from sidestream._storage.clients.requests import on_io_loop
+from sidestream._storage.object_store.store import ObjectStore
 from sidestream._storage.object_store.transaction import ObjectTransaction
 
 ENGINES = ["obstore", "fsspec"]
@@ -100,6 +103,60 @@ async def test_one_fault_of_a_save(s3: S3Server, engine: str, kind: str, fault: 
     await loads(place)
     assert s3.uploads == {}
     assert sum(name.endswith(".metadata") for name in s3.objects) == 1
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_commit_that_may_not_be_read_back(s3: S3Server, engine: str, overwrite: bool) -> None:
+    """The answer to the put of the marker is lost. The put is sent again, finds the marker of the first one, and may
+    not read it: that is a refusal, and not the marker of another writer or a fault that passes."""
+    if overwrite and engine != "obstore":
+        pytest.skip("no put on a condition of a version")
+    place = s3_place(s3, engine)
+    await sidestream.save({"step": 0}, place.url(), **for_save(**place.keywords))
+    url = place.url() if overwrite else place.url("other")
+    kind, put = ("replace" if overwrite else "create"), list[Request]()
+
+    def fault(request: Request) -> int | str | None:
+        if not request.key.endswith(".metadata"):
+            return None
+        if request.kind == kind:
+            put.append(request)
+            return "lose" if len(put) == 1 else None
+        return 403 if put and request.kind in ("get", "head") else None
+
+    s3.fault = fault
+    with pytest.raises(errors.OutcomeUnknownError) as raised:
+        await sidestream.save({"step": 7}, url, overwrite=overwrite, **for_save(**place.keywords))
+    assert type(raised.value.__cause__) is errors.AccessDeniedError
+    assert len(put) == 2
+    s3.fault = lambda request: None
+    state = {"step": 0}
+    await sidestream.load(state, url, **for_load(**place.keywords))
+    assert state == {"step": 7}, "what may have been committed is not cleaned up"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_an_object_of_another_writer_that_may_not_be_read(s3: S3Server, engine: str) -> None:
+    place = s3_place(s3, engine)
+    async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
+        store = checkpoints._run.store
+        assert isinstance(store, ObjectStore)
+
+        async def create(content: bytes) -> bool:
+            with time_limit(Deadline.after(60)):
+                return await on_io_loop(lambda: store._bucket.create("x", content), "x")
+
+        assert await create(b"one")
+        assert not await create(b"one")
+        with pytest.raises(errors.CheckpointExistsError):
+            await create(b"two")
+        s3.fault = lambda request: 403 if request.kind in ("get", "head") else None
+        before = s3.count("create")
+        with pytest.raises(errors.AccessDeniedError) as raised:
+            await create(b"two")
+        assert not errors.is_uncertain(raised.value)
+        assert s3.count("create") == before + 1
 
 
 @pytest.mark.parametrize("fault", [500, "truncate"])

@@ -17,7 +17,7 @@ from ...errors import CheckpointExistsError, StorageError
 from ...options import Listing, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
-from ..clients.requests import LoopCall, Requests, fate_of, is_refused
+from ..clients.requests import Fate, LoopCall, Requests, fate_of, is_refused
 from ..names import ABANDONED_AFTER_S, LEASES, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard
 
 __all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans"]
@@ -115,16 +115,11 @@ class Bucket:
         end = bytes(content[0 if whole else -4096 :])
 
         async def create(engine: Engine) -> bool:
-            try:
-                await engine.put(key, memoryview(content), mode="create")
-            except Exception as error:
-                if fate_of(error) != "taken":
-                    raise
-                if not await _holds(engine, key, end, whole=whole):
-                    taken = f"{self.url}/{name} exists already: another writer was first"
-                    raise CheckpointExistsError(taken) from error
-                return False
-            return True
+            if not await _is_refused_as(engine.put(key, memoryview(content), mode="create"), "taken"):
+                return True
+            if not await _holds(engine, key, end, whole=whole):
+                raise CheckpointExistsError(f"{self.url}/{name} exists already: another writer was first")
+            return False
 
         return await self._run_in_bucket("writing", name, create)
 
@@ -139,13 +134,9 @@ class Bucket:
         key = self.key(name)
 
         async def replace(engine: Engine) -> None:
-            try:
-                await engine.replace(key, memoryview(content), version)
-            except Exception as error:
-                if fate_of(error) not in ("taken", "absent"):
-                    raise
-                if not await _has_replaced(engine, key, content[-4096:], version):
-                    raise self.overtaken(name) from error
+            refused = await _is_refused_as(engine.replace(key, memoryview(content), version), "taken", "absent")
+            if refused and not await _has_replaced(engine, key, content[-4096:], version):
+                raise self.overtaken(name)
 
         await self.run("writing", name, replace)
 
@@ -223,15 +214,30 @@ class Bucket:
             return await self.run("listing the uploads of", target, ask)
 
 
+async def _is_refused_as(request: Awaitable[object], *fates: Fate) -> bool:
+    """Do ``request``, and return whether its fate is one of ``fates``. Raises every other error.
+
+    What is asked next is asked outside of the ``except`` clause. Otherwise this error would be the context of the next
+    one, and the next one would be taken for a refusal of this kind."""
+    try:
+        await request
+    except Exception as error:
+        if fate_of(error) not in fates:
+            raise
+        return True
+    return False
+
+
 async def _holds(engine: Engine, key: str, end: bytes, *, whole: bool) -> bool:
     try:
         if whole and await engine.size(key) != len(end):
             return False
         return (whole and not end) or (bool(end) and await engine.tail(key, len(end)) == end)
     except Exception as error:
-        if fate_of(error) == "absent":  # 409: another request was creating the object, and has failed or not ended
-            raise ConnectionError("another request for the same name was in the way") from error
-        raise
+        if fate_of(error) != "absent":
+            raise
+    # 409: another request was creating the object, and has failed or not ended.
+    raise ConnectionError("another request for the same name was in the way")
 
 
 async def _has_replaced(engine: Engine, key: str, end: bytes, version: str) -> bool:
