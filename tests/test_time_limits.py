@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ from sidestream._runtime.threads import (
 )
 from sidestream._storage import locate_run
 from sidestream.errors import DeadlineExceededError
+
+
+def test_what_is_private_to_the_standard_library_is_there() -> None:
+    """What is replaced in it has no effect in a Python that names it otherwise."""
+    assert "_condition" in vars(Future())
+    assert hasattr(asyncio.Task, "_log_destroy_pending")
 
 
 @pytest.fixture

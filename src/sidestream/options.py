@@ -186,7 +186,8 @@ class StorePolicy:
         request_timeout_s: The limit of each request, of one part or one range, in seconds. The limit of the call holds
             in addition.
         retries: How often a failed request is sent again, with growing pauses.
-        concurrency: How many requests are in progress at the same time.
+        concurrency: How many requests are in progress at the same time: parts of each file of an upload, and batches of
+            a load. A batch has up to 16 MiB; if it needs several requests, as many of them are in progress for it.
         part_bytes: The size of the parts of an upload, in bytes; 5 MiB at least. Parts are larger where a file would
             have too many.
         cache_dir: A directory on this host in which readers keep whole files, under fsspec's names. All processes of

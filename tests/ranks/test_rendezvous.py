@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -106,6 +110,63 @@ def test_a_rank_that_finds_no_rank_0_reports_its_own_error() -> None:
         ]
 
     asyncio.run(fail())
+
+
+FULL = """
+import asyncio, os, resource, sys, time
+import torch.distributed as dist
+from sidestream._group import Member, rendezvous
+from sidestream._group.rank_group import Rank0
+from sidestream._runtime.threads import Deadline
+from test_rendezvous import NAME, meet
+
+accepted, accept = [], rendezvous._Listener._accept
+rendezvous._Listener._accept = lambda self: (accepted.append(1), accept(self))[1]
+hub = Member(Rank0(3, "token"), dist.FileStore(sys.argv[1], 3), NAME)
+operation = hub.begin("save", Deadline.after(60))
+while len(accepted) < 1:
+    time.sleep(0.001)
+print("one is connected", flush=True)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+taken = []
+try:
+    while True:
+        taken.append(os.dup(0))
+except OSError:
+    print("full", flush=True)
+tries = len(accepted)
+while len(accepted) < tries + 3:
+    time.sleep(0.001)
+time.sleep(0.5)
+tries = len(accepted) - tries
+for one in taken:
+    os.close(one)
+asyncio.run(meet(operation))
+print(tries, flush=True)
+"""
+
+
+async def test_a_rank_0_without_descriptors_does_not_spin_and_goes_on_when_it_has_some(tmp_path: Path) -> None:
+    """One rank is connected already, the other one connects while rank 0 has no descriptor for it."""
+    store = tmp_path / "store"
+    hub = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", FULL, str(store),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert hub.stdout is not None
+    assert hub.stderr is not None
+    members = [Member(OtherRank(rank, 3), dist.FileStore(str(store), 3), NAME) for rank in (1, 2)]
+    async with asyncio.timeout(120):
+        first = asyncio.create_task(meet(members[0].begin("save", Deadline.after(TIMEOUT_S))))
+        assert await hub.stdout.readline() == b"one is connected\n"
+        assert await hub.stdout.readline() == b"full\n"
+        await asyncio.gather(first, meet(members[1].begin("save", Deadline.after(TIMEOUT_S))))
+        tries = int(await hub.stdout.readline())
+        assert 3 <= tries <= 200, "it tries again after a pause"
+        said = await hub.stderr.read()
+        assert await hub.wait() == 0, said.decode()
+    assert said.decode().count("cannot accept connections of other ranks, and goes on trying") == 1
+    ended(members)
 
 
 async def test_a_scope_of_anyio_that_is_cancelled_does_not_keep_the_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:

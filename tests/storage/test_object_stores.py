@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 import torch
 from _places import Place, s3_place
-from _s3_server import S3Server
+from _s3_server import Request, S3Server
 from keywords import for_load, for_run, for_save
 from states import assert_same
 
@@ -132,6 +133,24 @@ async def test_row_slices_cost_what_they_hold(place_on_s3: Place) -> None:
     block = 1 << 20
     wanted = -(-8000 * 4096 // block) * block - 5000 * 4096 // block * block
     assert nbytes <= 1.05 * wanted
+
+
+async def test_a_load_has_as_many_requests_in_progress_as_the_policy_says(s3: S3Server) -> None:
+    most = 6
+    place = s3_place(s3, "obstore", concurrency=most)
+    await sidestream.save({"large": torch.zeros(most << 22)}, place.url(), **for_save(**place.keywords))
+    together, begun = threading.Barrier(most), list[Request]()
+
+    def wait_for_the_others(request: Request) -> Any:
+        if request.kind != "get" or ".distcp" not in request.key or len(begun) == most:
+            return None
+        begun.append(request)
+        return lambda: together.wait(60)
+
+    s3.fault = wait_for_the_others
+    await sidestream.load({"large": torch.ones(most << 22)}, place.url(), **for_load(**place.keywords))
+    assert len(begun) == most
+    assert not together.broken
 
 
 async def test_listings_are_never_stale(s3: S3Server) -> None:

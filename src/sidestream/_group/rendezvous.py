@@ -6,8 +6,10 @@ token. The process group itself is not used, so that no message can interfere wi
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -34,6 +36,10 @@ __all__ = ["Member", "deadline_of", "group_of"]
 _POLL_S = 0.02
 _CONNECT_S = 5.0
 _REFUSED_S = 600.0
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""What ``accept`` fails with while this process, or the system, has no descriptors or memory left."""
+
+_log = logging.getLogger("sidestream")
 
 _groups: weakref.WeakKeyDictionary[Any, Member] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -186,6 +192,7 @@ class _Listener:
         self._group = group
         self._store = store
         self._expected = set(range(1, group.world))
+        self._full = False  # the process has had no descriptor left for a connection
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=4096)
@@ -198,7 +205,11 @@ class _Listener:
             self.close()
             return
         self._group.stop_listening = self.close
-        connection_thread().register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._listener.fileno() != -1:
+            connection_thread().register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
 
     def close(self) -> None:
         connection_thread().unregister(self._listener)
@@ -208,8 +219,14 @@ class _Listener:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # the peer has closed its connection again
-            return
+        except OSError as error:
+            if error.errno in _NONE_LEFT:  # the connection stays in the queue, so the socket stays ready
+                connection_thread().unregister(self._listener)
+                connection_thread().post_at(time.monotonic() + _POLL_S, self._listen)
+                if not self._full:
+                    _log.warning("rank 0 cannot accept connections of other ranks, and goes on trying: %s", error)
+                self._full = True
+            return  # otherwise the peer has closed its connection again
         connection = Connection(connection_thread(), sock)
         connection.on_message = lambda message: self._greeted(connection, message)
         connection_thread().post_at(time.monotonic() + _CONNECT_S, lambda: _expect_greeting(connection))

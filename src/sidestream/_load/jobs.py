@@ -257,7 +257,7 @@ class Batches(Generic[T]):
         jobs = Jobs(batches, self._work, self.progress)
         self._files = self.source.files(jobs.waiting)
         if self._files is None:
-            await in_parallel(batches, self._request)
+            await in_parallel(batches, self._request, self.source.concurrency)
             return
         try:
             await jobs.run()

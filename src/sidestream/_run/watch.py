@@ -78,9 +78,10 @@ class Watch:
             self._seen = {step.name for step in steps if step.step <= self._after}
         fresh = news(self._seen, steps)
         self._seen = (self._seen | {step.name for step in fresh}) & {step.name for step in steps}
-        left = self._known.keys()
-        if self._newest:
-            left = {step.name for step in sorted(self._known.values(), key=lambda each: each.order)[-1:]}
+        wanted = (
+            sorted(self._known.values(), key=lambda each: each.order)[-1:] if self._newest else self._known.values()
+        )
+        left = {step.name for step in wanted}
         self._ready = deque(step for step in (*self._ready, *fresh) if step.name in left)
 
 

@@ -294,7 +294,8 @@ def _logged(doing: str, what: str) -> Iterator[None]:
 
 def _close(task: asyncio.Task[Any]) -> None:
     """Destroy the coroutine of a task that never takes another step, so that nothing in its frames is kept alive."""
-    task._log_destroy_pending = False  # type: ignore[attr-defined]  # its outcome has been logged
+    with suppress(AttributeError):  # private to asyncio: a Python without it logs the task once more
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # its outcome has been logged
     coroutine: Any = task.get_coro()
     # A cancel scope in it raises because no loop runs, and so does each await in its ``finally``.
     with suppress(Exception, asyncio.CancelledError):

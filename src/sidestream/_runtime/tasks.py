@@ -163,8 +163,10 @@ async def wait_out(
     return first
 
 
-async def in_parallel(items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, None]]) -> None:
-    """Run ``work`` for each of ``items``, in several tasks. Raises the ``first_error`` of their errors."""
+async def in_parallel(
+    items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, None]], workers: int = _WORKERS
+) -> None:
+    """Run ``work`` for each of ``items``, in so many tasks. Raises the ``first_error`` of their errors."""
     queue = iter(items)
 
     async def worker() -> None:
@@ -173,7 +175,7 @@ async def in_parallel(items: Iterable[T], work: Callable[[T], Coroutine[Any, Any
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(_WORKERS):
+            for _ in range(workers):
                 group.create_task(worker())
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None

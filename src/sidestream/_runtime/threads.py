@@ -161,12 +161,19 @@ class Condition(threading.Condition):
     come in them after the lock was acquired, and then no other thread ever acquires it.
     """
 
-    __enter__ = property(attrgetter("_lock.__enter__"))
-    __exit__ = property(attrgetter("_lock.__exit__"))
+    __enter__ = property(attrgetter("own_lock.__enter__"))
+    __exit__ = property(attrgetter("own_lock.__exit__"))
+
+    def __init__(self) -> None:
+        self.own_lock = threading.RLock()
+        super().__init__(self.own_lock)
 
 
 class ThreadFuture(Future[T]):
-    """A future that a thread resolves. A ``KeyboardInterrupt`` in a method of it does not leave it locked."""
+    """A future that a thread resolves. A ``KeyboardInterrupt`` in a method of it does not leave it locked.
+
+    The attribute is private to ``Future``. In a Python that names it otherwise this is an ordinary future; a test
+    notices that."""
 
     def __init__(self) -> None:
         super().__init__()

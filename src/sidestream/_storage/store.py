@@ -81,6 +81,9 @@ class RangeSource(ABC):
     ``aclose``.
     """
 
+    concurrency: int = 4
+    """How many reads of a load are in progress at the same time, where a read is a request to a server."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self._marker: tuple[int, bytes] | None = None  # of the first read: bytes requested, result

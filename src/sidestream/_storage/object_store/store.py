@@ -192,6 +192,7 @@ class ObjectSource(RangeSource):
         super().__init__(name)
         self._bucket = bucket
         self._cache = cache
+        self.concurrency = bucket.policy.concurrency
 
     async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
         name = self.path_of(file)
