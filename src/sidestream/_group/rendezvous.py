@@ -224,7 +224,7 @@ class _Listener:
                 connection_thread().unregister(self._listener)
                 connection_thread().post_at(time.monotonic() + _POLL_S, self._listen)
                 if not self._full:
-                    _log.warning("rank 0 cannot accept connections of other ranks, and goes on trying: %s", error)
+                    _log.warning("rank 0 cannot accept connections of other ranks, and tries again: %s", error)
                 self._full = True
             return  # otherwise the peer has closed its connection again
         connection = Connection(connection_thread(), sock)

@@ -210,8 +210,8 @@ class AgreedLayout:
     def _compare_replicas(
         self, table_of: Sequence[str], tables: Mapping[str, Sequence[Row]], told: Sequence[bytes]
     ) -> None:
-        """Log a warning for small tensors of one name that differ between ranks, once for each set of names. That is no
-        error: the buffers of a DDP model differ too, and it does not matter which of them is saved."""
+        """Log a warning for small tensors of one name that differ between ranks, once for each set of names. The save
+        continues: the buffers of a DDP model differ too, and it does not matter which of them is saved."""
         differ = run_sliced(_differing_replicas(table_of, tables, told))
         warned = _agreements(self._operation).warned
         if differ and differ.keys() not in warned:

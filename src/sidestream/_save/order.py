@@ -117,7 +117,7 @@ class Lifecycle:
             self._queued.append(event)
 
     def _emit_queued(self) -> None:
-        """Emit the events in the queue, unless another thread, or a caller of this one, is emitting: it goes on until
+        """Emit the events in the queue, unless another thread, or a caller of this one, is emitting: it continues until
         the queue is empty."""
         while True:
             with self._lock:
