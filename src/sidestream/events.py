@@ -397,7 +397,7 @@ Event: TypeAlias = (
 """Any event. Those of saves have the base ``SaveEvent``, those of loads ``LoadEvent``."""
 
 Observer: TypeAlias = Callable[[Event], object]
-"""A function that is called with each event, in the thread in which it happens. What it returns is ignored."""
+"""A function that is called with each event, as ``observe`` says. What it returns is ignored."""
 
 _observers: tuple[Observer, ...] = ()
 _lock = threading.Lock()
@@ -410,7 +410,8 @@ def observe(observer: Observer) -> Iterator[None]:
     An error that the observer raises is logged and has no other effect.
 
     Args:
-        observer: Called in the thread in which the event happens. It must be quick and must not block.
+        observer: Called in the thread in which the event happens, or, while that of an earlier event of the same save
+            is still called, in the thread of that one. It must be quick: a call on the event loop blocks the loop.
     """
     global _observers
     with _lock:
