@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._format.records import DictKey, Key
 from .._runtime.steps import Steps
 from ..errors import CorruptCheckpointError
+from .flatten import PlainPath
 from .hashed import MOST_ALIKE
 
 __all__ = ["assemble"]
 
 
 _WORD_BITS = 63
+_NONE: Mapping[Any, Any] = {}
 
 
 class _ListParts(dict[int, Any]):
     """The elements of a list by index, in any order."""
 
 
-def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]], *, gaps: bool = False) -> Steps[dict[Any, Any]]:
+def assemble(
+    leaves: Iterable[tuple[tuple[Key, ...], Any]],
+    *,
+    gaps: bool = False,
+    like: Mapping[PlainPath, Mapping[Any, Any]] = _NONE,
+) -> Steps[dict[Any, Any]]:
     """Return the state dict with these leaves. With ``gaps``, a list of which elements before others are missing
-    becomes a dict by index.
+    becomes a dict by index. ``like`` has mappings by path: a dict at the same path gets the type of the mapping.
 
     Raises ``CorruptCheckpointError`` if paths contradict each other, and without ``gaps`` also if a list has holes.
     """
@@ -43,7 +51,7 @@ def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]], *, gaps: bool = Fals
         if _plain(path[-1]) in holder:
             raise CorruptCheckpointError(f"the checkpoint has two values at {path}")
         holder[_plain(path[-1])] = value
-    result: dict[Any, Any] = _close(root, gaps)
+    result: dict[Any, Any] = _close(root, (), gaps, like)
     return result
 
 
@@ -65,14 +73,30 @@ def _plain(key: Key) -> Any:
     return key.value if isinstance(key, DictKey) else key
 
 
-def _close(node: Any, gaps: bool) -> Any:
+def _close(node: Any, path: PlainPath, gaps: bool, like: Mapping[PlainPath, Mapping[Any, Any]]) -> Any:
     if type(node) is dict:
-        return {key: _close(value, gaps) for key, value in node.items()}
+        items = {key: _close(value, (*path, str(key)), gaps, like) for key, value in node.items()}
+        return _typed(items, like.get(path))
     if type(node) is not _ListParts:
         return node
     indices = sorted(node)
-    if indices == list(range(len(node))):
-        return [_close(node[index], gaps) for index in indices]
-    if not gaps:
+    whole = indices == list(range(len(node)))
+    if not whole and not gaps:
         raise CorruptCheckpointError("a list in the checkpoint has holes")
-    return {index: _close(node[index], gaps) for index in indices}
+    elements = {index: _close(node[index], (*path, index), gaps, like) for index in indices}
+    return list(elements.values()) if whole else elements
+
+
+def _typed(items: dict[Any, Any], like: Mapping[Any, Any] | None) -> dict[Any, Any]:
+    """Return ``items`` in a dict of the type of ``like``, if it is a dict of the standard library."""
+    made: dict[Any, Any]
+    match like:
+        case Counter() if type(like) is Counter:
+            return Counter(items)
+        case defaultdict() if type(like) is defaultdict:
+            return defaultdict(like.default_factory, items)
+        case OrderedDict() if type(like) is OrderedDict:
+            made = OrderedDict(items)
+            vars(made).update(vars(like))  # the versions of a module's layout: without them it assumes the first
+            return made
+    return items

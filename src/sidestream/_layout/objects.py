@@ -1,0 +1,116 @@
+"""What the objects of a target take of a checkpoint.
+
+An object is given its state as it was saved, as its ``load_state_dict`` would get it after ``torch.save``. Only a
+``torch.nn.Module`` is compared with the checkpoint name by name, because torch itself takes from it nothing but the
+names and shapes that the module has. Parts of a module whose loading is code of their own are given what was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from .._format.records import Entry
+from .._runtime.steps import Steps
+from .flatten import Leaf, PlainPath, StatefulRoot, plain_path
+
+__all__ = ["Taken", "kept_of", "taken_by"]
+
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an object takes as it was saved, whatever is in its own state dict.
+
+    ``whole``: all of it. Tensors that fit are read in place. Otherwise the object is a module, and takes everything
+    below ``prefixes``, in new memory: its code may rename and rearrange it. ``extra_states`` are the names of states
+    that have to be there.
+    """
+
+    whole: bool
+    prefixes: tuple[str, ...] = ()
+    extra_states: tuple[str, ...] = ()
+
+    def apart(self, fqn: str) -> bool:
+        """Return whether ``fqn`` is given to code of a part of a module."""
+        return bool(self.prefixes) and (fqn + ".").startswith(self.prefixes)
+
+
+def taken_by(root: Leaf) -> Steps[Taken]:
+    """Return what the object at ``root`` takes. Looks at the modules in it, and calls none of their methods."""
+    found: StatefulRoot = root.value
+    instance = found.instance
+    if not isinstance(instance, torch.nn.Module) or not _is_of_torch(type(instance), "load_state_dict"):
+        return Taken(whole=True)
+    prefixes: list[str] = []
+    extra_states: list[str] = []
+    stack: list[tuple[str, Any]] = [(f"{root.fqn}.", instance)]
+    while stack:
+        yield
+        prefix, module = stack.pop()
+        if _loads_itself(module):
+            prefixes.append(prefix)
+            continue
+        if not _is_of_torch(type(module), "set_extra_state"):
+            extra_states.append(prefix + _EXTRA_STATE)
+            prefixes.append(f"{extra_states[-1]}.")
+        stack += [(f"{prefix}{name}.", child) for name, child in list(module._modules.items()) if child is not None]
+    return Taken(False, tuple(prefixes), tuple(extra_states))
+
+
+def _is_of_torch(kind: type, method: str) -> bool:
+    return getattr(kind, method, None) is getattr(torch.nn.Module, method)
+
+
+def _loads_itself(module: Any) -> bool:
+    """Return whether a module has code of its own that gets what was saved of it. The norms of torch only add what old
+    versions lack, and the hooks of ``torch.distributed`` keep names and shapes."""
+    method = module._load_from_state_dict
+    if not getattr(method, "__module__", "").startswith("torch.nn.modules."):
+        return True
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    return not all(_module_of(hook).startswith("torch.distributed.") for hook in hooks)
+
+
+def _module_of(hook: Any) -> str:
+    hook = getattr(hook, "hook", hook)  # torch wraps those of ``with_module``
+    while isinstance(hook, partial):
+        hook = hook.func
+    return getattr(hook, "__module__", None) or ""
+
+
+def kept_of(leaves: Iterable[Leaf], depth: int, saved: Iterable[Entry]) -> Steps[list[Leaf]]:
+    """Return those of ``leaves``, which were not saved, that an object may keep. ``depth`` is that of the object, and
+    ``saved`` is everything that it gets.
+
+    These are names in its state: elements of lists and of dicts with other keys than strings are contents, which were
+    saved as a whole. What was saved comes first: a leaf is not kept if something was saved at its place, or above it.
+    """
+    kept = {plain_path(leaf.path): leaf for leaf in leaves if all(type(key) is str for key in leaf.path[depth:])}
+    above: dict[PlainPath, set[PlainPath]] = {}
+    for path in kept:
+        yield
+        for length in range(depth, len(path)):
+            above.setdefault(path[:length], set()).add(path)
+    for entry in saved:  # no dict has these paths as keys, because a file can choose their hashes
+        yield
+        for path in set(_contradicted(plain_path(entry.path), depth, kept, above)):
+            kept.pop(path, None)
+    return list(kept.values())
+
+
+def _contradicted(
+    saved: PlainPath, depth: int, kept: dict[PlainPath, Leaf], above: dict[PlainPath, set[PlainPath]]
+) -> Iterator[PlainPath]:
+    """Yield the paths of kept leaves that cannot stand beside a value that was saved at ``saved``."""
+    for length in range(depth, len(saved) + 1):
+        here = saved[:length]
+        if here in kept:
+            yield here
+        if here in above and (type(saved[length]) is int if length < len(saved) else length > depth):
+            yield from above.pop(here)
