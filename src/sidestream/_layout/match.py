@@ -181,6 +181,8 @@ def match(
                 owned[owner].append(leaf)
             entry = manifest.entries.get(fqn)
             if taken_of[owner].apart(fqn) and not _has_shards(value):
+                if isinstance(value, torch.Tensor) and not is_lazy(value) and value.is_meta:
+                    check_tensor(value, fqn, "load into")  # load_state_dict would do nothing
                 _fits_object(leaf, entry, findings)
                 continue
             whole = taken_of[owner].whole
@@ -390,7 +392,7 @@ def _fits_object(leaf: Leaf, entry: Entry | None, findings: Findings) -> bool:
     """Return whether a tensor of an object can be read in place. If not, the object gets what was saved in new memory.
     A tensor that differs in its dtype alone is compared as elsewhere."""
     tensor = leaf.value
-    if not isinstance(tensor, torch.Tensor) or not isinstance(entry, TensorEntry) or tensor.is_meta or is_lazy(tensor):
+    if not isinstance(tensor, torch.Tensor) or not isinstance(entry, TensorEntry) or is_lazy(tensor) or tensor.is_meta:
         return False
     dtype = dtype_name(tensor.dtype)
     if tuple(tensor.shape) != entry.shape or _is_expanded(tensor) or not castable(entry.dtype, dtype):

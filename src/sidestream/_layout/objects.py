@@ -7,7 +7,7 @@ names and shapes that the module has. Parts of a module whose loading is code of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from .._format.records import Entry
 from .._runtime.steps import Steps
-from .flatten import Leaf, PlainPath, StatefulRoot, plain_path
+from .flatten import Leaf, StatefulRoot, plain_path
 
 __all__ = ["Taken", "kept_of", "taken_by"]
 
@@ -85,32 +85,15 @@ def _module_of(hook: Any) -> str:
 
 
 def kept_of(leaves: Iterable[Leaf], depth: int, saved: Iterable[Entry]) -> Steps[list[Leaf]]:
-    """Return those of ``leaves``, which were not saved, that an object may keep. ``depth`` is that of the object, and
-    ``saved`` is everything that it gets.
-
-    These are names in its state: elements of lists and of dicts with other keys than strings are contents, which were
-    saved as a whole. What was saved comes first: a leaf is not kept if something was saved at its place, or above it.
-    """
-    kept = {plain_path(leaf.path): leaf for leaf in leaves if all(type(key) is str for key in leaf.path[depth:])}
-    above: dict[PlainPath, set[PlainPath]] = {}
-    for path in kept:
+    """Return those of ``leaves`` that an object may keep: below a key of its state dict of which nothing was saved. The
+    value of any other key is what was saved. ``depth`` is that of the object, and ``saved`` is all that it gets."""
+    keys: set[str | int] = set()
+    for entry in saved:
+        keys.update(plain_path(entry.path[depth : depth + 1]))
         yield
-        for length in range(depth, len(path)):
-            above.setdefault(path[:length], set()).add(path)
-    for entry in saved:  # no dict has these paths as keys, because a file can choose their hashes
+    kept: list[Leaf] = []
+    for leaf in leaves:
+        if keys.isdisjoint(plain_path(leaf.path[depth : depth + 1])):
+            kept.append(leaf)
         yield
-        for path in set(_contradicted(plain_path(entry.path), depth, kept, above)):
-            kept.pop(path, None)
-    return list(kept.values())
-
-
-def _contradicted(
-    saved: PlainPath, depth: int, kept: dict[PlainPath, Leaf], above: dict[PlainPath, set[PlainPath]]
-) -> Iterator[PlainPath]:
-    """Yield the paths of kept leaves that cannot stand beside a value that was saved at ``saved``."""
-    for length in range(depth, len(saved) + 1):
-        here = saved[:length]
-        if here in kept:
-            yield here
-        if here in above and (type(saved[length]) is int if length < len(saved) else length > depth):
-            yield from above.pop(here)
+    return kept

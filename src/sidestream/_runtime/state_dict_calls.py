@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import LoadStateDictError, indented
 from .caller import run_in_calling_thread
@@ -156,7 +157,7 @@ def call_load_state_dict(name: str, instance: Any, state_dict: Any, **options: A
 
 def _load_state_dict(name: str, instance: Any, state_dict: Any, **options: Any) -> Any:
     inference = isinstance(instance, torch.nn.Module) and any(
-        parameter.is_inference() for parameter in instance.parameters()
+        parameter.is_inference() for parameter in instance.parameters() if not is_lazy(parameter)
     )
     # Entering a mode that is already active would turn gradients on.
     mode = nullcontext() if inference == torch.is_inference_mode_enabled() else torch.inference_mode(inference)
