@@ -205,7 +205,9 @@ OPTIMIZERS |= {
     "SGD, momentum": of_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
     "Adam, amsgrad": of_optimizer(lambda parameters: torch.optim.Adam(parameters, amsgrad=True)),
     "RMSprop, centered": of_optimizer(lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True)),
-    "LBFGS, strong Wolfe": of_optimizer(lambda parameters: torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe")),
+    "LBFGS, strong Wolfe": of_optimizer(
+        lambda parameters: torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe")
+    ),
 }
 
 SCHEDULERS: dict[str, Callable[[], Program]] = {

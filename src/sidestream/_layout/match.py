@@ -3,6 +3,7 @@ all differences."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -155,6 +156,7 @@ def match(
     saved, parts = yield from saved_composites(manifest)
     composites = CompositeTargets(manifest, findings, saved)
     found = stored(manifest.entries)
+    inside = _Inside(manifest)
     filled = (yield from _filled_by_others(leaves_of(state, answers), manifest)) if others else frozenset()
     for leaves in chunked(leaves_of(state, answers), _FEW):
         yield
@@ -192,7 +194,10 @@ def match(
             if fqn in taken or (composite and straight.take(_candidates([leaf], found))):
                 tensors[fqn] = value
                 continue
-            if isinstance(value, torch.Tensor):
+            if owner is None and entry is None and not composite and (names_below := inside.names(fqn)):
+                asked.update(names_below)
+                _add_container(leaf, names_below, findings)
+            elif isinstance(value, torch.Tensor):
                 pieces = list(locals_of(fqn, value))
                 if whole and not is_distributed(value):
                     fits = _fits_object(leaf, entry, findings)
@@ -376,7 +381,9 @@ def _tensor_fits(leaf: Leaf, pieces: Iterable[tuple[str, Local]], entry: Entry |
     elif isinstance(entry, CompositeEntry):
         findings.add(KindMismatchError, f"{leaf.fqn}: a plain tensor in the target, a {entry.type} in the checkpoint")
     elif not isinstance(entry, TensorEntry):
-        findings.add(KindMismatchError, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint")
+        findings.add(
+            KindMismatchError, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint (put None there)"
+        )
     elif global_shape(tensor) != entry.shape:
         findings.add(ShapeMismatchError, f"{leaf.fqn}: shape {global_shape(tensor)} in the target, {entry.shape} saved")
     elif not distributed and _is_expanded(tensor):
@@ -613,6 +620,41 @@ def _of_module(
     return entries
 
 
+class _Inside:
+    """The names that were saved in containers."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._sorted: list[str] = []
+
+    def names(self, fqn: str) -> list[str]:
+        """Return the names below ``fqn``."""
+        names = self._sorted = self._sorted or sorted(self._manifest.entries)
+        first, last = (bisect_left(names, f"{fqn}{after}") for after in (".", "/"))  # the character after the dot
+        return names[first:last]
+
+
+def _add_container(leaf: Leaf, inside: list[str], findings: Findings) -> None:
+    """Add the finding that the caller's own state has one value where a container was saved."""
+    if accepts(findings.tolerance.missing, leaf.fqn):
+        findings.add_missing(leaf.fqn)
+        for fqn in inside:
+            findings.add_unexpected(fqn, "target")
+        return
+    here = "a tensor" if isinstance(leaf.value, torch.Tensor) else _described(leaf)
+    saved = [findings.names.saved_name(fqn) for fqn in inside]
+    how = f'open_checkpoint(url).state_dict(select="{leaf.fqn}.*") reads it' if saved == inside else ""
+    findings.add(
+        KindMismatchError,
+        f"{leaf.fqn}: {here} in the target, a container in the checkpoint ({shortened(saved)}); a load does not change "
+        f"the structure of your own dicts and lists{': ' * bool(how)}{how}",
+    )
+
+
+def _described(leaf: Leaf) -> str:
+    return "an empty dict" if leaf.kind == "empty" else f"a {type(leaf.value).__name__}"
+
+
 def _match_value(
     leaf: Leaf, entry: Entry | None, exact: bool, values: list[tuple[Leaf, ValueEntry]], findings: Findings
 ) -> None:
@@ -631,9 +673,12 @@ def _match_value(
                 StateMismatchError, f"{leaf.fqn}: its {type(leaf.holder).__name__} in the target cannot be changed"
             )
     elif not (isinstance(entry, EmptyEntry) and empty):
-        here = "an empty dict" if empty else f"a {type(leaf.value).__name__}"
-        there = "a tensor" if isinstance(entry, TensorEntry) else kind_of(entry)
-        findings.add(KindMismatchError, f"{leaf.fqn}: {here} in the target, {there} in the checkpoint")
+        there, remedy = kind_of(entry), ""
+        if isinstance(entry, TensorEntry):
+            there, remedy = "a tensor", f" (put torch.empty({entry.shape}, dtype=torch.{entry.dtype}) there)"
+        findings.add(
+            KindMismatchError, f"{leaf.fqn}: {_described(leaf)} in the target, {there} in the checkpoint{remedy}"
+        )
 
 
 def _claimed(
