@@ -4,7 +4,6 @@ counterpart is ``torch.save`` and ``load_state_dict``."""
 from __future__ import annotations
 
 import io
-import warnings
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from keywords import for_load
 from states import assert_same
 from torch import nn
@@ -23,7 +21,6 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import sidestream
-from sidestream import errors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*"),
@@ -91,7 +88,7 @@ def of_module(make: Callable[[], nn.Module], *shape: int) -> Callable[[], Progra
             with torch.no_grad():
                 for parameter in module.parameters():
                     if parameter.grad is not None:
-                        parameter -= 0.01 * parameter.grad
+                        parameter.sub_(0.01 * parameter.grad)
             module.eval()
             return out.detach(), module(batch(number + 1, *(shape or (5, 4)))).detach()
 
@@ -202,12 +199,10 @@ OPTIMIZERS: dict[str, Callable[[], Program]] = {
 }
 OPTIMIZERS |= {
     "SparseAdam": of_optimizer(torch.optim.SparseAdam, sparse=True),
-    "SGD, momentum": of_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
-    "Adam, amsgrad": of_optimizer(lambda parameters: torch.optim.Adam(parameters, amsgrad=True)),
-    "RMSprop, centered": of_optimizer(lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True)),
-    "LBFGS, strong Wolfe": of_optimizer(
-        lambda parameters: torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe")
-    ),
+    "SGD, momentum": of_optimizer(lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9)),
+    "Adam, amsgrad": of_optimizer(lambda own: torch.optim.Adam(own, amsgrad=True)),
+    "RMSprop, centered": of_optimizer(lambda own: torch.optim.RMSprop(own, momentum=0.9, centered=True)),
+    "LBFGS, strong Wolfe": of_optimizer(lambda own: torch.optim.LBFGS(own, line_search_fn="strong_wolfe")),
 }
 
 SCHEDULERS: dict[str, Callable[[], Program]] = {

@@ -157,7 +157,7 @@ def call_load_state_dict(name: str, instance: Any, state_dict: Any, **options: A
 
 def _load_state_dict(name: str, instance: Any, state_dict: Any, **options: Any) -> Any:
     inference = isinstance(instance, torch.nn.Module) and any(
-        parameter.is_inference() for parameter in instance.parameters() if not is_lazy(parameter)
+        not is_lazy(parameter) and parameter.is_inference() for parameter in instance.parameters()
     )
     # Entering a mode that is already active would turn gradients on.
     mode = nullcontext() if inference == torch.is_inference_mode_enabled() else torch.inference_mode(inference)

@@ -81,8 +81,9 @@ class CompositeTargets:
         fqn, findings = leaf.fqn, self.findings
         here = composite_entry(fqn, leaf.path, value.form)
         if not compare:
-            same = isinstance(entry, CompositeEntry) and (here.type, here.shape) == (entry.type, entry.shape)
-            return same and not differences(here, entry) and dtype_fits(fqn, here.dtype, entry.dtype, findings)
+            if not isinstance(entry, CompositeEntry) or (here.type, here.shape) != (entry.type, entry.shape):
+                return False
+            return not differences(here, entry) and dtype_fits(fqn, here.dtype, entry.dtype, findings)
         if entry is None:
             findings.add_missing(fqn)
         elif isinstance(entry, OpaqueEntry):
