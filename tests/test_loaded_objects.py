@@ -3,6 +3,7 @@ counterpart is ``torch.save`` and ``load_state_dict``."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from keywords import for_load
 from states import assert_same
 from torch import nn
@@ -21,6 +23,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import sidestream
+from sidestream import errors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*"),
@@ -462,3 +465,177 @@ async def test_a_loaded_object_behaves_as_the_saved_one(name: str, tmp_path: Pat
             assert_same(seen, target.advance(number), name)
     for target, _ in targets.values():
         assert_alike(expected.state_dicts(), target.state_dicts())
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *SCHEDULERS, *MODULES, "extra state", "lazy buffer"])
+async def test_from_a_checkpoint_of_stock_dcp(name: str, tmp_path: Path) -> None:
+    """It has strings as keys, and no empty dicts. The types of containers are those of the target."""
+    source, target = PROGRAMS[name](), PROGRAMS[name]()
+    for number in range(3):
+        source.advance(number)
+    dcp.save(source.state_dicts(), checkpoint_id=tmp_path / "c", no_dist=True)
+    await sidestream.load(dict(target.objects), tmp_path / "c", strict=False)
+    for number in range(3, 6):
+        assert_same(source.advance(number), target.advance(number), name)
+
+
+async def test_restore_and_blocking_calls(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        return PROGRAMS["AdamW"]().objects | {"scheduler": PROGRAMS["SequentialLR"]().objects["scheduler"]}
+
+    source = PROGRAMS["AdamW"]()
+    source.advance(0)
+    state = source.objects | {"scheduler": make()["scheduler"]}
+    async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
+        await checkpoints.save(state, step=1)
+        target = make()
+        assert await checkpoints.restore(target, strict=False) == 1
+    assert_alike(source.objects["optimizer"].state_dict(), target["optimizer"].state_dict())
+    target = make()
+    await asyncio.to_thread(sidestream.blocking.load, target, tmp_path / "run" / "step-1", strict=False)
+    assert_alike(source.objects["optimizer"].state_dict(), target["optimizer"].state_dict())
+    assert_alike(state["scheduler"].state_dict(), target["scheduler"].state_dict())
+
+
+# --- what is still compared, and what modules are given ---------------------------------------------------------------
+
+
+def wide(width: int) -> nn.Module:
+    torch.manual_seed(width)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(width), Extra(), LazyBuffer())
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": False}])
+async def test_the_shapes_of_a_module_are_compared_before_anything_is_changed(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also in a module some parts of which take any size."""
+    await sidestream.save({"m": wide(3)}, tmp_path / "c")
+    target = wide(2)
+    before = {name: one.clone() for name, one in target.state_dict().items()}
+    with pytest.raises(errors.ShapeMismatchError) as raised:
+        await sidestream.load({"m": target}, tmp_path / "c", **options)
+    assert len(raised.value.offenders) == 4
+    assert all(line.startswith("m.1.") for line in raised.value.offenders)
+    assert_same(before, dict(target.state_dict()))
+
+
+async def test_names_of_a_module_are_compared_before_anything_is_changed(tmp_path: Path) -> None:
+    await sidestream.save({"m": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(1, 1))}, tmp_path / "c")
+    target = nn.Sequential(nn.Linear(4, 4), Extra())
+    before = target[0].weight.clone()
+    with pytest.raises(errors.StateMismatchError) as raised:
+        await sidestream.load({"m": target}, tmp_path / "c")
+    assert sorted(line.split(":")[0] for line in raised.value.offenders) == [
+        "m.1._extra_state",
+        "m.2.bias",
+        "m.2.weight",
+    ]
+    assert torch.equal(target[0].weight, before)
+    target[1].extra = torch.ones(2, dtype=torch.uint8)
+    report = await sidestream.load({"m": target}, tmp_path / "c", strict=False)
+    assert (report.missing, report.unexpected) == (("m.1._extra_state",), ("m.2.weight", "m.2.bias"))
+    assert target[1].extra.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": False}, {"atomic": True}])
+async def test_a_module_that_renames_what_was_saved(options: dict[str, Any], tmp_path: Path) -> None:
+    source = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 3))
+    await sidestream.save({"m": source}, tmp_path / "c")
+    target = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 3))
+    report = await sidestream.load({"m": target}, tmp_path / "c", **for_load(**options))
+    assert (report.missing, report.unexpected) == ((), ())
+    x = batch(1, 5, 4)
+    assert torch.equal(source(x), target(x))
+
+
+class Swapped(nn.Module):
+    """Code of its own that exchanges what was saved of two parameters, in a version with other names for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        a, b = f"{prefix}a", f"{prefix}b"
+        state_dict[a], state_dict[b] = state_dict[b], state_dict[a]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+async def test_code_of_a_module_gets_other_memory_than_its_own(tmp_path: Path) -> None:
+    source, target = nn.Sequential(Swapped()), nn.Sequential(Swapped())
+    await sidestream.save({"m": source}, tmp_path / "c")
+    await sidestream.load({"m": target}, tmp_path / "c")
+    assert torch.equal(target[0].a, source[0].b)
+    assert torch.equal(target[0].b, source[0].a)
+
+
+async def test_names_that_code_of_a_module_leaves_are_compared_with_the_patterns(tmp_path: Path) -> None:
+    await sidestream.save(
+        {"m": {"0.scale": torch.ones(4), "0.more": torch.ones(1), "1.weight": torch.ones(1)}}, tmp_path
+    )
+    target = nn.Sequential(LazyBuffer())
+    for options in ({"allow_unexpected": "m.1.*"}, {"allow_missing": True}):
+        with pytest.raises(errors.SidestreamError, match=r"m\.0\.more|m\.1\.weight"):
+            await sidestream.load({"m": target}, tmp_path, **options)
+    report = await sidestream.load({"m": target}, tmp_path, allow_unexpected="m.*")
+    assert set(report.unexpected) == {"m.0.more", "m.1.weight"}
+    assert target[0].scale.tolist() == [1.0] * 4
+
+
+class Fields:
+    """An object that expects two keys."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    def state_dict(self) -> Any:
+        return dict(self.fields)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.fields = {key: state[key] for key in self.fields}
+
+
+async def test_a_key_of_an_object_of_which_nothing_was_saved_may_stay(tmp_path: Path) -> None:
+    await sidestream.save({"o": Fields(a={"x": 1}, n=None)}, tmp_path / "c")
+    with pytest.raises(errors.LoadStateDictError, match="KeyError: 'b'"):
+        await sidestream.load({"o": Fields(a={}, b=torch.ones(2), n=1)}, tmp_path / "c")
+    target = Fields(a={"x": 0, "y": 2}, b={"k": torch.ones(2)}, n=torch.ones(3))
+    report = await sidestream.load({"o": target}, tmp_path / "c", allow_missing="o.*")
+    assert report.missing == ("o.b.k",)
+    assert_same(target.fields, {"a": {"x": 1}, "b": {"k": torch.ones(2)}, "n": None})
+
+
+async def test_tensors_of_an_object_that_fit_are_read_in_place(tmp_path: Path) -> None:
+    await sidestream.save({"o": Fields(fits=torch.ones(3), grown=torch.ones(4), cast=torch.ones(2))}, tmp_path / "c")
+    fits, grown = torch.zeros(3), torch.zeros(2)
+    target = Fields(fits=fits, grown=grown, cast=torch.zeros(2).double())
+    with pytest.raises(errors.DtypeMismatchError, match=r"o\.cast: dtype float64 in the target, float32 saved"):
+        await sidestream.load({"o": target}, tmp_path / "c")
+    report = await sidestream.load({"o": target}, tmp_path / "c", allow_cast=True)
+    assert report.cast == ("o.cast",)
+    assert target.fields["fits"] is fits
+    assert fits.tolist() == [1.0] * 3
+    assert target.fields["grown"].tolist() == [1.0] * 4
+    assert not grown.any()
+
+
+# --- the caller's own containers --------------------------------------------------------------------------------------
+
+
+async def test_a_container_in_the_place_of_one_value(tmp_path: Path) -> None:
+    await sidestream.save({"history": [{"loss": 1.0}, {"loss": 0.5}], "t": torch.ones(2), "n": 1}, tmp_path / "c")
+    for start in ([], None, {}, torch.ones(2), 3):
+        with pytest.raises(errors.KindMismatchError) as raised:
+            await sidestream.load({"history": start}, tmp_path / "c")
+        (line,) = raised.value.offenders
+        assert "a container in the checkpoint (history.0.loss, history.1.loss)" in line
+        assert 'open_checkpoint(url).state_dict(select="history.*") reads it' in line
+    read = await (await sidestream.open_checkpoint(tmp_path / "c")).state_dict(select="history.*")
+    assert read == {"history": [{"loss": 1.0}, {"loss": 0.5}]}
+    report = await sidestream.load({"history": []}, tmp_path / "c", strict=False)
+    assert report.missing == ("history",)
+    with pytest.raises(errors.KindMismatchError, match=r"put torch\.empty\(\(2,\), dtype=torch\.float32\) there"):
+        await sidestream.load({"t": None}, tmp_path / "c")
+    with pytest.raises(errors.KindMismatchError, match="put None there"):
+        await sidestream.load({"n": torch.ones(1)}, tmp_path / "c")

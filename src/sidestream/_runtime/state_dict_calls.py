@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import filterfalse
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -156,9 +157,8 @@ def call_load_state_dict(name: str, instance: Any, state_dict: Any, **options: A
 
 
 def _load_state_dict(name: str, instance: Any, state_dict: Any, **options: Any) -> Any:
-    inference = isinstance(instance, torch.nn.Module) and any(
-        not is_lazy(parameter) and parameter.is_inference() for parameter in instance.parameters()
-    )
+    parameters = instance.parameters() if isinstance(instance, torch.nn.Module) else ()
+    inference = any(parameter.is_inference() for parameter in filterfalse(is_lazy, parameters))
     # Entering a mode that is already active would turn gradients on.
     mode = nullcontext() if inference == torch.is_inference_mode_enabled() else torch.inference_mode(inference)
     try:
