@@ -24,6 +24,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import sidestream
 from sidestream import errors
+from sidestream._runtime.containers import container_kind, empty_container
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*"),
@@ -618,6 +619,63 @@ async def test_tensors_of_an_object_that_fit_are_read_in_place(tmp_path: Path) -
     assert fits.tolist() == [1.0] * 3
     assert target.fields["grown"].tolist() == [1.0] * 4
     assert not grown.any()
+
+
+class Later:
+    """An object whose state has the containers only later."""
+
+    def __init__(self) -> None:
+        self.content: Any = {}
+
+    def state_dict(self) -> Any:
+        return {"content": self.content}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.content = state["content"]
+
+
+CONTAINERS: dict[str, Any] = {
+    "counts": Counter({1: 2, "y": 3}),
+    "lists": defaultdict(list, {"k": [{"t": torch.ones(1)}], "tensors": [torch.ones(2)]}),
+    "deep": [{"of counts": defaultdict(Counter, {"q": Counter({2: 1})})}],
+    "empty": [defaultdict(int), {"o": OrderedDict()}],
+    "order": OrderedDict(b=1, a=OrderedDict(x=torch.ones(1))),
+    "plain": {"d": {1: 2}},
+    "tuple": (1, OrderedDict(a=1)),
+    "none": defaultdict(None, a=1),
+}
+
+
+@pytest.mark.parametrize("names", [None, lambda name: name])
+async def test_containers_that_the_fresh_object_does_not_have(names: Any, tmp_path: Path) -> None:
+    """Their types were saved. With other names they cannot be found again."""
+    source, target = Later(), Later()
+    source.content = CONTAINERS
+    await sidestream.save({"list": [{"o": source}], "own": CONTAINERS}, tmp_path / "c")
+    await sidestream.load({"list": [{"o": target}]}, tmp_path / "c", options=sidestream.LoadOptions(names=names))
+    assert_same(CONTAINERS, target.content)
+    if names is None:
+        assert_alike(CONTAINERS, target.content)
+        target.content["lists"]["new"].append(1)
+        assert target.content["counts"].most_common(1) == [("y", 3)]
+    read = await (await sidestream.open_checkpoint(tmp_path / "c")).state_dict()
+    assert type(read["own"]["counts"]) is type(read["list"][0]["o"]["content"]["counts"]) is dict
+    stock: dict[str, Any] = {"own": {"counts": Counter({1: 0, "y": 0})}}
+    dcp.load(stock, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert stock["own"]["counts"] == Counter({1: 0, "1": 2, "y": 3}), "DCP has strings as keys"
+
+
+@pytest.mark.parametrize(
+    "kind", ["Counter.update", "defaultdict of object", "defaultdict of eval", "os.system", "", "defaultdict of "]
+)
+def test_a_file_names_no_other_container(kind: str) -> None:
+    assert empty_container(kind) is None
+
+
+def test_containers_that_only_code_can_make_are_not_named() -> None:
+    with_metadata = nn.Linear(1, 1).state_dict()
+    for value in ({}, with_metadata, defaultdict(lambda: 0), type("Own", (OrderedDict,), {})()):
+        assert container_kind(value) is None
 
 
 # --- the caller's own containers --------------------------------------------------------------------------------------

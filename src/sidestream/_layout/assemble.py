@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 from .._format.records import DictKey, Key
+from .._runtime.containers import filled_like
 from .._runtime.steps import Steps
 from ..errors import CorruptCheckpointError
 from .flatten import PlainPath
@@ -16,7 +16,11 @@ __all__ = ["assemble"]
 
 
 _WORD_BITS = 63
-_NONE: Mapping[Any, Any] = {}
+_Like: TypeAlias = Callable[[PlainPath], Mapping[Any, Any] | None]
+
+
+def _no_type(path: PlainPath) -> None:
+    return None
 
 
 class _ListParts(dict[int, Any]):
@@ -27,10 +31,10 @@ def assemble(
     leaves: Iterable[tuple[tuple[Key, ...], Any]],
     *,
     gaps: bool = False,
-    like: Mapping[PlainPath, Mapping[Any, Any]] = _NONE,
+    like: _Like = _no_type,
 ) -> Steps[dict[Any, Any]]:
     """Return the state dict with these leaves. With ``gaps``, a list of which elements before others are missing
-    becomes a dict by index. ``like`` has mappings by path: a dict at the same path gets the type of the mapping.
+    becomes a dict by index. ``like`` returns a mapping for the path of a dict, which gets its type.
 
     Raises ``CorruptCheckpointError`` if paths contradict each other, and without ``gaps`` also if a list has holes.
     """
@@ -73,10 +77,10 @@ def _plain(key: Key) -> Any:
     return key.value if isinstance(key, DictKey) else key
 
 
-def _close(node: Any, path: PlainPath, gaps: bool, like: Mapping[PlainPath, Mapping[Any, Any]]) -> Any:
+def _close(node: Any, path: PlainPath, gaps: bool, like: _Like) -> Any:
     if type(node) is dict:
         items = {key: _close(value, (*path, str(key)), gaps, like) for key, value in node.items()}
-        return _typed(items, like.get(path))
+        return filled_like(like(path), items)
     if type(node) is not _ListParts:
         return node
     indices = sorted(node)
@@ -85,18 +89,3 @@ def _close(node: Any, path: PlainPath, gaps: bool, like: Mapping[PlainPath, Mapp
         raise CorruptCheckpointError("a list in the checkpoint has holes")
     elements = {index: _close(node[index], (*path, index), gaps, like) for index in indices}
     return list(elements.values()) if whole else elements
-
-
-def _typed(items: dict[Any, Any], like: Mapping[Any, Any] | None) -> dict[Any, Any]:
-    """Return ``items`` in a dict of the type of ``like``, if it is a dict of the standard library."""
-    made: dict[Any, Any]
-    match like:
-        case Counter() if type(like) is Counter:
-            return Counter(items)
-        case defaultdict() if type(like) is defaultdict:
-            return defaultdict(like.default_factory, items)
-        case OrderedDict() if type(like) is OrderedDict:
-            made = OrderedDict(items)
-            vars(made).update(vars(like))  # the versions of a module's layout: without them it assumes the first
-            return made
-    return items

@@ -20,9 +20,10 @@ from .._group import Operation
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types, fill_sparse
 from .._layout.findings import accepts
-from .._layout.flatten import Answers, CompositeLeaf, Leaf, plain_path
+from .._layout.flatten import Answers, CompositeLeaf, Leaf, PlainPath, plain_path
 from .._layout.match import LoadPlan, StatefulLoad, match
 from .._runtime.caller import run_in_calling_thread
+from .._runtime.containers import empty_container
 from .._runtime.state_dict_calls import call_load_state_dict, key_order
 from .._runtime.threads import Steps, clear_gradually, gathered, io_threads, run_sliced, sliced, yielding_gil
 from .._runtime.torch_probes import addresses, copyable, neg_view, plain_bytes
@@ -71,7 +72,7 @@ def prepare(
     for leaf, _ in plan.values:
         yield
         (plain if type(leaf.holder) in _PLAIN else assigned).append((leaf, values[leaf.fqn]))
-    statefuls = [(stateful, _state_dict(stateful, values, tensors, own, plan.parts)) for stateful in plan.statefuls]
+    statefuls = [(stateful, _state_dict(stateful, values, tensors, own, plan)) for stateful in plan.statefuls]
     assigned.sort(key=lambda one: _order(one[0].path))
     statefuls.sort(key=lambda one: _order(one[0].path))
     return Handover(tuple(plain), tuple(assigned), tuple(statefuls))
@@ -112,11 +113,11 @@ def _state_dict(
     values: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     own: bool,
-    parts: frozenset[str],
+    plan: LoadPlan,
 ) -> dict[Any, Any]:
     def leaves() -> Iterator[tuple[tuple[Key, ...], Any]]:
         for fqn, entry in stateful.entries.items():
-            if fqn in parts:
+            if fqn in plan.parts:
                 continue
             path = entry.path if own else _with_integer_keys(entry.path, stateful)
             yield path, {} if isinstance(entry, EmptyEntry) else tensors[fqn] if fqn in tensors else values[fqn]
@@ -127,7 +128,14 @@ def _state_dict(
     place = plain_path(stateful.path)
     # A Stateful whose own state dict is empty was saved as one empty entry at its own path.
     below = ((path[len(place) :], value) for path, value in leaves())
-    like = {path[len(place) :]: mapping for path, mapping in stateful.containers.items()}
+    saved = plan.names.manifest.containers
+
+    def like(path: PlainPath) -> Mapping[Any, Any] | None:
+        """Return a mapping of the type that was saved, or else the one in the object's own state."""
+        full = (*place, *path)
+        recorded = empty_container(saved.get(".".join(map(str, full)))) if saved else None
+        return stateful.containers.get(full) if recorded is None else recorded
+
     return run_sliced(assemble(((path, value) for path, value in below if path), like=like))
 
 
