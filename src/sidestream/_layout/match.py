@@ -43,7 +43,7 @@ from .findings import Findings, accepts, dtype_fits
 from .flatten import Answers, CompositeLeaf, Leaf, PlainPath, StatefulRoot, leaves_of, plain_path
 from .local_shards import Local, global_shape, is_distributed, locals_of
 from .names import Names, Renamed, castable, renamed
-from .objects import Taken, kept_of, taken_by
+from .objects import Taken, containers_of, kept_of, taken_by
 from .ranges import Candidate, Straight
 
 __all__ = ["LoadPlan", "StatefulLoad", "match"]
@@ -608,15 +608,14 @@ def _of_module(
     extra_states = set(taken.extra_states)
     for fqn, entry in below.items():
         yield
-        if taken.apart(fqn):
-            extra_states -= {name for name in extra_states if f"{fqn}.".startswith(f"{name}.")}
+        if extra_states:
+            extra_states.difference_update(containers_of(fqn))
         if fqn in known or fqn in parts or taken.apart(fqn):
             entries[fqn] = entry
         else:
             findings.add_unexpected(fqn, "module")
-    for name in taken.extra_states:
-        if name in extra_states:
-            findings.add_missing(name)
+    for name in sorted(extra_states):
+        findings.add_missing(name)
     return entries
 
 

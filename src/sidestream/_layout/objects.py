@@ -7,7 +7,7 @@ names and shapes that the module has. Parts of a module whose loading is code of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from .._format.records import Entry
 from .._runtime.steps import Steps
 from .flatten import Leaf, StatefulRoot, plain_path
 
-__all__ = ["Taken", "kept_of", "taken_by"]
+__all__ = ["Taken", "containers_of", "kept_of", "taken_by"]
 
 _EXTRA_STATE = "_extra_state"
 
@@ -27,44 +27,51 @@ _EXTRA_STATE = "_extra_state"
 class Taken:
     """What an object takes as it was saved, whatever is in its own state dict.
 
-    ``whole``: all of it. Tensors that fit are read in place. Otherwise the object is a module, and takes everything
-    below ``prefixes``, in new memory: its code may rename and rearrange it. ``extra_states`` are the names of states
-    that have to be there.
+    ``whole``: all of it. Tensors that fit are read in place. Otherwise the object is a module, and takes all that has
+    one of ``names``, or is below it, in new memory: its code may rename and rearrange it. ``extra_states`` are those of
+    these names that have to be there.
     """
 
     whole: bool
-    prefixes: tuple[str, ...] = ()
-    extra_states: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
+    extra_states: frozenset[str] = frozenset()
 
     def apart(self, fqn: str) -> bool:
         """Return whether ``fqn`` is given to code of a part of a module."""
-        return bool(self.prefixes) and (fqn + ".").startswith(self.prefixes)
+        return bool(self.names) and not self.names.isdisjoint(containers_of(fqn))
+
+
+def containers_of(fqn: str) -> Iterator[str]:
+    """Yield ``fqn`` and the names that it begins with."""
+    end = len(fqn)
+    while end > 0:
+        yield fqn[:end]
+        end = fqn.rfind(".", 0, end)
 
 
 def taken_by(root: Leaf) -> Steps[Taken]:
     """Return what the object at ``root`` takes. Looks at the modules in it, and calls none of their methods."""
     found: StatefulRoot = root.value
     instance = found.instance
-    if not isinstance(instance, torch.nn.Module) or not _is_of_torch(type(instance), "load_state_dict"):
+    if not isinstance(instance, torch.nn.Module) or not _is_of_torch(instance, "load_state_dict"):
         return Taken(whole=True)
-    prefixes: list[str] = []
-    extra_states: list[str] = []
-    stack: list[tuple[str, Any]] = [(f"{root.fqn}.", instance)]
+    names: set[str] = set()
+    extra_states: set[str] = set()
+    stack: list[tuple[str, Any]] = [(root.fqn, instance)]
     while stack:
         yield
-        prefix, module = stack.pop()
+        fqn, module = stack.pop()
         if _loads_itself(module):
-            prefixes.append(prefix)
+            names.add(fqn)
             continue
-        if not _is_of_torch(type(module), "set_extra_state"):
-            extra_states.append(prefix + _EXTRA_STATE)
-            prefixes.append(f"{extra_states[-1]}.")
-        stack += [(f"{prefix}{name}.", child) for name, child in list(module._modules.items()) if child is not None]
-    return Taken(False, tuple(prefixes), tuple(extra_states))
+        if not _is_of_torch(module, "set_extra_state"):
+            extra_states.add(f"{fqn}.{_EXTRA_STATE}")
+        stack += [(f"{fqn}.{name}", child) for name, child in list(module._modules.items()) if child is not None]
+    return Taken(False, frozenset(names | extra_states), frozenset(extra_states))
 
 
-def _is_of_torch(kind: type, method: str) -> bool:
-    return getattr(kind, method, None) is getattr(torch.nn.Module, method)
+def _is_of_torch(module: Any, method: str) -> bool:
+    return method not in vars(module) and getattr(type(module), method, None) is getattr(torch.nn.Module, method)
 
 
 def _loads_itself(module: Any) -> bool:
