@@ -116,6 +116,7 @@ def _head(manifest: Manifest, version: int, torch_version: str, entries: int) ->
         "block_bytes": BLOCK_BYTES,
         "files": manifest.files,
         **({} if not manifest.file_crcs else {"file_crcs": manifest.file_crcs}),
+        **({} if not manifest.containers else {"containers": manifest.containers}),
         "entries": entries,
         "metadata": manifest.metadata is not None,
         **({} if manifest.digest is None else {"digest": manifest.digest}),
@@ -236,8 +237,9 @@ def _manifest(head: dict[str, Any], files: dict[str, int], digest: str | None, m
     """Return the manifest that the first line describes, without entries."""
     step = None if head["step"] is None else _is(int, head["step"])
     save_id, generation = _is(str, head["save_id"]), _is(int, head["generation"])
-    sidecars, crcs = _sidecars(head), _file_crcs(head)
-    return Manifest(save_id, {}, files, step, generation, digest, metadata, sidecars=sidecars, file_crcs=crcs)
+    containers = {_is(str, fqn): _is(str, kind) for fqn, kind in head.get("containers", {}).items()}
+    made = Manifest(save_id, {}, files, step, generation, digest, metadata, containers=containers)
+    return replace(made, sidecars=_sidecars(head), file_crcs=_file_crcs(head))
 
 
 def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, metadata: Node) -> Steps[Root]:

@@ -307,6 +307,8 @@ class Manifest:
     """The files that the user added, by name. Each is one chunk of bytes, a whole file, which is also in ``files``."""
     file_crcs: Mapping[str, int] = field(default_factory=dict)
     """The CRC-32 of each of ``files``, as far as it is known."""
+    containers: Mapping[str, str] = field(default_factory=dict)
+    """The types of dicts in the state of objects that are not plain dicts (``container_kind``), by FQN."""
 
     checked: bool = True
     """False for a file that has no checksums at all, not even of its plain values."""

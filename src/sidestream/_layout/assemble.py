@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 from .._format.records import DictKey, Key
+from .._runtime.containers import filled_like
 from .._runtime.steps import Steps
 from ..errors import CorruptCheckpointError
+from .flatten import PlainPath
 from .hashed import MOST_ALIKE
 
 __all__ = ["assemble"]
 
 
 _WORD_BITS = 63
+_Like: TypeAlias = Callable[[PlainPath], Mapping[Any, Any] | None]
+
+
+def _no_type(path: PlainPath) -> None:
+    return None
 
 
 class _ListParts(dict[int, Any]):
     """The elements of a list by index, in any order."""
 
 
-def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]], *, gaps: bool = False) -> Steps[dict[Any, Any]]:
+def assemble(
+    leaves: Iterable[tuple[tuple[Key, ...], Any]],
+    *,
+    gaps: bool = False,
+    like: _Like = _no_type,
+) -> Steps[dict[Any, Any]]:
     """Return the state dict with these leaves. With ``gaps``, a list of which elements before others are missing
-    becomes a dict by index.
+    becomes a dict by index. ``like`` returns a mapping for the path of a dict, which gets its type.
 
     Raises ``CorruptCheckpointError`` if paths contradict each other, and without ``gaps`` also if a list has holes.
     """
@@ -43,7 +55,7 @@ def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]], *, gaps: bool = Fals
         if _plain(path[-1]) in holder:
             raise CorruptCheckpointError(f"the checkpoint has two values at {path}")
         holder[_plain(path[-1])] = value
-    result: dict[Any, Any] = _close(root, gaps)
+    result: dict[Any, Any] = _close(root, (), gaps, like)
     return result
 
 
@@ -65,14 +77,15 @@ def _plain(key: Key) -> Any:
     return key.value if isinstance(key, DictKey) else key
 
 
-def _close(node: Any, gaps: bool) -> Any:
+def _close(node: Any, path: PlainPath, gaps: bool, like: _Like) -> Any:
     if type(node) is dict:
-        return {key: _close(value, gaps) for key, value in node.items()}
+        items = {key: _close(value, (*path, str(key)), gaps, like) for key, value in node.items()}
+        return filled_like(like(path), items)
     if type(node) is not _ListParts:
         return node
     indices = sorted(node)
-    if indices == list(range(len(node))):
-        return [_close(node[index], gaps) for index in indices]
-    if not gaps:
+    whole = indices == list(range(len(node)))
+    if not whole and not gaps:
         raise CorruptCheckpointError("a list in the checkpoint has holes")
-    return {index: _close(node[index], gaps) for index in indices}
+    elements = {index: _close(node[index], (*path, index), gaps, like) for index in indices}
+    return list(elements.values()) if whole else elements

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,15 +23,23 @@ __all__ = [
     "CompositeLeaf",
     "Leaf",
     "LeafKind",
+    "PlainPath",
     "StatefulRoot",
     "check_saved",
     "is_mapping",
     "is_stateful",
     "is_value",
     "leaves_of",
+    "plain_path",
 ]
 
 LeafKind = Literal["tensor", "value", "empty", "composite"]
+PlainPath = tuple[str | int, ...]
+
+
+def plain_path(path: tuple[Key, ...]) -> PlainPath:
+    """Return a path as DCP has it: every dict key is a string, and list indices are integers."""
+    return tuple(str(key.value) if isinstance(key, DictKey) else key for key in path)
 
 
 class Leaf(NamedTuple):
@@ -74,8 +82,9 @@ class StatefulRoot:
 
     number: int
     instance: Stateful
-    versions: Any = None
-    """The ``_metadata`` of a module's state dict, with the versions of its layout that it expects."""
+    containers: dict[PlainPath, Mapping[Any, Any]] = field(default_factory=dict)
+    """The mappings in its state dict that are not plain dicts, by path. Complete when all of its leaves have been
+    yielded."""
 
 
 class Answers:
@@ -136,12 +145,13 @@ class Answers:
 class _Walk:
     def __init__(self, answers: Answers | None) -> None:
         self.answers = answers
-        self.stateful = 0
+        self.roots: list[StatefulRoot] = []
 
     def mapping(
         self, value: Mapping[Any, Any], prefix: str, path: tuple[Key, ...], owner: int | None
     ) -> Iterator[Leaf]:
         items = value.items() if self.answers is None else self.answers.items(value)
+        self.note(value, path, owner)
         for key, item in items:
             fqn = f"{prefix}.{key}" if prefix else str(key)
             if type(item) in PLAIN_TENSORS and item.layout is torch.strided:  # nearly always
@@ -165,16 +175,24 @@ class _Walk:
         if is_stateful(value):
             own = value.state_dict() if self.answers is None else self.answers.state_dict(value)
             if owner is None:
-                owner, self.stateful = self.stateful, self.stateful + 1
-                yield Leaf(fqn, path, StatefulRoot(owner, value, getattr(own, "_metadata", None)), holder, slot)
+                owner = len(self.roots)
+                self.roots.append(StatefulRoot(owner, value))
+                yield Leaf(fqn, path, self.roots[owner], holder, slot)
             value = own
         if is_mapping(value) and value:
             yield from self.mapping(value, fqn, path, owner)
         elif isinstance(value, list) and not is_value(value):
             for index, item in enumerate(value):
                 yield from self.item(item, f"{fqn}.{index}", (*path, index), value, index, owner)
+        elif is_mapping(value):
+            self.note(value, path, owner)
+            yield Leaf(fqn, path, {}, holder, slot, owner)
         else:
-            yield Leaf(fqn, path, {} if is_mapping(value) else value, holder, slot, owner)
+            yield Leaf(fqn, path, value, holder, slot, owner)
+
+    def note(self, value: Mapping[Any, Any], path: tuple[Key, ...], owner: int | None) -> None:
+        if owner is not None and type(value) is not dict:
+            self.roots[owner].containers[plain_path(path)] = value
 
     def tensor(self, tensor: torch.Tensor, leaf: Leaf) -> Iterator[Leaf]:
         tensor = settled(tensor)

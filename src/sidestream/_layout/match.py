@@ -3,6 +3,7 @@ all differences."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .._format.records import (
     CompositeEntry,
@@ -38,19 +40,20 @@ from ..errors import (
 from ..options import Tolerance
 from .composites.matching import CompositeTargets, kind_of, saved_composites
 from .findings import Findings, accepts, dtype_fits
-from .flatten import Answers, CompositeLeaf, Leaf, StatefulRoot, leaves_of
+from .flatten import Answers, CompositeLeaf, Leaf, PlainPath, StatefulRoot, leaves_of, plain_path
 from .local_shards import Local, global_shape, is_distributed, locals_of
-from .names import Names, Renamed, renamed
+from .names import Names, Renamed, castable, renamed
+from .objects import Taken, containers_of, kept_of, taken_by
 from .ranges import Candidate, Straight
 
-__all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
+__all__ = ["LoadPlan", "StatefulLoad", "match"]
 
 T = TypeVar("T")
-PlainPath = tuple[str | int, ...]
 _Box: TypeAlias = list[tuple[int, int]]
 _Extents: TypeAlias = Mapping[str, tuple[int, int]]
 """The first address of each tensor that has elements, and the one after the last."""
 
+_NOTHING = Taken(whole=False)
 _MANY = 256
 _FEW = 32  # leaves, which take some microseconds each
 
@@ -60,17 +63,19 @@ class StatefulLoad:
     """The load of an object. ``instance`` gets everything that was saved below ``path``: ``entries``, by FQN. ``kept``
     are the leaves of its own state that were not saved and may keep their values.
 
-    ``integer_keys`` are the plain paths of dicts in the instance's own state whose keys are integers. DCP saves such
-    keys as strings.
+    ``containers`` are the mappings in the instance's own state that are not plain dicts, by path. ``integer_keys`` are
+    the plain paths of dicts in it whose keys are integers. DCP saves such keys as strings. ``lenient``: a module whose
+    ``load_state_dict`` is called with ``strict=False``.
     """
 
     instance: Stateful
     fqn: str
-    versions: Any
     path: tuple[Key, ...]
     entries: Mapping[str, Entry]
     kept: tuple[Leaf, ...]
+    containers: Mapping[PlainPath, Mapping[Any, Any]]
     integer_keys: frozenset[PlainPath]
+    lenient: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +122,6 @@ class LoadPlan:
     are read into other memory, compared, and then copied."""
 
 
-def plain_path(path: tuple[Key, ...]) -> PlainPath:
-    """Return a path as DCP has it: every dict key is a string, and list indices are integers."""
-    return tuple(str(key.value) if isinstance(key, DictKey) else key for key in path)
-
-
 def match(
     state: Mapping[str, Any],
     answers: Answers,
@@ -146,6 +146,7 @@ def match(
         manifest = called.manifest
     findings = Findings(tolerance, called, unexpected=[] if others else None)
     roots: dict[int, Leaf] = {}
+    taken_of: dict[int | None, Taken] = {None: _NOTHING}
     owned: dict[int, list[Leaf]] = {}
     asked: set[str] = set()
     tensors: dict[str, torch.Tensor] = {}
@@ -155,39 +156,62 @@ def match(
     saved, parts = yield from saved_composites(manifest)
     composites = CompositeTargets(manifest, findings, saved)
     found = stored(manifest.entries)
+    inside = _Inside(manifest)
     filled = (yield from _filled_by_others(leaves_of(state, answers), manifest)) if others else frozenset()
     for leaves in chunked(leaves_of(state, answers), _FEW):
         yield
-        plain = [leaf for leaf in leaves if leaf.whole is None and leaf.fqn not in saved and leaf.fqn not in filled]
+        for root in leaves:
+            if isinstance(root.value, StatefulRoot):
+                number = root.value.number
+                roots[number], owned[number] = root, []
+                taken_of[number] = yield from taken_by(root)
+        plain = [
+            leaf
+            for leaf in leaves
+            if leaf.whole is None
+            and leaf.fqn not in saved
+            and leaf.fqn not in filled
+            and not taken_of[leaf.owner].apart(leaf.fqn)
+        ]
         taken = straight.take(_candidates(plain, found))
         for leaf in leaves:
             fqn, _, value, _, _, owner, _ = leaf
             asked.add(fqn)
-            if isinstance(value, StatefulRoot):
-                roots[value.number] = leaf
-                owned[value.number] = []
-                continue
-            if fqn in filled:
+            if isinstance(value, StatefulRoot) or fqn in filled:
                 continue
             if owner is not None:
                 owned[owner].append(leaf)
+            entry = manifest.entries.get(fqn)
+            if taken_of[owner].apart(fqn) and not _has_shards(value):
+                if isinstance(value, torch.Tensor) and not is_lazy(value) and value.is_meta:
+                    check_tensor(value, fqn, "load into")  # load_state_dict would do nothing
+                _fits_object(leaf, entry, findings)
+                continue
+            whole = taken_of[owner].whole
             composite = leaf.whole is not None or fqn in saved or type(value) is CompositeLeaf
-            if composite and composites.take(leaf):
+            if composite and composites.take(leaf, compare=not whole):
                 continue
             if fqn in taken or (composite and straight.take(_candidates([leaf], found))):
                 tensors[fqn] = value
                 continue
-            entry = manifest.entries.get(fqn)
-            if isinstance(value, torch.Tensor):
+            if owner is None and entry is None and not composite and (names_below := inside.names(fqn)):
+                asked.update(names_below)
+                _add_container(leaf, names_below, findings)
+            elif isinstance(value, torch.Tensor):
                 pieces = list(locals_of(fqn, value))
-                if _tensor_fits(leaf, pieces, entry, findings):
+                if whole and not is_distributed(value):
+                    fits = _fits_object(leaf, entry, findings)
+                else:
+                    fits = _tensor_fits(leaf, pieces, entry, findings)
+                if fits:
                     tensors[fqn] = value
                     held[fqn] = pieces
             elif owner is None:
                 _match_value(leaf, entry, manifest.exact, values, findings)
     below = yield from _claimed(manifest, roots, owned)
     statefuls = yield from in_turn(
-        _match_stateful(root, owned[number], below[number], manifest, findings, parts) for number, root in roots.items()
+        _match_stateful(root, taken_of[number], owned[number], below[number], manifest, findings, parts)
+        for number, root in roots.items()
     )
     asked.update(fqn for entries in below.values() for fqn in entries)
     asked.update(part for fqn in composites.met for part in parts_of(fqn, manifest.entries))
@@ -220,7 +244,7 @@ def match(
         values=tuple(values),
         statefuls=tuple(stateful for stateful in statefuls if stateful is not None),
         not_requested=rest,
-        missing=tuple(findings.missing),
+        missing=tuple(dict.fromkeys(findings.missing)),
         cast=tuple(findings.cast),
         ignored=tuple(findings.ignored),
         unexpected=tuple(findings.unexpected or ()),
@@ -357,18 +381,38 @@ def _tensor_fits(leaf: Leaf, pieces: Iterable[tuple[str, Local]], entry: Entry |
     elif isinstance(entry, CompositeEntry):
         findings.add(KindMismatchError, f"{leaf.fqn}: a plain tensor in the target, a {entry.type} in the checkpoint")
     elif not isinstance(entry, TensorEntry):
-        findings.add(KindMismatchError, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint")
+        findings.add(
+            KindMismatchError, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint (put None there)"
+        )
     elif global_shape(tensor) != entry.shape:
         findings.add(ShapeMismatchError, f"{leaf.fqn}: shape {global_shape(tensor)} in the target, {entry.shape} saved")
-    elif not distributed and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
+    elif not distributed and _is_expanded(tensor):
         findings.add(
             StateMismatchError, f"{leaf.fqn}: expanded in the target (several elements share memory); clone() it"
         )
     else:
         return dtype_fits(leaf.fqn, dtype_name(tensor.dtype), entry.dtype, findings)
     return False
+
+
+def _fits_object(leaf: Leaf, entry: Entry | None, findings: Findings) -> bool:
+    """Return whether a tensor of an object can be read in place. If not, the object gets what was saved in new memory.
+    A tensor that differs in its dtype alone is compared as elsewhere."""
+    tensor = leaf.value
+    if not isinstance(tensor, torch.Tensor) or not isinstance(entry, TensorEntry) or is_lazy(tensor) or tensor.is_meta:
+        return False
+    dtype = dtype_name(tensor.dtype)
+    if tuple(tensor.shape) != entry.shape or _is_expanded(tensor) or not castable(entry.dtype, dtype):
+        return False
+    return dtype_fits(leaf.fqn, dtype, entry.dtype, findings)
+
+
+def _has_shards(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and is_distributed(value)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _tied(
@@ -504,14 +548,15 @@ def _content(entry: Entry) -> object:
 
 def _match_stateful(
     root: Leaf,
+    taken: Taken,
     leaves: list[Leaf],
     below: dict[str, Entry],
     manifest: Manifest,
     findings: Findings,
     parts: frozenset[str],
 ) -> Steps[StatefulLoad | None]:
-    """Return what an object gets of the entries ``below`` it. None if there are none. The object itself checks for
-    missing values."""
+    """Return what an object gets of the entries ``below`` it. None if there are none. The object itself checks whether
+    something is missing; of a module only the plain values."""
     empty = [leaf for leaf in leaves if leaf.kind == "empty"]
     if not manifest.exact:  # stock DCP has no entries for empty dicts, and the object expects them
         ours = {
@@ -524,33 +569,89 @@ def _match_stateful(
             yield
         below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)
     instance = root.value.instance
+    compared = (torch.Tensor, CompositeLeaf)
     if not below:
+        for leaf in leaves:
+            if isinstance(leaf.value, compared) and (taken.whole or taken.apart(leaf.fqn)):
+                findings.add_missing(leaf.fqn)
         keys = yield from collected((fqn.partition(".")[0] for fqn in manifest.entries), _MANY)  # makes no entries
         found = shortened(sorted(set(keys)))
         findings.add_missing(root.fqn, f"nothing of it in the checkpoint, whose keys are {found}")
         return None
-    known = {leaf.fqn for leaf in leaves}
-    compared = (torch.Tensor, CompositeLeaf)
     tensors = {
-        leaf.fqn for leaf in leaves if isinstance(leaf.value, compared)
+        leaf.fqn for leaf in leaves if isinstance(leaf.value, compared) and not (taken.whole or taken.apart(leaf.fqn))
     }  # they are reported where they are compared
+    accepted = findings.tolerance.missing
+    absent = [leaf for leaf in leaves if leaf.fqn not in below and accepts(accepted, leaf.fqn)] if accepted else []
+    kept: list[Leaf] = []
     entries = below
-    if isinstance(instance, torch.nn.Module) and type(instance).load_state_dict is torch.nn.Module.load_state_dict:
-        entries = {}
-        for fqn, entry in below.items():
-            yield
-            if fqn in known or fqn in parts:
-                entries[fqn] = entry
-            else:
-                findings.add_unexpected(fqn, "module")
+    if taken.whole:
+        kept = yield from kept_of(absent, len(root.path), below.values())
+        findings.missing.extend(leaf.fqn for leaf in kept)
+    else:
+        findings.missing.extend(leaf.fqn for leaf in absent if leaf.fqn not in tensors and not taken.apart(leaf.fqn))
+        entries = yield from _of_module(taken, leaves, below, findings, parts)
     for some in chunked(entries.items(), _MANY):
         findings.opaque += [fqn for fqn, entry in some if isinstance(entry, OpaqueEntry) and fqn not in tensors]
         yield
-    accepted = findings.tolerance.missing
-    kept = [leaf for leaf in leaves if leaf.fqn not in below and accepts(accepted, leaf.fqn)] if accepted else []
-    findings.missing.extend(leaf.fqn for leaf in kept if leaf.fqn not in tensors)
-    versions, integer_keys = root.value.versions, (yield from _integer_keys(leaves))
-    return StatefulLoad(instance, root.fqn, versions, root.path, entries, tuple(kept), integer_keys)
+    lenient = not taken.whole and (accepted or findings.tolerance.unexpected) is not None
+    containers, integer_keys = root.value.containers, (yield from _integer_keys(leaves))
+    return StatefulLoad(instance, root.fqn, root.path, entries, tuple(kept), containers, integer_keys, lenient)
+
+
+def _of_module(
+    taken: Taken, leaves: list[Leaf], below: dict[str, Entry], findings: Findings, parts: frozenset[str]
+) -> Steps[dict[str, Entry]]:
+    """Return the entries that a module takes."""
+    known = {leaf.fqn for leaf in leaves}
+    entries: dict[str, Entry] = {}
+    extra_states = set(taken.extra_states)
+    for fqn, entry in below.items():
+        yield
+        if extra_states:
+            extra_states.difference_update(containers_of(fqn))
+        if fqn in known or fqn in parts or taken.apart(fqn):
+            entries[fqn] = entry
+        else:
+            findings.add_unexpected(fqn, "module")
+    for name in sorted(extra_states):
+        findings.add_missing(name)
+    return entries
+
+
+class _Inside:
+    """The names that were saved in containers."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._sorted: list[str] = []
+
+    def names(self, fqn: str) -> list[str]:
+        """Return the names below ``fqn``."""
+        names = self._sorted = self._sorted or sorted(self._manifest.entries)
+        first, last = (bisect_left(names, f"{fqn}{after}") for after in (".", "/"))  # the character after the dot
+        return names[first:last]
+
+
+def _add_container(leaf: Leaf, inside: list[str], findings: Findings) -> None:
+    """Add the finding that the caller's own state has one value where a container was saved."""
+    if accepts(findings.tolerance.missing, leaf.fqn):
+        findings.add_missing(leaf.fqn)
+        for fqn in inside:
+            findings.add_unexpected(fqn, "target")
+        return
+    here = "a tensor" if isinstance(leaf.value, torch.Tensor) else _described(leaf)
+    saved = [findings.names.saved_name(fqn) for fqn in inside]
+    how = f'open_checkpoint(url).state_dict(select="{leaf.fqn}.*") reads it' if saved == inside else ""
+    findings.add(
+        KindMismatchError,
+        f"{leaf.fqn}: {here} in the target, a container in the checkpoint ({shortened(saved)}); a load does not change "
+        f"the structure of your own dicts and lists{': ' * bool(how)}{how}",
+    )
+
+
+def _described(leaf: Leaf) -> str:
+    return "an empty dict" if leaf.kind == "empty" else f"a {type(leaf.value).__name__}"
 
 
 def _match_value(
@@ -571,9 +672,12 @@ def _match_value(
                 StateMismatchError, f"{leaf.fqn}: its {type(leaf.holder).__name__} in the target cannot be changed"
             )
     elif not (isinstance(entry, EmptyEntry) and empty):
-        here = "an empty dict" if empty else f"a {type(leaf.value).__name__}"
-        there = "a tensor" if isinstance(entry, TensorEntry) else kind_of(entry)
-        findings.add(KindMismatchError, f"{leaf.fqn}: {here} in the target, {there} in the checkpoint")
+        there, remedy = kind_of(entry), ""
+        if isinstance(entry, TensorEntry):
+            there, remedy = "a tensor", f" (put torch.empty({entry.shape}, dtype=torch.{entry.dtype}) there)"
+        findings.add(
+            KindMismatchError, f"{leaf.fqn}: {_described(leaf)} in the target, {there} in the checkpoint{remedy}"
+        )
 
 
 def _claimed(

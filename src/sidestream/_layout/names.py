@@ -336,7 +336,7 @@ def renamed(
             saved[own] = fqn
     inside = frozenset(own for own, path in rest.items() if path_text(path[:1]) in tops)
     entries: Any = Entries(found) if isinstance(manifest.entries, Entries) else found
-    return Renamed(replace(manifest, entries=entries), saved, inside)
+    return Renamed(replace(manifest, entries=entries, containers={}), saved, inside)
 
 
 def _claims(
@@ -388,7 +388,7 @@ def renamed_state(
     """
     found = yield from collected(leaves_of(captured.root))
     leaves = {leaf.fqn: leaf for leaf in found if leaf.whole is None}
-    root = captured.root
+    root, containers = captured.root, captured.containers
     if names is not None:
         named = yield from new_names(names, leaves, url, identity=lambda fqn: _identity(leaves[fqn]), others=others)
         first: dict[str, Leaf] = {}
@@ -404,7 +404,7 @@ def renamed_state(
         root = yield from assemble(
             (path, one.composite if isinstance(one, CompositeLeaf) else one) for path, one in values
         )
-        leaves = first
+        leaves, containers = first, {}  # they have the names of before
     target_dtype = yield from target_dtypes(dtype)
     dtypes: dict[str, str] = {}
     for fqn, leaf in leaves.items():
@@ -412,7 +412,7 @@ def renamed_state(
         if saved is not None and (wanted := target_dtype(fqn, saved)) != saved:
             dtypes[fqn] = wanted
         yield
-    return replace(captured, root=root, dtypes=dtypes)
+    return replace(captured, root=root, dtypes=dtypes, containers=containers)
 
 
 def _dtype(value: object) -> str | None:

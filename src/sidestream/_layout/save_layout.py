@@ -235,6 +235,7 @@ class SavePlan(PlannedFiles):
 
     description: _Description
     value_entries: Mapping[str, ValueEntry | CompositeEntry]
+    containers: Mapping[str, str]
 
     def named_tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """Yield FQN, dtype, shape and item of each plain tensor that is not part of another one. Items are numbered
@@ -295,7 +296,8 @@ def plan_save(
             yield
         yield from items.check()
     images = yield from layout.images(plans, tensors)
-    return SavePlan(_RANK, description.shards, tuple(images), items.content(), description, entries)
+    content = items.content()
+    return SavePlan(_RANK, description.shards, tuple(images), content, description, entries, captured.containers)
 
 
 def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Steps[Sequence[Leaf]]:

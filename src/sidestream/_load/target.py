@@ -19,14 +19,17 @@ from .._format.records import DictKey, EmptyEntry, Key, Manifest, OpaqueEntry, T
 from .._group import Operation
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types, fill_sparse
-from .._layout.flatten import Answers, CompositeLeaf, Leaf
-from .._layout.match import LoadPlan, StatefulLoad, match, plain_path
+from .._layout.findings import accepts
+from .._layout.flatten import Answers, CompositeLeaf, Leaf, PlainPath, plain_path
+from .._layout.match import LoadPlan, StatefulLoad, match
 from .._runtime.caller import run_in_calling_thread
+from .._runtime.containers import empty_container
 from .._runtime.state_dict_calls import call_load_state_dict, key_order
 from .._runtime.threads import Steps, clear_gradually, gathered, io_threads, run_sliced, sliced, yielding_gil
 from .._runtime.torch_probes import addresses, copyable, neg_view, plain_bytes
 from .._storage import Location, RangeSource
-from ..errors import StateMismatchError, allocating
+from ..errors import LoadStateDictError, StateMismatchError, allocating, listed
+from ..options import Tolerance
 from .device_streams import streams_of
 from .foreign.items import of_kind, read_values, refuse_opaque
 from .group import ManifestOutline, agree_on, open_outline
@@ -69,7 +72,7 @@ def prepare(
     for leaf, _ in plan.values:
         yield
         (plain if type(leaf.holder) in _PLAIN else assigned).append((leaf, values[leaf.fqn]))
-    statefuls = [(stateful, _state_dict(stateful, values, tensors, own, plan.parts)) for stateful in plan.statefuls]
+    statefuls = [(stateful, _state_dict(stateful, values, tensors, own, plan)) for stateful in plan.statefuls]
     assigned.sort(key=lambda one: _order(one[0].path))
     statefuls.sort(key=lambda one: _order(one[0].path))
     return Handover(tuple(plain), tuple(assigned), tuple(statefuls))
@@ -81,9 +84,13 @@ def _order(path: tuple[Key, ...]) -> tuple[str, ...]:
     return tuple(key_order(key, index=type(place) is int) for key, place in zip(keys, path, strict=True))
 
 
-async def hand_over(handover: Handover) -> None:
+async def hand_over(handover: Handover) -> tuple[list[str], list[str]]:
     """Put the values into their places, and call ``load_state_dict`` of the objects. Runs in the caller's thread,
-    because containers and objects are those of the caller. May be repeated."""
+    because containers and objects are those of the caller. May be repeated.
+
+    Returns the names that modules missed, and those that they did not take."""
+    missing: list[str] = []
+    unexpected: list[str] = []
     for number, (leaf, value) in enumerate(handover.values, 1):
         leaf.holder[leaf.slot] = value
         if number % _SLICE == 0:
@@ -93,7 +100,12 @@ async def hand_over(handover: Handover) -> None:
         run_in_calling_thread(leaf.holder.__setitem__, leaf.slot, value)
     for stateful, state_dict in handover.statefuls:
         await asyncio.sleep(0)
-        call_load_state_dict(stateful.fqn, stateful.instance, state_dict)
+        options = {"strict": False} if stateful.lenient else {}
+        answer = call_load_state_dict(stateful.fqn, stateful.instance, state_dict, **options)
+        if stateful.lenient:
+            missing += [f"{stateful.fqn}.{key}" for key in answer.missing_keys]
+            unexpected += [f"{stateful.fqn}.{key}" for key in answer.unexpected_keys]
+    return missing, unexpected
 
 
 def _state_dict(
@@ -101,11 +113,11 @@ def _state_dict(
     values: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     own: bool,
-    parts: frozenset[str],
+    plan: LoadPlan,
 ) -> dict[Any, Any]:
     def leaves() -> Iterator[tuple[tuple[Key, ...], Any]]:
         for fqn, entry in stateful.entries.items():
-            if fqn in parts:
+            if fqn in plan.parts:
                 continue
             path = entry.path if own else _with_integer_keys(entry.path, stateful)
             yield path, {} if isinstance(entry, EmptyEntry) else tensors[fqn] if fqn in tensors else values[fqn]
@@ -113,14 +125,18 @@ def _state_dict(
             if leaf.whole is None:
                 yield leaf.path, leaf.value.tensor if isinstance(leaf.value, CompositeLeaf) else leaf.value
 
-    depth = len(stateful.path)
+    place = plain_path(stateful.path)
     # A Stateful whose own state dict is empty was saved as one empty entry at its own path.
-    below = ((path[depth:], value) for path, value in leaves())
-    state_dict = run_sliced(assemble((path, value) for path, value in below if path))
-    if stateful.versions is not None:  # without them a module assumes a state dict of its first version
-        state_dict = OrderedDict(state_dict)
-        state_dict._metadata = stateful.versions  # type: ignore[attr-defined]
-    return state_dict
+    below = ((path[len(place) :], value) for path, value in leaves())
+    saved = plan.names.manifest.containers
+
+    def like(path: PlainPath) -> Mapping[Any, Any] | None:
+        """Return a mapping of the type that was saved, or else the one in the object's own state."""
+        full = (*place, *path)
+        recorded = empty_container(saved.get(".".join(map(str, full)))) if saved else None
+        return stateful.containers.get(full) if recorded is None else recorded
+
+    return run_sliced(assemble(((path, value) for path, value in below if path), like=like))
 
 
 def _with_integer_keys(path: tuple[Key, ...], stateful: StatefulLoad) -> tuple[Key, ...]:
@@ -174,6 +190,8 @@ class StateTarget:
     _prepared: _Prepared | None = field(default=None, init=False)
     _applying: bool = field(default=False, init=False)
     _made: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
+    _left: tuple[tuple[str, ...], tuple[str, ...]] = field(default=((), ()), init=False)
+    """The names that modules missed and did not take, as far as that is accepted."""
     _written: tuple[str, ...] = field(default=(), init=False)
     """The tensors that were written from another checkpoint, before the load started over."""
 
@@ -235,7 +253,10 @@ class StateTarget:
         if prepared.copied:
             await io_threads().run(_copy_all, prepared)
         await io_threads().run(self._end_tensors)
-        await hand_over(prepared.handover)
+        missing, unexpected = await hand_over(prepared.handover)
+        unexpected = [prepared.plan.names.saved_name(fqn) for fqn in unexpected]
+        _check_left(missing, unexpected, self.request.tolerance)
+        self._left = tuple(missing), tuple(unexpected)
 
     async def aclose(self) -> None:
         if self._source is not None:
@@ -245,7 +266,9 @@ class StateTarget:
         prepared, plan = self._ready, self._ready.plan
         clear_gradually(self._manifest.entries)
         clear_gradually(plan.names.manifest.entries)
-        return Loaded(prepared.loaded, plan.not_requested, plan.missing, plan.cast, plan.ignored)
+        missing = dict.fromkeys([*plan.missing, *self._left[0]])
+        ignored = dict.fromkeys([*plan.ignored, *self._left[1]])
+        return Loaded(prepared.loaded, plan.not_requested, tuple(missing), plan.cast, tuple(ignored))
 
     def written(self) -> tuple[str, ...]:
         if self._prepared is None:
@@ -352,6 +375,14 @@ class StateTarget:
         entry = plan.names.manifest.entries[name if local is None else local.fqn]
         assert isinstance(entry, TensorEntry)
         return Wanted(name, entry, whole(entry) if local is None or local.box is None else local.box, tensor)
+
+
+def _check_left(missing: list[str], unexpected: list[str], tolerance: Tolerance) -> None:
+    """Raise ``LoadStateDictError`` for names that code of a module missed or did not take, unless that is accepted."""
+    lines = [f"{fqn}: missed by its module" for fqn in missing if not accepts(tolerance.missing, fqn)]
+    lines += [f"{fqn}: not taken by its module" for fqn in unexpected if not accepts(tolerance.unexpected, fqn)]
+    if lines:
+        raise LoadStateDictError(f"names that allow_missing= and allow_unexpected= do not accept:\n  {listed(lines)}")
 
 
 def _empty(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

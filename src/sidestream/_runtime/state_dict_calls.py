@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import filterfalse
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import LoadStateDictError, indented
 from .caller import run_in_calling_thread
@@ -147,22 +149,21 @@ def _call_state_dict(one: FoundObject) -> Any:
         return run_in_calling_thread(one.instance.state_dict)
 
 
-def call_load_state_dict(name: str, instance: Any, state_dict: Any) -> None:
-    """Call ``load_state_dict`` of the object called ``name`` in the thread of the caller. Raises
+def call_load_state_dict(name: str, instance: Any, state_dict: Any, **options: Any) -> Any:
+    """Call ``load_state_dict`` of the object called ``name`` in the thread of the caller, and return its answer. Raises
     ``LoadStateDictError``."""
     with monitored(name, instance, "load_state_dict"):
-        run_in_calling_thread(_load_state_dict, name, instance, state_dict)
+        return run_in_calling_thread(partial(_load_state_dict, name, instance, state_dict, **options))
 
 
-def _load_state_dict(name: str, instance: Any, state_dict: Any) -> None:
-    inference = isinstance(instance, torch.nn.Module) and any(
-        parameter.is_inference() for parameter in instance.parameters()
-    )
+def _load_state_dict(name: str, instance: Any, state_dict: Any, **options: Any) -> Any:
+    parameters = instance.parameters() if isinstance(instance, torch.nn.Module) else ()
+    inference = any(parameter.is_inference() for parameter in filterfalse(is_lazy, parameters))
     # Entering a mode that is already active would turn gradients on.
     mode = nullcontext() if inference == torch.is_inference_mode_enabled() else torch.inference_mode(inference)
     try:
         with mode:
-            instance.load_state_dict(state_dict)
+            return instance.load_state_dict(state_dict, **options)
     except Exception as error:
         raise LoadStateDictError(
             f"{name}: {type(instance).__name__}.load_state_dict raised {type(error).__name__}: {indented(error)}"

@@ -106,6 +106,7 @@ class Planned:
     agreement: Agreement
     known_layout: str | None
     fragments: Mapping[int, tuple[str, bytes]]
+    containers: Mapping[str, str]
 
 
 class AgreedLayout:
@@ -156,7 +157,7 @@ class AgreedLayout:
         )
         if answer["tight"]:
             operation.exchange("space", json.dumps(plan.nbytes).encode(), heard.check_space)
-        self._planned = Planned(plan, agreement, answer["layout"], heard.fragments)
+        self._planned = Planned(plan, agreement, answer["layout"], heard.fragments, captured.containers)
         operation.first = answer["first"]
         operation.step = "write"
         return plan
@@ -250,7 +251,7 @@ class AgreedLayout:
             layout, chunks = planned.fragments.get(rank, ("", b""))
             if layout != facts["layout"]:
                 raise SidestreamError(f"rank {rank} relies on places of its tensors that rank 0 does not have")
-        return _Content(PartName(*facts["part"]), chunks, values)
+        return _Content(PartName(*facts["part"]), chunks, values, facts["containers"])
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
         """Return the root of the manifest, and ``.metadata``. The latter has 100 MB if 512 ranks save 2,000 tensors. So
@@ -258,7 +259,8 @@ class AgreedLayout:
         agreement = self._planned.agreement
         assert agreement.shared is not None
         contents: list[_Content] = [receipt.content for receipt in receipts]
-        about = about_save(self._order, receipts)
+        containers = {fqn: kind for content in contents for fqn, kind in content.containers.items()}
+        about = replace(about_save(self._order, receipts), containers=containers)
         root = Root(about, agreement.shared, tuple(content.part for content in contents))
         raw = b"".join(write_root(root, TORCH_VERSION, agreement.body))
         places = [content.chunks for content in contents] + [content.values for content in contents]
@@ -431,11 +433,15 @@ class NativeLayout:
     async def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
         names = {name: self._order.transaction.committed_name(name) for name in plan.files}
         files = {names[name]: nbytes for name, nbytes in plan.files.items()}
-        return RankReceipt(files, lambda: (_file_crcs(plan, written, names), run_sliced(plan.describe(written, names))))
+
+        def content() -> tuple[dict[str, int], Described, Mapping[str, str]]:
+            return _file_crcs(plan, written, names), run_sliced(plan.describe(written, names)), plan.containers
+
+        return RankReceipt(files, content)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
-        crcs, described = receipts[0].content()
-        about = about_save(self._order, [replace(receipts[0], crcs=crcs)])
+        crcs, described, containers = receipts[0].content()
+        about = replace(about_save(self._order, [replace(receipts[0], crcs=crcs)]), containers=containers)
         files = commit_files(about, self._order.saved_at, described)
         return {**sidecar_files(self._order), **files}
 
@@ -484,6 +490,7 @@ class _Content(NamedTuple):
     part: PartName
     chunks: bytes
     values: bytes
+    containers: Mapping[str, str]
 
 
 def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) -> tuple[RankReceipt, bytes]:
@@ -507,8 +514,9 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
     stable = all(name == published for name, published in names.items())
     new = not stable or planned.known_layout != plan.layout.digest
     layout, name = plan.layout.digest, PartName(len(part), crc32(part))
+    facts = {"new": new, "stable": stable, "layout": layout, "part": name, "containers": planned.containers}
     content = join_pieces(
-        json.dumps({"new": new, "stable": stable, "layout": layout, "part": name}).encode(),
+        json.dumps(facts).encode(),
         run_sliced(places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks)) if new else b"",
         places_of_values((fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values),
     )

@@ -56,8 +56,9 @@ class CompositeTargets:
     skipped: set[str] = field(default_factory=set)
     met: list[str] = field(default_factory=list)
 
-    def take(self, leaf: Leaf) -> bool:
-        """Match ``leaf`` if it belongs to a composite tensor. Returns False if the caller has to match it."""
+    def take(self, leaf: Leaf, *, compare: bool) -> bool:
+        """Match ``leaf`` if it belongs to a composite tensor. Returns False if the caller has to match it. ``compare``:
+        differences are findings. Without it, a tensor that differs is made anew."""
         fqn, value = leaf.fqn, leaf.value
         if leaf.whole in self.skipped:
             self.skipped.add(fqn)
@@ -67,7 +68,7 @@ class CompositeTargets:
         if not isinstance(value, CompositeLeaf):
             return False
         assert value.tensor is not None
-        if not self._fits(leaf, value, self.manifest.entries.get(fqn)):
+        if not self._fits(leaf, value, self.manifest.entries.get(fqn), compare):
             self.skipped.add(fqn)
         elif value.form.type in SPARSE_PARTS:
             self.sparse.append(leaf)
@@ -76,9 +77,13 @@ class CompositeTargets:
             self.wholes[fqn] = value.tensor
         return True
 
-    def _fits(self, leaf: Leaf, value: CompositeLeaf, entry: Entry | None) -> bool:
+    def _fits(self, leaf: Leaf, value: CompositeLeaf, entry: Entry | None, compare: bool) -> bool:
         fqn, findings = leaf.fqn, self.findings
         here = composite_entry(fqn, leaf.path, value.form)
+        if not compare:
+            if not isinstance(entry, CompositeEntry) or (here.type, here.shape) != (entry.type, entry.shape):
+                return False
+            return not differences(here, entry) and dtype_fits(fqn, here.dtype, entry.dtype, findings)
         if entry is None:
             findings.add_missing(fqn)
         elif isinstance(entry, OpaqueEntry):
