@@ -417,8 +417,11 @@ def test_a_loop_that_stops_and_goes_on_is_none_of_these(tmp_path: Path, lines: C
     assert lines() == []
 
 
-def test_a_loop_that_is_not_run_any_more(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
+def test_a_loop_that_is_not_run_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
     """The loop is not closed and its thread lives: the save ends at its deadline."""
+    monkeypatch.setattr(abandoned, "_GRACE_S", 0.2)
     loop = asyncio.new_event_loop()
 
     async def begin() -> sidestream.PendingSave:
