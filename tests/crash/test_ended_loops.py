@@ -360,7 +360,7 @@ def test_a_closing_loop_waits_for_a_moment_only(tmp_path: Path, monkeypatch: pyt
 
     def hook(operation: Operation) -> Any:
         reached.set()
-        released.append(go_on.wait(PATIENCE_S))
+        released.append(go_on.wait(0 if released else PATIENCE_S))
         return operation.call()
 
     async def begin() -> sidestream.PendingSave:
