@@ -42,6 +42,7 @@ SPREAD = ("-n2", "--dist=loadfile", "--no-loadscope-reorder")
 """Two processes that share the files of a session, in the order that tests/conftest.py gives them."""
 
 SHORT = ("-m", "not long")
+LONG = ("-m", "long or hypothesis", "--hypothesis-profile=random")
 ELSEWHERE = ("--ignore=tests/crash/campaign", "--ignore=tests/ranks")
 """Tests that `campaign` and `ranks` run."""
 
@@ -86,9 +87,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=ONE)
 def long(session: nox.Session) -> None:
-    """Run the long forms that `tests`, `ranks` and `writers` leave out; arguments after ``--`` go to pytest."""
+    """Run the long forms that `tests`, `ranks` and `writers` leave out, and look for new examples of those tests that
+    make their own; arguments after ``--`` go to pytest."""
     _install(session, ".", groups=("tests",))
-    session.run("python", "-m", "pytest", *SPREAD, "-m", "long", *(session.posargs or ELSEWHERE[:1]))
+    session.run("python", "-m", "pytest", *SPREAD, *LONG, *(session.posargs or ELSEWHERE[:1]))
 
 
 @nox.session(python=ONE)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from leases import all_returned
 
 import sidestream
 from sidestream.dcp import StorageWriter
 
-settings.register_profile("sidestream", deadline=None)  # how long an example takes says how busy the machine is
+# How long an example takes, or is made, says how busy the machine is. Examples are the same in each run: `nox -s long`
+# looks for others, and nobody who runs the tests for the first time finds one.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("sidestream", settings.get_profile("random"), derandomize=True)
 settings.load_profile("sidestream")
 
 
@@ -23,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="thread",
         choices=("thread", "process"),
         help="what writes if a test does not say: with 'process', the tests of threads are those of a writer process",
+    )
+    parser.addoption(
+        "--shuffle",
+        type=int,
+        metavar="SEED",
+        help="run the files in a random order, the same for the same seed: no test may need what another file leaves",
     )
 
 
@@ -56,9 +66,12 @@ _LONGEST = (
 give ``--no-loadscope-reorder``, because xdist would begin with the files that have most tests."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
-    order = {tests / name: number for number, name in enumerate(_LONGEST)}
+    first = [tests / name for name in _LONGEST]
+    if (seed := config.getoption("--shuffle")) is not None:
+        random.Random(seed).shuffle(first := sorted({item.path for item in items}))
+    order = {path: number for number, path in enumerate(first)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 

@@ -11,6 +11,6 @@ import sidestream
 async def all_returned(stager: sidestream.AsyncStager) -> None:
     """Wait until no lease is left: the stager's thread may still be leaving the call that resolved the last future."""
     gc.collect()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while stager.statistics().leases:
             await asyncio.sleep(0)

@@ -80,7 +80,7 @@ def run(page: str, directory: Path) -> list[str]:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        output, errors = shell.communicate(timeout=280)
+        output, errors = shell.communicate(timeout=840)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGKILL)  # also what a page leaves in the background

@@ -161,5 +161,5 @@ async def test_what_cannot_fit_is_refused_at_once() -> None:
     (state,) = states_of(driver, [[3 * MIB, 28]])
     async with stager_for(driver, 3 * MIB + PAGE_BYTES, timeout_s=600) as stager:
         with pytest.raises(ArenaExhaustedError, match="are needed at once, the budget is"):
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await driver.drive(stager.stage(state))

@@ -591,8 +591,8 @@ async def test_a_stage_ends_without_a_thread_for_its_device(mode: StageMode, mon
     """The system may start no more threads: that of the stager waits for the device then."""
     start_no_threads("sidestream-0", monkeypatch)
     driver = FakeDriver()
-    async with on_fake(driver, mode=mode, timeout_s=10.0) as stager:
-        async with asyncio.timeout(10):
+    async with on_fake(driver, mode=mode, timeout_s=60.0) as stager:
+        async with asyncio.timeout(60):
             staged = await driver.drive(stager.stage({"t": put(driver, 1.0)}))
         assert (staged["t"] == 1.0).all()
 

@@ -276,7 +276,7 @@ async def test_memory_is_given_back_behind_the_last_tensor_that_is_exported(tmp_
             for number, options in enumerate([MODEL, {"select": "model.embed"}, {"select": "optimizer.*"}]):
                 export = HF(tmp_path / f"hf{number}", **options)
                 await save(state_of(), tmp_path / f"step{number}", stager=stager, export=export)
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     while stager.statistics().leases:
                         await asyncio.sleep(0)
     finally:

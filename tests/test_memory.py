@@ -41,6 +41,13 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def very_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that took ten seconds to find the pages of a window, so that any disk is faster."""
+    rate = property(lambda self: MIB / 10, lambda self, measured: None)
+    monkeypatch.setattr(Arena, "_touched_bytes_per_s", rate, raising=False)
+
+
+@pytest.fixture
 def slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that takes its time to find pages."""
     touch = arena_module._touch
@@ -78,7 +85,7 @@ async def save(state: dict[str, torch.Tensor], url: Path, stager: AsyncStager) -
 # --- the first save ---
 
 
-@pytest.mark.usefixtures("slow_host")
+@pytest.mark.usefixtures("very_slow_host")
 async def test_a_first_save_uses_its_windows_again_where_memory_is_slow(tmp_path: Path) -> None:
     async with AsyncStager() as stager:
         await save(state_of(1), tmp_path / "c", stager)
@@ -173,7 +180,7 @@ async def test_a_saver_that_is_killed_in_a_first_save_writes_all_of_it_again(tmp
 # --- between saves ---
 
 
-@pytest.mark.usefixtures("slow_host")
+@pytest.mark.usefixtures("very_slow_host")
 async def test_the_arena_grows_to_the_state_once_after_its_second_save(tmp_path: Path) -> None:
     state = state_of(1)
     async with AsyncStager() as stager:
@@ -193,7 +200,7 @@ async def test_the_arena_grows_to_the_state_once_after_its_second_save(tmp_path:
     assert_same(state, await back(tmp_path / "again 2"))
 
 
-@pytest.mark.usefixtures("slow_host")
+@pytest.mark.usefixtures("very_slow_host")
 async def test_where_there_is_no_time_between_saves_the_third_one_touches_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

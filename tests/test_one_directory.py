@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from keywords import for_load
+from late import late
 from states import assert_same
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -357,6 +358,10 @@ class Hanging:
             self.left.set()
 
 
+async def load_within(place: Place, timeout_s: float) -> None:
+    await sidestream.load(blank(), place.path, options=sidestream.LoadOptions(timeout_s=timeout_s))
+
+
 async def test_nothing_stays_open_after_a_load_that_is_cancelled(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = Hanging(monkeypatch, ".distcp")
     loading = asyncio.create_task(sidestream.load(blank(), place.path))
@@ -373,8 +378,8 @@ async def test_a_thread_that_is_left_behind_keeps_its_directory(place: Place, mo
     """Its descriptor is not closed, and used for another file, while the system call that has it goes on."""
     monkeypatch.setattr(threads, "_GRACE_S", 0.1)
     hanging = Hanging(monkeypatch, ".distcp")
-    with pytest.raises(errors.DeadlineExceededError):
-        await sidestream.load(blank(), place.path, options=sidestream.LoadOptions(timeout_s=1.0))
+    error = await late(lambda timeout_s: load_within(place, timeout_s), hanging.entered.is_set)
+    assert isinstance(error, errors.DeadlineExceededError)
     assert hanging.directory is not None
     assert os.readlink(f"/proc/self/fd/{hanging.directory}") == str(place.path)
     hanging.goes_on.set()
@@ -389,14 +394,14 @@ async def test_a_thread_that_hangs_while_it_opens_the_directory_closes_it(
 ) -> None:
     monkeypatch.setattr(threads, "_GRACE_S", 0.1)
     hanging = Hanging(monkeypatch, "/c")
-    with pytest.raises(errors.DeadlineExceededError) as error:
-        await sidestream.load(blank(), place.path, options=sidestream.LoadOptions(timeout_s=1.0))
+    error = await late(lambda timeout_s: load_within(place, timeout_s), hanging.entered.is_set)
+    assert isinstance(error, errors.DeadlineExceededError)
     hanging.goes_on.set()
     assert await asyncio.to_thread(hanging.left.wait, 60)
     async with asyncio.timeout(60):
         while not place.closed():
             await asyncio.sleep(0.01)
-    assert error.value.__traceback__ is not None  # nor does it keep the directory open
+    assert error.__traceback__ is not None  # nor does it keep the directory open
 
 
 def test_a_directory_that_is_refused_before_it_is_open(place: Place) -> None:

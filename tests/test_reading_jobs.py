@@ -95,7 +95,7 @@ async def test_where_reads_wait_more_threads_read_more_at_once(
 ) -> None:
     await sidestream.save(STATE, tmp_path / "c")
     sizes: list[int] = []
-    inside, most, lock = 0, 0, threading.Lock()
+    inside, most, lock, go_on = 0, 0, threading.Lock(), threading.Event()
 
     def wait(buffers: Sequence[Any]) -> None:
         nonlocal inside, most
@@ -103,7 +103,12 @@ async def test_where_reads_wait_more_threads_read_more_at_once(
             inside += 1
             most = max(most, inside)
             sizes.append(sum(map(len, buffers)))
-        time.sleep(0.02)
+            if most == jobs._MOST_JOBS:
+                go_on.set()
+        if len(sizes) <= 8:  # more threads begin when a read has waited
+            time.sleep(0.02)
+        elif not go_on.wait(60):  # for the others
+            go_on.set()
         with lock:
             inside -= 1
 
@@ -111,7 +116,7 @@ async def test_where_reads_wait_more_threads_read_more_at_once(
     state = blank()
     await sidestream.load(state, tmp_path / "c")
     assert all(torch.equal(state[name], STATE[name]) for name in STATE)
-    assert most > jobs._JOBS or jobs._JOBS == jobs._MOST_JOBS
+    assert most == jobs._MOST_JOBS
     assert max(sizes) >= 4 << 20
 
 
@@ -154,26 +159,36 @@ async def test_reads_of_cached_files_stay_small_on_a_busy_machine(
     """A reader that waited for a core or for the GIL was taken for one that waited for the disk. Bytes that nobody
     verifies need not stay in the cache of the processor, and fewer calls wait less often for the GIL."""
     await sidestream.save(STATE, tmp_path / "c")
-    for file in (tmp_path / "c").iterdir():  # into the page cache
-        with file.open("rb") as opened:
-            opened.read()
-            try:
-                os.preadv(opened.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
-            except OSError:
-                pytest.skip("this file system does not say what is in the page cache")
+    (shard,) = (tmp_path / "c").glob("*.distcp")
+    with shard.open("rb") as opened:
+        try:
+            os.preadv(opened.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except BlockingIOError:
+            pass
+        except OSError:
+            pytest.skip("this file system does not say what is in the page cache")
     sizes: list[int] = []
+    missed: list[int] = []
     preadv = os.preadv
 
     def read(descriptor: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
         sizes.append(sum(map(len, buffers)))
+        if not flags and sizes[-1] >= 1 << 16:  # payloads, and no manifest
+            missed.append(offset)
         count = preadv(descriptor, buffers, offset, flags)
         time.sleep(2e-3)  # another thread computes
         return count
 
     monkeypatch.setattr(os, "preadv", read)
     state = blank()
-    await sidestream.load(state, tmp_path / "c", options=sidestream.LoadOptions(verify=verify))
-    assert all(torch.equal(state[name], STATE[name]) for name in STATE)
+    for _ in range(20):
+        shard.read_bytes()  # into the page cache
+        sizes.clear()
+        missed.clear()
+        await sidestream.load(state, tmp_path / "c", options=sidestream.LoadOptions(verify=verify))
+        assert all(torch.equal(state[name], STATE[name]) for name in STATE)
+        if not missed:  # or others had the memory meanwhile
+            break
     assert max(sizes) == most_bytes
 
 

@@ -208,7 +208,9 @@ def file_system(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path
 
 
 # The directory is shared by all examples: each takes another name in it.
-on_one_directory = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+on_one_directory = settings(
+    max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @on_one_directory

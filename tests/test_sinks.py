@@ -229,7 +229,7 @@ async def test_a_stalled_sink_in_memory_for_one_window(tmp_path: Path) -> None:
         async with AsyncStager(budget_bytes=3 << 19) as stager:
             pending, (sink,) = save(state, tmp_path / "a", stager, Collecting(stall))
             await pending
-            await sidestream.save(state, tmp_path / "b", stager=stager, options=sidestream.SaveOptions(timeout_s=30))
+            await sidestream.save(state, tmp_path / "b", stager=stager, options=sidestream.SaveOptions(timeout_s=60))
             over.set()
             assert torch.equal((await sink)["t"], state["t"])
 
@@ -373,7 +373,7 @@ async def test_the_error_of_a_sink_keeps_no_memory(raised: type[BaseException], 
             await pending
             with pytest.raises((ValueError, RuntimeError), match="the sink fails") as caught:
                 await sink
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while stager.statistics().leases:
                     await asyncio.sleep(0)
             assert caught.value is not None
@@ -395,7 +395,7 @@ async def test_many_stalled_sinks_leave_enough_for_a_large_save(tmp_path: Path) 
                 {"t": torch.ones(9 << 20)},
                 tmp_path / "large",
                 stager=stager,
-                options=sidestream.SaveOptions(timeout_s=30),
+                options=sidestream.SaveOptions(timeout_s=60),
             )
             over.set()
             for sink in fed:

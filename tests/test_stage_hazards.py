@@ -228,7 +228,7 @@ async def test_closing_while_copies_are_enqueued_ends_every_future() -> None:
 @pytest.mark.parametrize("form", ["close", "aclose"])
 async def test_closing_keeps_no_memory_from_the_stage_that_waits_for_it(form: str) -> None:
     """There is room for one, and nobody but the stager knows of the others."""
-    stager = AsyncStager(budget_bytes=2 << 20, max_bytes_per_second=20e6, timeout_s=30)
+    stager = AsyncStager(budget_bytes=2 << 20, max_bytes_per_second=20e6, timeout_s=60)
     for value in range(4):
         stager.stage({"t": torch.full((400_000,), float(value))})
     if form == "aclose":
@@ -271,13 +271,13 @@ def test_stages_that_are_given_up_by_several_threads_at_once() -> None:
     threads = [threading.Thread(target=launch, args=(seed,)) for seed in range(3)]
     for thread in threads:
         thread.start()
-    time.sleep(2.0)
+    while len(launched) < 500 and not wrong:
+        time.sleep(0.01)
     stop.set()
     for thread in threads:
         thread.join()
     stager.close()
     assert wrong == []
-    assert len(launched) > 50
     gc.collect()
     assert stager.statistics().leases == 0
 
@@ -296,7 +296,7 @@ async def test_policies_do_not_wait_for_fragments(policy: Any, error: type[Sides
             await asyncio.sleep(0)
         started = stager.stage({"t": torch.ones(1_250_000)})
         with pytest.raises(error):
-            await asyncio.wait_for(_result(started), 30)
+            await asyncio.wait_for(_result(started), 60)
         for staged in held:
             staged.release()
 
@@ -310,7 +310,7 @@ async def test_a_scratch_that_never_fits_beside_the_image_is_refused_at_once() -
     async with on_fake(driver, budget_bytes=8 * KIB, timeout_s=60.0) as stager:
         state = {"large": driver.put(torch.ones(2000)), "small": [driver.put(torch.ones(8)) for _ in range(10)]}
         with pytest.raises(ArenaExhaustedError, match="raise budget_bytes"):
-            await asyncio.wait_for(driver.drive(stager.stage(state)), 30)
+            await asyncio.wait_for(driver.drive(stager.stage(state)), 60)
 
 
 # --- deadlines, forks ---
@@ -340,7 +340,7 @@ def test_a_forked_child_is_told_at_once_and_closes_nothing() -> None:
     future = stager.stage({"t": torch.ones(10)})
     child = os.fork()
     if child == 0:
-        signal.alarm(30)
+        signal.alarm(60)
         told = 0
         for call in (stager.fence, stager.synchronize_staging, lambda: stager.stage({})):
             try:

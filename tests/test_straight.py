@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from late import late
 
 import sidestream
 from sidestream._format.records import Entries
@@ -213,24 +214,29 @@ async def test_a_read_that_comes_back_late_writes_nothing(tmp_path: Path, monkey
     monkeypatch.setattr(threads, "_GRACE_S", 0.2)
     saved = {f"t{number}": torch.ones(256) for number in range(200)}
     await sidestream.save(saved, tmp_path / "step")
-    go, left = threading.Event(), threading.Event()
+    hangs, go, left = threading.Event(), threading.Event(), threading.Event()
     preadv = os.preadv
 
     def hanging(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
         count = preadv(descriptor, buffers, offset, flags)
         if sum(map(len, buffers)) > 100_000:
+            hangs.set()
             go.wait(60)
             threading.Timer(0.5, left.set).start()
         return count
 
     monkeypatch.setattr(os, "preadv", hanging)
     target = {fqn: torch.zeros(256) for fqn in saved}
+
+    async def load(timeout_s: float) -> None:
+        await sidestream.load(target, tmp_path / "step", options=sidestream.LoadOptions(timeout_s=timeout_s))
+
     try:
-        with pytest.raises(DeadlineExceededError) as caught:
-            await sidestream.load(target, tmp_path / "step", options=sidestream.LoadOptions(timeout_s=0.5))
+        error = await late(load, hangs.is_set)
     finally:
         go.set()
-    assert caught.value.written == ()
+    assert isinstance(error, DeadlineExceededError)
+    assert error.written == ()
     await asyncio.to_thread(left.wait, 60)
     assert not any(tensor.any() for tensor in target.values())
 

@@ -36,6 +36,24 @@ from sidestream._runtime.threads import (
 from sidestream.errors import DeadlineExceededError
 
 PATIENCE_S = 60.0
+CLOCKS = _turns._clocks
+
+
+@pytest.fixture(autouse=True)
+def core_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop is taken for busy, although other processes of the machine may have its core for half of the time."""
+    monkeypatch.setattr(_turns, "_clocks", lambda: (time.monotonic(),) * 2)
+
+
+def test_the_clocks_tell_a_loop_that_runs_from_one_that_sleeps() -> None:
+    (start, ran_before), clocks = CLOCKS(), CLOCKS()
+    while clocks[1] - ran_before < 0.02:  # as long as that takes
+        clocks = CLOCKS()
+    assert clocks[0] - start >= 0.01
+    time.sleep(0.2)
+    now, ran = CLOCKS()
+    assert now - clocks[0] >= 0.19
+    assert ran - clocks[1] < 0.1
 
 
 def naps() -> int:
@@ -117,7 +135,8 @@ async def test_what_only_sleeps_is_given_no_turns() -> None:
         threads.close()
 
 
-async def test_a_thread_that_is_left_behind_is_given_no_more() -> None:
+async def test_a_thread_that_is_left_behind_is_given_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_threads, "_GRACE_S", 0.01)
     threads, ended = Threads("test-turns", 1), threading.Event()
     try:
         with pytest.raises(DeadlineExceededError), time_limit(Deadline.after(0.01)):
@@ -128,13 +147,17 @@ async def test_a_thread_that_is_left_behind_is_given_no_more() -> None:
         threads.close()
 
 
-async def test_a_loop_that_sleeps_by_itself_is_woken_up_ever_less() -> None:
+async def test_a_loop_that_sleeps_by_itself_is_woken_up_ever_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = _turns._clocks
+    monkeypatch.setattr(_turns, "_clocks", CLOCKS)
     work: Future[None] = Future()
     _turns.give_turns(work)
     turns = _turns._of_loops[asyncio.get_running_loop()]
     async with asyncio.timeout(PATIENCE_S):
         while turns._intervals < _turns._MOST_INTERVALS:
             await asyncio.sleep(0.001)
+        monkeypatch.setattr(_turns, "_clocks", busy)
+        turns._seen = busy()
         with somebody_who_comes_back_often():
             assert await busy_until(1)
         while turns._intervals > 1:
@@ -230,7 +253,9 @@ async def test_a_turn_is_seen_by_others() -> None:
     assert await happens_beside_a_busy_loop(look)
 
 
-async def test_the_loop_waits_for_a_burst() -> None:
+async def test_the_loop_waits_for_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_turns, "_HOLD_S", 0.1)
+
     def look(ended: threading.Event) -> bool:
         with _turns.holding_gil():
             long, given = 0, set()
@@ -239,7 +264,7 @@ async def test_the_loop_waits_for_a_burst() -> None:
                 before = turns._seen
                 given.add(before)
                 if one_turn_is_being_given():
-                    time.sleep(2 * _turns._NAP_S)  # an ordinary turn is over by then, but one in a thousand
+                    time.sleep(100 * _turns._NAP_S)  # an ordinary turn is over by then
                     long += one_turn_is_being_given() and turns._seen is before
         return long == 3
 
@@ -271,7 +296,8 @@ def test_who_came_in_a_nap_is_no_reason_for_the_next(monkeypatch: pytest.MonkeyP
         for _ in range(100):  # threads of others may come just then
             turns = _turns._LoopTurns()
             come.release()
-            time.sleep(0.01)  # it has been woken up since
+            while _turns._context_switches() == turns._context_switches:
+                time.sleep(0.001)  # until it has been woken up
             come.release()
             before = naps()
             turns._nap()

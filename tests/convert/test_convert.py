@@ -421,7 +421,7 @@ async def test_files_that_are_more_than_data(tmp_path: Path) -> None:
 
 
 _MEASURE = """
-import asyncio, re, sys, time, torch, sidestream
+import asyncio, mmap, re, sys, time, torch, sidestream
 from pathlib import Path
 from sidestream._storage.local import transaction as local
 
@@ -431,6 +431,18 @@ root = Path(sys.argv[1])
 def peak_kib():
     # of this program: ru_maxrss still has the peak of the process that started it
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+class Counted(mmap.mmap):
+    # memory of windows, which has been mapped and not been unmapped
+    now = most = 0
+
+    def __init__(self, *args):
+        self.nbytes = len(self)
+        Counted.now += self.nbytes
+        Counted.most = max(Counted.most, Counted.now)
+
+    def __del__(self):
+        Counted.now -= self.nbytes
 
 write = local.write_buffer
 
@@ -449,23 +461,24 @@ async def main():
     await sidestream.save({"w": torch.ones(3)}, root / "small")
     await sidestream.convert(root / "small", root / "small.pt")  # brings every import
     before = peak_kib()
+    mmap.mmap = Counted
     chain = [root / name for name in ("a.safetensors", "b", "c.pt", "d.safetensors")]
     for source, target in zip(chain, chain[1:]):
         globals().update(calls=0)
         options = sidestream.ConvertOptions(budget_bytes=96 * MIB, durability="flush")
         await sidestream.convert(source, target, options=options)
-        now = peak_kib()
-        print(target.name, (now - before) // 1024)
+        print(target.name, Counted.most / MIB, (peak_kib() - before) // 1024)
     globals().update(calls=0)
     await sidestream.copy(chain[-1], root / "e.safetensors", budget_bytes=96 * MIB, durability="flush")
-    print("copy", (peak_kib() - before) // 1024)
+    print("copy", Counted.most / MIB, (peak_kib() - before) // 1024)
 
 asyncio.run(main())
 """
 
 
 def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
-    """A state of more than twice the budget, one tensor of it alone larger than the budget."""
+    """A state of more than twice the budget, one tensor of it alone larger than the budget. What the process has in
+    memory besides, such as the heap, is bounded loosely: it could not have the whole state in there."""
     tensors = {"large": torch.arange(20 * MIB, dtype=torch.int64), **{f"t{n}": torch.full((MIB,), n) for n in range(8)}}
     save_file(tensors, tmp_path / "a.safetensors")
     child = subprocess.run(
@@ -477,9 +490,10 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
         check=False,
     )
     assert child.returncode == 0, child.stderr
-    grown = [int(line.split()[1]) for line in child.stdout.splitlines()]
-    assert len(grown) == 4
-    assert max(grown) <= 96, child.stdout
+    windows, grown = zip(*(map(float, line.split()[1:]) for line in child.stdout.splitlines()), strict=True)
+    assert len(windows) == 4
+    assert 0 < max(windows) <= 96, child.stdout
+    assert max(grown) <= 96 + 64, f"the state has 224 MiB; {child.stdout}"
     back = load_file(tmp_path / "d.safetensors")
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
 

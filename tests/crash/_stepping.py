@@ -96,7 +96,7 @@ def busy_threads() -> list[str]:
     The last thing that a thread does is to resolve a future; whoever awaits that may run before the thread has returned
     from there, so it is given the time to. What it must not do meanwhile, touch a file, the operations' hook tells.
     """
-    end = time.monotonic() + 2.0
+    end = time.monotonic() + 60.0
     while (busy := in_pools()) and time.monotonic() < end:
         time.sleep(0.001)
     return list(busy.values())
@@ -115,7 +115,7 @@ def owned_threads(besides: list[str], before: Collection[threading.Thread] = ())
     """Names of the threads that belong to one save or one closed stager, and have not ended; each name in ``besides``
     may be there once, for the stager of the test. Those ``before`` are of other tests, and of the process."""
     cached.close_all()  # what is kept for the next save without a stager
-    end = time.monotonic() + 2.0
+    end = time.monotonic() + 60.0
     while True:
         there = [one for one in threading.enumerate() if one not in before]
         left = [one.name for one in there if one.name.startswith("sidestream-")]

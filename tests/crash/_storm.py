@@ -20,7 +20,7 @@ from _stepping import busy_threads
 
 import sidestream
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def once(way: str, run: Path, number: int) -> None:

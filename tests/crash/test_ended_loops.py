@@ -26,10 +26,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 import sidestream
 from sidestream import errors
 from sidestream._convert import export
+from sidestream._runtime import abandoned, threads
+from sidestream._save import writer
 from sidestream._staging import cached
 from sidestream._worker.client import close_all, worker_for
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 MIB = 1 << 20
 
 
@@ -189,7 +191,7 @@ def test_memory_comes_back(tmp_path: Path, lines: Callable[[], list[str]]) -> No
         if number == 5:
             before = mapped_bytes()
     until(lambda: not ours())
-    assert mapped_bytes() - before < 3 * 16 * MIB
+    assert mapped_bytes() - before < 10 * 16 * MIB, "34 saves had 16 MiB each"
     assert attempts_in(tmp_path) == []
     assert len(lines()) == len([one for one in pendings if one.outcome == "absent"])
 
@@ -349,13 +351,16 @@ def test_closed_one_turn_after_everything_was_cancelled(tmp_path: Path, lines: C
     gc.collect()
 
 
-def test_a_closing_loop_waits_for_a_moment_only(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
+def test_a_closing_loop_waits_for_a_moment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of a save that was never begun is blocked in a system call."""
+    for module in (abandoned, threads, writer):  # the time that a thread has otherwise
+        monkeypatch.setattr(module, "_GRACE_S", 2 * PATIENCE_S)
     reached, go_on = threading.Event(), threading.Event()
+    released: list[bool] = []
 
     def hook(operation: Operation) -> Any:
         reached.set()
-        go_on.wait(PATIENCE_S)
+        released.append(go_on.wait(0 if released else PATIENCE_S))
         return operation.call()
 
     async def begin() -> sidestream.PendingSave:
@@ -366,10 +371,8 @@ def test_a_closing_loop_waits_for_a_moment_only(tmp_path: Path, lines: Callable[
         return pending
 
     with Intercept(tmp_path, hook).installed() as intercept:
-        started = time.monotonic()
         pending = asyncio.run(begin())
-        assert time.monotonic() - started < 4.0  # not the 5 s that a thread has
-        assert not go_on.is_set()
+        assert not released, "the loop has waited for the thread"
         assert not pending.done()
         go_on.set()
         until(pending.done)
@@ -414,8 +417,11 @@ def test_a_loop_that_stops_and_goes_on_is_none_of_these(tmp_path: Path, lines: C
     assert lines() == []
 
 
-def test_a_loop_that_is_not_run_any_more(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
+def test_a_loop_that_is_not_run_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
     """The loop is not closed and its thread lives: the save ends at its deadline."""
+    monkeypatch.setattr(abandoned, "_GRACE_S", 0.2)
     loop = asyncio.new_event_loop()
 
     async def begin() -> sidestream.PendingSave:
@@ -483,7 +489,7 @@ def test_at_exit(end: str, elements: int, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == (3 if "3" in end else 0), ended.stderr

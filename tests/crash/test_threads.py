@@ -36,7 +36,7 @@ class Work:
         self.inside = True
         self.entered.set()
         try:
-            assert self.released.wait(30)
+            assert self.released.wait(60)
         finally:
             self.inside = False
         return "done"
@@ -207,7 +207,7 @@ async def test_a_waker_is_called_by_the_stop_flag(threads: Threads) -> None:
         with stop.waking(wake), condition:
             entered.set()
             while not stop.is_set():
-                assert condition.wait(30)
+                assert condition.wait(60)
 
     task = asyncio.create_task(threads.run(sleeping, stop=stop))
     while not entered.is_set():
@@ -222,18 +222,21 @@ async def test_a_stuck_thread_is_left_behind_after_the_deadline(
     threads: Threads, cancel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_threads, "_GRACE_S", 0.01)
-    work, stop = Work(), Stop()
-    await threads.run(int)  # starts a thread, so that one begins the work before the deadline
-    with time_limit(Deadline.after(0.2)):
-        task = asyncio.create_task(threads.run(work, stop=stop))
-    await work.begun()
+    for timeout_s in (0.2, 0.8, 3.2, 12.8, 51.2):  # a thread has to begin the work before the deadline
+        work, stop = Work(), Stop()
+        with time_limit(Deadline.after(timeout_s)):
+            task = asyncio.create_task(threads.run(work, stop=stop))
+        while not work.inside and not task.done():
+            await asyncio.sleep(0)
+        if work.inside:
+            break
     if cancel:
         task.cancel()
     with pytest.raises(asyncio.CancelledError if cancel else errors.DeadlineExceededError) as caught:
         await task
     if not cancel:
         assert isinstance(caught.value, TimeoutError)
-        assert "0.2" in str(caught.value)
+        assert f"{timeout_s:g}" in str(caught.value)
     assert stop.is_set()
     assert work.inside
     work.released.set()
@@ -246,15 +249,21 @@ async def test_threads_that_hang_are_replaced_after_a_burst_of_work(
     """Work that waited for a thread leaves none that counts as idle and is not."""
     monkeypatch.setattr(_threads, "_GRACE_S", 0.01)
     await asyncio.gather(*(threads.run(int) for _ in range(20)))
-    hanging = Work(), Work()
-    with time_limit(Deadline.after(0.2)):
-        tasks = [asyncio.create_task(threads.run(work)) for work in hanging]
-    for work in hanging:
-        await work.begun()
+    for timeout_s in (0.2, 0.8, 3.2, 12.8, 51.2):  # all threads have to hang before the deadline
+        hanging = Work(), Work()
+        with time_limit(Deadline.after(timeout_s)):
+            tasks = [asyncio.create_task(threads.run(work)) for work in hanging]
+        while not all(work.inside for work in hanging) and not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+        if all(work.inside for work in hanging):
+            break
+        for work in hanging:
+            work.released.set()
+        await asyncio.wait(tasks)
     for task in tasks:
         with pytest.raises(errors.DeadlineExceededError):
             await task
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await threads.run(int) == 0
     assert all(work.inside for work in hanging)
 
@@ -273,7 +282,7 @@ async def test_work_does_not_wait_for_a_thread_that_hangs_if_one_could_not_be_st
         threads.submit(second)  # the thread of the first one takes it
     first.released.set()
     await second.begun()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await threads.run(int) == 0
     assert second.inside
     threads.close()
@@ -287,7 +296,7 @@ async def test_what_a_stuck_thread_raises_later_is_nobodys(
 
     def failing() -> None:
         entered.set()
-        assert released.wait(30)
+        assert released.wait(60)
         raise OSError("too late")
 
     with pytest.raises(errors.DeadlineExceededError), time_limit(Deadline.after(0.01)):
@@ -406,7 +415,7 @@ def test_an_interrupt_in_code_of_the_standard_library_leaves_the_threads_usable(
         interrupted(at, lambda threads=threads: threads.submit(int))
         done = threading.Event()
         threading.Thread(target=lambda t=threads, d=done: t.submit(d.set), daemon=True).start()
-        assert done.wait(10), f"interrupted at return {at}"
+        assert done.wait(60), f"interrupted at return {at}"
         threads.close()
 
 
@@ -423,7 +432,7 @@ def test_an_interrupt_leaves_no_future_locked(kind: type[ThreadFuture[int]]) -> 
         future, resolved = kind(), threading.Event()
         interrupted(at, lambda future=future: future.add_done_callback(lambda _: None))
         threading.Thread(target=_resolve, args=(future, resolved), daemon=True).start()
-        assert resolved.wait(10), f"interrupted at return {at}"
+        assert resolved.wait(60), f"interrupted at return {at}"
 
 
 def test_an_interrupt_while_a_thread_starts() -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,30 +26,19 @@ from sidestream._format.rank_files import merge_ranks
 from sidestream._format.records import Chunk, Manifest, TensorEntry
 from sidestream._format.safetensors.read import manifest_of_headers, parse_header, shards_of
 from sidestream._format.validate import validate
+from sidestream._runtime import threads
 from sidestream._runtime.threads import run_sliced
 
 COUNT = 10_000
 
 
 @pytest.fixture
-def never_switching() -> Iterator[None]:
-    """A thread keeps the GIL until it gives it away."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
-    yield
-    sys.setswitchinterval(interval)
-
-
-def turns_of_others(work: Callable[[], object]) -> int:
-    """How often another thread can run while ``work`` does."""
-    thread = threading.Thread(target=work)
-    thread.start()
-    turns = 0
-    while thread.is_alive():
-        turns += 1
-        time.sleep(10e-6)  # comes back when the other thread gives the GIL away, or has ended
-    thread.join()
-    return turns
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows whenever a thread may give the GIL away, as if all of its slices were over."""
+    rests: list[None] = []
+    monkeypatch.setattr(threads, "slice_s", lambda: 0.0)
+    monkeypatch.setattr(threads, "yield_gil", lambda: rests.append(None))
+    return rests
 
 
 def large_manifest() -> Manifest:
@@ -76,8 +62,7 @@ def stock_metadata() -> bytes:
     )
 
 
-@pytest.mark.usefixtures("never_switching")
-def test_others_get_their_turns() -> None:
+def test_others_get_their_turns(rests: list[None]) -> None:
     manifest = large_manifest()
     raw = b"".join(write_manifest(manifest, "2.13.0"))
     metadata = stock_metadata()
@@ -98,5 +83,10 @@ def test_others_get_their_turns() -> None:
         "header": lambda: run_sliced(parse_header(header, 0, 64 * COUNT, "f")),
         "headers": lambda: run_sliced(manifest_of_headers({"f": slices}, None)),
     }
-    turns = {name: turns_of_others(work) for name, work in works.items()}
-    assert min(turns.values()) > 1, turns
+    turns = {}
+    for name, work in works.items():
+        rests.clear()
+        work()
+        turns[name] = len(rests)
+    print(turns)
+    assert min(turns.values()) > 20, turns

@@ -190,7 +190,7 @@ def stuck(rank: int, world: int, directory: Path, method: str, who: int) -> dict
     async def load() -> list[Any]:
         target = {"m": {"thing": Stuck()}}
         try:
-            await sidestream.load(target, directory / "saved", options=sidestream.LoadOptions(timeout_s=7.0))
+            await sidestream.load(target, directory / "saved", options=sidestream.LoadOptions(timeout_s=15.0))
         except sidestream.errors.RankFailuresError as failures:
             return [[one.rank, one.step, one.kind] for one in failures.failures]
         finally:

@@ -31,7 +31,7 @@ import _replaced
 import torch
 import torch.distributed as dist
 
-_RANK_S = 90
+_RANK_S = 240
 
 
 def main() -> None:

@@ -66,6 +66,7 @@ def test_a_rank_that_closes_its_loop(who: int, turns: int, groups: Groups, tmp_p
     for rank, told in enumerate(ended.results):
         assert told["outcome"] == ("committed" if told["visible"] else "absent"), told
         if rank != who and not told["visible"]:
-            assert [one for one, _ in told["failures"]] == [who], told
-    assert ended.seconds < 30
+            ((one, kind),) = told["failures"]
+            assert one == who, told
+            assert kind != "DeadlineExceededError", "they were not told: they waited in vain"
     assert not list(tmp_path.glob("*.partial"))

@@ -402,6 +402,7 @@ async def test_a_lease_of_the_dead_expires(tmp_path: Path) -> None:
         lease = tmp_path / ".leases" / f"step-1.read6.{'0' * 32}"
         lease.write_text("{}")
         await save_steps(writer, 2)
+        os.utime(lease)  # it has 6 s from now on
         assert "step-1" in (await writer.prune()).leased
         os.utime(lease, (1, 1))  # it has expired; half of its time has to pass before this process believes it
 
@@ -495,7 +496,7 @@ async def test_an_attempt_of_the_dead_is_collected_and_one_of_the_living_is_not(
     unleased = tmp_path / called("step-8", "b" * 32)
     foreign = tmp_path / called("weights", "c" * 32)
     async with (
-        sidestream.Checkpointer(tmp_path, lease_s=1, stager=held) as slow,
+        sidestream.Checkpointer(tmp_path, lease_s=60, stager=held) as slow,
         sidestream.Checkpointer(tmp_path, lease_s=1, abandoned_after_s=3600) as other,
     ):
         pending = await slow.async_save(state_of(5), step=5)

@@ -307,10 +307,14 @@ async def test_an_upload_that_cannot_be_aborted(store: DirectoryStore) -> None:
 @pytest.mark.parametrize("kind", ["listing", "upload", "part", "complete", "put", "create"])
 async def test_cancelling_in_the_middle(kind: str, store: DirectoryStore) -> None:
     fault = Fault(kind)
-    pending = sidestream.async_save(
-        state(), URL, **for_save(**keywords(Wrapped(store, fault), request_timeout_s=1.0, retries=0))
-    )
-    assert await asyncio.to_thread(fault.reached.wait, 60)
+    for timeout_s in (1.0, 4.0, 16.0, 64.0):  # no request before it may take as long
+        policy = {"request_timeout_s": timeout_s, "retries": 0}
+        pending = sidestream.async_save(state(), URL, **for_save(**keywords(Wrapped(store, fault), **policy)))
+        while not fault.reached.is_set() and not pending.done():
+            await asyncio.sleep(0.005)
+        if fault.reached.is_set():
+            break
+        await asyncio.wait([asyncio.ensure_future(pending.ended())])
     pending.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pending

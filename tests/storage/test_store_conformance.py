@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import asyncio
 import sys
 import uuid
 from collections.abc import Iterator
@@ -281,8 +281,9 @@ async def test_a_transaction_that_has_committed_keeps_no_content(store: Store) -
     transaction = written(store, {"__0_0.distcp": b"content"})
     marker = bytes(1 << 20) + MARKER
     await publish(transaction, marker)
-    references = sys.getrefcount(marker)
-    assert references == 2, gc.get_referrers(marker)
+    async with asyncio.timeout(60):
+        while sys.getrefcount(marker) > 2:  # a thread that has just ended its work may still refer to it
+            await asyncio.sleep(0.001)
 
 
 async def test_a_small_file_is_made_once(store: Store) -> None:

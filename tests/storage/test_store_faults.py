@@ -343,8 +343,12 @@ async def test_a_commit_without_an_answer_while_the_storage_throttles(
     s3.fault = lambda request: faults.get(request.kind)
     async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
         await checkpoints.steps()  # makes the client
-        pending = await checkpoints.async_save(large(), step=1, **for_save(timeout_s=4.0))
-        await asyncio.to_thread(s3.wait_for, "create")
+        for timeout_s in (4.0, 16.0, 64.0):
+            pending = await checkpoints.async_save(large(), step=1, **for_save(timeout_s=timeout_s))
+            while not (sent := s3.count("create")) and not pending.done():
+                await asyncio.sleep(0.01)
+            if sent:
+                break
         faults["list"] = 503
         looking = asyncio.create_task(checkpoints.steps())
         with pytest.raises(errors.OutcomeUnknownError):
