@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,6 +44,7 @@ from .._runtime.threads import (
 from .._save.group import Group
 from .._save.layouts import commit_files, sidecar_files, with_sidecars
 from .._save.operation import RankReceipt, SaveOrder
+from .._save.order import unchecked
 from .._storage import Kind, Location, Transaction, locate_directory
 from ..errors import (
     InvalidOptionError,
@@ -198,6 +199,8 @@ class How:
     verb: Literal["export", "convert"] = "convert"
     replaces: bool = False
     """Whether an export replaces an earlier one."""
+    before_commit: Callable[[], Awaitable[None]] = unchecked
+    """As in ``SaveOrder``."""
     others: Mapping[str, bytes] = field(default_factory=dict)
     """Files in addition to those of safetensors."""
 
@@ -243,6 +246,7 @@ async def _convert(
         files=beside,
         operation=ranks,
         replaces_export=how.replaces,
+        before_commit=how.before_commit,
     )
     layout = _ConvertedLayout(order, files, selection.order)
     sizes = {file.name: file.nbytes for file in layout.data_files}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -28,7 +28,7 @@ from ..events import (
 )
 from ..options import Digest, Durability, FileSource, IndependentPart, Outcome
 
-__all__ = ["Lifecycle", "SaveOrder"]
+__all__ = ["Lifecycle", "SaveOrder", "unchecked"]
 
 _ID_CHARS = 16
 
@@ -103,6 +103,10 @@ class Lifecycle:
             emit(event)
 
 
+async def unchecked() -> None:
+    """Do nothing: nothing prevents the commit."""
+
+
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
     """The arguments of a save, and its transaction."""
@@ -128,6 +132,8 @@ class SaveOrder:
     """The kind of the transaction, unless it follows from ``operation``, ``part`` or ``replaces_export``."""
     replaces_export: bool = False
     """Whether an export replaces an existing one."""
+    before_commit: Callable[[], Awaitable[None]] = unchecked
+    """Called by the process that commits, when everything has been written. If it raises, nothing is committed."""
     files: Mapping[str, FileSource] = field(default_factory=dict)
     """The sidecar files, by name."""
     exports: tuple[str, ...] = ()
