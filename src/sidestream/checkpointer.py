@@ -559,14 +559,12 @@ class Checkpointer:
     async def aclose(self) -> None:
         """Wait for the saves in progress, their exports and the pruning after them, and free the staging memory.
 
-        A cancel cancels those saves, and waits until they have cleaned up.
+        Any number of tasks may call it, at the same time too: each of them waits for all of that. A cancel cancels
+        those saves, and waits until they have cleaned up.
 
         Raises:
             SidestreamError: A save whose error was not retrieved, or the pruning, failed.
         """
-        if self._opened.closed:
-            await self._saves.ended()
-            return
         self._opened.closed = True
         try:
             await self._all_ended()
