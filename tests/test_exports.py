@@ -265,18 +265,19 @@ async def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
 
 
 @contextmanager
-def choosing(count: int = 1) -> Iterator[tuple[Callable[[str], str], threading.Event]]:
-    """``names=`` of an export, which waits in a thread until the test says so: and the event that lets it go on.
-    The first ``count`` names wait."""
-    gate, waiting = threading.Event(), itertools.count()
+def choosing() -> Iterator[tuple[Callable[[str], str], threading.Event, threading.Event]]:
+    """``names=`` of an export, which waits in a thread when it is first called; the event that lets it go on; and the
+    event that says that it waits."""
+    gate, waits, calls = threading.Event(), threading.Event(), itertools.count()
 
     def names(name: str) -> str:
-        if next(waiting) < count:
+        if next(calls) == 0:
+            waits.set()
             assert gate.wait(60)
         return name
 
     try:
-        yield names, gate
+        yield names, gate, waits
     finally:
         gate.set()
 
@@ -286,7 +287,7 @@ async def test_a_cancel_of_a_save_cancels_its_exports(
     budget_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a log line for each of them."""
-    with choosing() as (names, gate):
+    with choosing() as (names, gate, _):
         async with AsyncStager(budget_bytes=budget_bytes) as stager:
             exports = [HF(tmp_path / "hf1", names=names), HF(tmp_path / "hf2")]
             pending = async_save(state_of(), tmp_path / "step", stager=stager, export=exports)
@@ -303,7 +304,7 @@ async def test_a_cancel_of_a_save_cancels_its_exports(
 
 
 async def test_exports_outlive_a_cancel_after_the_commit(tmp_path: Path) -> None:
-    with choosing() as (names, gate):
+    with choosing() as (names, gate, _):
         pending = async_save(state_of(), tmp_path / "step", export=HF(tmp_path / "hf", names=names, select="model.*"))
         await pending
         assert not pending.cancel()
@@ -314,11 +315,12 @@ async def test_exports_outlive_a_cancel_after_the_commit(tmp_path: Path) -> None
 async def test_the_checkpoint_of_another_save_is_not_exported(tmp_path: Path) -> None:
     """Nor is it called damaged: the checkpoint of this save is gone."""
     async with AsyncStager(budget_bytes=4 << 20) as stager:
-        with choosing() as (names, gate):  # the first name is asked for when the checkpoint is open
+        with choosing() as (names, gate, waits):  # it waits when the checkpoint is open
             first = async_save(
                 state_of(1), tmp_path / "last", stager=stager, overwrite=True, export=HF(tmp_path / "a", names=names)
             )
             await first
+            assert await asyncio.to_thread(waits.wait, 60)
             await save(state_of(2), tmp_path / "last", overwrite=True)
             gate.set()
             with pytest.raises(CheckpointNotFoundError, match="another save has replaced it"):
@@ -493,7 +495,7 @@ async def test_a_step_that_is_saved_again_replaces_its_export(tmp_path: Path) ->
 
 async def test_the_newest_generation_is_exported_also_if_an_older_export_ends_later(tmp_path: Path) -> None:
     """The older one is skipped, because its step was saved again meanwhile."""
-    with choosing() as (names, gate):  # only the first export waits
+    with choosing() as (names, gate, _):  # only the first export waits
         export = HF(tmp_path / "exports" / "step-{step}", **{**MODEL, "names": names})
         async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
             older = await checkpoints.async_save(state_of(1), step=5)
@@ -512,7 +514,7 @@ async def test_the_newest_generation_is_exported_also_if_an_older_export_ends_la
 async def test_a_newer_generation_of_another_process(tmp_path: Path) -> None:
     """The order is decided by the run at the commit, not by what this ``Checkpointer`` has saved."""
     export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
-    with choosing() as (names, gate):
+    with choosing() as (names, gate, _):
         slow = HF(tmp_path / "exports" / "step-{step}", select="model.*", names=names)
         async with (
             Checkpointer(tmp_path / "run", export=slow) as one,
@@ -527,24 +529,27 @@ async def test_a_newer_generation_of_another_process(tmp_path: Path) -> None:
     same(exported(tmp_path / "exports" / "step-5"), {k: v for k, v in state_of(2)["model"].items() if k != "head"})
 
 
-async def test_a_generation_that_is_not_committed_replaces_no_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_generation_that_is_not_committed_replaces_no_export(tmp_path: Path) -> None:
+    def occupy(event: object) -> None:
+        """Make the commit of the save fail, when everything is staged."""
+        if isinstance(event, events.SaveWritten) and event.save.operation == "save" and event.save.generation == 2:
+            (tmp_path / "run" / "step-5.g2").mkdir()
+            (tmp_path / "run" / "step-5.g2" / "taken").touch()
+
     export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
     async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
         await checkpoints.save(state_of(1), step=5)
-        pending = await checkpoints.async_save(state_of(2), step=5)
-        (tmp_path / "run" / "step-5.g2").mkdir()
-        (tmp_path / "run" / "step-5.g2" / "taken").touch()
-        with pytest.raises(CheckpointExistsError):
-            await pending
+        with events.observe(occupy):
+            pending = await checkpoints.async_save(state_of(2), step=5)
+            with pytest.raises(CheckpointExistsError):
+                await pending
         with pytest.raises(SnapshotLostError, match="was not saved"):
             await pending.exports[0]
     same(exported(tmp_path / "exports" / "step-5"), {k: v for k, v in state_of(1)["model"].items() if k != "head"})
 
 
 async def test_a_target_without_the_step_keeps_the_export_of_the_first_save(tmp_path: Path) -> None:
-    with choosing() as (names, gate):
+    with choosing() as (names, gate, _):
         export = HF(tmp_path / "exported", **{**MODEL, "names": names})
         async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
             saves = [await checkpoints.async_save(state_of(step), step=step) for step in (1, 2)]
@@ -561,7 +566,7 @@ async def test_a_target_without_the_step_keeps_the_export_of_the_first_save(tmp_
 @pytest.mark.parametrize("budget_bytes", [64 << 20, 4 << 20])
 async def test_a_step_stays_until_it_is_exported(budget_bytes: int, tmp_path: Path) -> None:
     """Retention of this process and of another one deletes it after that."""
-    with choosing() as (names, gate):
+    with choosing() as (names, gate, _):
         export = HF(tmp_path / "exports" / "step-{step}", **{**MODEL, "names": names})
         async with (
             AsyncStager(budget_bytes=budget_bytes) as stager,
@@ -570,10 +575,11 @@ async def test_a_step_stays_until_it_is_exported(budget_bytes: int, tmp_path: Pa
         ):
             first = await checkpoints.async_save(state_of(1), step=1)
             await first
-            await checkpoints.save(state_of(2), step=2)
-            for one in (checkpoints, other):
-                assert (await one.prune()).leased == ("step-1",)
+            second = await checkpoints.async_save(state_of(2), step=2)
+            await second
+            leased = [(await one.prune()).leased for one in (checkpoints, other)]
             gate.set()
+            assert leased == [("step-1",)] * 2
             await first.exports[0]
     assert sorted(name for name in os.listdir(tmp_path / "run") if name.startswith("step-")) == ["step-2"]
     assert [path.name for path in (tmp_path / "run").glob(".leases/*")] == []
