@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -312,19 +313,25 @@ async def test_exports_outlive_a_cancel_after_the_commit(tmp_path: Path) -> None
         assert (await pending.exports[0]).url == str(tmp_path / "hf")
 
 
-async def test_the_checkpoint_of_another_save_is_not_exported(tmp_path: Path) -> None:
-    """Nor is it called damaged: the checkpoint of this save is gone."""
+async def test_a_checkpoint_that_is_replaced_while_it_is_exported(tmp_path: Path) -> None:
+    """It is not called damaged. Its files are deleted after the export has opened it."""
+    replaced: list[threading.Thread] = []
+
+    def replace(event: object) -> None:
+        opened = isinstance(event, events.SaveStarted) and event.save.operation == "export"
+        if opened and (tmp_path / "last" / ".metadata").exists() and not replaced:
+            again = partial(sidestream.blocking.save, state_of(2), tmp_path / "last", overwrite=True)
+            replaced.append(threading.Thread(target=again))
+            replaced[0].start()
+            replaced[0].join()
+
     async with AsyncStager(budget_bytes=4 << 20) as stager:
-        with choosing() as (names, gate, waits):  # it waits when the checkpoint is open
-            first = async_save(
-                state_of(1), tmp_path / "last", stager=stager, overwrite=True, export=HF(tmp_path / "a", names=names)
-            )
-            await first
-            assert await asyncio.to_thread(waits.wait, 60)
-            await save(state_of(2), tmp_path / "last", overwrite=True)
-            gate.set()
+        with events.observe(replace):
+            pending = async_save(state_of(1), tmp_path / "last", stager=stager, export=HF(tmp_path / "a", **MODEL))
+            await pending
             with pytest.raises(CheckpointNotFoundError, match="another save has replaced it"):
-                await first.exports[0]
+                await pending.exports[0]
+    assert replaced
     assert sorted(os.listdir(tmp_path)) == ["last"]
 
 
