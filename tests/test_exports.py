@@ -266,19 +266,17 @@ async def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
 
 
 @contextmanager
-def choosing() -> Iterator[tuple[Callable[[str], str], threading.Event, threading.Event]]:
-    """``names=`` of an export, which waits in a thread when it is first called; the event that lets it go on; and the
-    event that says that it waits."""
-    gate, waits, calls = threading.Event(), threading.Event(), itertools.count()
+def choosing() -> Iterator[tuple[Callable[[str], str], threading.Event]]:
+    """``names=`` of an export, which waits in a thread when it is first called, and the event that lets it go on."""
+    gate, calls = threading.Event(), itertools.count()
 
     def names(name: str) -> str:
         if next(calls) == 0:
-            waits.set()
             assert gate.wait(60)
         return name
 
     try:
-        yield names, gate, waits
+        yield names, gate
     finally:
         gate.set()
 
@@ -288,7 +286,7 @@ async def test_a_cancel_of_a_save_cancels_its_exports(
     budget_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a log line for each of them."""
-    with choosing() as (names, gate, _):
+    with choosing() as (names, gate):
         async with AsyncStager(budget_bytes=budget_bytes) as stager:
             exports = [HF(tmp_path / "hf1", names=names), HF(tmp_path / "hf2")]
             pending = async_save(state_of(), tmp_path / "step", stager=stager, export=exports)
@@ -305,7 +303,7 @@ async def test_a_cancel_of_a_save_cancels_its_exports(
 
 
 async def test_exports_outlive_a_cancel_after_the_commit(tmp_path: Path) -> None:
-    with choosing() as (names, gate, _):
+    with choosing() as (names, gate):
         pending = async_save(state_of(), tmp_path / "step", export=HF(tmp_path / "hf", names=names, select="model.*"))
         await pending
         assert not pending.cancel()
@@ -502,7 +500,7 @@ async def test_a_step_that_is_saved_again_replaces_its_export(tmp_path: Path) ->
 
 async def test_the_newest_generation_is_exported_also_if_an_older_export_ends_later(tmp_path: Path) -> None:
     """The older one is skipped, because its step was saved again meanwhile."""
-    with choosing() as (names, gate, _):  # only the first export waits
+    with choosing() as (names, gate):  # only the first export waits
         export = HF(tmp_path / "exports" / "step-{step}", **{**MODEL, "names": names})
         async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
             older = await checkpoints.async_save(state_of(1), step=5)
@@ -521,7 +519,7 @@ async def test_the_newest_generation_is_exported_also_if_an_older_export_ends_la
 async def test_a_newer_generation_of_another_process(tmp_path: Path) -> None:
     """The order is decided by the run at the commit, not by what this ``Checkpointer`` has saved."""
     export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
-    with choosing() as (names, gate, _):
+    with choosing() as (names, gate):
         slow = HF(tmp_path / "exports" / "step-{step}", select="model.*", names=names)
         async with (
             Checkpointer(tmp_path / "run", export=slow) as one,
@@ -556,7 +554,7 @@ async def test_a_generation_that_is_not_committed_replaces_no_export(tmp_path: P
 
 
 async def test_a_target_without_the_step_keeps_the_export_of_the_first_save(tmp_path: Path) -> None:
-    with choosing() as (names, gate, _):
+    with choosing() as (names, gate):
         export = HF(tmp_path / "exported", **{**MODEL, "names": names})
         async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
             saves = [await checkpoints.async_save(state_of(step), step=step) for step in (1, 2)]
@@ -573,7 +571,7 @@ async def test_a_target_without_the_step_keeps_the_export_of_the_first_save(tmp_
 @pytest.mark.parametrize("budget_bytes", [64 << 20, 4 << 20])
 async def test_a_step_stays_until_it_is_exported(budget_bytes: int, tmp_path: Path) -> None:
     """Retention of this process and of another one deletes it after that."""
-    with choosing() as (names, gate, _):
+    with choosing() as (names, gate):
         export = HF(tmp_path / "exports" / "step-{step}", **{**MODEL, "names": names})
         async with (
             AsyncStager(budget_bytes=budget_bytes) as stager,
