@@ -105,7 +105,7 @@ def groups() -> Iterator[Groups]:
     process = subprocess.Popen(
         [sys.executable, script],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(script).parents[1])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(script).parents[1]), *sys.path))},
     )  # fmt: skip
     started = Groups(process)
     yield started
