@@ -63,7 +63,7 @@ __all__ = ["HF"]
 _STEP = "{step}"
 _NAMES = frozenset({INDEX_NAME, f"model{SUFFIX}"})
 """Every export has one of these files."""
-_GONE = frozenset({CheckpointNotFoundError.__name__, CorruptCheckpointError.__name__})
+_GONE = frozenset(one.__name__ for one in (CheckpointNotFoundError, CorruptCheckpointError, FileNotFoundError))
 """The errors of a reader whose checkpoint is replaced or removed meanwhile."""
 _PART_BYTES = 16 << 20
 _MOST_HELD_BYTES = 256 << 20
