@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import os
 import re
+import shutil
 import threading
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +30,19 @@ from sidestream import HF, AsyncStager, Checkpointer, KeepLast, async_save, even
 from sidestream._convert.export import _Piece, _StreamedFile
 from sidestream._layout import save_layout
 from sidestream._runtime.threads import Stop
+from sidestream._storage import LocalStore
 from sidestream.errors import (
     CheckpointExistsError,
+    CheckpointNotFoundError,
     InvalidOptionError,
     KeyCollisionError,
     MissingKeysError,
     SidestreamError,
+    SkippedError,
     SnapshotLostError,
     UnsupportedTensorError,
 )
+from sidestream.options import WhenFull
 
 WINDOW = 1 << 20
 
@@ -258,6 +265,109 @@ async def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@contextmanager
+def choosing() -> Iterator[tuple[Callable[[str], str], threading.Event]]:
+    """``names=`` of an export, which waits in a thread when it is first called, and the event that lets it go on."""
+    gate, calls = threading.Event(), itertools.count()
+
+    def names(name: str) -> str:
+        if next(calls) == 0:
+            assert gate.wait(60)
+        return name
+
+    try:
+        yield names, gate
+    finally:
+        gate.set()
+
+
+@pytest.mark.parametrize("budget_bytes", [64 << 20, 4 << 20])
+async def test_a_cancel_of_a_save_cancels_its_exports(
+    budget_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a log line for each of them."""
+    with choosing() as (names, gate):
+        async with AsyncStager(budget_bytes=budget_bytes) as stager:
+            exports = [HF(tmp_path / "hf1", names=names), HF(tmp_path / "hf2")]
+            pending = async_save(state_of(), tmp_path / "step", stager=stager, export=exports)
+            await asyncio.sleep(0)
+            pending.cancel()
+            gate.set()
+            for one in (pending, *pending.exports):
+                with pytest.raises(asyncio.CancelledError):
+                    await one
+            for export in pending.exports:
+                await export.ended()
+    assert os.listdir(tmp_path) == []
+    assert caplog.records == []
+
+
+async def test_exports_outlive_a_cancel_after_the_commit(tmp_path: Path) -> None:
+    with choosing() as (names, gate):
+        pending = async_save(state_of(), tmp_path / "step", export=HF(tmp_path / "hf", names=names, select="model.*"))
+        await pending
+        assert not pending.cancel()
+        gate.set()
+        assert (await pending.exports[0]).url == str(tmp_path / "hf")
+
+
+async def test_a_checkpoint_that_is_replaced_while_it_is_exported(tmp_path: Path) -> None:
+    """It is not called damaged. Its files are deleted after the export has opened it."""
+    replaced: list[threading.Thread] = []
+
+    def replace(event: object) -> None:
+        opened = isinstance(event, events.SaveStarted) and event.save.operation == "export"
+        if opened and (tmp_path / "last" / ".metadata").exists() and not replaced:
+            again = partial(sidestream.blocking.save, state_of(2), tmp_path / "last", overwrite=True)
+            replaced.append(threading.Thread(target=again))
+            replaced[0].start()
+            replaced[0].join()
+
+    async with AsyncStager(budget_bytes=4 << 20) as stager:
+        with events.observe(replace):
+            pending = async_save(state_of(1), tmp_path / "last", stager=stager, export=HF(tmp_path / "a", **MODEL))
+            await pending
+            with pytest.raises(CheckpointNotFoundError, match="another save has replaced it"):
+                await pending.exports[0]
+    assert replaced
+    assert sorted(os.listdir(tmp_path)) == ["last"]
+
+
+class Late:
+    """An export that begins when the test says so: between the commit and that, everything may happen."""
+
+    def __init__(self, export: HF) -> None:
+        self._export = export
+        self.begins = asyncio.Event()
+
+    def sink(self, **options: Any) -> Late:
+        self._sink = self._export.sink(**options)
+        return self
+
+    async def prepare(self, save: Any) -> None:
+        await self.begins.wait()
+        await self._sink.prepare(save)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
+
+@pytest.mark.parametrize("after", ["replaced", "removed"])
+async def test_a_checkpoint_that_is_gone_before_its_export_opens_it(after: str, tmp_path: Path) -> None:
+    late: Any = Late(HF(tmp_path / "a"))
+    async with AsyncStager(budget_bytes=4 << 20) as stager:
+        pending = async_save(state_of(1), tmp_path / "last", stager=stager, export=late)
+        await pending
+        if after == "replaced":
+            await save(state_of(2), tmp_path / "last", overwrite=True)
+        else:
+            await sidestream.remove(tmp_path / "last")
+        late.begins.set()
+        with pytest.raises(CheckpointNotFoundError, match="not at"):
+            await pending.exports[0]
+    assert not (tmp_path / "a").exists()
+
+
 async def test_a_save_that_cannot_begin(tmp_path: Path) -> None:
     pending = async_save({"bad": object()}, tmp_path / "step", export=HF(tmp_path / "hf"))
     with pytest.raises(SidestreamError):
@@ -388,6 +498,138 @@ async def test_a_step_that_is_saved_again_replaces_its_export(tmp_path: Path) ->
     assert os.listdir(tmp_path / "exports") == ["step-5"]
 
 
+async def test_the_newest_generation_is_exported_also_if_an_older_export_ends_later(tmp_path: Path) -> None:
+    """The older one is skipped, because its step was saved again meanwhile."""
+    with choosing() as (names, gate):  # only the first export waits
+        export = HF(tmp_path / "exports" / "step-{step}", **{**MODEL, "names": names})
+        async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
+            older = await checkpoints.async_save(state_of(1), step=5)
+            newer = await checkpoints.async_save(state_of(2), step=5)
+            assert [(await one).generation for one in (older, newer)] == [1, 2]
+            assert not newer.exports[0].done()
+            gate.set()
+            await newer.exports[0]
+            with pytest.raises(SkippedError, match=re.escape("saved again meanwhile (step-5.g2)")):
+                await older.exports[0]
+    assert os.listdir(tmp_path / "exports") == ["step-5"]
+    expected = {f"model.{k}": v for k, v in state_of(2)["model"].items() if k != "head"}
+    same(exported(tmp_path / "exports" / "step-5"), expected)
+
+
+async def test_a_newer_generation_of_another_process(tmp_path: Path) -> None:
+    """The order is decided by the run at the commit, not by what this ``Checkpointer`` has saved."""
+    export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
+    with choosing() as (names, gate):
+        slow = HF(tmp_path / "exports" / "step-{step}", select="model.*", names=names)
+        async with (
+            Checkpointer(tmp_path / "run", export=slow) as one,
+            Checkpointer(tmp_path / "run", export=export) as other,
+        ):
+            older = await one.async_save(state_of(1), step=5)
+            await older
+            await (await other.async_save(state_of(2), step=5)).exports[0]
+            gate.set()
+            with pytest.raises(SkippedError, match="saved again"):
+                await older.exports[0]
+    same(exported(tmp_path / "exports" / "step-5"), {k: v for k, v in state_of(2)["model"].items() if k != "head"})
+
+
+async def test_a_generation_that_is_not_committed_replaces_no_export(tmp_path: Path) -> None:
+    def occupy(event: object) -> None:
+        """Make the commit of the save fail, when everything is staged."""
+        if isinstance(event, events.SaveWritten) and event.save.operation == "save" and event.save.generation == 2:
+            (tmp_path / "run" / "step-5.g2").mkdir()
+            (tmp_path / "run" / "step-5.g2" / "taken").touch()
+
+    export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
+    async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
+        await checkpoints.save(state_of(1), step=5)
+        with events.observe(occupy):
+            pending = await checkpoints.async_save(state_of(2), step=5)
+            with pytest.raises(CheckpointExistsError):
+                await pending
+        with pytest.raises(SnapshotLostError, match="was not saved"):
+            await pending.exports[0]
+    same(exported(tmp_path / "exports" / "step-5"), {k: v for k, v in state_of(1)["model"].items() if k != "head"})
+
+
+async def test_a_target_without_the_step_keeps_the_export_of_the_first_save(tmp_path: Path) -> None:
+    with choosing() as (names, gate):
+        export = HF(tmp_path / "exported", **{**MODEL, "names": names})
+        async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
+            saves = [await checkpoints.async_save(state_of(step), step=step) for step in (1, 2)]
+            for one in saves:
+                await one
+            gate.set()
+            await saves[0].exports[0]
+            with pytest.raises(CheckpointExistsError):
+                await saves[1].exports[0]
+    expected = {f"model.{k}": v for k, v in state_of(1)["model"].items() if k != "head"}
+    same(exported(tmp_path / "exported"), expected)
+
+
+@pytest.mark.parametrize("budget_bytes", [64 << 20, 4 << 20])
+async def test_a_step_stays_until_it_is_exported(budget_bytes: int, tmp_path: Path) -> None:
+    """Retention of this process and of another one deletes it after that."""
+    with choosing() as (names, gate):
+        export = HF(tmp_path / "exports" / "step-{step}", **{**MODEL, "names": names})
+        async with (
+            AsyncStager(budget_bytes=budget_bytes) as stager,
+            Checkpointer(tmp_path / "run", export=export, keep=KeepLast(1), stager=stager) as checkpoints,
+            Checkpointer(tmp_path / "run", keep=KeepLast(1)) as other,
+        ):
+            first = await checkpoints.async_save(state_of(1), step=1)
+            await first
+            second = await checkpoints.async_save(state_of(2), step=2)
+            await second
+            leased = [(await one.prune()).leased for one in (checkpoints, other)]
+            gate.set()
+            assert leased == [("step-1",)] * 2
+            await first.exports[0]
+    assert sorted(name for name in os.listdir(tmp_path / "run") if name.startswith("step-")) == ["step-2"]
+    assert [path.name for path in (tmp_path / "run").glob(".leases/*")] == []
+    assert len(exported(tmp_path / "exports" / "step-1")) == len(exported(tmp_path / "exports" / "step-2"))
+
+
+async def test_an_export_that_another_process_deletes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the listing and the look at it."""
+    listed = LocalStore.directories
+
+    async def directories(store: LocalStore, directory: str = ".") -> list[str]:
+        found = await listed(store, directory)
+        if store.root == tmp_path / "exports":
+            shutil.rmtree(tmp_path / "exports" / "step-1", ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(LocalStore, "directories", directories)
+    export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
+    async with Checkpointer(tmp_path / "run", export=export, exports_keep=1) as checkpoints:
+        for step in (1, 2, 3):
+            await (await checkpoints.async_save(state_of(step), step=step)).exports[0]
+            await checkpoints._exports.ended()
+        assert checkpoints.health().ok
+    assert sorted(os.listdir(tmp_path / "exports")) == ["step-3"]
+    assert sorted(name for name in os.listdir(tmp_path / "run") if name.startswith("step-")) == [
+        "step-1", "step-2", "step-3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("when_full", ["skip", "latest"])
+async def test_the_exports_of_a_skipped_save_are_skipped(
+    when_full: WhenFull, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exports = [HF(tmp_path / "a" / "{step}", **MODEL), HF(tmp_path / "b" / "{step}", **MODEL)]
+    async with Checkpointer(tmp_path / "run", export=exports, slots=1, when_full=when_full) as checkpoints:
+        saves = [await checkpoints.async_save(state_of(step), step=step) for step in (1, 2, 3)]
+        assert [len(one.exports) for one in saves] == [2, 2, 2]
+        for pending in (saves[1], *saves[1].exports):
+            with pytest.raises(SkippedError, match="step-2 was not saved"):
+                await pending
+    assert caplog.records == []
+
+
 async def test_only_exports_are_pruned(tmp_path: Path) -> None:
     (tmp_path / "exports" / "step-1").mkdir(parents=True)
     (tmp_path / "exports" / "step-1" / "notes.txt").write_text("not an export")
@@ -407,7 +649,7 @@ async def test_closing_waits_for_exports(tmp_path: Path) -> None:
     done = {url for url, report in ended.items() if not isinstance(report, BaseException)}
     assert {str(path) for path in (tmp_path / "exports").iterdir()} == done
     lost = [error for error in ended.values() if isinstance(error, BaseException)]
-    assert all(isinstance(error, SnapshotLostError) for error in lost)  # of the saves that were skipped
+    assert all(isinstance(error, SkippedError) for error in lost)  # of the saves that were skipped
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -139,7 +140,7 @@ async def test_verify_starts_over(at: str, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("at", [".metadata", "__0_0.distcp", "__0_1.distcp", "config.json"])
 @pytest.mark.parametrize("verb", ["copy", "convert", "convert without verification"])
-async def test_a_copy_of_what_is_replaced_is_refused(
+async def test_a_copy_of_what_is_removed_is_refused(
     verb: str, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each file that it opens, until it meets none any more."""
@@ -171,6 +172,58 @@ async def test_a_copy_of_what_is_replaced_is_refused(
         if not other.done:
             break
     assert not other.done
+
+
+@pytest.mark.parametrize("at", [".metadata", "__0_0.distcp", "__0_1.distcp", "config.json"])
+@pytest.mark.parametrize("verb", ["copy", "convert"])
+async def test_a_copy_of_what_is_replaced_starts_over(
+    verb: str, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each file that it opens, until it meets none any more: it is the old checkpoint or the new one."""
+    call, seen = getattr(sidestream, verb), set()
+    for number in range(1, 20):
+        await save(state_of(1), tmp_path / "last", files={"config.json": b"1"}, overwrite=True)
+        opened: list[Any] = []
+
+        def nth(path: Any, *_: Any, opened: list[Any] = opened, number: int = number) -> bool:
+            opened.extend([path] if str(path).endswith(at) else [])
+            return len(opened) == number
+
+        def replace() -> None:
+            sidestream.blocking.save(state_of(2), tmp_path / "last", overwrite=True, files={"config.json": b"2"})
+
+        with monkeypatch.context() as patch:
+            other = Once(patch, "open", nth, replace)
+            await call(tmp_path / "last", tmp_path / "target")
+        copied = await loaded(tmp_path / "target")
+        seen.add(copied)
+        assert (await (await sidestream.open_checkpoint(tmp_path / "target")).file("config.json")) == b"%d" % copied
+        await remove(tmp_path / "target")
+        if not other.done:
+            break
+    assert not other.done
+    assert seen == {1, 2} or (verb, at) == ("convert", "__0_0.distcp")  # which it need not open
+
+
+@pytest.mark.parametrize("verb", ["copy", "convert"])
+async def test_a_copy_of_what_is_replaced_again_and_again(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends, and does not call the checkpoint damaged."""
+    await save(state_of(1), tmp_path / "last")
+    real, replaced = os.open, []
+
+    def open_(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path) == "__0_1.distcp" and threading.current_thread() not in replaced:
+            replaced.append(threading.current_thread())
+            sidestream.blocking.save(state_of(2), tmp_path / "last", overwrite=True)
+            replaced.pop()
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", open_)
+    with pytest.raises(CorruptCheckpointError, match="another checkpoint has replaced this one"):
+        await getattr(sidestream, verb)(tmp_path / "last", tmp_path / "target")
+    assert os.listdir(tmp_path) == ["last"]
 
 
 async def test_what_is_removed_while_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

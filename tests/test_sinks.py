@@ -57,7 +57,7 @@ class Collecting:
     read_from: str = ""
     url: str = "memory of the test"
 
-    async def prepare(self) -> None:
+    async def prepare(self, save: Any) -> None:
         """Nothing else is needed."""
 
     def read(self, snapshot: Any, save: Any, stop: Any) -> dict[str, torch.Tensor]:
@@ -74,9 +74,9 @@ class Collecting:
     def leave(self, *, stuck: bool) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> dict[str, Any]:
+    async def read_checkpoint(self, save: Any, ranks: Any) -> dict[str, Any]:
         self.read_from = "checkpoint"
-        return await (await open_checkpoint(checkpoint.url)).state_dict()
+        return await (await open_checkpoint(save.location.url)).state_dict()
 
 
 class Null:
@@ -84,7 +84,7 @@ class Null:
 
     url = "nowhere"
 
-    async def prepare(self) -> None:
+    async def prepare(self, save: Any) -> None:
         """Nothing else is needed."""
 
     def read(self, snapshot: Any, save: Any, stop: Any) -> str:
@@ -99,7 +99,7 @@ class Null:
     def leave(self, *, stuck: bool) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> str:
+    async def read_checkpoint(self, save: Any, ranks: Any) -> str:
         return "nothing of the checkpoint"
 
 
@@ -318,7 +318,7 @@ class Keeping:
     def __init__(self) -> None:
         self.kept: torch.Tensor | None = None
 
-    async def prepare(self) -> None:
+    async def prepare(self, save: Any) -> None:
         """Nothing else is needed."""
 
     def read(self, snapshot: Any, save: Any, stop: Any) -> bytes:
@@ -337,7 +337,7 @@ class Keeping:
     def leave(self, *, stuck: bool) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> None:
+    async def read_checkpoint(self, save: Any, ranks: Any) -> None:
         raise AssertionError("the snapshot was lost")
 
 

@@ -23,7 +23,7 @@ from ._run.opened import Opened
 from ._run.preemption import Preemption, Then
 from ._run.pruning import Pruner
 from ._run.restore import Latest, Reading
-from ._run.retention import KeepAll, Pruned, Retention
+from ._run.retention import KeepAll, Pruned, Retention, keeps_all
 from ._run.run import Run
 from ._run.saves import Saves
 from ._run.watch import Watch
@@ -129,9 +129,6 @@ class Checkpointer:
         """The URL of the run."""
         worker = choose_worker(options.writer, store)
         durability, limit_s = options.durability, options.timeout_s
-        self._exports = Exports(
-            export, self.url, every=exports_every, keep=exports_keep, durability=durability, timeout_s=limit_s
-        )
         own_stager = None
         if stager is None:
             backing: Backing = "private" if worker[0] is None else "shared"
@@ -139,13 +136,23 @@ class Checkpointer:
             stager = own_stager = AsyncStager(budget_bytes=budget_bytes, timeout_s=limit_s, backing=backing)
         self._opened = Opened(self.url, own_stager, worker[0])
         self._run = Run(store, self.url, process_group, timeout_s=timeout_s, lease_s=lease_s)
-        self._reading = Reading(self._run)
-        self._pruner = Pruner(
-            store, self.url, keep, self._run.leases, durability, lease_s=lease_s, abandoned_after_s=abandoned_after_s
-        )
         self._pruning = asyncio.Lock()
         self._upkeep = Upkeep(
             self._prune, f"sidestream retention {self.url}", lambda: list(self._pruner.damaged.values())
+        )
+        self._exports = Exports(
+            export,
+            self.url,
+            self._run.leases,
+            None if keeps_all(keep) else self._upkeep.request,
+            every=exports_every,
+            keep=exports_keep,
+            durability=durability,
+            timeout_s=limit_s,
+        )
+        self._reading = Reading(self._run)
+        self._pruner = Pruner(
+            store, self.url, keep, self._run.leases, durability, lease_s=lease_s, abandoned_after_s=abandoned_after_s
         )
         self._saves = Saves(
             self._run,
@@ -556,14 +563,12 @@ class Checkpointer:
     async def aclose(self) -> None:
         """Wait for the saves in progress, their exports and the pruning after them, and free the staging memory.
 
-        A cancel cancels those saves, and waits until they have cleaned up.
+        Any number of tasks may call it, at the same time too: each of them waits for all of that. A cancel cancels
+        those saves, and waits until they have cleaned up.
 
         Raises:
             SidestreamError: A save whose error was not retrieved, or the pruning, failed.
         """
-        if self._opened.closed:
-            await self._saves.ended()
-            return
         self._opened.closed = True
         try:
             await self._all_ended()

@@ -229,7 +229,8 @@ class SnapshotLostError(SidestreamError, MemoryError):
 
 
 class SkippedError(SidestreamError, RuntimeError):
-    """A stage or save gave way, as ``when_full=`` says: no memory or slot was free, or a newer one came."""
+    """A stage or save gave way, as ``when_full=`` says: no memory or slot was free, or a newer one came. Or an export
+    gave way, because its step was saved again meanwhile."""
 
 
 class GraphCaptureError(SidestreamError, RuntimeError):

@@ -169,6 +169,63 @@ def exports_that_differ(rank: int, world: int, directory: Path) -> Any:
     return run(save())
 
 
+class Late:
+    """An export that rank 0 begins when it is told to. The other ranks open the checkpoint before that."""
+
+    def __init__(self, export: sidestream.HF) -> None:
+        self._export = export
+        self.begins = asyncio.Event()
+
+    def sink(self, **options: Any) -> Late:
+        self._sink = self._export.sink(**options)
+        return self
+
+    async def prepare(self, save: Any) -> None:
+        await self.begins.wait()
+        await self._sink.prepare(save)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
+
+def export_of_a_replaced_checkpoint(rank: int, world: int, directory: Path) -> Any:
+    """Another save of the ranks replaces the checkpoint before rank 0 opens it."""
+
+    async def save() -> Any:
+        options = sidestream.SaveOptions(timeout_s=TIMEOUT_S)
+        late: Any = Late(export_to(directory / "first", rank))
+        last = directory / "last"
+        first = sidestream.async_save(state_of(world, 1), last, export=late, overwrite=True, options=options)
+        await first
+        export = export_to(directory / "second", rank)
+        second = await sidestream.save(state_of(world, 2), last, export=export, overwrite=True, options=options)
+        late.begins.set()
+        try:
+            outcome: Any = await first.exports[0]
+        except sidestream.errors.SidestreamError as error:
+            outcome = error
+        return [told_of(outcome), told_of(second.exports[0])[0]]
+
+    return run(save())
+
+
+def exports_of_a_run_that_prunes(rank: int, world: int, directory: Path) -> Any:
+    """Retention keeps one step, and the export of the first one begins when the second one is committed."""
+
+    async def save() -> Any:
+        late: Any = Late(export_to(directory / "exports" / "{step}", rank))
+        options = for_run(export=late, exports_every=2, keep=sidestream.KeepLast(1), timeout_s=TIMEOUT_S)
+        async with sidestream.Checkpointer(directory / "run", **options) as checkpoints:
+            first = await checkpoints.async_save(state_of(world), step=2)
+            await first
+            await checkpoints.save(state_of(world), step=3)
+            leased = (await checkpoints.prune()).leased
+            late.begins.set()
+            return [leased, told_of(await first.exports[0])[0]]
+
+    return run(save())
+
+
 def exports_that_overlap(rank: int, world: int, directory: Path) -> Any:
     """The exports of one rank overlap at one step. The save of that step fails on all ranks, the next one succeeds."""
 

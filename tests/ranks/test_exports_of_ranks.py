@@ -115,6 +115,18 @@ def test_ranks_that_do_not_all_export_and_a_save_that_fails(groups: Groups, tmp_
     assert not (tmp_path / "hf").exists()
 
 
+def test_the_checkpoint_of_another_save_is_not_exported(groups: Groups, tmp_path: Path) -> None:
+    results = groups.run("export_of_a_replaced_checkpoint", 2, tmp_path).results
+    assert results == [["CheckpointNotFoundError", str(tmp_path / "second")]] * 2
+    assert not (tmp_path / "first").exists()
+
+
+def test_a_step_stays_until_the_ranks_have_exported_it(groups: Groups, tmp_path: Path) -> None:
+    results = groups.run("exports_of_a_run_that_prunes", 2, tmp_path).results
+    assert results == [[["step-2"] if rank == 0 else [], str(tmp_path / "exports" / "2")] for rank in range(2)]
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-3"]
+
+
 def test_exports_that_overlap_at_one_step(groups: Groups, tmp_path: Path) -> None:
     results = groups.run("exports_that_overlap", 2, tmp_path).results
     assert results == [[[[1, "InvalidOptionError"]], [3]]] * 2

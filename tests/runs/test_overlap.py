@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import threading
 import weakref
 from pathlib import Path
 
 import pytest
-from _run import Held, leases_in, state_of, until
+from _run import PATIENCE_S, Held, leases_in, state_of, until
 from keywords import for_run
 
 import sidestream
@@ -208,6 +210,41 @@ async def test_closing_waits_for_a_queued_save(tmp_path: Path) -> None:
         await closing
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         assert await checkpoints.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("cancelled", ["nobody", "first", "second"])
+async def test_two_tasks_close_at_the_same_time(cancelled: str, tmp_path: Path) -> None:
+    """Both wait for exports and for the deletions after them, also if the other one is cancelled."""
+    gate, inside = threading.Event(), threading.Event()
+
+    def names(name: str) -> str:
+        inside.set()
+        assert gate.wait(PATIENCE_S)
+        return name
+
+    export = sidestream.HF(tmp_path / "exports" / "{step}", names=names)
+    keep = sidestream.KeepLast(1)
+    async with sidestream.Checkpointer(tmp_path / "run", export=export, exports_keep=1, keep=keep) as checkpoints:
+        saved = [await checkpoints.async_save(state_of(step), step=step) for step in (1, 2)]
+        for one in saved:
+            await one
+        assert await asyncio.to_thread(inside.wait, PATIENCE_S)
+        closing = [asyncio.create_task(checkpoints.aclose()) for _ in range(2)]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        early = [one.done() for one in closing]
+        if cancelled != "nobody":
+            closing[cancelled == "second"].cancel()
+        gate.set()
+        done = await asyncio.gather(*closing, return_exceptions=True)
+        assert early == [False, False]
+    if cancelled == "nobody":
+        assert done == [None, None]
+        assert os.listdir(tmp_path / "exports") == ["2"]
+        assert [name for name in os.listdir(tmp_path / "run") if name.startswith("step-")] == ["step-2"]
+    else:
+        assert isinstance(done[cancelled == "second"], asyncio.CancelledError)
+    assert all(one.done() for each in saved for one in each.exports)
 
 
 async def test_options_are_checked(tmp_path: Path) -> None:

@@ -45,6 +45,18 @@ async def test_steps_go_after_a_save(tmp_path: Path) -> None:
     assert entries(tmp_path) == ["step-3", "step-4"], "closing waits for it"
 
 
+async def test_a_metric_that_no_step_has_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A typo deletes nothing: the warning names the metrics that there are."""
+    keep = KeepLast(1) | KeepBest("val.lsos", 2)
+    async with sidestream.Checkpointer(tmp_path, keep=keep) as checkpoints:
+        await save_steps(checkpoints, 1, 2, 3, 4, 5, val={"loss": 0.5, "name": "x"}, epoch=1)
+        assert (await checkpoints.prune(dry_run=True)).deleted == ()
+    assert entries(tmp_path) == [f"step-{step}" for step in range(1, 6)]
+    (warning,) = [record for record in caplog.records if "metric" in record.getMessage()]
+    assert "'val.lsos'" in warning.getMessage()
+    assert "(there are epoch, val.loss)" in warning.getMessage()
+
+
 async def test_the_best_stay_by_metadata_of_other_processes(tmp_path: Path) -> None:
     for step, loss in enumerate((0.5, 0.1, 0.7, 0.8), 1):
         async with sidestream.Checkpointer(tmp_path) as checkpoints:

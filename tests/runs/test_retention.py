@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
 from sidestream._run.pruning import abandoned
-from sidestream._run.retention import doomed, needs_metadata
+from sidestream._run.retention import doomed, needs_metadata, unknown_metrics
 from sidestream._storage import Leftover
 from sidestream.errors import InvalidOptionError
 
@@ -100,6 +100,17 @@ def test_a_step_that_was_saved_again_counts_once() -> None:
     steps = [SavedStep(1), SavedStep(2), SavedStep(2, 2), SavedStep(2, 3), SavedStep(3)]
     assert [each.order for each in doomed(steps, KeepLast(2))] == [(1, 1), (2, 1), (2, 2)]
     assert doomed(steps, KeepAll()) == []
+
+
+@pytest.mark.parametrize("metadata", [{}, {"accuracy": 0.5}, {"loss": "low"}, {"loss": math.nan}])
+def test_a_metric_that_no_step_has_deletes_nothing(metadata: dict[str, Any]) -> None:
+    steps = [SavedStep(step, metadata=metadata) for step in range(1, 6)]
+    keep = KeepLast(1) | KeepBest("loss", 3)
+    assert doomed(steps, keep) == []
+    assert unknown_metrics(keep, steps) == ["loss"]
+    judged = [*steps, SavedStep(6, metadata={"loss": 1.0})]
+    assert doomed(judged, keep) == steps
+    assert unknown_metrics(keep, judged) == []
 
 
 def test_what_was_saved_last_is_protected_after_going_back() -> None:

@@ -6,8 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -44,7 +43,8 @@ from .._runtime.threads import (
 from .._save.group import Group
 from .._save.layouts import commit_files, sidecar_files, with_sidecars
 from .._save.operation import RankReceipt, SaveOrder
-from .._storage import Kind, Location, Transaction, locate_directory
+from .._save.order import unchecked
+from .._storage import Kind, Location, RangeSource, Transaction, locate_directory
 from ..errors import (
     InvalidOptionError,
     KeyCollisionError,
@@ -65,8 +65,8 @@ from ..options import (
     options_of,
     storage_of,
 )
-from .operation import run_here
-from .source import Pipeline, Source, open_source, window_bytes_within
+from .operation import from_one_checkpoint, run_here
+from .source import Pipeline, Source, source_of, window_bytes_within
 from .targets import (
     DcpTarget,
     OutTensor,
@@ -184,11 +184,15 @@ async def convert(
     check_dtype(dtype)
     options = options_of(options, ConvertOptions)
     where = locate_directory(target, storage_of(target_storage_options, target_storage, "target_"))
+    location = locate_directory(source, storage_of(storage_options, storage))
+
+    async def converted(files: RangeSource, manifest: Manifest) -> ConvertReport:
+        opened = await source_of(files, location.url, manifest)
+        selection = await io_threads().run(_select, opened, select, names, dtype, chosen)
+        return await convert_opened(opened, selection, where, How(options, chosen))
+
     with time_limit(Deadline.after(options.timeout_s)):
-        opened = await open_source(source, storage_of(storage_options, storage))
-        async with aclosing(opened):
-            selection = await io_threads().run(_select, opened, select, names, dtype, chosen)
-            return await convert_opened(opened, selection, where, How(options, chosen))
+        return await from_one_checkpoint(location, converted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +202,8 @@ class How:
     verb: Literal["export", "convert"] = "convert"
     replaces: bool = False
     """Whether an export replaces an earlier one."""
+    before_commit: Callable[[], Awaitable[None]] = unchecked
+    """As in ``SaveOrder``."""
     others: Mapping[str, bytes] = field(default_factory=dict)
     """Files in addition to those of safetensors."""
 
@@ -243,6 +249,7 @@ async def _convert(
         files=beside,
         operation=ranks,
         replaces_export=how.replaces,
+        before_commit=how.before_commit,
     )
     layout = _ConvertedLayout(order, files, selection.order)
     sizes = {file.name: file.nbytes for file in layout.data_files}

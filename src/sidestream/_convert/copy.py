@@ -19,7 +19,7 @@ from .._layout.checks import Piece
 from .._layout.ranges import PIECE_BYTES
 from .._load.foreign.manifests import MOST_METADATA_BYTES, read_file
 from .._load.jobs import Scratch
-from .._load.open.manifest import all_there, open_manifest
+from .._load.open.manifest import all_there
 from .._load.verify import Verification
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import public
@@ -38,7 +38,7 @@ from .._save.operation import RankReceipt, SaveOrder
 from .._storage import ABANDONED_AFTER_S, NOTE, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout, storage_of
-from .operation import run_here
+from .operation import from_one_checkpoint, run_here
 from .windows import WINDOWS, WindowedFile, Windows
 
 __all__ = ["CopyReport", "copy", "remove"]
@@ -100,7 +100,8 @@ async def copy(
         budget_bytes: The most memory for payloads, in bytes; 96 MiB at least.
         durability: ``"fsync"`` or ``"flush"``, as for ``SaveOptions``.
         progress: Called on the event loop with the bytes written and read back so far and the bytes to write and read
-            back. What it raises ends the copy.
+            back. What it raises ends the copy. If another save replaces the checkpoint meanwhile, the copy begins
+            again, and so does the progress.
         timeout_s: The limit of the whole copy, in seconds.
         storage_options: What the fsspec file system of ``source`` takes; short for ``storage=Storage(options=...)``.
         storage: How the storage at ``source`` is reached.
@@ -127,15 +128,17 @@ async def copy(
     deadline = Deadline.after(timeout_s)
     where = locate_directory(target, storage_of(target_storage_options, target_storage, "target_"))
     location = locate_directory(source, storage_of(storage_options, storage))
-    with time_limit(deadline):
-        files, manifest = await open_manifest(location)
-        async with aclosing(files):
-            with all_there(location.url):
-                found = await _look(files, location, manifest)
+
+    async def copy_of(files: RangeSource, manifest: Manifest) -> _Found:
+        with all_there(location.url):
+            found = await _look(files, location, manifest)
             order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
             copying = _Copy(found, where, min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS), progress)
-            with all_there(location.url):
-                await run_here(order, copying.write, _CopiedLayout(found.sizes), sum(found.sizes.values()))
+            await run_here(order, copying.write, _CopiedLayout(found.sizes), sum(found.sizes.values()))
+        return found
+
+    with time_limit(deadline):
+        found = await from_one_checkpoint(location, copy_of)
     return CopyReport(
         url=where.url,
         files=tuple(found.sizes),

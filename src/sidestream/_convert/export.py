@@ -22,14 +22,19 @@ from .._format.shard import payloads_in
 from .._group import Operation, prepare_together
 from .._layout.names import new_names, selected, target_dtypes
 from .._layout.save_layout import SavePlan
+from .._load.open.manifest import holds
+from .._load.open.steps import look_at, steps_among
 from .._runtime.public import public
 from .._runtime.threads import Stop, current_deadline, io_threads, run_sliced
 from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
-from .._storage import Body, BytesBody, Location, is_plain_name, locate_directory, read_sources
+from .._storage import MARKER, Body, BytesBody, Location, Store, is_plain_name, locate_directory, read_sources
 from ..errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
     InvalidOptionError,
+    RankFailuresError,
     SaveAbortedError,
     SkippedError,
     SnapshotLostError,
@@ -58,6 +63,8 @@ __all__ = ["HF"]
 _STEP = "{step}"
 _NAMES = frozenset({INDEX_NAME, f"model{SUFFIX}"})
 """Every export has one of these files."""
+_GONE = frozenset(one.__name__ for one in (CheckpointNotFoundError, CorruptCheckpointError, FileNotFoundError))
+"""The errors of a reader whose checkpoint is replaced or removed meanwhile."""
 _PART_BYTES = 16 << 20
 _MOST_HELD_BYTES = 256 << 20
 
@@ -131,13 +138,22 @@ class HF:
         before, _, after = os.fspath(self.url).rstrip("/").rpartition("/")[2].partition(_STEP)
         pattern = re.compile(f"{re.escape(before)}(0|[1-9][0-9]*){re.escape(after)}")
         found = [match for name in await store.directories() if (match := pattern.fullmatch(name))]
-        exports = [match for match in found if not _NAMES.isdisjoint(await store.sizes(match[0]))]
+        exports = [match for match in found if await _is_export(store, match[0])]
         for match in sorted(exports, key=lambda one: int(one[1]))[:-keep]:
             await store.retire(match[0], durability=durability)
 
     def _at(self, step: int | None) -> Location:
         url = os.fspath(self.url).replace(_STEP, str(step))
         return locate_directory(url, storage_of(self.storage_options, self.storage))
+
+
+async def _is_export(store: Store, directory: str) -> bool:
+    """Return whether this directory is an export. It is none if another process has deleted it meanwhile."""
+    try:
+        files = await store.sizes(directory)
+    except FileNotFoundError:
+        return False
+    return MARKER not in files and not _NAMES.isdisjoint(files)
 
 
 class _Candidate(NamedTuple):
@@ -199,7 +215,8 @@ class _Sink:
     def url(self) -> str:
         return self.location.url
 
-    async def prepare(self) -> None:
+    async def prepare(self, save: SaveOrder) -> None:
+        await self._check_newest(save)  # on object storage an export deletes the earlier one when it begins
         self._others = await read_sources(self.export.files, timeout_s=current_deadline().remaining_s())
 
     def read(self, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> ConvertReport:
@@ -226,6 +243,7 @@ class _Sink:
             kind="files",
             verb="export",
             replaces_export=self.replaces,
+            before_commit=partial(self._check_newest, save),
         )
         self._order = order
         order.lifecycle.started()
@@ -243,6 +261,7 @@ class _Sink:
     async def finish(self, read: ConvertReport) -> ConvertReport:
         order = self._order
         assert order is not None
+        await order.before_commit()
         await order.transaction.commit({})
         order.lifecycle.mark("committed")
         order.lifecycle.committed(read.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
@@ -266,13 +285,56 @@ class _Sink:
             finally:
                 order.lifecycle.failed(SaveAbortedError("the event loop has ended"), order.outcome)
 
-    async def read_checkpoint(self, checkpoint: Location, ranks: Operation | None) -> ConvertReport:
-        opened = await prepare_together(ranks, partial(open_source_at, checkpoint))
+    async def read_checkpoint(self, save: SaveOrder, ranks: Operation | None) -> ConvertReport:
+        try:
+            return await self._read_checkpoint(save, ranks)
+        except (CheckpointNotFoundError, CorruptCheckpointError, RankFailuresError) as error:
+            kinds = {one.kind for one in error.failures} if isinstance(error, RankFailuresError) else set()
+            if kinds <= _GONE and not await holds(save.location, save.save_id):
+                raise self._gone(save) from error
+            raise
+
+    def _gone(self, save: SaveOrder) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"nothing was exported to {self.url}: the checkpoint of this save is not at {save.location.url} any more, "
+            "because it was removed, or another save has replaced it. Save to a name of its own, or convert() the "
+            "checkpoint that is there now"
+        )
+
+    async def _open(self, save: SaveOrder) -> Source:
+        opened = await open_source_at(save.location)
+        if opened.manifest.save_id != save.save_id:
+            await opened.aclose()
+            raise self._gone(save)
+        return opened
+
+    async def _check_newest(self, save: SaveOrder) -> None:
+        """Raise ``SkippedError`` if this export would replace that of a newer generation: if its step has been saved
+        again, by any process, and that save is committed."""
+        if not self.replaces:
+            return
+        store = save.location.store
+        for found in await io_threads().run(steps_among, await store.directories()):
+            newer = found.step == save.step and found.generation > save.generation
+            if newer and await look_at(store, found) is not None:
+                raise SkippedError(
+                    f"{self.url} was not written: step {save.step} was saved again meanwhile ({found.name})"
+                )
+
+    async def _read_checkpoint(self, save: SaveOrder, ranks: Operation | None) -> ConvertReport:
+        opened = await prepare_together(ranks, partial(self._open, save))
         async with aclosing(opened):
             # In one step: a rank that is cancelled between two steps would not tell the others.
             selection = await prepare_together(ranks, partial(io_threads().run, self._choose_from, opened))
             options = ConvertOptions(max_shard_bytes=self.export.max_shard_bytes, durability=self.durability)
-            how = How(options, "safetensors", verb="export", replaces=self.replaces, others=self._others)
+            how = How(
+                options,
+                "safetensors",
+                verb="export",
+                replaces=self.replaces,
+                before_commit=partial(self._check_newest, save),
+                others=self._others,
+            )
             return await convert_opened(opened, selection, self.location, how, ranks)
 
     def _choose_from(self, opened: Source) -> Selection:

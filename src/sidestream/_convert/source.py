@@ -48,6 +48,7 @@ __all__ = [
     "SourceTensor",
     "open_source",
     "open_source_at",
+    "source_of",
     "window_bytes_within",
 ]
 
@@ -128,11 +129,16 @@ async def open_source_at(location: Location) -> Source:
     of a checkpoint raises."""
     files, manifest = await open_manifest(location)
     try:
-        with all_there(location.url):
-            return await _of_manifest(files, location.url, manifest)
+        return await source_of(files, location.url, manifest)
     except BaseException:
         await files.aclose()
         raise
+
+
+async def source_of(files: RangeSource, url: str, manifest: Manifest) -> Source:
+    """Do ``open_source_at`` for a checkpoint that is open. ``aclose`` of the result closes ``files``."""
+    with all_there(url):
+        return await _of_manifest(files, url, manifest)
 
 
 async def _of_manifest(files: RangeSource, url: str, manifest: Manifest) -> Source:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .._runtime.tasks import run_shielded, supervise
 from .._runtime.threads import Deadline, time_limit
-from .._save.sinks import Export, PendingExport, all_ended, exports_in, sinks_of
+from .._save.order import SaveOrder
+from .._save.sinks import Export, PendingExport, Sink, all_ended, exports_in, sinks_of
 from .._storage import parse_step, step_name
-from ..errors import CorruptCheckpointError, InvalidOptionError, printable_lines
+from ..errors import CorruptCheckpointError, InvalidOptionError, SidestreamError, printable_lines
 from ..options import Durability, check_count
+from .leases import Lease, Leases
 
 __all__ = ["Exports", "Upkeep"]
 
@@ -103,12 +107,18 @@ class _Problem:
 
 class Exports:
     """The exports of one ``Checkpointer`` of the run at ``run``. Steps that are multiples of ``every`` are exported.
-    ``keep`` is the number of exports that are kept for each template; None for all."""
+    ``keep`` is the number of exports that are kept for each template; None for all.
+
+    An export has a lease on its step, which it may have to read. ``after_each`` is called when it has ended, so that
+    retention deletes a step that stayed because of the lease. Exports to one target work one after the other, in the
+    order of their saves, so that the last one stays."""
 
     def __init__(
         self,
         export: Export | Sequence[Export] | None,
         run: str,
+        leases: Leases,
+        after_each: Callable[[], None] | None,
         *,
         every: int,
         keep: int | None,
@@ -127,26 +137,53 @@ class Exports:
                 raise InvalidOptionError(
                     f"{sink.url} would be taken for a step of the run: export to another directory"
                 )
+        self._leases, self._after_each = leases, after_each
         self._every, self._keep = every, keep
         self._durability: Durability = durability
         self._timeout_s = timeout_s
         self.pruning = Upkeep(self._prune, f"sidestream exports of {run}")
         """The deletion of old exports."""
+        self._made: list[PendingExport] = []  # also for saves that wait for their turn
         self._pending: list[PendingExport] = []
 
     def of(self, step: int, target: str) -> tuple[PendingExport, ...]:
-        """Return the exports of the save of ``step`` to the URL ``target``. Called on the loop."""
+        """Return the exports of the save of ``step`` to the URL ``target``. Called on the loop, in the order of the
+        saves. The caller ends those that it does not give to a ``PendingSave``."""
         if step % self._every:
             return ()
         sinks = sinks_of(self._wanted, target, step=step, durability=self._durability)
-        return tuple(PendingExport(sink) for sink in sinks)
+        made = tuple(map(self._pending_export, sinks))
+        self._made = [*(one for one in self._made if not one.done()), *made]
+        return made
+
+    def _pending_export(self, sink: Sink) -> PendingExport:
+        before = [one for one in self._made if one.url == sink.url and not one.done()][-1:]
+        return PendingExport(sink, partial(self._turn, before))
+
+    @asynccontextmanager
+    async def _turn(self, before: list[PendingExport], save: SaveOrder) -> AsyncIterator[None]:
+        """Lease the step of ``save``, if this process commits the export, and wait until ``before`` has ended. The
+        lease is put before the step can be deleted, because the save is not committed yet."""
+        lease: Lease | None = None
+        if save.rank == 0:
+            with suppress(SidestreamError, OSError), time_limit(Deadline.after(self._timeout_s)):
+                lease = await self._leases.try_reading(save.location.name)
+        try:
+            while before:
+                await before.pop().ended()
+            yield
+        finally:
+            if lease is not None:
+                await lease.release()
 
     def watch_over(self, exports: Sequence[PendingExport], *, deletes: bool) -> None:
-        """Add these exports to those that ``ended`` waits for. With ``deletes``, apply ``keep`` after each of them.
-        They belong to a save that will end, so they will end too."""
+        """Add these exports to those that ``ended`` waits for. With ``deletes``, request the deletions of this process
+        after each of them. They belong to a save that will end, so they will end too."""
         self._pending = [*(one for one in self._pending if not one.done()), *exports]
-        for one in exports if deletes and self._keep is not None else ():
-            one.when_done(self.pruning.request)
+        follow = [self._after_each, None if self._keep is None else self.pruning.request]
+        for one in exports if deletes else ():
+            for request in filter(None, follow):
+                one.when_done(request)
 
     async def ended(self) -> None:
         """Wait until all exports, and the deletions after them, have ended. Never raises their errors."""

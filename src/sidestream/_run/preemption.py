@@ -62,8 +62,10 @@ class Preemption:
             former.uninstall(but=self._signals)
 
     def uninstall(self, but: Sequence[int] = ()) -> None:
-        """Restore the default actions of the signals, ``but`` for these. Work that has begun continues."""
-        for number in self._signals:
+        """Restore the default actions of the signals, ``but`` for these, the first time that this is called. Work that
+        has begun continues."""
+        signals, self._signals = self._signals, ()
+        for number in signals:
             if number in but:
                 continue
             try:

@@ -3,6 +3,7 @@ reader uses is never deleted."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing
@@ -13,13 +14,27 @@ from .._load.open.manifest import metadata_of
 from .._load.open.steps import Step, look_at
 from .._load.verify import verify_at
 from .._storage import Leftover, Location, Store, target_of_attempt
-from ..errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from ..errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, printable
 from ..options import Durability
 from .leases import Leases
-from .retention import Pruned, Retention, SavedStep, doomed, judges_by_number, keeps_all, needs_metadata
+from .retention import (
+    Pruned,
+    Retention,
+    SavedStep,
+    doomed,
+    judges_by_number,
+    keeps_all,
+    metrics_in,
+    needs_metadata,
+    unknown_metrics,
+)
 from .steps import changed_among, list_generations
 
 __all__ = ["Pruner", "abandoned"]
+
+_log = logging.getLogger("sidestream")
+
+_NAMES_SHOWN = 16
 
 _Fate = Literal["deleted", "leased", "changed"]
 
@@ -61,6 +76,8 @@ class Pruner:
     _verified: set[Step] = field(default_factory=set)
     _damaged: dict[str, CorruptCheckpointError] = field(default_factory=dict)
     _first_seen: dict[str, float] = field(default_factory=dict)
+    _unknown: set[str] = field(default_factory=set)
+    """The metrics of ``keep`` that no step had, of which a warning was logged."""
 
     async def run(self, protected: Callable[[], Collection[int]]) -> Pruned:
         """Do one pass, and return what it did. ``protected`` is called after the run has been listed, and returns steps
@@ -196,8 +213,24 @@ class Pruner:
         for name in self._damaged.keys() & steps.keys():  # without their manifest no policy can decide about them
             del saved[steps.pop(name)]
         self._saved = saved
+        self._warn_of_unknown_metrics()
         going = {each.order for each in doomed(list(saved.values()), self.keep, protected)}
         return {step.name: step for step in saved if step.order in going}
+
+    def _warn_of_unknown_metrics(self) -> None:
+        """Log, once, which metrics no step has, so that the policy keeps what it should have judged."""
+        newest = {each.step: each for each in sorted(self._saved.values(), key=lambda each: each.order)}
+        for metric in unknown_metrics(self.keep, newest.values()):
+            if metric in self._unknown:
+                continue
+            self._unknown.add(metric)
+            there = sorted({name for each in newest.values() for name in metrics_in(each.metadata)})
+            _log.warning(
+                "%s: no step has the metric %r in its metadata (%s), so KeepBest keeps all of them",
+                self.url,
+                metric,
+                f"there are {printable(', '.join(there[:_NAMES_SHOWN]))}" if there else "there are no numbers in it",
+            )
 
     async def _saved_step(self, step: Step) -> SavedStep:
         if step in self._saved:

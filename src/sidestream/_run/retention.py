@@ -4,7 +4,7 @@ storage."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -24,7 +24,9 @@ __all__ = [
     "doomed",
     "judges_by_number",
     "keeps_all",
+    "metrics_in",
     "needs_metadata",
+    "unknown_metrics",
 ]
 
 
@@ -176,7 +178,8 @@ class KeepEvery(_Policy):
 class KeepBest(_Policy):
     """A policy that keeps the steps with the best metric. Of equal ones it keeps the newer.
 
-    A step that lacks the metric, or for which it is not a number (NaN included), is not kept by this policy.
+    A step that lacks the metric, or for which it is not a number (NaN included), is not kept by this policy. If all
+    steps lack it, the policy cannot judge and keeps all of them, and a warning says so.
 
     Args:
         metric: A key of the ``metadata=`` of a save, or a path of keys joined by dots.
@@ -206,7 +209,27 @@ class KeepBest(_Policy):
         sign = 1 if self.mode == "min" else -1
         found = [(_metric(each.metadata, self.metric), each) for each in steps]
         ranked = sorted((sign * value, -each.step) for value, each in found if value is not None)
+        if not ranked:
+            return {each.step for each in steps}
         return {-step for _, step in ranked[: self.n]}
+
+
+def unknown_metrics(keep: Retention, steps: Collection[SavedStep]) -> list[str]:
+    """Return the metrics of ``keep`` that none of ``steps`` has, if steps are kept for that reason alone."""
+    if isinstance(keep, _Either):
+        return [metric for policy in keep.policies for metric in unknown_metrics(policy, steps)]
+    if not isinstance(keep, KeepBest) or len(steps) <= keep.n:
+        return []
+    return [] if any(_metric(each.metadata, keep.metric) is not None for each in steps) else [keep.metric]
+
+
+def metrics_in(metadata: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the paths of the numbers in ``metadata``."""
+    for key, value in metadata.items():
+        if isinstance(value, Mapping):
+            yield from metrics_in(value, f"{prefix}{key}.")
+        elif _metric(metadata, key) is not None:
+            yield f"{prefix}{key}"
 
 
 def _metric(metadata: Mapping[str, Any], path: str) -> float | None:

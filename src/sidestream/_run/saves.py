@@ -432,6 +432,7 @@ class Saves:
             exports = self._exports.of(step, run.at(step_name(step, 1)).url)
             return partial(launch, exports=exports), exports
 
+        exports: tuple[PendingExport, ...] = ()
         try:
             launch, exports = await prepare_together(operation, check)
             queued = when_full == "latest" and (operation is not None or not turn.ask())
@@ -440,10 +441,12 @@ class Saves:
             if not queued and not await work.begin():
                 if when_full == "fail":
                     raise TooManySavesError(f"{work.url} was not saved: {turn.why}, as many as slots= allows")
-                return PendingSave(work)
+                return PendingSave(work, exports)
             pending = PendingSave(work, exports)
         except BaseException:
             turn.leave()
+            for one in exports:
+                one.cancel()
             raise
         self._watch_over(pending, step)
         return pending

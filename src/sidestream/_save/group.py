@@ -102,6 +102,7 @@ class Group:
         receipts = [receipt for receipt, _ in received]
         await check_shared(order, receipts)
         files = await threads.run(layout.files, receipts)
+        await order.before_commit()
         if not await operation.make_irrevocable():
             raise Stopped
         times = [seconds for _, seconds in received]

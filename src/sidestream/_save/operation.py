@@ -183,6 +183,7 @@ class Solo:
         return staged
 
     async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
+        await self._order.before_commit()
         await self._order.transaction.commit(partial(layout.files, [receipt]))
         return Committed(receipt.nbytes)
 
@@ -240,9 +241,6 @@ class SaveOperation:
         except BaseException as error:
             lifecycle.failed(error, self.outcome)
             raise
-        finally:
-            for export in self.exports:
-                export.saved(self.outcome)
         seconds = MappingProxyType(dict(lifecycle.seconds if committed.seconds is None else committed.seconds))
         lifecycle.committed(committed.nbytes, seconds)
         order = self.order

@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -29,7 +29,7 @@ from ..events import (
 )
 from ..options import Digest, Durability, FileSource, IndependentPart, Outcome
 
-__all__ = ["Lifecycle", "SaveOrder"]
+__all__ = ["Lifecycle", "SaveOrder", "unchecked"]
 
 _ID_CHARS = 16
 
@@ -131,6 +131,10 @@ class Lifecycle:
                 self._emitting = False
 
 
+async def unchecked() -> None:
+    """Do nothing: nothing prevents the commit."""
+
+
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
     """The arguments of a save, and its transaction."""
@@ -156,6 +160,8 @@ class SaveOrder:
     """The kind of the transaction, unless it follows from ``operation``, ``part`` or ``replaces_export``."""
     replaces_export: bool = False
     """Whether an export replaces an existing one."""
+    before_commit: Callable[[], Awaitable[None]] = unchecked
+    """Called by the process that commits, when everything has been written. If it raises, nothing is committed."""
     files: Mapping[str, FileSource] = field(default_factory=dict)
     """The sidecar files, by name."""
     exports: tuple[str, ...] = ()

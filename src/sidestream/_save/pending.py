@@ -249,8 +249,9 @@ class PendingSave(Displayed):
     def _end(self) -> None:
         self._settled = True
         self._registration.end()
+        error = asyncio.CancelledError() if self._result.cancelled() else self._result.exception()
         for export in self._exports:  # also if the save never began
-            export.saved(self._work.outcome)
+            export.saved(self._work.outcome, error)
 
     def _settle(self, _: object = None) -> None:
         """End a save whose task has ended. ``cancel()`` or the loop may have cancelled it, perhaps before its first

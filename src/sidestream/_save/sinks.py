@@ -6,18 +6,17 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from .._group import Operation, prepare_together
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded, supervise
 from .._runtime.threads import Deadline, Stop, Threads, end_abandoned, time_limit
 from .._staging import SnapshotReader, clean
-from .._storage import Location
-from ..errors import InvalidOptionError, SaveAbortedError, SnapshotLostError, printable_lines
+from ..errors import InvalidOptionError, SaveAbortedError, SkippedError, SnapshotLostError, printable_lines
 from ..options import Durability, Outcome
 from .order import SaveOrder
 
@@ -34,9 +33,9 @@ class Sink(Protocol):
     def url(self) -> str:
         """The URL to which it writes."""
 
-    async def prepare(self) -> None:
-        """Read what the sink needs besides the state. Called first, with the deadline of the save. Of ranks that save
-        together only rank 0 calls it."""
+    async def prepare(self, save: SaveOrder) -> None:
+        """Read what the sink needs besides the state of ``save``. Called first, with the deadline of the save. Of ranks
+        that save together only rank 0 calls it."""
 
     def read(self, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> Any:
         """Read the windows of the snapshot of ``save``, one after the other. Called in a thread. The memory of a window
@@ -54,9 +53,9 @@ class Sink(Protocol):
         """Remove what ``read`` and ``finish`` have written, because the event loop has ended. Called in a thread.
         ``stuck``: a thread is left behind in a system call."""
 
-    async def read_checkpoint(self, checkpoint: Location, ranks: Operation | None) -> Any:
-        """Read the committed checkpoint, and return the result of the sink. If ``ranks`` is given, all ranks do so
-        together."""
+    async def read_checkpoint(self, save: SaveOrder, ranks: Operation | None) -> Any:
+        """Read the checkpoint that ``save`` has committed, and no other one, and return the result of the sink. If
+        ``ranks`` is given, all ranks do so together."""
 
 
 class Export(Protocol):
@@ -73,17 +72,28 @@ class Export(Protocol):
         """Delete the exports of a run except those of the ``keep`` highest steps. Raises what the storage raises."""
 
 
+Turn: TypeAlias = Callable[[SaveOrder], AbstractAsyncContextManager[object]]
+"""The context in which an export of a save works, from its beginning to its end."""
+
+
+def _at_once(save: SaveOrder) -> AbstractAsyncContextManager[object]:
+    return nullcontext()
+
+
 @public
 class PendingExport:
     """An export of a save in progress. Awaiting it returns its ``ConvertReport``, or raises the error of the export.
 
     Any number of tasks may await it, any number of times. A cancel of an awaiting task does not cancel the export;
-    ``cancel()`` does. The checkpoint does not depend on it. An export that fails is logged. If the save fails, so that
-    nothing is left to export, it ends with ``SnapshotLostError``.
+    ``cancel()`` does. The checkpoint does not depend on it. An export that fails is logged.
+
+    If the save is cancelled before it is committed, the export is cancelled too. If the save is skipped, it raises
+    ``SkippedError``. If the save fails, so that nothing is left to export, it raises ``SnapshotLostError``.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Sink, turn: Turn = _at_once) -> None:
         self._sink = sink
+        self._turn = turn
         self._result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._saved: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -134,8 +144,7 @@ class PendingExport:
         if self._result.done():  # cancelled before the save began
             if snapshot is not None:
                 snapshot.close()
-            if order.operation is not None:
-                _following(order, number).report(asyncio.CancelledError())
+            self._report(order, number, asyncio.CancelledError())
             return
 
         def settle(_: object) -> None:
@@ -144,18 +153,23 @@ class PendingExport:
                 snapshot.close()
             if not self._result.done():
                 self._result.cancel()
-                if order.operation is not None and self._ranks is None:
-                    _following(order, number).report(asyncio.CancelledError())
+                self._report(order, number, asyncio.CancelledError())
 
         left = _Unfinished(self, order, number, snapshot)
         self._task = supervise(self._run(order, number, snapshot), f"sidestream export to {self.url}", left)
         self._task.add_done_callback(settle)
 
-    def saved(self, outcome: Outcome) -> None:
-        """Note that the save has ended with ``outcome``."""
+    def saved(self, outcome: Outcome, error: BaseException | None) -> None:
+        """Note that the save has ended with ``outcome``, and with ``error`` if it did not succeed."""
         if not self._saved.done():
             self._saved.set_result(outcome)
-        if self._task is None and not self._result.done():
+        if self._result.done() or outcome == "committed":
+            return
+        if isinstance(error, asyncio.CancelledError):
+            self.cancel()
+        elif self._task is None and isinstance(error, SkippedError):
+            self._fail(SkippedError(f"nothing was exported to {self.url}: {error}"))
+        elif self._task is None:
             self._fail(SnapshotLostError(f"nothing was exported to {self.url}, because the save did not begin"))
 
     # --- the task ---
@@ -163,27 +177,37 @@ class PendingExport:
     async def _run(self, order: SaveOrder, number: int, snapshot: SnapshotReader[Any] | None) -> None:
         """Run the export. All errors are set on the future, because this is the top of a background task."""
         try:
-            if order.operation is None:
-                result = await self._outcome(order, snapshot)
-            else:
-                result = await self._outcome_together(order, number)
+            async with self._turn(order):
+                if order.operation is None:
+                    result = await self._outcome(order, snapshot)
+                else:
+                    result = await self._outcome_together(order, number)
             self._result.set_result(result)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancel:
+            self._report(order, number, cancel)
             self._result.cancel()
         except Exception as error:
+            self._report(order, number, error)
             if self._result.done():  # its loop has ended, and ``leave`` has removed what it had written
                 return
-            text = printable_lines(f"{type(error).__name__}: {error}")
-            _log.error("exporting %s to %s failed: %s", order.location.url, self.url, text)
+            if not isinstance(error, (SkippedError, SnapshotLostError)):  # then the save itself tells what has failed
+                text = printable_lines(f"{type(error).__name__}: {error}")
+                _log.error("exporting %s to %s failed: %s", order.location.url, self.url, text)
             self._fail(error)
+
+    def _report(self, order: SaveOrder, number: int, error: BaseException) -> None:
+        """Report to the other ranks that this one does not export. Does nothing if it has begun to export with them,
+        because that work reports its own errors."""
+        if order.operation is not None and self._ranks is None:
+            self._ranks = _following(order, number)
+            self._ranks.report(error)
 
     def _leave(self, order: SaveOrder, number: int, *, stuck: bool) -> None:
         """End an export whose loop has ended. Called in a thread, when its own thread has ended."""
         try:
             self._sink.leave(stuck=stuck)
         finally:
-            if order.operation is not None and self._ranks is None:  # otherwise the work in progress reports it
-                _following(order, number).report(asyncio.CancelledError())
+            self._report(order, number, asyncio.CancelledError())
             aborted = SaveAbortedError(f"the event loop was closed during the export to {self.url}")
             with suppress(RuntimeError, asyncio.InvalidStateError):  # "Event loop is closed"
                 self._result.set_exception(aborted)
@@ -196,40 +220,35 @@ class PendingExport:
 
     async def _outcome(self, order: SaveOrder, snapshot: SnapshotReader[Any] | None) -> Any:
         with time_limit(order.deadline):
-            await self._sink.prepare()
+            await self._sink.prepare(order)
         if snapshot is not None:
             try:
                 with time_limit(order.deadline):
-                    return await self._sink.finish(await _read_in_thread(self._sink, snapshot, order))
+                    read = await _read_in_thread(self._sink, snapshot, order)
+                    if order.generation > 1:  # the export of the generation before stays, unless this one is committed
+                        await self._committed(order)
+                    return await self._sink.finish(read)
             except (Exception, asyncio.CancelledError) as error:
                 await run_shielded(partial(self._sink.undo, error))
                 if not isinstance(error, SnapshotLostError):
                     raise
-        if await asyncio.shield(self._saved) != "committed":
-            raise SnapshotLostError(
-                f"the snapshot could not be read to its end, and {order.location.url} was not saved, which could have "
-                "been read in its place"
-            )
+        await self._committed(order)
         with time_limit(Deadline.after(order.deadline.timeout_s)):
-            return await self._sink.read_checkpoint(order.location, None)
+            return await self._sink.read_checkpoint(order, None)
 
     async def _outcome_together(self, order: SaveOrder, number: int) -> Any:
-        """Export a part of the checkpoint, as each rank of the group does, and return the result. A rank that fails or
-        is cancelled before that reports it, so that the others do not wait for it."""
-        try:
-            saved = await asyncio.shield(self._saved)
-        except asyncio.CancelledError as cancel:
-            _following(order, number).report(cancel)
-            raise
+        """Export a part of the checkpoint, as each rank of the group does, and return the result."""
+        await self._committed(order)
         ranks = self._ranks = _following(order, number)
-        if saved != "committed":
-            lost = SnapshotLostError(f"nothing was exported to {self.url}, because {order.location.url} was not saved")
-            ranks.report(lost)
-            raise lost
         with time_limit(ranks.deadline):
             if ranks.rank == 0:
-                await prepare_together(ranks, self._sink.prepare)
-            return await self._sink.read_checkpoint(order.location, ranks)
+                await prepare_together(ranks, partial(self._sink.prepare, order))
+            return await self._sink.read_checkpoint(order, ranks)
+
+    async def _committed(self, order: SaveOrder) -> None:
+        """Wait until the save is committed. Raises ``SnapshotLostError`` if it is not."""
+        if await asyncio.shield(self._saved) != "committed":
+            raise SnapshotLostError(f"nothing was exported to {self.url}, because {order.location.url} was not saved")
 
 
 @dataclass(frozen=True, slots=True)

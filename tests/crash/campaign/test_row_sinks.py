@@ -40,7 +40,7 @@ class Drawn:
         self.way, self.at, self.over = way, at, over
         self.source = ""
 
-    async def prepare(self) -> None:
+    async def prepare(self, save: Any) -> None:
         """Nothing else is needed."""
 
     def read(self, snapshot: Any, save: Any, stop: Any) -> list[bytes] | None:
@@ -67,9 +67,9 @@ class Drawn:
     def leave(self, *, stuck: bool) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> list[bytes]:
+    async def read_checkpoint(self, save: Any, ranks: Any) -> list[bytes]:
         self.source = "checkpoint"
-        found = await (await open_checkpoint(checkpoint.url)).state_dict()
+        found = await (await open_checkpoint(save.location.url)).state_dict()
         return [tensor.numpy().tobytes() for tensor in found.values()]
 
 

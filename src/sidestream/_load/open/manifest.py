@@ -36,6 +36,7 @@ from .steps import Step, committed_marker, newest_committed, own_manifest_among,
 __all__ = [
     "all_there",
     "check_not_replaced",
+    "holds",
     "metadata_of",
     "naming",
     "open_manifest",
@@ -254,6 +255,18 @@ async def was_replaced(location: Location, manifest: Manifest) -> bool:
         except (FileNotFoundError, SidestreamError):
             return await source.moved()  # if not, the caller raises its own error
     return marker is not None and marker.save_id != manifest.save_id
+
+
+async def holds(location: Location, save_id: str) -> bool:
+    """Return whether the checkpoint of this save is at ``location``. True also if that cannot be found out."""
+    async with aclosing(location.source()) as source:
+        try:
+            marker = await read_marker(source)
+        except FileNotFoundError:
+            return False
+        except SidestreamError:
+            return True
+    return marker is not None and marker.save_id == save_id
 
 
 async def read_manifest(source: RangeSource, location: Location) -> Manifest:
