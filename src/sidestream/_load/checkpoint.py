@@ -29,7 +29,7 @@ from .._format.records import (
 )
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types
-from .._layout.names import selected, target_dtypes
+from .._layout.names import new_dtypes, selected
 from .._layout.ranges import Box
 from .._layout.values import Allowed, allowed_types, decode_metadata
 from .._runtime.public import Displayed, Table, public, readable_bytes
@@ -446,7 +446,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         fqns, composites = kinds.tensors, kinds.composites
         await io_threads().run_sliced(check_types, entries, composites, self._allow)
         await self._refuse(source, kinds.opaque)
-        dtypes = {} if dtype is None else await io_threads().run(_converted, kinds, dtype)
+        dtypes = {} if dtype is None else await io_threads().run(_converted, kinds, dtype, self.url)
         values = await read_values(source, self._manifest, kinds.values, self._allow, self._trust)
         mapped = {}
         if memory == "mapped":
@@ -614,17 +614,13 @@ def _by_kind(entries: Mapping[str, Entry]) -> Steps[_Kinds]:
 
 
 @sliced
-def _converted(kinds: _Kinds, dtype: Dtypes) -> Steps[dict[str, str]]:
+def _converted(kinds: _Kinds, dtype: Dtypes, url: str) -> Steps[dict[str, str]]:
     """Return the new dtypes of the tensors that are converted. Parts of composite tensors keep their dtype."""
-    found: dict[str, str] = {}
-    target_dtype = yield from target_dtypes(dtype)
     parts = all_parts(kinds.composites)
-    for fqn, one in kinds.tensors.items():
-        yield
-        saved = one[0] if isinstance(one, tuple) else one.dtype
-        if fqn not in parts and (wanted := target_dtype(fqn, saved)) != saved:
-            found[fqn] = wanted
-    return found
+    looks = (
+        (fqn, *(one[:2] if isinstance(one, tuple) else (one.dtype, one.shape))) for fqn, one in kinds.tensors.items()
+    )
+    return (yield from new_dtypes((look for look in looks if look[0] not in parts), dtype, url))
 
 
 def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any], some: bool) -> dict[Any, Any]:
