@@ -166,12 +166,13 @@ class EmptyEntry:
 class OpaqueEntry:
     """A tensor of another writer that this version cannot read, such as a quantized one. It is listed, and a request
     for it raises an error that names it. ``dtype``, ``shape`` and ``chunks`` are the unchecked content of
-    ``.metadata``. No memory is allocated for them."""
+    ``.metadata``. No memory is allocated for them. ``kind`` says what it is, if that is known before it is opened."""
 
     path: tuple[Key, ...]
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -49,6 +50,8 @@ __all__ = [
 ]
 
 _VERSION = "1.0.0"
+_PROTOCOL = 3
+_PROPERTIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +165,18 @@ def _marked(metadata: Metadata, attribute: bytes) -> bytes:
 def _pickled(metadata: Metadata) -> bytes:
     """Pickle ``metadata`` as every supported version of torch reads it."""
     content = io.BytesIO()
-    # Protocol 3 has no frames, whose lengths would have to be changed. So the marker can be appended as an attribute.
-    pickler = pickle.Pickler(content, protocol=3)
+    # This protocol has no frames, whose lengths would have to be changed. So the marker is appended as an attribute.
+    pickler = pickle.Pickler(content, _PROTOCOL)
     pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduced}
     pickler.dump(as_stock(metadata))
     return content.getvalue()
 
 
-def _reduced(properties: TensorProperties) -> tuple[object, ...]:
-    """Return what a pickler writes. Torch 2.15 has one more field, and earlier versions read exactly these five."""
-    dtype, layout, requires_grad, memory_format, pin_memory, *_ = properties.__getstate__()
-    return copyreg.__newobj__, (TensorProperties,), (dtype, layout, requires_grad, memory_format, pin_memory)
+def _reduced(properties: Any) -> tuple[Any, ...]:
+    """Return what a pickler writes: five properties. Torch 2.15 adds a sixth, and earlier versions read exactly
+    five."""
+    make, args, state, *_ = properties.__reduce_ex__(_PROTOCOL)
+    return make, args, state[:_PROPERTIES]
 
 
 @sliced
