@@ -8,6 +8,7 @@ import dataclasses
 import datetime as dt
 import enum
 import random
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -263,6 +264,38 @@ async def test_an_unknown_protocol() -> None:
             await sidestream.save({"w": torch.ones(2)}, url)
         with pytest.raises(errors.InvalidOptionError, match=r"has the unknown protocol abc://"):
             sidestream.Checkpointer(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("s3:/bucket/x", "s3://bucket/x"),
+        ("S3:/bucket/x", "s3://bucket/x"),
+        ("gs:/bucket/x", "gs://bucket/x"),
+        ("az:/container/x", "az://container/x"),
+        ("memory:/advice/x", "memory://advice/x"),
+        ("file:/tmp/x", "file:///tmp/x"),
+        (Path("s3://bucket/x"), "s3://bucket/x"),
+    ],
+)
+async def test_a_url_with_one_slash(url: Any, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.ones(2)}
+    for call in (sidestream.save(state, url), sidestream.load(state, url), sidestream.verify(url)):
+        with pytest.raises(errors.InvalidOptionError, match=re.escape(f"pass the text {meant!r}, or './{url}'")):
+            await call
+    with pytest.raises(errors.InvalidOptionError, match=re.escape(repr(meant))):
+        sidestream.Checkpointer(url)
+    assert list(tmp_path.iterdir()) == []
+    sidestream.Checkpointer(meant)  # is accepted
+    await sidestream.save(state, f"./{url}")
+    assert (tmp_path / Path(url) / ".metadata").exists()
+
+
+async def test_a_protocol_in_capitals() -> None:
+    with pytest.raises(errors.InvalidOptionError, match="unknown protocol MEMORY://; write memory://"):
+        await sidestream.save({"w": torch.ones(2)}, "MEMORY://advice/y")
+    await sidestream.save({"w": torch.ones(2)}, "memory://advice/y")
 
 
 async def test_a_conversion_onto_a_file_that_exists(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ from .options import (
     check_choice,
     check_count,
     check_seconds,
-    check_step,
     options_of,
+    step_number,
     storage_of,
     tolerance_of,
 )
@@ -445,9 +445,8 @@ class Checkpointer:
         """
         self._opened.check()
         check_seconds("poll_s", poll_s)
-        if after is not None:
-            check_step(after)
-        return Watch(self._run.store, after=after, poll_s=poll_s, timeout_s=self._run.timeout_s)
+        last = None if after is None else step_number(after)
+        return Watch(self._run.store, after=last, poll_s=poll_s, timeout_s=self._run.timeout_s)
 
     # --- maintenance of the run ---
 
