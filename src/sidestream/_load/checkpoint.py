@@ -264,7 +264,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
     def __getitem__(self, fqn: str) -> TensorInfo | None:
         entry = self._entry(fqn)
         if isinstance(entry, OpaqueEntry):
-            return _opaque_info(fqn, entry)
+            return _opaque_info(fqn, entry) if entry.dtype else None
         if isinstance(entry, CompositeEntry):
             found = [self._manifest.entries[part] for part in parts_of(fqn, self._manifest.entries)]
             nbytes = sum(part.nbytes for part in found if isinstance(part, TensorEntry))
@@ -295,10 +295,13 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         Raises:
             MissingKeysError: The checkpoint has no entry of this name.
             InvalidOptionError: The entry is a plain value.
+            UnsupportedCheckpointError, CorruptCheckpointError: The checkpoint has its name only.
         """
         info = self[fqn]
         if info is None:
-            raise InvalidOptionError(f"{fqn} is a plain value; await value({fqn!r})")
+            one = self._entry(fqn)
+            refusal = one.refusal(fqn) if isinstance(one, OpaqueEntry) else None
+            raise refusal or InvalidOptionError(f"{fqn} is a plain value; await value({fqn!r})")
         return info
 
     async def tensor(self, fqn: str, rows: slice | None = None, *, device: torch.device | str = "cpu") -> torch.Tensor:

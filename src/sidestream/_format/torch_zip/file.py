@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 from ..._runtime.steps import Steps, at_once
 from ...errors import CorruptCheckpointError, KeyCollisionError, UnsafeObjectError, UnsupportedCheckpointError
@@ -294,17 +294,21 @@ def _leaf(payloads: _Payloads, path: tuple[Key, ...], value: object, budget: Val
 
 
 def _opaque(path: tuple[Key, ...], call: PickledCall) -> OpaqueEntry:
-    """Return the entry of a tensor that is listed and not read. Where the pickle does not say them, dtype and shape are
-    those of no elements."""
-    dtype = "uint8"
-    shape: tuple[Any, ...] = ()
+    """Return the entry of a tensor that is listed and not read."""
+    why = UnsupportedCheckpointError(
+        f"it was saved as {_OPAQUE[call.function]}, which this version does not read; load it with torch.load, or save "
+        "plain tensors"
+    )
     match call.args:
-        case (Persistent(("storage", Global(kind), *_)), _, tuple(sizes), *_):  # quantized
-            dtype, shape = kind.removeprefix("torch.").removesuffix("Storage").lower(), sizes
-        case (Global(name), tuple(sizes), *_):  # meta
-            dtype, shape = name.removeprefix("torch."), sizes
-    plain = all(type(size) is int and 0 <= size < 1 << 63 for size in shape) and len(shape) <= MAX_RANK
-    return OpaqueEntry(path, dtype, shape if plain else (), (), _OPAQUE[call.function])
+        case (Persistent(("storage", Global(kind), *_)), _, tuple(shape), *_):  # quantized
+            dtype = kind.removeprefix("torch.").removesuffix("Storage").lower()
+        case (Global(name), tuple(shape), *_):  # meta
+            dtype = name.removeprefix("torch.")
+        case _:
+            return OpaqueEntry(path, "", (), (), why)
+    if len(shape) > MAX_RANK or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
+        raise CorruptCheckpointError("malformed tensor: its shape is impossible")
+    return OpaqueEntry(path, dtype, shape, (), why)
 
 
 def _with_parts(

@@ -344,17 +344,10 @@ def _opaque_errors(entries: Mapping[str, OpaqueEntry], errors: Mapping[str, Unlo
     found: dict[str, Unlocated] = {}
     for fqn, entry in entries.items():
         yield
-        as_what, reader = (
-            (f"as {entry.kind}", "torch.load")
-            if entry.kind
-            else (
-                f"with dtype {entry.dtype}",
-                "torch.distributed.checkpoint",
-            )
-        )
-        found[fqn] = errors.get(fqn) or UnsupportedCheckpointError(
-            f"{fqn}: it was saved {as_what}, which this version does not read; load it with {reader}, or save plain "
-            "tensors"
+        refusal = entry.refusal(fqn) or errors.get(fqn)
+        found[fqn] = refusal or UnsupportedCheckpointError(
+            f"{fqn}: it was saved with dtype {entry.dtype}, which this version does not read; load it with "
+            "torch.distributed.checkpoint"
         )
     return found
 
