@@ -66,7 +66,10 @@ def selected(names: Iterable[str], select: str | Collection[str] | None, url: st
     plain, globs = yield from _by_kind(patterns)
     unused = dict.fromkeys(patterns)
     found: list[str] = []
+    there: list[str] = []
     for name in names:
+        if len(there) <= _FEW:
+            there.append(name)
         if taken := name in plain:
             unused.pop(name, None)
         for pattern, matches in globs.items():
@@ -78,10 +81,14 @@ def selected(names: Iterable[str], select: str | Collection[str] | None, url: st
             found.append(name)
         yield
     if unused or not patterns:
-        raise MissingKeysError(f"{url}: no name matches {', '.join(unused) or 'an empty selection'}", list(unused))
+        has = ", ".join(there[:_FEW]) + (", ..." if len(there) > _FEW else "") or "no names"
+        raise MissingKeysError(
+            f"{url}: no name matches {', '.join(unused) or 'an empty selection'}; it has {has}", list(unused)
+        )
     return found
 
 
+_FEW = 5
 _WILDCARD = re.compile(r"[*?\[]")
 
 
@@ -97,9 +104,6 @@ def _by_kind(patterns: Iterable[str]) -> Steps[tuple[dict[str, int], dict[str, C
             globs[pattern] = re.compile(translate(pattern)).match
         yield
     return plain, globs
-
-
-_FEW = 5
 
 
 def new_names(
@@ -433,7 +437,7 @@ def renamed_state(
 
 def _dtype_and_shape(value: object) -> tuple[str, tuple[int, ...]] | None:
     """Return dtype and shape of a tensor. None for a value that is not converted."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not value.is_nested:  # which has no shape, and is refused later
         return dtype_name(value.dtype), tuple(value.shape)
     if isinstance(value, Composite) and value.sharding is not None:
         return dtype_name(value.sharding.dtype), value.sharding.shape
