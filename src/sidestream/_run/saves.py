@@ -440,7 +440,10 @@ class Saves:
             work = QueuedSave(run.url, step, turn, partial(self._start, turn, operation, launch, step, checks=checks))
             if not queued and not await work.begin():
                 if when_full == "fail":
-                    raise TooManySavesError(f"{work.url} was not saved: {turn.why}, as many as slots= allows")
+                    raise TooManySavesError(
+                        f"{work.url} was not saved: {turn.why}, as many as slots= allows: await one of them first, "
+                        "raise slots=, or choose another when_full="
+                    )
                 return PendingSave(work)
             pending = PendingSave(work, exports)
         except BaseException:
