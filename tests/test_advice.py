@@ -638,7 +638,7 @@ ADVISED: dict[str, Advised] = {
     "a conversion of a dtype": Advised(
         converts("d", dtype={"*.w": torch.float32, "wieght": torch.bfloat16}),
         errors.InvalidOptionError,
-        "patterns that match no dense tensor: 'wieght'",
+        "names of no dense tensor: 'wieght'",
         converts("d", dtype={"*.w": torch.bfloat16}),
     ),
     "verify='never'": Advised(

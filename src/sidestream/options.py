@@ -98,7 +98,9 @@ memory (tied tensors)."""
 Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype]"
 """The dtypes that ``dtype=`` takes: a floating-point dtype, or patterns of names (``{"*.norm.*": torch.float32, "*":
 torch.bfloat16}``), of which the first that matches decides. A tensor that matches none keeps its dtype, and every
-tensor that is not floating-point keeps its dtype."""
+tensor that is not floating-point keeps its dtype. So does a tensor without dimensions, such as the ``step`` of Adam,
+which would stand still in bfloat16, unless the last part of a pattern is its name (``"*.step"``). A pattern without
+wildcards that is the name of no dense tensor raises ``InvalidOptionError``; another one that matches none is logged."""
 
 Progress: TypeAlias = Callable[[int, int], object]
 """A function that is called on the event loop with the bytes done so far and the bytes to do, first with 0. What it

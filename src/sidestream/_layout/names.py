@@ -4,6 +4,7 @@ and the selection of names by patterns.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,6 +90,7 @@ def selected(names: Iterable[str], select: str | Collection[str] | None, url: st
 
 
 _FEW = 5
+_log = logging.getLogger("sidestream")
 _WILDCARD = re.compile(r"[*?\[]")
 
 
@@ -236,8 +238,9 @@ def new_dtypes(
     ``others``: patterns may match names of other ranks.
 
     A tensor without dimensions is a counter (Adam's ``step``) or a scale. It is converted only by a pattern that names
-    it (``"*.step"``), because bfloat16 counts to 256 only. Raises ``InvalidOptionError`` for a pattern that matches no
-    name, and ``UnsupportedTensorError`` for a conversion that torch does not make.
+    it (``"*.step"``), because bfloat16 counts to 256 only. Raises ``InvalidOptionError`` for one without wildcards
+    that is no name, logs a warning for another one that matches none, and raises ``UnsupportedTensorError`` for a
+    conversion that torch does not make.
     """
     if dtype is None:
         return {}
@@ -263,11 +266,17 @@ def new_dtypes(
             if wanted != saved:
                 found[name] = wanted
         yield
+    if absent := [pattern for pattern in unused if pattern in plain and not others]:
+        raise InvalidOptionError(f"{url}: dtype= has names of no dense tensor: {', '.join(map(repr, absent))}")
     if unused and not others:
-        raise InvalidOptionError(
-            f"{url}: dtype= has patterns that match no dense tensor: {', '.join(map(repr, unused))}"
-        )
+        _say_unused(tuple(unused))
     return found
+
+
+@lru_cache(64)
+def _say_unused(patterns: tuple[str, ...]) -> None:
+    """Log a warning, once for the same patterns."""
+    _log.warning("dtype= has patterns that match no dense tensor: %s", ", ".join(map(repr, patterns)))
 
 
 def _names_last(pattern: str) -> bool:
