@@ -239,7 +239,7 @@ def new_dtypes(
 
     A tensor without dimensions is a counter (Adam's ``step``) or a scale. It is converted only by a pattern that names
     it (``"*.step"``), because bfloat16 counts to 256 only. Raises ``InvalidOptionError`` for one without wildcards
-    that is no name, logs a warning for another one that matches none, and raises ``UnsupportedTensorError`` for a
+    that names no tensor, logs a warning for another one that matches none, and raises ``UnsupportedTensorError`` for a
     conversion that torch does not make.
     """
     if dtype is None:
