@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,9 @@ def state_of(seed: int = 0) -> dict[str, Any]:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """What has become of ``value``, by torch's own conversion."""
+    """What has become of ``value``, by torch's own conversion. A tensor without dimensions keeps its dtype."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to(dtype) if value.is_floating_point() else value
+        return value.detach().to(dtype) if value.is_floating_point() and value.dim() else value
     if isinstance(value, dict):
         return {key: cast(item, dtype) for key, item in value.items()}
     return [cast(item, dtype) for item in value] if isinstance(value, list) else value
@@ -89,6 +90,85 @@ async def test_every_tensor_is_converted_as_torch_does(way: Any, dtype: torch.dt
     target = cast(state_of(9), dtype)
     dcp.load(target, checkpoint_id=tmp_path / "c", no_dist=True)
     assert_same(target, cast(state, dtype))
+
+
+def trained(steps: int) -> dict[str, Any]:
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "used"])
+@pytest.mark.parametrize("dtype", [BF16, {"*bias*": torch.float32, "*": BF16}, {"optimizer.*": BF16, "model.*": BF16}])
+async def test_an_optimizer_counts_on_after_a_resume(dtype: Any, steps: int, tmp_path: Path) -> None:
+    """In bfloat16, Adam's step would stand still at 256."""
+    await sidestream.save(trained(256), tmp_path / "c", options=sidestream.SaveOptions(dtype=dtype))
+    target = trained(steps)
+    report = await sidestream.load(target, tmp_path / "c", allow_cast=True)
+    assert not any(name.endswith(".step") for name in report.cast)
+    assert "model.weight" in report.cast
+    assert ("optimizer.state.0.exp_avg" in report.cast) == (steps > 0)  # new tensors have the saved dtype
+    optimizer = target["optimizer"]
+    target["model"](torch.ones(3)).sum().backward()
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["step"].tolist() == 257.0
+
+
+async def test_counters_keep_their_dtype_wherever_a_dtype_is_given(tmp_path: Path) -> None:
+    state = {"step": torch.tensor(257.0), "w": torch.ones(2)}
+    export = sidestream.HF(tmp_path / "export", dtype=BF16)
+    await sidestream.save(state, tmp_path / "plain", export=export)
+    await sidestream.save(state, tmp_path / "saved", options=sidestream.SaveOptions(dtype=BF16))
+    await sidestream.convert(tmp_path / "plain", tmp_path / "converted", dtype={"*": BF16})
+    expected = {"step": torch.tensor(257.0), "w": torch.ones(2, dtype=BF16)}
+    for written in ("export", "saved", "converted"):
+        assert_same(await back(tmp_path / written), expected)
+    assert_same(await back(tmp_path / "plain", dtype=BF16), expected)
+
+
+@pytest.mark.parametrize("pattern", ["a.step", "*.step", "a*.step"])
+async def test_a_pattern_that_names_a_counter_converts_it(pattern: str, tmp_path: Path) -> None:
+    state = {"a": {"step": torch.tensor(7.0, dtype=BF16), "w": torch.ones(2)}}
+    await sidestream.save(state, tmp_path / "c")
+    dtypes = {"*": torch.float16, pattern: torch.float32}  # the first does not name it
+    found = await back(tmp_path / "c", dtype=dtypes)
+    assert_same(found, {"a": {"step": torch.tensor(7.0), "w": torch.ones(2, dtype=torch.float16)}})
+
+
+async def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    state = {"weight": torch.ones(2), "sparse": torch.eye(2).to_sparse(), "value": 1}
+    for wrong in ("wieght", "value", "sparse"):
+        patterns = {"weight": BF16, wrong: BF16, "*": torch.float32}
+        says = re.escape(f"dtype= has names of no dense tensor: {wrong!r}")
+        with pytest.raises(errors.InvalidOptionError, match=says):
+            await sidestream.save(state, tmp_path / "c", options=sidestream.SaveOptions(dtype=patterns))
+        assert list(tmp_path.iterdir()) == []
+    await sidestream.save(state, tmp_path / "c", options=sidestream.SaveOptions(dtype={"w*": BF16, "weight": BF16}))
+    says = "names of no dense tensor: 'wieght'"
+    for refuses in (
+        back(tmp_path / "c", dtype={"wieght": BF16}),
+        sidestream.convert(tmp_path / "c", tmp_path / "d", dtype={"wieght": BF16}),
+    ):
+        with pytest.raises(errors.InvalidOptionError, match=says):
+            await refuses
+    export = sidestream.HF(tmp_path / "e", select="weight", dtype={"wieght": BF16})
+    pending = sidestream.async_save({"weight": torch.ones(2)}, tmp_path / "f", export=export)
+    await pending
+    with pytest.raises(errors.InvalidOptionError, match=says):
+        await pending.exports[0]
+    assert {path.name for path in tmp_path.iterdir()} <= {"c", "f"}
+
+
+async def test_a_pattern_that_matches_nothing_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"weight": torch.ones(2), "sparse": torch.eye(2).to_sparse(), "nrom": 1}
+    dtypes = {"*nrom*": torch.float32, "spar*": torch.float32, "w*": BF16, "we*": BF16, "*": torch.float16}
+    for number in range(2):
+        await sidestream.save(state, tmp_path / str(number), options=sidestream.SaveOptions(dtype=dtypes))
+    told = [record.getMessage() for record in caplog.records if "dtype=" in record.getMessage()]
+    assert told == ["dtype= has patterns that match no dense tensor: '*nrom*', 'spar*'"]
 
 
 async def test_a_tied_tensor_is_written_once_and_one_with_two_dtypes_twice(tmp_path: Path) -> None:

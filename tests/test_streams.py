@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from fake_device import FakeDriver
 
 import sidestream
+from sidestream import errors
 from sidestream._load.device_streams import Streams
+from sidestream._runtime import threads
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 
@@ -31,6 +34,31 @@ async def test_copies_go_to_the_stream_of_the_caller_and_are_waited_for() -> Non
 
     assert torch.equal(await driver.drive(asyncio.to_thread(load)), source)
     assert not old.any()  # what was enqueued before found the old content
+
+
+@pytest.mark.parametrize("where", ["in a copy", "at the end"])
+async def test_a_device_that_stands_still_is_named(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_GRACE_S", 0.05)
+    driver, goes_on = FakeDriver(), threading.Event()
+    streams = Streams([(driver, "cuda:0", driver.current_stream(0))])
+    monkeypatch.setattr(driver, "synchronize", lambda event: goes_on.wait(60))
+
+    def copy() -> None:
+        with streams.current("model.weight"):
+            goes_on.wait(60)
+
+    work, doing = {
+        "in a copy": (copy, "copying model.weight to cuda:0"),
+        "at the end": (streams.finish, "waiting for the copies to cuda:0"),
+    }[where]
+    try:
+        with (
+            pytest.raises(errors.DeadlineExceededError, match=f"^{doing}, which does not return: not done within"),
+            threads.time_limit(threads.Deadline.after(0.05)),
+        ):
+            await threads.io_threads().run(work)
+    finally:
+        goes_on.set()
 
 
 @needs_cuda

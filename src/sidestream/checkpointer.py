@@ -49,8 +49,8 @@ from .options import (
     check_choice,
     check_count,
     check_seconds,
-    check_step,
     options_of,
+    step_number,
     storage_of,
     tolerance_of,
 )
@@ -455,10 +455,9 @@ class Checkpointer:
         """
         self._opened.check()
         check_seconds("poll_s", poll_s)
-        if after is not None:
-            check_step(after)
+        last = None if after is None else step_number(after)
         timeout_s = self._run.timeout_s
-        return Watch(self._run.store, after=after, newest=newest, poll_s=poll_s, timeout_s=timeout_s)
+        return Watch(self._run.store, after=last, newest=newest, poll_s=poll_s, timeout_s=timeout_s)
 
     # --- maintenance of the run ---
 

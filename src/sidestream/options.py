@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import operator
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -97,7 +98,9 @@ memory (tied tensors)."""
 Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype]"
 """The dtypes that ``dtype=`` takes: a floating-point dtype, or patterns of names (``{"*.norm.*": torch.float32, "*":
 torch.bfloat16}``), of which the first that matches decides. A tensor that matches none keeps its dtype, and every
-tensor that is not floating-point keeps its dtype."""
+tensor that is not floating-point keeps its dtype. So does a tensor without dimensions, such as the ``step`` of Adam,
+which would stand still in bfloat16, unless the last part of a pattern is its name (``"*.step"``). A pattern without
+wildcards that is the name of no dense tensor raises ``InvalidOptionError``; another one that matches none is logged."""
 
 Progress: TypeAlias = Callable[[int, int], object]
 """A function that is called on the event loop with the bytes done so far and the bytes to do, first with 0. What it
@@ -896,7 +899,7 @@ def check_timeout(timeout_s: object) -> None:
 
 def check_seconds(name: str, seconds: object) -> None:
     """Raise ``InvalidOptionError`` unless the option is a positive number of seconds."""
-    number = seconds if type(seconds) is int or type(seconds) is float else 0
+    number = seconds if isinstance(seconds, int | float) and not isinstance(seconds, bool) else 0
     if not 0 < number <= _MAX_TIMEOUT_S:
         raise InvalidOptionError(f"{name}={seconds!r} has to be a positive number of seconds, {_MAX_TIMEOUT_S} at most")
 
@@ -914,19 +917,21 @@ def check_count(name: str, value: object) -> None:
         raise InvalidOptionError(f"{name}={value!r} has to be a positive integer")
 
 
-def check_steps(step: object) -> None:
-    """Raise ``InvalidOptionError`` unless it is the number of a step, or ``"latest"``."""
-    if step == "latest":
-        return
-    if step is None or isinstance(step, str):
-        raise InvalidOptionError(f'step={step!r} has to be "latest" or the number of a step')
-    check_step(step)
-
-
-def check_step(step: object) -> None:
-    """Raise ``InvalidOptionError`` unless it is the number of a step."""
-    if type(step) is not int or not 0 <= step < 10**18:
+def step_number(step: object) -> int:
+    """Return the number of a step, which may be an integer of another type, such as numpy's. Raises
+    ``InvalidOptionError`` for anything else."""
+    number = plain_integer(step)
+    if type(number) is not int or not 0 <= number < 10**18:
         raise InvalidOptionError(f"step={step!r} has to be an integer of at most 18 digits, not negative")
+    return number
+
+
+def plain_integer(number: Any) -> Any:
+    """Return an integer of another type as an int, and anything else unchanged."""
+    try:
+        return number if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return number
 
 
 IndependentPart.__module__ = "sidestream.dcp"

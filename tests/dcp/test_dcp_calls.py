@@ -18,7 +18,9 @@ import torch.distributed.checkpoint as dcp
 from _dcp_kinds import FILE, OURS
 from states import assert_same
 from stock import blank, nested_state, stock_save
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import sidestream
@@ -44,6 +46,23 @@ def wait_until(done: Callable[[], bool], seconds: float = 60.0) -> None:
 async def test_inside_a_running_loop(tmp_path: Path) -> None:
     state = nested_state()
     OURS.save(state, tmp_path / "c")
+    assert_same(state, OURS.load(blank(state), tmp_path / "c"))
+
+
+@pytest.mark.parametrize("options", [{}, {"_extensions": [ZStandard()]}], ids=["marked", "with an extension"])
+async def test_what_a_newer_torch_pickles_beside_five_properties(
+    options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.15 has strides as the sixth. Earlier versions read exactly five."""
+    state = nested_state()
+    five = TensorProperties.__getstate__
+    with monkeypatch.context() as newer:
+        newer.setattr(TensorProperties, "__getstate__", lambda self: (*five(self)[:5], (1,)))
+        OURS.save(state, tmp_path / "c", **options)
+    metadata = dcp.FileSystemReader(tmp_path / "c").read_metadata()
+    assert metadata.state_dict_metadata
+    if not options:
+        assert_same(state, FILE.load(blank(state), tmp_path / "c"))
     assert_same(state, OURS.load(blank(state), tmp_path / "c"))
 
 

@@ -6,6 +6,7 @@ import pickle
 import random
 import struct
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -229,6 +230,18 @@ def test_deep_and_circular_values_are_refused() -> None:
         with pytest.raises(CorruptCheckpointError, match=r"deep|itself"):
             run_sliced(decode(data, ALLOWED))
         run_sliced(decode(data, ALLOWED, Limits(depth=None)))
+
+
+@pytest.mark.parametrize("data", [b")" + b"\x85" * 100_000, b"]" * 100_000 + b"a" * 99_999], ids=["tuples", "lists"])
+def test_nothing_below_the_limit_of_nesting_is_visited(data: bytes) -> None:
+    def steps(limits: Limits) -> int:
+        taken = 0
+        with suppress(CorruptCheckpointError):
+            for _ in decode(data + b".", ALLOWED, limits):
+                taken += 1
+        return taken
+
+    assert steps(Limits()) <= steps(Limits(depth=None)) + 200
 
 
 def _sample() -> bytes:

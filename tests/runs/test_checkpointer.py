@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -276,6 +277,21 @@ async def test_a_failure_of_a_bare_save_is_logged_once(tmp_path: Path, caplog: p
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("integer", [np.int64, np.uint8, torch.tensor])
+async def test_a_step_may_be_an_integer_of_another_type(integer: Any, tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        info = await checkpoints.save({"a": 1}, step=integer(4))
+        assert (info.step, type(info.step)) == (4, int)
+        pending = await checkpoints.async_save({"a": 2}, step=integer(5))
+        assert (await pending).step == 5
+        target = {"a": 0}
+        assert await checkpoints.restore(target, integer(4)) == 4
+        assert target == {"a": 1}
+        assert await anext(checkpoints.watch(after=integer(4))) == 5
+        assert (await checkpoints.verify(integer(5))).ok
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("step")) == ["step-4", "step-5"]
+
+
 async def test_use_outside_its_life_and_loop(tmp_path: Path) -> None:
     checkpoints = sidestream.Checkpointer(tmp_path)
     with pytest.raises(ClosedError, match="enter the Checkpointer first"):
@@ -283,7 +299,7 @@ async def test_use_outside_its_life_and_loop(tmp_path: Path) -> None:
     async with checkpoints:
         with pytest.raises(WrongLoopError):
             await asyncio.to_thread(lambda: asyncio.run(_steps(checkpoints)))
-        for step in (-1, 1.5, True, "1"):
+        for step in (-1, 1.5, True, "1", torch.ones(2), torch.tensor(1.5)):
             with pytest.raises(InvalidOptionError, match="step="):
                 await checkpoints.async_save({}, step=step)  # type: ignore[arg-type]
     with pytest.raises(ClosedError):

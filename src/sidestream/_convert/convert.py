@@ -27,7 +27,7 @@ from .._format.records import (
 )
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together, stoppable
-from .._layout.names import consistent, new_names, renamed_path, selected, target_dtypes
+from .._layout.names import consistent, new_dtypes, new_names, renamed_path, selected
 from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
@@ -324,7 +324,15 @@ def _select(
     order = list(dict.fromkeys(new for new in named.values() if new is not None))
     left_out = tuple(fqn for fqn in entries if fqn not in parts and named.get(fqn) is None)
     found = Selection(left_out, order)
-    target_dtype = run_sliced(target_dtypes(dtype))
+    tensors = (
+        (new, entry.dtype, entry.shape)
+        for fqn, new in named.items()
+        if new is not None
+        and fqn not in source.refused
+        and fqn not in parts
+        and isinstance(entry := entries[fqn], TensorEntry)
+    )
+    dtypes = run_sliced(new_dtypes(tensors, dtype, source.url))
     cast, wholes = [], []
     for fqn, new in yielding_gil(named.items()):
         entry = entries[fqn]
@@ -347,7 +355,7 @@ def _select(
             found.composites[new] = replace(entry, path=path)
             continue
         saved = entry.dtype
-        wanted = saved if fqn in parts else target_dtype(new, saved)
+        wanted = dtypes.get(new, saved)
         if wanted != saved:
             cast.append(new)
         nbytes = math.prod(entry.shape) * itemsize(wanted)

@@ -20,7 +20,7 @@ from .._format.records import CompositeEntry
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._format.shard import payloads_in
 from .._group import Operation, prepare_together
-from .._layout.names import new_names, selected, target_dtypes
+from .._layout.names import new_dtypes, new_names, selected
 from .._layout.save_layout import SavePlan
 from .._load.open.manifest import holds
 from .._load.open.steps import look_at, steps_among
@@ -175,7 +175,8 @@ def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> Selection
     chosen = [one.fqn for one in candidates if one.fqn in taken]
     named = run_sliced(new_names(export.names, chosen, url, identity=identities.__getitem__))
     found = Selection(left_out=tuple(one.fqn for one in candidates if named.get(one.fqn) is None))
-    target_dtype = run_sliced(target_dtypes(export.dtype))
+    tensors = ((new, one.dtype, one.shape) for one in candidates if (new := named.get(one.fqn)) is not None)
+    dtypes = run_sliced(new_dtypes(tensors, export.dtype, url))
     first: dict[object, str] = {}
     cast: list[str] = []
     for one in candidates:
@@ -191,7 +192,7 @@ def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> Selection
         if leader != new:
             found.aliases[new] = leader
             continue
-        dtype = target_dtype(new, one.dtype)
+        dtype = dtypes.get(new, one.dtype)
         if dtype != one.dtype:
             cast.append(new)
         nbytes = math.prod(one.shape) * dtype_from_name(dtype).itemsize

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
+
+from ..errors import SidestreamError
 
 __all__ = [
     "BLOCK_BYTES",
@@ -166,12 +169,18 @@ class EmptyEntry:
 class OpaqueEntry:
     """A tensor of another writer that this version cannot read, such as a quantized one. It is listed, and a request
     for it raises an error that names it. ``dtype``, ``shape`` and ``chunks`` are the unchecked content of
-    ``.metadata``. No memory is allocated for them."""
+    ``.metadata``. No memory is allocated for them. ``why`` is the error of a request, if it is known before the item is
+    opened; without a ``dtype``, only its name is known."""
 
     path: tuple[Key, ...]
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    why: SidestreamError | None = None
+
+    def refusal(self, fqn: str) -> SidestreamError | None:
+        """Return the error of a request for this tensor, which is ``fqn``, if it is known."""
+        return None if self.why is None else copy.copy(self.why).within(fqn).about(fqn=fqn)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from .._runtime.steps import Steps
-from ..errors import DtypeMismatchError, MissingKeysError, StateMismatchError, UnexpectedKeysError, listed
+from ..errors import (
+    DtypeMismatchError,
+    MissingKeysError,
+    ShapeMismatchError,
+    StateMismatchError,
+    UnexpectedKeysError,
+    listed,
+)
 from ..options import Tolerance
 from .names import Renamed, castable
 from .prefixes import prefix_hint
@@ -15,6 +22,12 @@ from .prefixes import prefix_hint
 __all__ = ["Findings", "accepts", "dtype_fits"]
 
 _ABSENT = "not in the checkpoint"
+_ADVICE: dict[type[StateMismatchError], str] = {
+    MissingKeysError: "allow_missing=True, or patterns of names, leaves what the checkpoint lacks as it is",
+    UnexpectedKeysError: "allow_unexpected=True, or patterns of names, leaves out what the target lacks",
+    ShapeMismatchError: "build the tensors with the saved shapes, or take their names out of the target and pass "
+    "allow_unexpected=",
+}
 
 
 def accepts(pattern: re.Pattern[str] | None, fqn: str) -> bool:
@@ -71,9 +84,10 @@ class Findings:
         lines = [line for found in self.offenders.values() for line in found]
         kind = next(iter(self.offenders)) if len(self.offenders) == 1 else StateMismatchError
         hint = (yield from prefix_hint(self.absent, targets(), saved)) if self.absent else ""
+        advice = [hint] if hint else [text for one, text in _ADVICE.items() if one in self.offenders]
+        differences = "\n  ".join([listed(lines), *advice])
         raise kind(
-            f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {listed(lines)}"
-            + (f"\n  {hint}" if hint else ""),
+            f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {differences}",
             lines,
         )
 
@@ -81,10 +95,10 @@ class Findings:
 def dtype_fits(fqn: str, here: str, saved: str, findings: Findings) -> bool:
     if here == saved:
         return True
-    accepted = accepts(findings.tolerance.cast, fqn)
-    if accepted and castable(saved, here):
+    possible = castable(saved, here)
+    if possible and accepts(findings.tolerance.cast, fqn):
         findings.cast.append(fqn)
         return True
-    remedy = "which torch does not convert into it" if accepted else "allow_cast=True converts"
+    remedy = "allow_cast=True converts" if possible else f"which torch does not convert into it: build it as {saved}"
     findings.add(DtypeMismatchError, f"{fqn}: dtype {here} in the target, {saved} saved ({remedy})")
     return False

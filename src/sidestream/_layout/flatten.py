@@ -287,7 +287,10 @@ def _dict_key(key: Any, fqn: str) -> Key:
         return key
     if key is None or type(key) in (int, bool) or (type(key) is float and math.isfinite(key)):
         return DictKey(key)
-    raise UnsafeObjectError(f"{fqn}: a dict key of type {type(key).__name__}; keys are strings and numbers")
+    raise UnsafeObjectError(
+        f"{fqn}: a dict key of type {type(key).__name__}; keys are strings and finite numbers: save "
+        "str(key), or the items as a list"
+    )
 
 
 def _spell(path: tuple[Key, ...]) -> str:

@@ -4,6 +4,7 @@ and the selection of names by patterns.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,12 +29,12 @@ __all__ = [
     "Renamed",
     "castable",
     "consistent",
+    "new_dtypes",
     "new_names",
     "renamed",
     "renamed_path",
     "renamed_state",
     "selected",
-    "target_dtypes",
 ]
 
 
@@ -66,7 +67,10 @@ def selected(names: Iterable[str], select: str | Collection[str] | None, url: st
     plain, globs = yield from _by_kind(patterns)
     unused = dict.fromkeys(patterns)
     found: list[str] = []
+    there: list[str] = []
     for name in names:
+        if len(there) <= _FEW:
+            there.append(name)
         if taken := name in plain:
             unused.pop(name, None)
         for pattern, matches in globs.items():
@@ -78,10 +82,15 @@ def selected(names: Iterable[str], select: str | Collection[str] | None, url: st
             found.append(name)
         yield
     if unused or not patterns:
-        raise MissingKeysError(f"{url}: no name matches {', '.join(unused) or 'an empty selection'}", list(unused))
+        has = ", ".join(there[:_FEW]) + (", ..." if len(there) > _FEW else "") or "no names"
+        raise MissingKeysError(
+            f"{url}: no name matches {', '.join(unused) or 'an empty selection'}; it has {has}", list(unused)
+        )
     return found
 
 
+_FEW = 5
+_log = logging.getLogger("sidestream")
 _WILDCARD = re.compile(r"[*?\[]")
 
 
@@ -97,9 +106,6 @@ def _by_kind(patterns: Iterable[str]) -> Steps[tuple[dict[str, int], dict[str, C
             globs[pattern] = re.compile(translate(pattern)).match
         yield
     return plain, globs
-
-
-_FEW = 5
 
 
 def new_names(
@@ -225,29 +231,57 @@ def _plain(key: Key, broken: bool) -> Key:
     return DictKey(key) if broken and type(key) is int else key
 
 
-def target_dtypes(dtype: Dtypes | None) -> Steps[Callable[[str, str], str]]:
-    """Return the function that returns, for the name of a tensor and its own dtype, the dtype to which it is converted.
-    That function raises ``UnsupportedTensorError``."""
-    if not isinstance(dtype, Mapping):
-        return lambda name, saved: _target_dtype(name, saved, dtype)
-    by_pattern = dtype
+def new_dtypes(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], dtype: Dtypes | None, url: str, *, others: bool = False
+) -> Steps[dict[str, str]]:
+    """Return the new dtype of each tensor that ``dtype=`` converts. ``tensors`` are names, dtypes and shapes.
+    ``others``: patterns may match names of other ranks.
+
+    A tensor without dimensions is a counter (Adam's ``step``) or a scale. It is converted only by a pattern that names
+    it (``"*.step"``), because bfloat16 counts to 256 only. Raises ``InvalidOptionError`` for one without wildcards
+    that names no tensor, logs a warning for another one that matches none, and raises ``UnsupportedTensorError`` for a
+    conversion that torch does not make.
+    """
+    if dtype is None:
+        return {}
+    by_pattern = dtype if isinstance(dtype, Mapping) else {"*": dtype}
     plain, globs = yield from _by_kind(by_pattern)
-
-    def target(name: str, saved: str) -> str:
+    unused = dict.fromkeys(pattern for pattern in by_pattern if pattern != "*")
+    found: dict[str, str] = {}
+    for name, saved, shape in tensors:
+        if name in plain:
+            unused.pop(name, None)
+        for pattern in [one for one in unused if one in globs and globs[one](name)]:
+            del unused[pattern]
         before = islice(globs.items(), plain.get(name, len(globs)))
-        first = next((pattern for pattern, matches in before if matches(name)), name if name in plain else None)
-        return _target_dtype(name, saved, None if first is None else by_pattern[first])
+        counts = (pattern for pattern, matches in before if (shape or _names_last(pattern)) and matches(name))
+        first = next(counts, name if name in plain else None)
+        if first is not None and dtype_from_name(saved).is_floating_point:
+            wanted = dtype_name(by_pattern[first])
+            if not castable(saved, wanted):
+                raise UnsupportedTensorError(
+                    f"{name}: torch does not convert {saved} to {wanted}: choose another dtype, or patterns that leave "
+                    "this name out"
+                )
+            if wanted != saved:
+                found[name] = wanted
+        yield
+    if absent := [pattern for pattern in unused if pattern in plain and not others]:
+        raise InvalidOptionError(f"{url}: dtype= has names of no dense tensor: {', '.join(map(repr, absent))}")
+    if unused and not others:
+        _say_unused(tuple(unused))
+    return found
 
-    return target
+
+@lru_cache(64)
+def _say_unused(patterns: tuple[str, ...]) -> None:
+    """Log a warning, once for the same patterns."""
+    _log.warning("dtype= has patterns that match no dense tensor: %s", ", ".join(map(repr, patterns)))
 
 
-def _target_dtype(name: str, saved: str, dtype: torch.dtype | None) -> str:
-    if dtype is None or not dtype_from_name(saved).is_floating_point:
-        return saved
-    wanted = dtype_name(dtype)
-    if not castable(saved, wanted):
-        raise UnsupportedTensorError(f"{name}: torch does not convert {saved} to {wanted}")
-    return wanted
+def _names_last(pattern: str) -> bool:
+    """Return whether the last part of the pattern is a name without wildcards."""
+    return _WILDCARD.search(pattern.rpartition(".")[2]) is None
 
 
 _MARK = "\0"  # is added to a name of the checkpoint that the state dict has for another entry
@@ -405,22 +439,17 @@ def renamed_state(
             (path, one.composite if isinstance(one, CompositeLeaf) else one) for path, one in values
         )
         leaves, containers = first, {}  # they have the names of before
-    target_dtype = yield from target_dtypes(dtype)
-    dtypes: dict[str, str] = {}
-    for fqn, leaf in leaves.items():
-        saved = _dtype(leaf.value) if dtype is not None else None
-        if saved is not None and (wanted := target_dtype(fqn, saved)) != saved:
-            dtypes[fqn] = wanted
-        yield
+    tensors = ((fqn, *look) for fqn, leaf in leaves.items() if (look := _dtype_and_shape(leaf.value)) is not None)
+    dtypes = yield from new_dtypes(tensors, dtype, url, others=others)
     return replace(captured, root=root, dtypes=dtypes, containers=containers)
 
 
-def _dtype(value: object) -> str | None:
-    """Return the dtype of a tensor. None for a value that is not converted."""
-    if isinstance(value, torch.Tensor):
-        return dtype_name(value.dtype)
+def _dtype_and_shape(value: object) -> tuple[str, tuple[int, ...]] | None:
+    """Return dtype and shape of a tensor. None for a value that is not converted."""
+    if isinstance(value, torch.Tensor) and not value.is_nested:  # which has no shape, and is refused later
+        return dtype_name(value.dtype), tuple(value.shape)
     if isinstance(value, Composite) and value.sharding is not None:
-        return dtype_name(value.sharding.dtype)
+        return dtype_name(value.sharding.dtype), value.sharding.shape
     return None
 
 

@@ -240,7 +240,8 @@ def _encode_numpy(value: Any, fqn: str, numpy: Any) -> Node:
     if value.nbytes > _INLINE_BYTES:
         raise UnsafeObjectError(f"{fqn}: a numpy array of {value.nbytes} bytes; save torch.from_numpy(array)")
     if value.dtype.itemsize > 16 or value.dtype.char in "gG":
-        raise UnsafeObjectError(f"{fqn}: numpy's {value.dtype} differs between machines; convert it to float64")
+        to = "complex128" if value.dtype.kind == "c" else "float64"
+        raise UnsafeObjectError(f"{fqn}: numpy's {value.dtype} differs between machines; convert it to {to}")
     data = node_of_bytes(numpy.ascontiguousarray(value).tobytes())
     if isinstance(value, numpy.ndarray):
         return {"ndarray": {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}}

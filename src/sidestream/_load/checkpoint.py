@@ -29,7 +29,7 @@ from .._format.records import (
 )
 from .._layout.assemble import assemble
 from .._layout.composites.building import build_composites, check_types
-from .._layout.names import selected, target_dtypes
+from .._layout.names import new_dtypes, selected
 from .._layout.ranges import Box
 from .._layout.values import Allowed, allowed_types, decode_metadata
 from .._runtime.public import Displayed, Table, public, readable_bytes
@@ -265,7 +265,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
     def __getitem__(self, fqn: str) -> TensorInfo | None:
         entry = self._entry(fqn)
         if isinstance(entry, OpaqueEntry):
-            return _opaque_info(fqn, entry)
+            return _opaque_info(fqn, entry) if entry.dtype else None
         if isinstance(entry, CompositeEntry):
             found = [self._manifest.entries[part] for part in parts_of(fqn, self._manifest.entries)]
             nbytes = sum(part.nbytes for part in found if isinstance(part, TensorEntry))
@@ -296,10 +296,13 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         Raises:
             MissingKeysError: The checkpoint has no entry of this name.
             InvalidOptionError: The entry is a plain value.
+            UnsupportedCheckpointError, CorruptCheckpointError: The checkpoint has its name only.
         """
         info = self[fqn]
         if info is None:
-            raise InvalidOptionError(f"{fqn} is a plain value; await value({fqn!r})")
+            one = self._entry(fqn)
+            refusal = one.refusal(fqn) if isinstance(one, OpaqueEntry) else None
+            raise refusal or InvalidOptionError(f"{fqn} is a plain value; await value({fqn!r})")
         return info
 
     async def tensor(self, fqn: str, rows: slice | None = None, *, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -447,7 +450,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         fqns, composites = kinds.tensors, kinds.composites
         await io_threads().run_sliced(check_types, entries, composites, self._allow)
         await self._refuse(source, kinds.opaque)
-        dtypes = {} if dtype is None else await io_threads().run(_converted, kinds, dtype)
+        dtypes = {} if dtype is None else await io_threads().run(_converted, kinds, dtype, self.url)
         values = await read_values(source, self._manifest, kinds.values, self._allow, self._trust)
         mapped = {}
         if memory == "mapped":
@@ -615,17 +618,13 @@ def _by_kind(entries: Mapping[str, Entry]) -> Steps[_Kinds]:
 
 
 @sliced
-def _converted(kinds: _Kinds, dtype: Dtypes) -> Steps[dict[str, str]]:
+def _converted(kinds: _Kinds, dtype: Dtypes, url: str) -> Steps[dict[str, str]]:
     """Return the new dtypes of the tensors that are converted. Parts of composite tensors keep their dtype."""
-    found: dict[str, str] = {}
-    target_dtype = yield from target_dtypes(dtype)
     parts = all_parts(kinds.composites)
-    for fqn, one in kinds.tensors.items():
-        yield
-        saved = one[0] if isinstance(one, tuple) else one.dtype
-        if fqn not in parts and (wanted := target_dtype(fqn, saved)) != saved:
-            found[fqn] = wanted
-    return found
+    looks = (
+        (fqn, *(one[:2] if isinstance(one, tuple) else (one.dtype, one.shape))) for fqn, one in kinds.tensors.items()
+    )
+    return (yield from new_dtypes((look for look in looks if look[0] not in parts), dtype, url))
 
 
 def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any], some: bool) -> dict[Any, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._runtime.caller import run_in_calling_thread
-from .._runtime.threads import io_threads
+from .._runtime.threads import doing, io_threads
 from .._staging.device import translated
 from .._staging.driver import TorchDriver, driver_for
 from ..errors import DeviceError, GraphCaptureError, InvalidOptionError
@@ -39,6 +39,8 @@ class Streams:
         error that a device reports in the ``with`` block is converted to ``DeviceError``, which names ``what`` was
         being loaded."""
         with _failing(what, self.devices), ExitStack() as stack:
+            if self.sides and what:
+                stack.enter_context(doing(f"copying {what} to {self._names()}"))
             for driver, device, stream in self.sides:
                 driver.enter(device)
                 stack.enter_context(driver.using(stream))
@@ -47,10 +49,13 @@ class Streams:
     def finish(self) -> None:
         """Wait for the work that was enqueued on these streams so far. Then every other stream may use its results too.
         Called in a worker thread."""
-        with _failing("", self.devices):
+        with _failing("", self.devices), doing(f"waiting for the copies to {self._names()}"):
             for driver, device, stream in self.sides:
                 driver.enter(device)
                 driver.synchronize(driver.record(stream))
+
+    def _names(self) -> str:
+        return ", ".join(map(str, self.devices))
 
 
 async def streams_of(devices: Collection[torch.device]) -> Streams:

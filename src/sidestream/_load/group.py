@@ -182,4 +182,8 @@ def _check_unexpected(manifest: Manifest, received: Sequence[Mapping[str, Any]])
             for position, fqn in enumerate(manifest.entries)
             if rest >> position & 1
         ]
-        raise UnexpectedKeysError(f"the target does not fit the checkpoint (nothing was changed):\n  {listed(lines)}")
+        raise UnexpectedKeysError(
+            f"the target does not fit the checkpoint (nothing was changed):\n  {listed(lines)}"
+            "\n  allow_unexpected=True, or patterns of names, leaves out what the target lacks",
+            lines,
+        )

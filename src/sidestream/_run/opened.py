@@ -56,7 +56,7 @@ class Opened:
         if os.getpid() != self._pid:
             raise ForkedProcessError("this Checkpointer was made before os.fork(); make a new one in the child")
         if self.closed:
-            raise ClosedError(f"the Checkpointer of {self._url} is closed")
+            raise ClosedError(f"the Checkpointer of {self._url} is closed; make a new one")
         if self._loop is None:
             raise ClosedError("enter the Checkpointer first: async with sidestream.Checkpointer(...) as checkpoints")
         if running_loop("Checkpointer") is not self._loop():

@@ -23,12 +23,13 @@ from ..errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    InvalidOptionError,
     RankFailuresError,
     SidestreamError,
     StorageNotSharedError,
 )
 from ..events import LoadContext, LoadFellBack, emit
-from ..options import Fallback, Latest, check_choice, check_steps
+from ..options import Fallback, Latest, check_choice, step_number
 from .leases import Lease, Leases
 from .run import Run
 from .steps import check_run, list_steps, named_steps, still_listed
@@ -366,5 +367,7 @@ def wish_for(step: int | Latest, fallback: Fallback) -> Wish:
     check_choice("fallback", fallback, Fallback)
     if step == "latest":
         return Wish(None, fallback == "older")
-    check_steps(step)
-    return Wish(step, fallback == "older")
+    given: object = step
+    if given is None or isinstance(given, str):
+        raise InvalidOptionError(f'step={step!r} has to be "latest" or the number of a step')
+    return Wish(step_number(given), fallback == "older")

@@ -39,7 +39,7 @@ from .._save.api import (
 from .._storage import check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
 from ..events import SaveContext
-from ..options import FileSource, Outcome, SaveOptions, Stager, WhenFull, check_step, options_of
+from ..options import FileSource, Outcome, SaveOptions, Stager, WhenFull, options_of, plain_integer, step_number
 from .exports import Exports, Upkeep
 from .leases import Lease
 from .run import Run
@@ -404,6 +404,7 @@ class Saves:
     ) -> PendingSave:
         """Do ``Checkpointer.async_save``. A ``promised`` save is never skipped, and is made also if other saves have
         failed."""
+        step = plain_integer(step)
         limits = options if isinstance(options, SaveOptions) else self.options
         run, member = self._run, self._run.together()
         when_full: WhenFull = "wait" if promised else self._when_full
@@ -416,7 +417,7 @@ class Saves:
             turn = JointTurn(self._queue, self._when_full, operation, step, deadline, claim, promised=promised)
 
         async def check() -> tuple[Callable[..., SaveWork], tuple[PendingExport, ...]]:
-            check_step(step)
+            step_number(step)
             launch = partial(
                 start_save,
                 state,
@@ -440,7 +441,10 @@ class Saves:
             work = QueuedSave(run.url, step, turn, partial(self._start, turn, operation, launch, step, checks=checks))
             if not queued and not await work.begin():
                 if when_full == "fail":
-                    raise TooManySavesError(f"{work.url} was not saved: {turn.why}, as many as slots= allows")
+                    raise TooManySavesError(
+                        f"{work.url} was not saved: {turn.why}, as many as slots= allows: await one of them first, "
+                        "raise slots=, or choose another when_full="
+                    )
                 return PendingSave(work, exports)
             pending = PendingSave(work, exports)
         except BaseException:

@@ -48,6 +48,7 @@ __all__ = [
     "chunked",
     "clear_gradually",
     "current_deadline",
+    "doing",
     "end_abandoned",
     "gathered",
     "holding_gil",
@@ -300,7 +301,7 @@ class Threads(Executor):
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                _work.name = getattr(fn, "__name__", "work").strip("_")
+                _current.work = _Work(f"{getattr(fn, '__name__', 'work').strip('_')}()")
                 with time_limit(deadline):
                     result = fn(*args, **kwargs)
             except BaseException as error:
@@ -357,9 +358,9 @@ class Threads(Executor):
         While it waits, a busy loop gives turns to the thread (``gil.py``). With ``idle=True`` it does not: for work
         that sleeps until something happens.
         """
-        name = fn.__name__.strip("_")
-        future = self.submit(lambda: _within(name, fn, *args))
-        return await self.wait(future, name, stop=stop, idle=idle)
+        work = _Work(f"{fn.__name__.strip('_')}()")
+        future = self.submit(lambda: _within(work, fn, *args))
+        return await self.wait(future, work, stop=stop, idle=idle)
 
     async def run_sliced(
         self,
@@ -373,12 +374,12 @@ class Threads(Executor):
     async def wait(
         self,
         future: Future[T],
-        name: str,
+        work: object,
         *,
         stop: Stop | None = None,
         idle: bool = False,
     ) -> T:
-        """Wait for work that was submitted before, as ``run`` does. ``name`` names the work in errors."""
+        """Wait for work that was submitted before, as ``run`` does. ``str(work)`` names it in errors."""
         if not idle:
             give_turns(future)
         wakeup = Wakeup(future)
@@ -401,14 +402,14 @@ class Threads(Executor):
                     with self._lock:
                         self._count -= 1  # a new thread may take the place of the one that hangs
                     stop_turns(future)
-                    raise mark_stuck(cancelled or deadline.exceeded(f"a system call of {name}()"))
+                    raise mark_stuck(cancelled or deadline.exceeded(f"{work}, which does not return"))
                 expired = True
                 _stop_work(future, stop)
         if cancelled is not None:
             raise cancelled
         expired = expired or (deadline is not None and deadline.remaining_s() == 0)  # other work has set ``stop``
         if expired and deadline is not None and (future.cancelled() or isinstance(future.exception(), ClosedError)):
-            raise deadline.exceeded(f"{name}()")
+            raise deadline.exceeded(str(work))
         if future.cancelled():
             raise asyncio.CancelledError
         return future.result()
@@ -463,19 +464,41 @@ def wait_for_change(changed: threading.Condition, stop: Stop, name: str) -> None
             raise deadline.exceeded(name)
 
 
-class _Work(threading.local):
+class _Work:
+    """The work of a thread. ``str()`` says what it does at the moment."""
+
+    def __init__(self, name: str) -> None:
+        self.doing = name
+
+    def __str__(self) -> str:
+        return self.doing
+
+
+class _Current(threading.local):
     """The work that the current thread does for ``Threads.run``."""
 
-    name = ""
+    def __init__(self) -> None:
+        self.work = _Work("")
 
 
-_work = _Work()
+_current = _Current()
 
 
-def _within(name: str, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Call ``fn`` in a thread as the work ``name``. A failed allocation raises a typed error."""
-    _work.name = name
-    with allocating(f"{name}()"):
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Name what the current thread does in the ``with`` block in the error of a deadline that passes meanwhile."""
+    work = _current.work
+    before, work.doing = work.doing, what
+    try:
+        yield
+    finally:
+        work.doing = before
+
+
+def _within(work: _Work, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Call ``fn`` in a thread. A failed allocation raises a typed error."""
+    _current.work = work
+    with allocating(str(work)):
         return fn(*args)
 
 
@@ -514,7 +537,7 @@ class _Pause:
         """Release the GIL if the slice (``slice_s()``) is over."""
         if time.perf_counter() - self._yielded_at > slice_s():
             if (deadline := _deadline.get()) is not None:
-                deadline.check(f"{_work.name}()")
+                deadline.check(str(_current.work))
             yield_gil()
             self._yielded_at = time.perf_counter()
 

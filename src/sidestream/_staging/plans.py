@@ -21,6 +21,7 @@ _KEPT = 4
 _SOME = 64  # tensors: a step of some 100 us, and they stay in the processor's cache from one column to the next
 _STORAGE, _ADDRESS = torch.Tensor.untyped_storage, torch.Tensor.data_ptr
 _OFFSET: Callable[[torch.Tensor], Any] = torch.Tensor.storage_offset
+_NESTED = attrgetter("is_nested")
 _BYTES, _BEGIN, _KEY = torch.UntypedStorage.nbytes, torch.UntypedStorage.data_ptr, attrgetter("_cdata")
 
 
@@ -35,7 +36,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> Steps[tuple[Hashable, ...]]:
     storages: dict[int, int] = {}
     for tensor in tensors:
         yield
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:
             seen.append(tensor.layout)
             continue
         storage = tensor.untyped_storage()
@@ -100,7 +101,8 @@ class _Look:
         for number, (guard, columns) in enumerate(zip(self.guards, self.columns, strict=True)):
             start = number * _SOME
             some = tensors[start : start + _SOME]
-            if not guard(some) or _columns(some, start, storages) != columns:
+            # A comparison with a nested tensor would end the process: an exception of C++ leaves the guard.
+            if any(map(_NESTED, some)) or not guard(some) or _columns(some, start, storages) != columns:
                 return False
             yield
         return True

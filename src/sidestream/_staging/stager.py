@@ -499,7 +499,7 @@ class AsyncStager:
         with time_limit(None):  # the work ends at its own deadline
             done = threads.submit(self._shut_down, deadline)
             threads.close()  # before the wait, because an interrupt may end this function there
-            await threads.wait(done, "shut_down")
+            await threads.wait(done, "waiting for the stages to end")
 
     def _shut_down(self, deadline: Deadline) -> None:
         ended = self._stop_stages()

@@ -32,6 +32,7 @@ _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
 _OF_THE_INSTANCE = frozenset({"asynchronous", "loop", "skip_instance_cache"})
 _LOCAL = frozenset({"file", "local"})
 _SEPARATOR = re.compile("::|://")
+_ONE_SLASH = re.compile("([A-Za-z][A-Za-z0-9+.-]*):/(?!/)")
 _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
 
 _engines = Kept(16)
@@ -110,10 +111,16 @@ def _check_address(text: str, protocol: str) -> None:
 
     ``~`` is refused and not expanded, because ``torch.save`` and DCP make a directory of that name. If it were
     expanded here, one string would name two places in one program, and a third place for another user."""
-    if protocol not in known_implementations and protocol not in registry:
+    if not _is_known(protocol):
+        lower = f"write {protocol.lower()}://" if _is_known(protocol.lower()) else "use a path, s3://, gs://, az://"
         raise InvalidOptionError(
-            f"{redacted(text)} has the unknown protocol {protocol}://; use a path, s3://, gs://, az://, or another "
-            "protocol that fsspec knows"
+            f"{redacted(text)} has the unknown protocol {protocol}://; {lower}, or another protocol that fsspec knows"
+        )
+    if (match := _ONE_SLASH.match(text)) and _is_known(match[1].lower()):
+        begin = match[1].lower() + (":///" if match[1].lower() in _LOCAL else "://")
+        raise InvalidOptionError(
+            f"{redacted(text)} has one slash after {match[1]}:, where a URL has two, and pathlib.Path leaves one: pass "
+            f"the text {redacted(begin + text[match.end() :])!r}, or './{redacted(text)}' for a directory of that name"
         )
     if text.startswith("data:") and "," in text.partition("/")[0]:
         raise InvalidOptionError(f"a data: URL has no room for a checkpoint; a directory of that name is ./{text:.80}")
@@ -126,6 +133,10 @@ def _check_address(text: str, protocol: str) -> None:
             f"{text!r} begins with ~, which is expanded by a shell but not here: use os.path.expanduser({text!r}), or "
             f"{'./' + text!r} for a directory of that name"
         )
+
+
+def _is_known(protocol: str) -> bool:
+    return protocol in known_implementations or protocol in registry
 
 
 def _is_local(protocol: str, storage: Storage) -> bool:

@@ -99,7 +99,7 @@ def rows(url: str, pattern: str, options: Options = None) -> list[EntryRow]:
             tensor = source.tensors.get(name)
             nbytes = sum(chunk.item_bytes for chunk in one.chunks) if tensor is None else tensor.entry.nbytes
             files = tuple(sorted({chunk.file for chunk in one.chunks}))
-            found.append(EntryRow(name, one.dtype, one.shape, nbytes, files))
+            found.append(EntryRow(name, one.dtype or None, one.shape, nbytes, files))
         elif isinstance(one, ValueEntry):
             found.append(EntryRow(name, None, None, 0, ()))
     if not found and entries:

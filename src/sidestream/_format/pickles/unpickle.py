@@ -85,10 +85,12 @@ _NESTING_TYPES = frozenset(_NESTING)
 
 def _check_nesting(root: object, limit: int) -> Steps[None]:
     """Raise ``CorruptCheckpointError`` if a container contains itself or is nested deeper than ``limit``. Every part is
-    visited once."""
+    visited once at most, and nothing below the limit."""
     if type(root) not in _NESTING_TYPES:
         return
     heights: dict[int, int] = {}  # by id; 0 while the parts are being visited
+    too_deep = CorruptCheckpointError(f"malformed pickle: nested more than {limit} deep")
+    outer = 0  # the parts whose height is 0
     todo = [root]
     while todo:
         yield
@@ -101,6 +103,9 @@ def _check_nesting(root: object, limit: int) -> Steps[None]:
         nested = [inner for inner in _parts(part) if type(inner) in _NESTING_TYPES]
         if height is None and nested:
             heights[key] = 0
+            outer += 1
+            if outer >= limit:
+                raise too_deep
             fresh = [inner for inner in nested if not heights.get(id(inner))]
             if any(id(inner) in heights for inner in fresh):
                 raise CorruptCheckpointError("malformed pickle: a container contains itself")
@@ -108,7 +113,8 @@ def _check_nesting(root: object, limit: int) -> Steps[None]:
             continue
         height = 1 + max((heights[id(inner)] for inner in nested), default=0)
         if height > limit:
-            raise CorruptCheckpointError(f"malformed pickle: nested more than {limit} deep")
+            raise too_deep
+        outer -= key in heights
         heights[key] = height
         todo.pop()
 

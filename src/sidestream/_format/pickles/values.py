@@ -20,7 +20,7 @@ from ..records import MAX_RANK, SLICE_BYTES, Node, itemsize, node_of_bytes
 from .machine import Global, Pairs, Persistent, PickledCall
 from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, is_dtype, read_tensor
 
-__all__ = ["VALUE_GLOBALS", "ValueBudget", "node_of", "value_globals"]
+__all__ = ["DICTS", "FILE_GLOBALS", "VALUE_GLOBALS", "ValueBudget", "node_of", "pairs_of", "value_globals"]
 
 _PARTS_IN_A_STEP = 64
 _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -41,6 +41,19 @@ VALUE_GLOBALS = DtypeNames(
     | {"numpy.array", "_operator.getitem"}  # as ``values.pickle_node`` writes arrays and scalars of numpy
 )
 """The names that the pickle of a value may have."""
+
+DICTS = frozenset({"collections.OrderedDict", "collections.Counter", "collections.defaultdict"})
+"""The mappings that are read as containers, like a dict."""
+
+FILE_GLOBALS = DtypeNames(
+    VALUE_GLOBALS.names
+    | DICTS
+    | {f"builtins.{factory}" for factory in ("bool", "dict", "float", "int", "list", "str", "tuple")}  # of defaultdicts
+    | {"torch._utils._rebuild_sparse_tensor", "torch.serialization._get_layout"}
+    | {"torch._utils._rebuild_parameter_with_state", "torch._tensor._rebuild_from_type_v2"}
+    | {"torch.Tensor", "torch.nn.parameter.Parameter"}
+)
+"""The names that the pickle of a file of ``torch.save`` may have."""
 
 _HASHABLE_KINDS = frozenset(
     {"int", "float", "frozenset", "bytes", "complex", "size", "dtype", "device", "numpy", "bytesio"}
@@ -158,6 +171,8 @@ class _Translator:
             return self._ndarray(call)
         if name == "collections.OrderedDict":
             return (yield from self._ordered_dict(call))
+        if name in DICTS and (pairs := pairs_of(call)) is not None:
+            return {"dict": (yield from self._pairs(pairs))}
         if name in _BYTES_IO:
             return self._bytes_io(call)
         if name == "numpy.dtype":
@@ -290,6 +305,22 @@ class _Translator:
     def _base64(self, content: bytes | bytearray) -> str:
         self._spend(len(content))
         return node_of_bytes(content)
+
+
+def pairs_of(value: object) -> Pairs | None:
+    """Return the content of a dict, or of one of ``DICTS`` without its attributes. None for other objects."""
+    if isinstance(value, Pairs):
+        return value
+    match value:
+        case PickledCall("collections.OrderedDict" | "collections.Counter", ()):
+            return value.items or Pairs()
+        case PickledCall("collections.defaultdict", () | (None | Global(),)):
+            return value.items or Pairs()
+        case PickledCall("collections.Counter", (Pairs() as counts,)):
+            return counts
+        case PickledCall("collections.OrderedDict", (list(pairs),)) if all(map(_is_pair, pairs)):  # of Python 2
+            return Pairs(list(chain.from_iterable(pairs)))
+    return None
 
 
 def _malformed(what: str) -> CorruptCheckpointError:

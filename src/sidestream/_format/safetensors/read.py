@@ -14,7 +14,7 @@ from typing import Any
 
 from ..._runtime.steps import Steps, collected
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ..records import MAX_RANK, Chunk, Entry, Manifest, TensorEntry, itemsize
+from ..records import MAX_RANK, Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, itemsize
 
 __all__ = [
     "DTYPE_NAMES",
@@ -239,7 +239,8 @@ def parse_index(raw: bytes | bytearray) -> dict[str, str]:
 
 
 def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] | None) -> Steps[Manifest]:
-    """Return the checkpoint that the files form together. With an ``index``, it has only the tensors in the index.
+    """Return the checkpoint that the files form together. With an ``index``, it has only the tensors in the index. One
+    that its file lacks is damaged, and the others are read.
 
     The shape of a tensor ends where its last slice ends. Raises ``CorruptCheckpointError`` if the files contradict each
     other.
@@ -260,9 +261,9 @@ def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] 
                 )
             reached = tuple(map(max, entry.shape, shape))
             entries[fqn] = replace(entry, shape=reached, chunks=(*entry.chunks, chunk))
-    missing = [fqn for fqn in index or () if fqn not in entries]
-    if missing:
-        raise CorruptCheckpointError(
-            f"{missing[0]!r} is in {INDEX_NAME}, but not in the file that it names", file=INDEX_NAME, fqn=missing[0]
-        )
+    for fqn, file in (index or {}).items():
+        yield
+        if fqn not in entries:
+            why = CorruptCheckpointError(f"it is in {INDEX_NAME}, but not in {file}, which that names", file=file)
+            entries[fqn] = OpaqueEntry((fqn,), "", (), (), why)
     return Manifest(save_id="", entries=entries, files={})

@@ -40,7 +40,7 @@ def header_of(tensors: Sequence[Named], aliases: Mapping[str, str]) -> bytes:
     for one in tensors:
         spelled = DTYPE_NAMES.get(one.dtype)
         if spelled is None:
-            raise UnsupportedTensorError(f"{one.fqn}: safetensors have no dtype {one.dtype}; convert it with dtype=")
+            raise UnsupportedTensorError(f"{one.fqn}: safetensors have no dtype {one.dtype}; leave it out with select=")
         shape = list(one.shape)
         if spelled == "F4" and shape:
             shape[-1] *= 2  # the header counts the halves of each element

@@ -7,18 +7,21 @@ read is larger than the item, whatever its headers claim.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
 from ..._runtime.steps import Steps, at_once
 from ...errors import CorruptCheckpointError, KeyCollisionError, UnsafeObjectError, UnsupportedCheckpointError
-from ..pickles.tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, StoredTensor, read_tensor
-from ..pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
-from ..pickles.values import VALUE_GLOBALS, ValueBudget, node_of, value_globals
+from ..pickles.tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, read_tensor
+from ..pickles.unpickle import Global, Limits, Pairs, Persistent, PickledCall, decode
+from ..pickles.values import DICTS, FILE_GLOBALS, ValueBudget, node_of, pairs_of, value_globals
 from ..records import (
     MAX_FQN_CHARS,
+    MAX_RANK,
+    SPARSE_PARTS,
     Chunk,
+    CompositeEntry,
     DictKey,
     EmptyEntry,
     Entry,
@@ -26,6 +29,7 @@ from ..records import (
     Key,
     Manifest,
     Node,
+    OpaqueEntry,
     TensorEntry,
     ValueEntry,
     itemsize,
@@ -54,7 +58,6 @@ _OTHER_KINDS = {
     "torch._utils._rebuild_sparse_csr_tensor": "a sparse tensor",
     "torch._utils._rebuild_nested_tensor": "a nested tensor",
 }
-_ORDERED_DICT = "collections.OrderedDict"
 _CHECKED_OPCODES = 1 << 18
 
 Records = Literal["needed", "all"]
@@ -174,6 +177,20 @@ def _record(archive: TorchZip, tensor: StoredTensor) -> str:
 _MOST_PICKLE_BYTES = 256 << 20
 _MOST_VALUE_BYTES = 64 << 20
 _MOST_VALUES_BYTES = 1 << 30
+_SPARSE = "torch._utils._rebuild_sparse_tensor"
+_OPAQUE = {
+    "torch._utils._rebuild_qtensor": "a quantized tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor on the meta device",
+}
+_ZIP_GLOBALS = DtypeNames(
+    FILE_GLOBALS.names
+    | _OPAQUE.keys()
+    | {f"torch.Q{kind}Storage" for kind in ("Int8", "Int32", "UInt8", "UInt4x2", "UInt2x4")}
+    | {f"torch.per_{what}" for what in ("tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric")}
+    | {"torch.per_channel_affine_float_qparams"}
+)
+_TENSORS = TENSOR_REBUILDERS | _OPAQUE.keys() | {_SPARSE, _SUBCLASS, "torch._utils._rebuild_parameter_with_state"}
 _NAME_CHARS_A_BYTE = 16  # a name repeats the keys of all enclosing containers, which are in the pickle once
 
 
@@ -192,10 +209,10 @@ def read_torch_file(source: BinaryIO, file_bytes: int, name: str) -> Steps[Manif
     budget = ValueBudget()
     budget.grant(storages.pickle_bytes, min(file_bytes, _MOST_VALUES_BYTES))
     payloads = _Payloads(storages)
-    if _pairs(root) is None:
+    if pairs_of(root) is None:
         raise UnsupportedCheckpointError("the file holds something else than a dict")
     found: dict[str, Entry] = {}
-    for path, value in _leaves((), root):
+    for path, value, composite in _with_parts(_leaves((), root)):
         yield
         fqn = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
         if fqn in found or len(fqn) > MAX_FQN_CHARS:
@@ -203,7 +220,7 @@ def read_torch_file(source: BinaryIO, file_bytes: int, name: str) -> Steps[Manif
         budget.spend_part()  # containers may be shared, so a small pickle may have very many leaves
         budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
         try:
-            found[fqn] = yield from _leaf(payloads, path, value, budget, name)
+            found[fqn] = composite or (yield from _leaf(payloads, path, value, budget, name))
         except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
             error.within(fqn).about(fqn=fqn)
             raise
@@ -231,7 +248,7 @@ class _ZipFile:
 def _read_zip(source: BinaryIO, file_bytes: int) -> Steps[_ZipFile]:
     archive = TorchZip(source, file_bytes)
     pickled = archive.read("data.pkl", _MOST_PICKLE_BYTES)
-    root = yield from decode(pickled, VALUE_GLOBALS)
+    root = yield from decode(pickled, _ZIP_GLOBALS)
     return _ZipFile(root, len(pickled), archive)
 
 
@@ -268,15 +285,81 @@ def _leaf(payloads: _Payloads, path: tuple[Key, ...], value: object, budget: Val
         foreign = _foreign_payload(stored, crc)
         chunk = Chunk(offsets, stored.shape, file, start, stored.storage_bytes, start, foreign=foreign)
         return TensorEntry(path, stored.dtype, stored.shape, (chunk,))
-    pairs = _pairs(value)
+    if isinstance(value, PickledCall) and value.function in _OPAQUE:
+        return _opaque(path, value)
+    pairs = pairs_of(value)
     if pairs is not None and not len(pairs):
         return EmptyEntry(path)
     return ValueEntry(path, file, 0, 0, (yield from node_of(value, budget, payloads.read)))
 
 
+def _opaque(path: tuple[Key, ...], call: PickledCall) -> OpaqueEntry:
+    """Return the entry of a tensor that is listed and not read."""
+    why = UnsupportedCheckpointError(
+        f"it was saved as {_OPAQUE[call.function]}, which this version does not read; load it with torch.load, or save "
+        "plain tensors"
+    )
+    match call.args:
+        case (Persistent(("storage", Global(kind), *_)), _, tuple(shape), *_):  # quantized
+            dtype = kind.removeprefix("torch.").removesuffix("Storage").lower()
+        case (Global(name), tuple(shape), *_):  # meta
+            dtype = name.removeprefix("torch.")
+        case _:
+            return OpaqueEntry(path, "", (), (), why)
+    if len(shape) > MAX_RANK or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
+        raise CorruptCheckpointError("malformed tensor: its shape is impossible")
+    return OpaqueEntry(path, dtype, shape, (), why)
+
+
+def _with_parts(
+    leaves: Iterator[tuple[tuple[Key, ...], object]],
+) -> Iterator[tuple[tuple[Key, ...], object, CompositeEntry | None]]:
+    """Yield the leaves, tensors without their attributes, and sparse tensors as composite tensors and their parts.
+    Raises ``CorruptCheckpointError``."""
+    for path, leaf in leaves:
+        value = _bare(leaf)
+        if not isinstance(value, PickledCall) or value.function != _SPARSE:
+            yield path, value, None
+            continue
+        layout, parts, shape, coalesced = _sparse(value)
+        names = SPARSE_PARTS[layout]
+        dtype = read_tensor(parts[-1]).dtype
+        yield path, None, CompositeEntry(path, layout, dtype, shape, None, names, coalesced)
+        for name, part in zip(names, parts, strict=True):
+            yield (*path, name), part, None
+
+
+def _bare(value: object) -> object:
+    """Return a tensor or parameter that was saved with attributes without these."""
+    match value:
+        case PickledCall("torch._utils._rebuild_parameter_with_state", (tensor, *_)):
+            return tensor
+        case PickledCall(
+            "torch._tensor._rebuild_from_type_v2",
+            (Global(rebuild), Global("torch.Tensor" | "torch.nn.parameter.Parameter"), tuple(args), *_),
+        ):
+            return PickledCall(rebuild, args)
+    return value
+
+
+def _sparse(call: PickledCall) -> tuple[str, Sequence[object], tuple[int, ...], bool | None]:
+    """Return layout, parts and shape of a sparse tensor, and whether one of layout COO is coalesced."""
+    layout, parts, rest = "", [], []
+    match call.args:
+        case (PickledCall("torch.serialization._get_layout", (str(name),)), tuple(content)):
+            layout = name.removeprefix("torch.")
+            count = len(SPARSE_PARTS.get(layout, ()))
+            parts, rest = list(content[:count]), list(content[count:])
+    match rest:
+        case [PickledCall("torch.Size", (tuple(shape),)), *flags] if parts and flags in ([], [False], [True]):
+            if all(type(size) is int and size >= 0 for size in shape):
+                return layout, parts, shape, flags == [True] if layout == "sparse_coo" else None
+    raise CorruptCheckpointError("malformed tensor: it does not rebuild a sparse tensor")
+
+
 def _leaves(path: tuple[Key, ...], value: object) -> Iterator[tuple[tuple[Key, ...], object]]:
     """Yield path and value of each leaf, as DCP flattens a state dict: dicts, and lists of tensors or containers."""
-    pairs = _pairs(value)
+    pairs = pairs_of(value)
     if pairs is not None and len(pairs):
         keys = [_key(key) for key in pairs.flat[::2]]
         if all(key is not None for key in keys):
@@ -295,20 +378,6 @@ def _leaves(path: tuple[Key, ...], value: object) -> Iterator[tuple[tuple[Key, .
     yield path, value
 
 
-def _pairs(value: object) -> Pairs | None:
-    """Return the content of a dict, or of an ``OrderedDict`` without its attributes. None for other objects."""
-    if isinstance(value, Pairs):
-        return value
-    if not isinstance(value, PickledCall) or value.function != _ORDERED_DICT:
-        return None
-    match value.args:
-        case ():
-            return value.items or Pairs()
-        case (list(pairs),) if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):  # of Python 2
-            return Pairs([part for pair in pairs for part in pair])
-    return None
-
-
 def _key(key: object) -> Key | None:
     if isinstance(key, str):
         return key
@@ -319,5 +388,5 @@ def _holds(value: object) -> bool:
     """Return whether a list with this element is flattened. Only the kind decides. A list may refer to one object many
     times, and a look at the content of each would take too long."""
     if isinstance(value, PickledCall):
-        return value.function in TENSOR_REBUILDERS or value.function == _ORDERED_DICT
+        return value.function in _TENSORS or value.function in DICTS
     return isinstance(value, list | Pairs)

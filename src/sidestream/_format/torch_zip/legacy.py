@@ -15,7 +15,7 @@ from ..._runtime.steps import Steps
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ..pickles.tensors import PickledStorage, StoredTensor, read_storage
 from ..pickles.unpickle import Pairs, decode_next, persistent_in
-from ..pickles.values import VALUE_GLOBALS
+from ..pickles.values import FILE_GLOBALS
 
 __all__ = ["LegacyFile", "read_legacy"]
 
@@ -86,7 +86,7 @@ def _pickles(data: bytes) -> Steps[tuple[object, list[str], int]]:
     """Return the object, the keys of the storages, and the end of the pickles."""
     end, parts = 0, []
     for _ in range(5):
-        part, end = yield from decode_next(data, end, VALUE_GLOBALS)
+        part, end = yield from decode_next(data, end, FILE_GLOBALS)
         parts.append(part)
     magic, protocol, machine, root, keys = parts
     if magic != _MAGIC or protocol != _PROTOCOL:

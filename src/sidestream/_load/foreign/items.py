@@ -73,6 +73,7 @@ _GAP_BYTES = 16 << 10  # the most bytes between two items that are read and not 
 _MOST_ZIPS = 256  # that are read together: a request to a server ends only when all of them were opened
 _AT_A_TIME = 2  # zips that are opened between two looks at the clock; one takes up to 0.4 ms
 
+_OBJECTS = '; pass its type in safe_globals=, or trust="pickle" if you trust the file'
 _BARE = {"stored": "bytes"}  # bytes in a format of the planner
 MAX_VALUE_BYTES = 64 << 20
 """The largest item of a value from another writer that is read."""
@@ -344,7 +345,8 @@ def _opaque_errors(entries: Mapping[str, OpaqueEntry], errors: Mapping[str, Unlo
     found: dict[str, Unlocated] = {}
     for fqn, entry in entries.items():
         yield
-        found[fqn] = errors.get(fqn) or UnsupportedCheckpointError(
+        refusal = entry.refusal(fqn) or errors.get(fqn)
+        found[fqn] = refusal or UnsupportedCheckpointError(
             f"{fqn}: it was saved with dtype {entry.dtype}, which this version does not read; load it with "
             "torch.distributed.checkpoint"
         )
@@ -487,7 +489,10 @@ def _open_value(
         content = run_sliced(budgets.values.unpack(raw, MAX_VALUE_BYTES)) if entry.transform else raw
         if trust == "pickle":
             return _unpickle(content)
-        node = run_sliced(open_value_item(io.BytesIO(content), len(content), frozenset(allow), budgets.parts))
+        try:
+            node = run_sliced(open_value_item(io.BytesIO(content), len(content), frozenset(allow), budgets.parts))
+        except UnsafeObjectError as error:
+            raise error.reworded(lambda text: text + _OBJECTS) from None
     return run_sliced(decode_value(node, fqn, allow))
 
 

@@ -396,8 +396,8 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
         raise error.within(url) from error
     if marker is None:
         raise UnsupportedCheckpointError(
-            f"{url} was written by another writer, and a server without listings does not say which files it has: copy "
-            "it to a directory first"
+            f"{url} was written by another writer, and a server without listings does not say which files it has: "
+            "download it to a directory first"
         )
     with naming(url):
         manifest = await _read_marked(source, marker, await source.size(manifest_name(marker.save_id)))

@@ -202,13 +202,15 @@ def in_batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
 
 def metadata_of(manifest: Manifest, url: str) -> Metadata:
     """Return the metadata of a manifest. Empty dicts and composite tensors are left out, because DCP does not have
-    them. Called in a worker thread.
+    them, and tensors of which only the name is known. Called in a worker thread.
 
     Raises ``UnsupportedCheckpointError``."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, object] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for fqn, entry in yielding_gil(manifest.entries.items()):
+        if isinstance(entry, OpaqueEntry) and not entry.dtype:
+            continue
         if isinstance(entry, TensorEntry | OpaqueEntry):
             described[fqn] = _tensor(fqn, entry)
             for number, chunk in enumerate(entry.chunks):

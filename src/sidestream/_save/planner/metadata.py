@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..._format.checksum import crc32
@@ -41,6 +50,8 @@ __all__ = [
 ]
 
 _VERSION = "1.0.0"
+_PROTOCOL = 3
+_PROPERTIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +128,7 @@ def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int) -> dict[
     Raises ``InvalidOptionError``, ``UnsafeObjectError``, and what ``validate`` raises.
     """
     if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
-        return {METADATA_NAME: pickle.dumps(as_stock(metadata))}
+        return {METADATA_NAME: _pickled(metadata)}
     raw, last = _manifest_of(metadata, about, partly=False)
     place = len(raw), crc32(raw), about.step, about.generation, saved_at, len(last), crc32(last)
     marked = _marked(metadata, marker_attribute(Marker(about.save_id, *place)))
@@ -146,10 +157,26 @@ def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[
 
 
 def _marked(metadata: Metadata, attribute: bytes) -> bytes:
-    # Protocol 3 has no frames, whose lengths would have to be changed. So the marker can be appended as an attribute.
-    pickled = pickle.dumps(as_stock(metadata), protocol=3)
+    pickled = _pickled(metadata)
     assert pickled.endswith(END)
     return pickled[: -len(END)] + attribute
+
+
+def _pickled(metadata: Metadata) -> bytes:
+    """Pickle ``metadata`` as every supported version of torch reads it."""
+    content = io.BytesIO()
+    # This protocol has no frames, whose lengths would have to be changed. So the marker is appended as an attribute.
+    pickler = pickle.Pickler(content, _PROTOCOL)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduced}
+    pickler.dump(as_stock(metadata))
+    return content.getvalue()
+
+
+def _reduced(properties: Any) -> tuple[Any, ...]:
+    """Return what a pickler writes: five properties. Torch 2.15 adds a sixth, and earlier versions read exactly
+    five."""
+    make, args, state, *_ = properties.__reduce_ex__(_PROTOCOL)
+    return make, args, state[:_PROPERTIES]
 
 
 @sliced

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 from ..._runtime.tasks import run_shielded
-from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
+from ..._runtime.threads import Deadline, Stop, current_deadline, doing, io_threads, time_limit
 from ...errors import CorruptCheckpointError, DeadlineExceededError, SidestreamError, from_os_error
 from ..store import RangeSource, ReadRange, coalesce
 from .directories import OpenDirectory
@@ -140,7 +140,7 @@ class LocalFiles:
     def read(self, name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
         path = self._directory / name
         deadline = current_deadline()
-        with _os_errors_as("reading", path):
+        with _os_errors_as("reading", path), doing(f"reading {path}"):
             descriptor = _open_regular(path, self._within)
             try:
                 for run in coalesce(ranges, gap_bytes=_GAP_BYTES, most=_RUN_RANGES, most_bytes=self._call_bytes):
