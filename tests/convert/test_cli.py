@@ -24,7 +24,7 @@ import sidestream
 
 # A shell in the background ignores Ctrl-C for all that it starts.
 INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-COMMAND = [sys.executable, "-c", f"{INTERRUPTIBLE}; from sidestream.cli import main; main()"]
+COMMAND = [sys.executable, "-c", f"{INTERRUPTIBLE}; from sidestream_cli import main; main()"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"}
 
 
@@ -184,7 +184,7 @@ def test_completion(tmp_path: Path) -> None:
     no_torch = "import sys; sys.modules['torch'] = None"  # importing it would fail
     asked = {"_SIDESTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "sidestream co", "COMP_CWORD": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", f"{no_torch}; from sidestream.cli.app import app; app(prog_name='sidestream')"],
+        [sys.executable, "-c", f"{no_torch}; from sidestream_cli.app import app; app(prog_name='sidestream')"],
         env={**ENVIRONMENT, **asked}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert set(done.stdout.split()) == {"convert", "copy"}, done.stderr
@@ -201,7 +201,6 @@ def test_completion(tmp_path: Path) -> None:
         ("info a --nonsense", 2, "No such option"),
         ("prune run", 2, "--keep-last"),
         ("prune run --keep-best loss=x", 2, "METRIC=N"),
-        ("convert a b --dtype float31", 2, "float31"),
         ("convert a b --rename x", 2, "REGEX=REPLACEMENT"),
         ("copy a b --target-option x", 2, "KEY=VALUE"),
         ("diff a b --storage-option @nothing.json", 2, "nothing.json"),

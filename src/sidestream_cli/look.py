@@ -13,20 +13,21 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .. import blocking
-from .._convert.source import Source, open_source
-from .._format.records import CompositeEntry, OpaqueEntry, TensorEntry, ValueEntry, parts_of
-from .._run.steps import list_steps
-from .._runtime.threads import Deadline
-from .._storage import locate_run
-from ..errors import (
+from sidestream import blocking
+from sidestream._convert.source import Source, open_source
+from sidestream._format.records import CompositeEntry, OpaqueEntry, TensorEntry, ValueEntry, parts_of
+from sidestream._run.steps import list_steps
+from sidestream._runtime.threads import Deadline
+from sidestream._storage import locate_run
+from sidestream.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MissingKeysError,
     UnsupportedCheckpointError,
     redacted,
 )
-from ..options import Progress, Storage
+from sidestream.options import Progress, Storage
+
 from .values import Inside, value_differences
 
 __all__ = ["Difference", "EntryRow", "StepRow", "differences", "rows", "steps"]

@@ -84,7 +84,7 @@ def verify(
 ) -> int:
     """Read all data and compare it with its checksums and digests. List damage, with exit code 1."""
     options = options_of(storage_option)
-    from .. import blocking, signing
+    from sidestream import blocking, signing
 
     with bar("verifying", as_json) as progress:
         if key is not None:
@@ -155,7 +155,8 @@ def bench(
     as_json: AsJson = False,
 ) -> int:
     """Measure staging, saving and loading on this machine, and its disk alone. Takes at most about a minute."""
-    from .. import blocking
+    from sidestream import blocking
+
     from .measure import measure
 
     with bar("measuring", as_json) as progress:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from .._format.checksum import CRC_ENGINE
-from .._worker.process import available
+from sidestream._format.checksum import CRC_ENGINE
+from sidestream._worker.process import available
 
 __all__ = ["Finding", "machine"]
 
