@@ -150,11 +150,14 @@ def prune(
     policies += [KeepBest(metric, count, mode) for metric, count in best]
     options: dict[str, Any] = {"keep": functools.reduce(or_, policies), "timeout_s": timeout_s}
     with blocking.Checkpointer(url, **options, storage=storage) as checkpoints:
+        good = {metric: checkpoints.best(metric, mode) for metric, _ in best}  # refuses a metric that no step has
         done = checkpoints.prune(dry_run=dry_run)
         why = checkpoints.health().damaged
     if as_json:
-        print_json({"dry_run": dry_run, **dataclasses.asdict(done)})
+        print_json({"dry_run": dry_run, "best": good, **dataclasses.asdict(done)})
         return 1 if done.damaged else 0
+    for metric, step in good.items():
+        say(f"best by {metric}: {'no step' if step is None else f'step {step}'}")
     for name in done.deleted:
         say(f"{'would delete' if dry_run else 'deleted'} {name}")
     for name in done.leased:

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
@@ -30,6 +31,7 @@ __all__ = [
     "UsageError",
     "app",
     "bar",
+    "moment",
     "options_of",
     "print_json",
     "say",
@@ -234,6 +236,11 @@ def _console(*, error: bool) -> Console:
 
     stream = sys.stderr if error else sys.stdout
     return Console(file=stream, soft_wrap=True, width=None if stream.isatty() else _PIPE_WIDTH)
+
+
+def moment(at_s: float) -> str:
+    """Return seconds since 1970 as date and time in UTC; nothing for 0."""
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ") if at_s else ""
 
 
 def size(nbytes: float) -> str:
