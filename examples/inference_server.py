@@ -1,7 +1,8 @@
 """A server that answers on the loop while a trainer writes checkpoints, and takes up new weights as they appear.
 
 It has two models that take turns. One answers; ``watch()`` names each new step, ``restore`` loads it into the other one
-in the background, and one statement swaps the two between two requests: no request sees half of an update. Both models
+in the background, and one statement swaps the two between two requests: no request sees half of an update. Until the
+first step it refuses requests. A damaged step, or storage that fails, changes nothing but its health. Both models
 are built before the first request, in a thread. Building a model while the server answers would initialize its weights
 on the loop, which then answers nobody.
 
@@ -15,11 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import tempfile
 
 import torch
 
 import sidestream
+
+log = logging.getLogger("server")
 
 
 def build() -> torch.nn.Linear:
@@ -38,45 +42,66 @@ async def train(directory: str, steps: int) -> None:
 
 
 class Server:
-    """Newline-delimited JSON: a list of four numbers in, step and prediction out."""
+    """Newline-delimited JSON: four numbers in, step and prediction out; ``"health"`` in, step and problem out.
+
+    The status is that of HTTP: 503 as long as there are no weights."""
 
     def __init__(self, directory: str, live: torch.nn.Module, spare: torch.nn.Module) -> None:
         self._directory = directory
         self._live, self._spare = live, spare
-        self._step = 0
+        self._step: int | None = None  # no weights yet
+        self._problem: str | None = None
 
     async def follow(self) -> None:
-        async with sidestream.Checkpointer(self._directory) as checkpoints:
-            async for step in checkpoints.watch(after=0, poll_s=0.1):
-                try:
-                    await checkpoints.restore({"model": self._spare}, step=step)
-                except sidestream.errors.CheckpointNotFoundError:
-                    continue  # the trainer's retention deleted it; a newer one comes next
-                # One statement without an await: no request sees the weights of one step under the number of another.
-                self._live, self._spare, self._step = self._spare, self._live, step
+        while True:
+            try:
+                async with sidestream.Checkpointer(self._directory) as checkpoints:
+                    async for step in checkpoints.watch(newest=True, poll_s=0.1):
+                        await self._take(checkpoints, step)
+            except sidestream.errors.SidestreamError as error:
+                # No step is good, retention deleted it, or the storage failed: keep the weights, and begin again.
+                self._problem = f"{type(error).__name__}: {error}"
+                log.warning("the weights stay those of step %s: %s", self._step, error)
+                await asyncio.sleep(1)
+
+    async def _take(self, checkpoints: sidestream.Checkpointer, step: int) -> None:
+        # In the place of a damaged step this loads an older one that is good, and logs a warning.
+        taken = await checkpoints.restore({"model": self._spare}, step=step, fallback="older")
+        # One statement without an await: no request sees the weights of one step under the number of another.
+        self._live, self._spare, self._step = self._spare, self._live, taken
+        self._problem = None if taken == step else f"step {step} is damaged"
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
-            with torch.no_grad():
-                # Without an await, so that no request still computes with a model when it becomes the spare one.
-                prediction = self._live(torch.tensor(json.loads(line), dtype=torch.float32)).item()
-            writer.write(json.dumps({"step": self._step, "prediction": prediction}).encode() + b"\n")
+            writer.write(json.dumps(self.reply(json.loads(line))).encode() + b"\n")
             await writer.drain()
         writer.close()
         await writer.wait_closed()
 
+    def reply(self, request: object) -> dict[str, object]:
+        if request == "health":
+            return {"status": 503 if self._step is None else 200, "step": self._step, "problem": self._problem}
+        if self._step is None:
+            return {"status": 503, "problem": "no weights yet"}
+        with torch.no_grad():
+            # Without an await, so that no request still computes with a model when it becomes the spare one.
+            prediction = self._live(torch.tensor(request, dtype=torch.float32)).item()
+        return {"status": 200, "step": self._step, "prediction": prediction}
+
 
 async def ask_until(port: int, step: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    answered, seen = 0, -1
+    answered, seen = 0, 0
     while seen < step:
         writer.write(b"[1, 1, 1, 1]\n")
         answer = json.loads(await reader.readline())
         answered += 1
-        if answer["step"] != seen:
+        if answer["status"] == 503 and answered == 1:
+            print("after 1 requests: no weights yet")
+        elif answer["status"] == 200 and answer["step"] != seen:
             seen = answer["step"]
             print(f"after {answered} requests: step {seen} answers {answer['prediction']:+.3f}")
-            if seen and answer["prediction"] != 4 * seen:
+            if answer["prediction"] != 4 * seen:
                 raise SystemExit("the answer does not belong to one step's weights")
         await asyncio.sleep(0.002)
     writer.close()

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 HEAD = """\
 # The command line
 
-<!-- Made by `python tests/cli_page.py`. Change the help texts in src/sidestream/cli, and run it again. -->
+<!-- Made by `python tests/cli_page.py`. Change the help texts in src/sidestream_cli, and run it again. -->
 
 `pip install 'sidestream[cli]'` brings the command `sidestream`. Completion of the shell is set up by
 `sidestream --install-completion`.
@@ -28,7 +28,7 @@ HEAD = """\
 
 def page() -> str:
     """Return the text of the page."""
-    from sidestream.cli.app import app
+    from sidestream_cli.app import app
 
     program: Any = typer.main.get_command(app)
     parts = [HEAD, f"{program.help}\n\n{program.epilog}\n\n| command | what it does |\n|---|---|\n"]

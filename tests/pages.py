@@ -68,7 +68,7 @@ def run(page: str, directory: Path) -> list[str]:
     programs.mkdir()
     starts = {
         "python": "", "torchrun": "-m torch.distributed.run",
-        "sidestream": "-c 'from sidestream.cli import main; main()'",
+        "sidestream": "-c 'from sidestream_cli import main; main()'",
     }  # fmt: skip
     for name, arguments in starts.items():
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')

@@ -318,7 +318,7 @@ async def test_a_conversion_onto_a_file_that_exists(tmp_path: Path) -> None:
 
 def test_the_command_line_names_its_own_option(tmp_path: Path) -> None:
     sidestream.blocking.save({"w": torch.ones(2), "step": 1}, tmp_path / "c")
-    command = [sys.executable, "-c", "from sidestream.cli import main; main()", "convert"]
+    command = [sys.executable, "-c", "from sidestream_cli import main; main()", "convert"]
     done = warm.run(
         [*command, str(tmp_path / "c"), str(tmp_path / "m.safetensors")],
         capture_output=True,

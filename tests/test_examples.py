@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
+import struct
 import subprocess
 import sys
 import tty
@@ -14,7 +16,10 @@ from typing import TYPE_CHECKING
 
 import demo_page
 import pytest
+import torch
 import warm
+
+import sidestream
 
 if TYPE_CHECKING:
     from train_live_.records import Run
@@ -32,6 +37,56 @@ def test_runs(example: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert not done.stderr.strip()
+
+
+async def test_the_server_survives_damage_and_refuses_requests_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import inference_server as example
+
+    server = example.Server(str(tmp_path), example.build(), example.build())
+    follower = asyncio.create_task(server.follow())
+
+    async def until(step: int | None, problem: str | None) -> None:
+        async with asyncio.timeout(60):
+            while True:
+                health = server.reply("health")
+                if health["step"] == step and (problem or "None") in str(health["problem"]):
+                    return
+                await asyncio.sleep(0.01)
+
+    async def save(value: float, *, step: int, damaged: bool = False) -> None:
+        model = example.build()
+        torch.nn.init.constant_(model.weight, value)
+        folder = tmp_path / f"step-{step}"
+        if not damaged:
+            await checkpoints.save({"model": model}, step=step)
+            return
+        await sidestream.save({"model": model}, tmp_path / "hidden" / folder.name)
+        shard = next((tmp_path / "hidden" / folder.name).glob("*.distcp"))
+        raw = bytearray(shard.read_bytes())
+        at = raw.index(struct.pack("<f", value))
+        raw[at] ^= 1
+        shard.write_bytes(raw)
+        (tmp_path / "hidden" / folder.name).rename(folder)
+
+    assert server.reply([1, 1, 1, 1]) == {"status": 503, "problem": "no weights yet"}
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await until(None, None)
+        await save(0.25, step=1, damaged=True)
+        await until(None, "CorruptCheckpointError")  # nothing is good: still no weights
+        assert server.reply([1, 1, 1, 1])["status"] == 503
+        await save(0.5, step=2)
+        await until(2, None)
+        await save(0.75, step=3, damaged=True)
+        await until(2, "step 3 is damaged")
+        assert server.reply([1, 1, 1, 1]) == {"status": 200, "step": 2, "prediction": 2.0}
+        await save(1.0, step=4)
+        await until(4, None)
+    assert not follower.done()
+    follower.cancel()
+    await asyncio.wait([follower])
 
 
 @pytest.fixture

@@ -253,7 +253,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     path = str(stock("smaller", tmp_path / "c"))
 
     def run(*words: str) -> str:
-        command = [sys.executable, "-c", "from sidestream.cli import main; main()", *words]
+        command = [sys.executable, "-c", "from sidestream_cli import main; main()", *words]
         return warm.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
     assert {row["name"] for row in json.loads(run("info", path, "--json"))} == {"m.weight", "m.bias", "other", "step"}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -27,3 +30,16 @@ def test_all_has_every_extra() -> None:
 def test_pages_are_in_the_navigation() -> None:
     listed = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+
+
+def test_the_wheel_has_both_packages_and_the_script() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    packages = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("src/*/__init__.py")}
+    assert set(wheel["packages"]) == packages == {"src/sidestream", "src/sidestream_cli"}
+    module, _, function = PYPROJECT["scripts"]["sidestream"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_command_line_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "sidestream_cli", "--version"], capture_output=True, check=True)
+    assert done.stdout.decode().strip() == sidestream.__version__

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ROOT / "src" / "sidestream"
+SOURCES = ROOT / "src"
 
 # --- the lists: extend them ----------------------------------------------------------------------------------------
 
@@ -35,7 +35,8 @@ RETIRED_PHRASES = ("as ever", "hear of", "hears", "in a hurry", "knows no more t
 
 PLAIN_ROOMS = (
     "__init__", "_convert", "_format", "_group", "_layout", "_load", "_run", "_runtime", "_save", "_staging",
-    "_storage", "_worker", "blocking", "checkpointer", "cli", "dcp", "errors", "events", "options", "signing",
+    "_storage", "_worker", "blocking", "checkpointer", "dcp", "errors", "events", "options", "signing",
+    "sidestream_cli",
 )  # fmt: skip
 """The rooms whose docstrings, comments and messages have none of ``RIDDLES``."""
 
@@ -71,8 +72,10 @@ taken from its table."""
 
 
 def package_sources() -> dict[str, str]:
-    """Source text of every module by its path below the package, such as ``_group/calls.py``."""
-    return {str(path.relative_to(SOURCES)): path.read_text() for path in sorted(SOURCES.rglob("*.py"))}
+    """Source text of every module by its path below the package, such as ``_group/calls.py``, or
+    ``sidestream_cli/app.py``."""
+    paths = sorted(SOURCES.rglob("*.py"))
+    return {str(path.relative_to(SOURCES)).removeprefix("sidestream/"): path.read_text() for path in paths}
 
 
 def twice_used(sources: Mapping[str, str]) -> list[str]:

@@ -30,7 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_IMPORTS = ("torch", "torch.distributed.checkpoint", "sidestream.blocking", "sidestream.cli.app", "rich.console")
+_IMPORTS = ("torch", "torch.distributed.checkpoint", "sidestream.blocking", "sidestream_cli.app", "rich.console")
 _LARGEST = 1 << 17
 
 

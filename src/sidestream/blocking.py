@@ -511,6 +511,10 @@ class Checkpointer(_Holder[_checkpointer.Checkpointer]):
     def async_save(self, *args: Any, **kwargs: Any) -> Any:
         """As ``sidestream.Checkpointer.async_save``, with the same arguments."""
 
+    @_method(_checkpointer.Checkpointer.best)
+    def best(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``sidestream.Checkpointer.best``, with the same arguments."""
+
     @_method(_checkpointer.Checkpointer.latest)
     def latest(self, *args: Any, **kwargs: Any) -> Any:
         """As ``sidestream.Checkpointer.latest``, with the same arguments."""

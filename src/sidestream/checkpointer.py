@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from ._load.checkpoint import Checkpoint, open_from
 from ._load.open.manifest import read_metadata
@@ -23,7 +23,7 @@ from ._run.opened import Opened
 from ._run.preemption import Preemption, Then
 from ._run.pruning import Pruner
 from ._run.restore import Latest, Reading
-from ._run.retention import KeepAll, Pruned, Retention, keeps_all
+from ._run.retention import KeepAll, Pruned, Retention, best_of, keeps_all
 from ._run.run import Run
 from ._run.saves import Saves
 from ._run.watch import Watch
@@ -430,6 +430,23 @@ class Checkpointer:
             ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         return max(await self.steps(), default=None)
+
+    async def best(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
+        """Return the number of the step with the best metric, or None if there is no step.
+
+        It is the step that ``KeepBest(metric, 1, mode)`` keeps: of equal ones the newer. Damaged steps are left out.
+
+        Args:
+            metric: A key of the ``metadata=`` of the saves, or a path of keys joined by dots.
+            mode: ``"min"``: the lowest value is best. ``"max"``: the highest is.
+
+        Raises:
+            InvalidOptionError: An argument is wrong, or no step has the metric. The message lists those that exist.
+            StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
+            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+        """
+        self._opened.check()
+        return best_of(await self._reading.with_metadata(), metric, mode)
 
     def watch(self, *, after: int | None = None, newest: bool = False, poll_s: float = 2.0) -> Watch:
         """Return an iterator over the steps of the run: ``async for step in checkpoints.watch(newest=True): ...``.

@@ -21,10 +21,11 @@ from _s3_server import KEY, SECRET, serving
 from safetensors.torch import load_file
 
 import sidestream
+from sidestream_cli import machine
 
 # A shell in the background ignores Ctrl-C for all that it starts.
 INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-COMMAND = [sys.executable, "-c", f"{INTERRUPTIBLE}; from sidestream.cli import main; main()"]
+COMMAND = [sys.executable, "-c", f"{INTERRUPTIBLE}; from sidestream_cli import main; main()"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"}
 
 
@@ -47,6 +48,86 @@ def sidestream_(*words: object, code: int = 0, shown: str = "") -> str:
     assert done.returncode == code, (done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
     return done.stdout if code < 2 or shown == "stdout" else done.stderr
+
+
+def test_verify_of_a_run(tmp_path: Path) -> None:
+    """With ``--all``; without it, the answer says that it is a run."""
+    with sidestream.blocking.Checkpointer(tmp_path) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save({"w": torch.full((500,), float(step))}, step=step)
+    assert "step-1: ok\n1 verified" in sidestream_("verify", tmp_path, "--all")
+    raw = bytearray((shard := next((tmp_path / "step-1").glob("*.distcp"))).read_bytes())
+    raw[raw.index(torch.ones(500).numpy().tobytes())] ^= 1
+    shard.write_bytes(raw)
+    next((tmp_path / "step-2").glob("manifest-*")).unlink()
+    shown = sidestream_("verify", tmp_path, "--all", code=1)
+    assert "step-1: damaged\ndamaged: w: " in shown
+    assert "step-2: damaged\n" in shown
+    assert "step-3: ok\n" in shown
+    found = json.loads(sidestream_("verify", tmp_path, "--all", "--json", code=1))
+    assert [(one["name"], one["ok"]) for one in found] == [("step-1", False), ("step-2", False), ("step-3", True)]
+    assert "a run with 3 steps" in sidestream_("verify", tmp_path, code=2)
+
+
+def test_ls_and_info_show_when_and_what_was_noted(tmp_path: Path) -> None:
+    with sidestream.blocking.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save({"w": torch.ones(3), "lr": 0.25}, step=1, metadata={"loss": 0.5}, files={"notes.txt": b"abc"})
+    (listed,) = json.loads(sidestream_("ls", tmp_path, "--json"))
+    assert (listed["metadata"], listed["files"]) == ({"loss": 0.5}, {"notes.txt": 3})
+    assert abs(listed["saved_at"] - time.time()) < 3600
+    year = time.strftime("%Y-", time.gmtime(listed["saved_at"]))
+    for shown in (sidestream_("ls", tmp_path), sidestream_("info", tmp_path / "step-1")):
+        assert year in shown
+        assert "loss" in shown
+        assert "notes.txt" in shown
+    assert "0.25" in sidestream_("info", tmp_path / "step-1", "--values")
+    assert json.loads(sidestream_("info", tmp_path / "step-1", "--files", "--json")) == {"notes.txt": 3}
+    torch.save({"w": torch.ones(2), "lr": 0.125}, tmp_path / "file.pt")
+    assert "0.125" in sidestream_("info", tmp_path / "file.pt", "--values")
+
+
+def test_prune_refuses_a_metric_that_no_step_has(tmp_path: Path) -> None:
+    with sidestream.blocking.Checkpointer(tmp_path) as checkpoints:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
+            checkpoints.save({"w": torch.ones(3)}, step=step, metadata={"loss": loss, "note": "a"})
+    for more in ([], ["--dry-run"]):
+        shown = sidestream_("prune", tmp_path, "--keep-last", 1, "--keep-best", "lsos=3", *more, code=2)
+        assert "no step has the metric 'lsos'" in shown
+        assert "the metrics of this run are: loss" in shown
+    shown = sidestream_("prune", tmp_path, "--keep-last", 1, "--keep-best", "loss", "--dry-run")
+    assert "best by loss: step 2\nwould delete step-1" in shown
+    assert len(json.loads(sidestream_("ls", tmp_path, "--json"))) == 3
+
+
+def _extra(advice: str) -> str:
+    return advice.partition("sidestream[")[2].partition("]")[0]
+
+
+def test_the_advice_of_doctor_is_true(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each piece of advice, on a machine that needs all of them, is an option, an extra or a command that exists."""
+    monkeypatch.setattr(machine, "find_spec", lambda package: None)
+    monkeypatch.setattr(machine, "CRC_ENGINE", "zlib")
+    monkeypatch.setattr("resource.getrlimit", lambda which: (1 << 20, 1 << 20))
+    found = {one.what: one for one in machine.machine(str(tmp_path))}
+    assert found["sidestream"].here == sidestream.__version__
+    advice = {one.advice for one in found.values() if one.advice}
+    extras = {_extra(text) for text in advice if "sidestream[" in text}
+    assert extras == {"cloud", "zstd", "digest", "signing", "watch"}
+    assert extras <= set(metadata.metadata("sidestream").get_all("Provides-Extra", []))
+    checked = {text for text in advice if "sidestream[" in text}
+    for text in advice - checked:
+        if "isal" in text:
+            assert metadata.version("isal")
+        elif "SaveOptions(streaming=True)" in text:
+            options = eval("SaveOptions(streaming=True)", {"SaveOptions": sidestream.SaveOptions})  # noqa: S307
+            sidestream.blocking.save({"w": torch.ones(3)}, tmp_path / "streamed", options=options)
+            assert sidestream.blocking.verify(tmp_path / "streamed").ok
+        elif "ulimit -l" in text:
+            subprocess.run(["bash", "-c", "ulimit -l"], check=True, stdout=subprocess.DEVNULL)
+        elif "sidestream bench" in text:
+            sidestream_("bench", "--help")
+        else:
+            assert text.startswith(("host memory is copied", "buffered writes are used")), "advice that nobody checks"
 
 
 def test_ls_and_info(run: Path) -> None:
@@ -184,7 +265,7 @@ def test_completion(tmp_path: Path) -> None:
     no_torch = "import sys; sys.modules['torch'] = None"  # importing it would fail
     asked = {"_SIDESTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "sidestream co", "COMP_CWORD": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", f"{no_torch}; from sidestream.cli.app import app; app(prog_name='sidestream')"],
+        [sys.executable, "-c", f"{no_torch}; from sidestream_cli.app import app; app(prog_name='sidestream')"],
         env={**ENVIRONMENT, **asked}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert set(done.stdout.split()) == {"convert", "copy"}, done.stderr
@@ -201,7 +282,6 @@ def test_completion(tmp_path: Path) -> None:
         ("info a --nonsense", 2, "No such option"),
         ("prune run", 2, "--keep-last"),
         ("prune run --keep-best loss=x", 2, "METRIC=N"),
-        ("convert a b --dtype float31", 2, "float31"),
         ("convert a b --rename x", 2, "REGEX=REPLACEMENT"),
         ("copy a b --target-option x", 2, "KEY=VALUE"),
         ("diff a b --storage-option @nothing.json", 2, "nothing.json"),

@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from test_cli import sidestream_
 
 import sidestream
-from sidestream.cli.look import differences
-from sidestream.cli.values import value_differences
+from sidestream_cli.look import differences
+from sidestream_cli.values import value_differences
 
 OTHER_NAN = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000001))[0]
 MANY = 10**5000  # more digits than Python converts to a string

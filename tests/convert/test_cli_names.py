@@ -200,7 +200,7 @@ def test_messages(raw: str, shown: str) -> None:
 
 def test_an_error_that_nobody_expected_is_escaped_too(capsys: pytest.CaptureFixture[str]) -> None:
     """An unexpected error is printed with its traceback and ends with the exit code of an error."""
-    from sidestream.cli.frame import verb
+    from sidestream_cli.frame import verb
 
     @verb
     def broken() -> int:

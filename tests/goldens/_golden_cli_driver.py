@@ -13,7 +13,7 @@ import tempfile
 
 from _golden_table import fixed
 
-from sidestream.cli import main
+from sidestream_cli import main
 
 
 def run(arguments: list[str]) -> tuple[int, str, str]:

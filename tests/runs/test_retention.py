@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sidestream
 from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
 from sidestream._run.pruning import abandoned
 from sidestream._run.retention import doomed, needs_metadata, unknown_metrics
@@ -204,3 +206,32 @@ def test_which_leftovers_are_abandoned() -> None:
     assert chosen({"step-1"}, set(), 900.0) == [again, retired, in_place], "a long save that is alive"
     assert chosen(set(), {"step-1", "step-2"}, 2000.0) == [old, retired], "its writer is known to be dead"
     assert chosen({"step-1"}, {"step-1"}, 0.0) == [again, young, retired, in_place], "one writer is dead, one is not"
+
+
+async def test_the_best_step(tmp_path: Path) -> None:
+    """The one that ``KeepBest`` keeps, as long as it is good; a metric that no step has is refused by name."""
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        assert await checkpoints.best("loss") is None
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.1)):
+            metadata = {"loss": loss, "eval": {"acc": step}, "note": "text"}
+            await checkpoints.save({"step": step}, step=step, metadata=metadata)
+        await checkpoints.save({"step": 5}, step=5)
+        assert await checkpoints.best("loss") == 4  # the newer of two
+        assert await checkpoints.best("loss", mode="max") == 3
+        assert await checkpoints.best("eval.acc", "max") == 4
+        with pytest.raises(InvalidOptionError, match=r"'lsos'.*are: eval\.acc, loss$"):
+            await checkpoints.best("lsos")
+        with pytest.raises(InvalidOptionError, match="mode"):
+            await checkpoints.best("loss", "least")  # type: ignore[arg-type]
+        next((tmp_path / "step-4").glob("manifest-*")).write_bytes(b"{}")
+        assert await checkpoints.best("loss") == 2
+        state = {"step": 0}
+        await checkpoints.restore(state, step=await checkpoints.best("loss"))
+        assert state["step"] == 2
+
+
+def test_the_best_step_without_a_loop(tmp_path: Path) -> None:
+    with sidestream.blocking.Checkpointer(tmp_path) as checkpoints:
+        for step, loss in ((1, 0.1), (2, 0.5)):
+            checkpoints.save({"step": step}, step=step, metadata={"loss": loss})
+        assert (checkpoints.best("loss"), checkpoints.best("loss", mode="max")) == (1, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import signal
 import socket
@@ -43,6 +44,7 @@ from sidestream._storage import Attempt, Body, BytesBody, LocalStore, Transactio
 from sidestream._worker.client import close_all, worker_for
 from sidestream._worker.job import Job, JobOrder
 from sidestream._worker.link import WorkerLink
+from sidestream._worker.process import _BOOT, _PACKAGE
 from sidestream._worker.wire import READY, Channel, Outbox, WorkerMessage, WorkerMessageKind, pack
 from sidestream._worker.work import Request, _WindowCounts
 from sidestream.errors import (
@@ -68,8 +70,13 @@ async def back(url: Path) -> object:
 
 
 def test_what_it_imports_pulls_in_no_torch() -> None:
-    code = "import sys, sidestream._worker.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    end = "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = _BOOT.replace("main(descriptor, trainer)", end)
+    assert code != _BOOT
+    arguments = json.dumps([0, 0, str(_PACKAGE), []])
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, arguments], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

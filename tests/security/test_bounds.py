@@ -374,7 +374,7 @@ async def test_converting_20_000_names(kind: str, large: Make, small: Make, tmp_
 
 
 def test_what_the_command_line_makes_of_20_000_names(large: Make) -> None:
-    from sidestream.cli.look import rows
+    from sidestream_cli.look import rows
 
     with processor_budget(SECONDS):
         assert len(rows(str(large("safetensors")), "*")) == MANY

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -18,7 +16,7 @@ from stock import stock_load
 
 import sidestream
 from sidestream import errors
-from sidestream._format.checksum import installed_digest
+from sidestream._format import checksum
 from sidestream._format.frame import frame_tensor
 
 MIB = 1 << 20
@@ -26,11 +24,8 @@ LARGE = torch.randint(0, 256, (5 * MIB + 77,), dtype=torch.uint8)
 
 
 @pytest.fixture
-def without_blake3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    installed_digest.cache_clear()
-    monkeypatch.setitem(sys.modules, "blake3", None)
-    yield
-    installed_digest.cache_clear()
+def without_blake3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum, "_blake3", None)
 
 
 def digests_of(checkpoint: Path) -> dict[str, bytes]:
@@ -108,11 +103,9 @@ async def test_without_the_extra_a_save_is_refused_and_a_load_tells(tmp_path: Pa
         await sidestream.save({"w": LARGE}, tmp_path / "c", options=sidestream.SaveOptions(digest="blake3"))
     assert raised.value.extra == "digest"
     assert list(tmp_path.iterdir()) == []
-    installed_digest.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "blake3", sys.modules["blake3.blake3"])
+        patch.setattr(checksum, "_blake3", blake3)
         await sidestream.save({"w": LARGE}, tmp_path / "c", options=sidestream.SaveOptions(digest="blake3"))
-    installed_digest.cache_clear()
     report = await sidestream.load({"w": torch.zeros_like(LARGE)}, tmp_path / "c")
     assert report.digest == "not installed"
     report = await sidestream.verify(tmp_path / "c")

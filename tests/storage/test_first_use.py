@@ -15,13 +15,9 @@ from _s3_server import S3Server
 
 from sidestream._runtime.imports import importing
 
-PROGRAM = """
-import asyncio, gc, json, sys, threading
+FINDER = """
+import sys, threading
 
-import torch
-import sidestream
-
-HEAVY = ("aiobotocore", "aiohttp", "botocore", "s3fs", "obstore", "gcsfs", "adlfs")
 imported = []
 
 
@@ -33,21 +29,23 @@ class Finder:
             frame = frame.f_back
         if not searched:  # whether a package is there
             imported.append((name, threading.current_thread() is threading.main_thread()))
+"""
 
+PROGRAM = """
+import asyncio, json, sys
 
+import torch
+import sidestream
+
+assert all(name in vars(sidestream) for name in sidestream.__all__ if name != "dcp")
+HEAVY = ("aiobotocore", "aiohttp", "botocore", "s3fs", "obstore", "gcsfs", "adlfs", "typer", "rich",
+         "torch.distributed.checkpoint", "torch._dynamo", "watchfiles", "fsspec.implementations.memory")
 def heavy():
     return [name for name in HEAVY if name in sys.modules]
 
 
 async def main(url, options):
     found = {"after_import": heavy()}
-    full = []
-    gc.callbacks.append(lambda phase, info: phase == "start" and info["generation"] == 2 and full.append(1))
-    gc.collect()
-    full.clear()
-    sidestream.save
-    young = len(gc.get_objects(0)) + len(gc.get_objects(1))
-    found |= {"full": len(full), "young": young, "thresholds": gc.get_threshold(), "after_name": heavy()}
     sys.meta_path.insert(0, Finder())
     state = {"w": torch.ones(4 << 20), "v": torch.ones(8)}
     if "prewarm" in sys.argv:
@@ -70,30 +68,89 @@ asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))
 """
 
 
+def output_of(program: str, *words: str) -> str:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, *words]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120).stdout
+
+
 def ran(url: str, options: Any = None, *more: str) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, url, json.dumps(options), *more]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(output_of(FINDER + PROGRAM, url, json.dumps(options), *more))
     return found
 
 
-def test_names_of_the_package_bring_no_client_and_no_full_collection(tmp_path: Path) -> None:
-    found = ran(str(tmp_path))
-    assert found["after_import"] == found["after_name"] == found["after_save"] == []
-    assert found["full"] == 0
-    assert found["young"] < 2000  # of some 20,000 objects: no save waits for a collection of them
-    assert found["thresholds"] == [700, 10, 10]
-
-
 def test_the_first_local_save_imports_nothing(tmp_path: Path) -> None:
-    assert ran(str(tmp_path))["imported"] == []
+    found = ran(str(tmp_path))
+    assert found["after_import"] == found["after_save"] == []
+    assert found["imported"] == []
 
 
 def test_clients_of_an_object_store_are_imported_in_other_threads(s3: S3Server) -> None:
     found = ran(f"s3://{s3.bucket}/run", s3.options)
-    assert found["after_name"] == []
+    assert found["after_import"] == []
     assert {"obstore", "s3fs", "aiobotocore"} <= set(found["after_save"])
     assert [name for name, on_the_loop in found["imported"] if on_the_loop] == []
+
+
+CALLS = """
+import asyncio, json, sys
+
+import sidestream, torch
+
+
+async def main(home, bucket, options):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(8)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "step": 3, "random": torch.get_rng_state()}
+    storage = sidestream.Storage(options)
+    small = sidestream.SaveOptions(digest="blake3")
+    sys.meta_path.insert(0, Finder())
+    for root in (f"{home}/local", f"s3://{bucket}/runs"):
+        there = {"storage": storage} if "://" in root else {}
+        await sidestream.save(state, f"{root}/a", options=small, **there)
+        await sidestream.load(state, f"{root}/a", **there)
+        await sidestream.verify(f"{root}/a", **there)
+        checkpoint = await sidestream.open_checkpoint(f"{root}/a", **there)
+        await checkpoint.state_dict()
+        target = f"{home}/{len(root)}.safetensors"
+        await sidestream.convert(f"{root}/a", target, select=["model.*"], **there)
+        await sidestream.load({"model.weight": model.weight.detach()}, target, allow_unexpected=True)
+        await sidestream.copy(f"{root}/a", f"{home}/copy-{len(root)}", **there)
+        await sidestream.remove(f"{root}/a", **there)
+        export = sidestream.HF(f"{home}/export-{len(root)}/{{step}}", select=["model.*"])
+        async with sidestream.Checkpointer(f"{root}/b", keep=sidestream.KeepLast(1), export=export, **there) as run:
+            await run.save(state, step=1)
+            new = asyncio.ensure_future(anext(run.watch(after=1)))
+            while "watchfiles" not in sys.modules:  # it waits for changes of the directory
+                await asyncio.sleep(0.01)
+            pending = await run.async_save(state, step=2)
+            await pending
+            await pending.exports[0]
+            assert await new == 2
+            await run.restore(state)
+    await sidestream.save(state, f"{home}/p", options=sidestream.SaveOptions(writer="process"))
+    async with sidestream.AsyncStager() as stager:
+        (await stager.stage(model.state_dict())).release()
+
+
+asyncio.run(main(*sys.argv[1:3], json.loads(sys.argv[3])))
+print(json.dumps(imported))
+"""
+
+
+def test_no_first_call_imports_anything_on_the_loop(s3: S3Server, tmp_path: Path) -> None:
+    imported = json.loads(output_of(FINDER + CALLS, str(tmp_path), s3.bucket, json.dumps(s3.options)))
+    assert {"obstore", "watchfiles"} <= {name for name, _ in imported}
+    assert [name for name, on_the_loop in imported if on_the_loop] == []
+
+
+def test_the_package_brings_neither_dcp_nor_the_command_line() -> None:
+    """Torch's own DCP takes as long to import as everything else together."""
+    brought = set(output_of("import sys, sidestream; print(*sys.modules)").split())
+    assert {"sidestream.checkpointer", "sidestream.blocking", "torch"} <= brought
+    optional = {"torch.distributed.checkpoint", "torch._dynamo", "typer", "rich", "obstore", "s3fs", "watchfiles"}
+    assert brought & optional == set()
 
 
 def test_prewarm_imports_and_connects_what_the_first_save_uses(s3: S3Server) -> None:

@@ -239,7 +239,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     sidestream.blocking.save({"w": torch.ones(3)}, tmp_path / "a")
 
     def call(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", "from sidestream.cli import main; main()", *words]
+        command = [sys.executable, "-c", "from sidestream_cli import main; main()", *words]
         return warm.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     done = call("convert", str(tmp_path / "a"), str(tmp_path / "b"), "--commit", "marker")

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ..errors import MissingExtraError
 from ..options import Digest, DigestCheck
@@ -31,6 +31,13 @@ __all__ = [
     "unpack_crcs",
 ]
 
+
+try:
+    from blake3 import blake3 as _installed
+
+    _blake3: Callable[[memoryview], Any] | None = _installed
+except ImportError:  # the extra ``digest``
+    _blake3 = None
 
 try:
     from isal.isal_zlib import crc32, crc32_combine  # 27 GB/s, zlib 6
@@ -134,17 +141,16 @@ def digest_of(digest: Digest) -> DigestOf:
     return found
 
 
-@cache
 def installed_digest(digest: str | None) -> DigestOf | None:
     """Return the function of ``digest_of``. None without digests, or if the package is not installed."""
-    if digest is None:
+    if digest is None or _blake3 is None:
         return None
-    try:
-        from blake3 import blake3
-    except ImportError:
-        return None
+    return _digest_of_block
 
-    return lambda block: blake3(block).digest()  # releases the GIL from 2 KiB on
+
+def _digest_of_block(block: memoryview) -> bytes:
+    found: bytes = _blake3(block).digest()  # type: ignore[misc]  # installed; it releases the GIL from 2 KiB on
+    return found
 
 
 def digest_check(digest: str | None) -> DigestCheck | None:

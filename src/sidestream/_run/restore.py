@@ -10,13 +10,15 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from .._group import Member, Operation, run_together
+from .._load.open.manifest import read_metadata
 from .._load.open.steps import Step, look_at
 from .._load.operation import LoadReport, LoadRequest, PassedOver, load_from
+from .._runtime.tasks import in_parallel
 from .._runtime.threads import current_deadline
 from .._storage import Location, Store
 from ..errors import (
@@ -31,6 +33,7 @@ from ..errors import (
 from ..events import LoadContext, LoadFellBack, emit
 from ..options import Fallback, Latest, check_choice, step_number
 from .leases import Lease, Leases
+from .retention import SavedStep
 from .run import Run
 from .steps import check_run, list_steps, named_steps, still_listed
 
@@ -356,6 +359,20 @@ class Reading:
         """Return the committed steps, in order, including damaged ones."""
         with self._run.time_limit():
             return await list_steps(self._run.store)
+
+    async def with_metadata(self) -> list[SavedStep]:
+        """Return the committed steps with their metadata, in order. Left out are damaged ones, and those that are
+        deleted meanwhile."""
+        found: list[SavedStep] = []
+
+        async def look(step: Step) -> None:
+            with suppress(FileNotFoundError, CorruptCheckpointError):
+                metadata = await read_metadata(self._run.store, step.name)
+                found.append(SavedStep(step.step, step.generation, metadata=metadata))
+
+        with self._run.time_limit():
+            await in_parallel([step for step in await list_steps(self._run.store) if step.damage is None], look)
+        return sorted(found, key=lambda each: each.order)
 
     async def _not_found(self, step: int | None) -> CheckpointNotFoundError:
         there = [found.step for found in await self.steps()]

@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from .._runtime.public import public
+from .._runtime.public import public, shortened
 from ..errors import InvalidOptionError
 from ..options import check_choice, check_count
 
@@ -21,6 +21,7 @@ __all__ = [
     "Pruned",
     "Retention",
     "SavedStep",
+    "best_of",
     "doomed",
     "judges_by_number",
     "keeps_all",
@@ -306,3 +307,16 @@ def keeps_all(keep: Retention) -> bool:
     if isinstance(keep, _Either):
         return any(keeps_all(policy) for policy in keep.policies)
     return type(keep) is KeepAll
+
+
+def best_of(steps: Sequence[SavedStep], metric: str, mode: Literal["min", "max"]) -> int | None:
+    """Return the step that ``KeepBest(metric, 1, mode)`` keeps; None without steps. Raises ``InvalidOptionError`` if no
+    step has the metric."""
+    policy = KeepBest(metric, 1, mode)
+    judged = [each for each in steps if _metric(each.metadata, metric) is not None]
+    if steps and not judged:
+        there = sorted({name for each in steps for name in metrics_in(each.metadata)})
+        raise InvalidOptionError(
+            f"no step has the metric {metric!r} in its metadata; the metrics of this run are: {shortened(there, 20)}"
+        )
+    return next(iter(policy.kept(judged)), None)

@@ -8,8 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from .._load.open.steps import Step
 from .._runtime.public import public
@@ -88,18 +88,14 @@ class Watch:
 def _changes(store: Store) -> _Changes | None:
     if not isinstance(store, LocalStore):
         return None
-    try:
-        return _Changes(store.root, import_module("watchfiles"))
-    except ImportError:
-        return None
+    return _Changes(store.root) if find_spec("watchfiles") is not None else None
 
 
 class _Changes:
     """A thread that waits for a change in a directory. It exists only during a call of ``wait``."""
 
-    def __init__(self, root: Path, watchfiles: Any) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self._watchfiles = watchfiles
         self._threads = Threads("sidestream-watch", 1)
 
     async def wait(self, timeout_s: float) -> None:
@@ -113,7 +109,7 @@ class _Changes:
             if not self._root.is_dir():
                 ended.wait(timeout_s)
                 return
-            changes = self._watchfiles.watch(
+            changes = import_module("watchfiles").watch(
                 self._root,
                 watch_filter=None,
                 debounce=_DEBOUNCE_MS,

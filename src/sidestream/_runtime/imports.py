@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["importing", "make_old"]
+__all__ = ["importing"]
 
 _lock = threading.Lock()
 _under_way = 0
@@ -36,14 +36,6 @@ def importing() -> Iterator[None]:
             _under_way -= 1
             if _under_way == 0:
                 _restore()
-
-
-def make_old() -> None:
-    """Collect the objects that imports have just made, which makes them old. Without it two later collections go
-    through these objects, the second one during some save. Holds the GIL: 20 ms for the modules of this package, and
-    190 ms if they have imported torch too."""
-    if gc.isenabled() and gc.get_threshold()[0] > 0:
-        gc.collect(1)
 
 
 def _restore() -> None:

@@ -14,15 +14,15 @@ from ..errors import WriterProcessError
 __all__ = ["available", "spawn"]
 
 _PACKAGE = Path(__file__).parents[1]
-# The package is imported from where the trainer has it, independent of the paths; further paths come last.
+# The package is imported from where the trainer has it, independent of the paths; further paths come last. Its
+# ``__init__`` is not run, because it imports torch.
 _BOOT = """\
 import importlib.util, json, sys
 descriptor, trainer, package, paths = json.loads(sys.argv[1])
 sys.path += [path for path in paths if path not in sys.path]
 home = [package]
 spec = importlib.util.spec_from_file_location("sidestream", package + "/__init__.py", submodule_search_locations=home)
-sys.modules["sidestream"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+sys.modules["sidestream"] = importlib.util.module_from_spec(spec)
 from sidestream._worker.main import main
 main(descriptor, trainer)
 """

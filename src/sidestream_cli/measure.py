@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 
-from .._load.operation import load
-from .._runtime.tasks import run_shielded
-from .._runtime.threads import Threads, io_threads
-from .._save.api import save
-from .._staging.stager import AsyncStager
-from ..errors import InvalidOptionError, NoSpaceError
-from ..options import Progress
+from sidestream import AsyncStager, load, save
+from sidestream._runtime.tasks import run_shielded
+from sidestream._runtime.threads import Threads, io_threads
+from sidestream.errors import InvalidOptionError, NoSpaceError
+from sidestream.options import Progress
 
 __all__ = ["Measured", "measure"]
 

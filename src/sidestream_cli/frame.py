@@ -9,13 +9,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from ..errors import InvalidOptionError, SidestreamError, printable, printable_lines
 from .complete import checkpoints
 
 if TYPE_CHECKING:
@@ -28,8 +28,10 @@ __all__ = [
     "TargetOption",
     "TimeoutS",
     "Url",
+    "UsageError",
     "app",
     "bar",
+    "moment",
     "options_of",
     "print_json",
     "say",
@@ -39,6 +41,12 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
+
+
+class UsageError(Exception):
+    """A wrong option that is found before the library is imported, which takes seconds. Shown as an
+    ``InvalidOptionError``."""
+
 
 app: typer.Typer = typer.Typer(
     name="sidestream",
@@ -80,7 +88,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         from importlib import metadata
 
-        say(metadata.version("sidestream"))
+        typer.echo(metadata.version("sidestream"))
         raise typer.Exit
 
 
@@ -119,8 +127,15 @@ def verb(function: Callable[P, int]) -> Callable[P, None]:
 def _report(error: Exception, *, as_json: bool) -> None:
     """Print an error as one message; an unexpected error is printed with its traceback."""
     if as_json:
-        print_json({"error": type(error).__name__, "message": str(error)})
+        name = "InvalidOptionError" if isinstance(error, UsageError) else type(error).__name__
+        print_json({"error": name, "message": str(error)})
         return
+    if isinstance(error, UsageError):
+        shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(error))
+        sys.stderr.write(f"InvalidOptionError: {shown}\n")
+        return
+    from sidestream.errors import SidestreamError, printable, printable_lines
+
     if not isinstance(error, (SidestreamError, OSError)):
         lines = "".join(traceback.format_tb(error.__traceback__)).splitlines()
         sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
@@ -128,7 +143,7 @@ def _report(error: Exception, *, as_json: bool) -> None:
 
 
 def options_of(words: list[str] | None) -> dict[str, Any] | None:
-    """Return the options from ``--storage-option``. Raises ``InvalidOptionError``, whose message has no values."""
+    """Return the options from ``--storage-option``. Raises ``UsageError``, whose message has no values."""
     if not words:
         return None
     found: dict[str, Any] = {}
@@ -138,7 +153,7 @@ def options_of(words: list[str] | None) -> dict[str, Any] | None:
             continue
         key, middle, value = word.partition("=")
         if not middle or not key:
-            raise InvalidOptionError("--storage-option takes KEY=VALUE, or @FILE")
+            raise UsageError("--storage-option takes KEY=VALUE, or @FILE")
         try:
             found[key] = json.loads(value)
         except ValueError:
@@ -150,9 +165,9 @@ def _from_file(path: str) -> Mapping[str, Any]:
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise InvalidOptionError(f"--storage-option @{path} cannot be read ({type(error).__name__})") from None
+        raise UsageError(f"--storage-option @{path} cannot be read ({type(error).__name__})") from None
     if not isinstance(found, dict):
-        raise InvalidOptionError(f"--storage-option @{path} holds no JSON object")
+        raise UsageError(f"--storage-option @{path} holds no JSON object")
     return found
 
 
@@ -182,6 +197,8 @@ def _finite(content: object) -> object:
 
 def say(text: str) -> None:
     """Print a message, with escaped control characters."""
+    from sidestream.errors import printable_lines
+
     sys.stdout.write(printable_lines(text) + "\n")
 
 
@@ -189,6 +206,8 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table. A cell that does not fit is folded and not cut off."""
     from rich.table import Table
     from rich.text import Text
+
+    from sidestream.errors import printable
 
     table = Table(box=None, pad_edge=False)
     for column in columns:
@@ -217,6 +236,11 @@ def _console(*, error: bool) -> Console:
 
     stream = sys.stderr if error else sys.stdout
     return Console(file=stream, soft_wrap=True, width=None if stream.isatty() else _PIPE_WIDTH)
+
+
+def moment(at_s: float) -> str:
+    """Return seconds since 1970 as date and time in UTC; nothing for 0."""
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ") if at_s else ""
 
 
 def size(nbytes: float) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,7 @@ from .frame import (
     Url,
     app,
     bar,
+    moment,
     options_of,
     print_json,
     say,
@@ -23,6 +25,9 @@ from .frame import (
     size,
     verb,
 )
+
+if TYPE_CHECKING:
+    from sidestream import VerifyReport
 
 
 @app.command()
@@ -40,8 +45,12 @@ def ls(
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
         return 0
-    listed = [(str(one.step), str(one.tensors), size(one.nbytes), one.damage or one.name) for one in found]
-    show(("step", "tensors", "bytes", "name"), listed)
+    listed = []
+    for one in found:
+        about = [*(f"{key}={value}" for key, value in one.metadata.items()), *one.files]
+        shown = (moment(one.saved_at), str(one.tensors), size(one.nbytes), ", ".join(about))
+        listed.append((str(one.step), *shown, one.damage or one.name))
+    show(("step", "saved", "tensors", "bytes", "metadata and files", "name"), listed)
     return 0
 
 
@@ -50,26 +59,44 @@ def ls(
 def info(
     url: Url,
     pattern: Annotated[str, typer.Argument(help="Names to show, as in 'model.*'.", autocompletion=names)] = "*",
+    values: Annotated[bool, typer.Option("--values", help="Show the values, too.")] = False,
+    files: Annotated[bool, typer.Option("--files", help="Show the sidecar files instead.")] = False,
     storage_option: StorageOption = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show what is in a checkpoint, a torch.save file or safetensors: names, dtypes, shapes, bytes, files."""
+    """Show what is in a checkpoint, a torch.save file or safetensors: names, dtypes, shapes, bytes, files; and when it
+    was saved, with which metadata."""
     options = options_of(storage_option)
-    from .look import rows
+    from .look import head, rows, value_texts
 
+    about = head(url, options)
+    if files:
+        if as_json:
+            print_json(about.files)
+        else:
+            show(("name", "bytes"), [(name, size(nbytes)) for name, nbytes in about.files.items()])
+        return 0
     found = rows(url, pattern, options)
+    texts = value_texts(url, [one.name for one in found if one.dtype is None], options) if values else {}
     if as_json:
-        print_json([dataclasses.asdict(one) for one in found])
+        listed_values = {one.name: {"value": texts[one.name]} for one in found if one.name in texts}
+        print_json([{**dataclasses.asdict(one), **listed_values.get(one.name, {})} for one in found])
         return 0
     listed = []
     for one in found:
         shape = "" if one.shape is None else "x".join(map(str, one.shape)) or "scalar"
         nbytes = size(one.nbytes) if one.dtype else ""
-        listed.append((one.name, one.dtype or "value", shape, nbytes, ", ".join(one.files)))
-    show(("name", "dtype", "shape", "bytes", "file"), listed)
+        listed.append((one.name, one.dtype or "value", shape, nbytes, texts.get(one.name, ", ".join(one.files))))
+    show(("name", "dtype", "shape", "bytes", "value or file" if values else "file"), listed)
     tensors = [one for one in found if one.dtype]
     total = size(sum(one.nbytes for one in tensors))
     say(f"{len(tensors)} tensors of {total}, {len(found) - len(tensors)} values")
+    if about.step is not None or about.saved_at:
+        say(f"{'no step' if about.step is None else f'step {about.step}'}, saved {moment(about.saved_at) or 'unknown'}")
+    for key, value in about.metadata.items():
+        say(f"metadata {key}: {value}")
+    for name, file_bytes in about.files.items():
+        say(f"file {name}: {size(file_bytes)}")
     return 0
 
 
@@ -77,6 +104,7 @@ def info(
 @verb
 def verify(
     url: Url,
+    every: Annotated[bool, typer.Option("--all", help="URL is a run: verify all its steps.")] = False,
     key: Annotated[str | None, typer.Option(help="A public key (PEM): the checkpoint has to be signed by it.")] = None,
     storage_option: StorageOption = None,
     as_json: AsJson = False,
@@ -84,25 +112,62 @@ def verify(
 ) -> int:
     """Read all data and compare it with its checksums and digests. List damage, with exit code 1."""
     options = options_of(storage_option)
-    from .. import blocking, signing
 
-    with bar("verifying", as_json) as progress:
-        if key is not None:
-            report = blocking.run(
-                lambda: signing.verify(url, key, progress=progress, timeout_s=timeout_s, storage_options=options)
+    def verified(one: str) -> VerifyReport:
+        from sidestream import blocking, signing
+
+        with bar("verifying", as_json) as progress:
+            if key is None:
+                return blocking.verify(one, progress=progress, timeout_s=timeout_s, storage_options=options)
+            return blocking.run(
+                lambda: signing.verify(one, key, progress=progress, timeout_s=timeout_s, storage_options=options)
             )
-        else:
-            report = blocking.verify(url, progress=progress, timeout_s=timeout_s, storage_options=options)
+
+    if every:
+        return _verify_steps(url, options, verified, as_json=as_json)
+    report = verified(url)
     if as_json:
         print_json({"ok": report.ok, **dataclasses.asdict(report)})
-        return 0 if report.ok else 1
+    else:
+        _say_report(report)
+    return 0 if report.ok else 1
+
+
+def _verify_steps(
+    url: str, options: dict[str, Any] | None, verified: Callable[[str], VerifyReport], *, as_json: bool
+) -> int:
+    from sidestream.errors import BadSignatureError, CorruptCheckpointError
+
+    from .look import steps
+
+    reports: list[dict[str, Any]] = []
+    for step in steps(url, options):
+        error = step.damage
+        try:
+            report = None if error else verified(f"{url.rstrip('/')}/{step.name}")
+        except (CorruptCheckpointError, BadSignatureError) as damage:
+            report, error = None, str(damage)
+        ok = report is not None and report.ok
+        about = {} if report is None else dataclasses.asdict(report)
+        reports.append({"step": step.step, "name": step.name, "ok": ok, "error": error, **about})
+        if not as_json:
+            say(f"{step.name}: {'ok' if ok else 'damaged'}")
+            if report is None:
+                say(f"damaged: {error}")
+            else:
+                _say_report(report)
+    if as_json:
+        print_json(reports)
+    return 0 if all(one["ok"] for one in reports) else 1
+
+
+def _say_report(report: VerifyReport) -> None:
     for damage in report.damaged:
         say(f"damaged: {damage.message}")
     if report.unreadable:
         some = ", ".join(report.unreadable[:5])
         say(f"{len(report.unreadable)} of a kind that this version does not read: {some}")
     say(f"{len(report.verified)} verified, {len(report.damaged)} damaged, {len(report.unverified)} without checksum")
-    return 0 if report.ok else 1
 
 
 @app.command()
@@ -155,7 +220,8 @@ def bench(
     as_json: AsJson = False,
 ) -> int:
     """Measure staging, saving and loading on this machine, and its disk alone. Takes at most about a minute."""
-    from .. import blocking
+    from sidestream import blocking
+
     from .measure import measure
 
     with bar("measuring", as_json) as progress:

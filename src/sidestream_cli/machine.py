@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from .._format.checksum import CRC_ENGINE
-from .._worker.process import available
+import sidestream
+from sidestream._format.checksum import CRC_ENGINE
+from sidestream._worker.process import available
 
 __all__ = ["Finding", "machine"]
 
@@ -28,7 +29,11 @@ class Finding:
 def machine(directory: str) -> list[Finding]:
     """Return what this machine and the file system of ``directory`` support."""
     advice = "" if CRC_ENGINE == "isal" else "pip install isal for several times the speed"
-    found = [Finding("torch", torch.__version__), Finding("checksums", CRC_ENGINE, advice)]
+    found = [
+        Finding("sidestream", sidestream.__version__),
+        Finding("torch", torch.__version__),
+        Finding("checksums", CRC_ENGINE, advice),
+    ]
     found += [Finding(extra, *_package(package, extra)) for package, extra in _EXTRAS]
     found.append(Finding("accelerator", str(torch.accelerator.current_accelerator() or "none")))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -57,7 +62,7 @@ _EXTRAS = (
 
 def _memory() -> Finding:
     """Return the free host memory: a snapshot needs as much as the state has bytes."""
-    advice = "a snapshot takes as much as the state; save(streaming=True) takes 256 MiB whatever its size"
+    advice = "a snapshot takes as much as the state; SaveOptions(streaming=True) takes 256 MiB whatever its size"
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))

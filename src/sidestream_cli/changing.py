@@ -8,13 +8,10 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import or_
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .._format.records import DTYPES
-from ..errors import InvalidOptionError, SidestreamError
-from ..options import ConvertOptions, Storage
 from .frame import (
     AsJson,
     CommitChoice,
@@ -22,6 +19,7 @@ from .frame import (
     TargetOption,
     TimeoutS,
     Url,
+    UsageError,
     app,
     bar,
     options_of,
@@ -30,6 +28,9 @@ from .frame import (
     size,
     verb,
 )
+
+if TYPE_CHECKING:
+    from sidestream import Storage
 
 _BudgetMib = Annotated[int, typer.Option(help="Memory for payloads, at least 96.")]
 
@@ -58,8 +59,8 @@ def convert(
     """Write a checkpoint in another format, with bounded memory. The target becomes visible as a whole or not at
     all."""
     options: dict[str, Any] = {"format": format, "select": select, "names": _renaming(rename)}
-    options |= {"dtype": _dtype(dtype), **_stores(storage_option, target_option, commit)}
-    from .. import blocking
+    options |= {**_stores(storage_option, target_option, commit), "dtype": _dtype(dtype)}
+    from sidestream import ConvertOptions, blocking
 
     with _named_as_options("select", "dtype", names="rename"), bar("converting", as_json) as progress:
         report = blocking.convert(
@@ -97,7 +98,7 @@ def copy(
     """Copy a checkpoint between stores unchanged. It is verified while it is copied, and read back before it is
     visible."""
     stores = _stores(storage_option, target_option, commit)
-    from .. import blocking
+    from sidestream import blocking
 
     with bar("copying", as_json) as progress:
         report = blocking.copy(
@@ -138,11 +139,10 @@ def prune(
     """Delete steps of a run, as its retention would: the newest step that stays is verified first, and no step in use
     is deleted."""
     if keep_last is None and keep_every is None and not keep_best:
-        raise InvalidOptionError("choose which steps to keep: pass --keep-last, --keep-every or --keep-best")
+        raise UsageError("choose which steps to keep: pass --keep-last, --keep-every or --keep-best")
     best = [_metric(word) for word in keep_best or ()]
     storage = _storage(storage_option, commit)
-    from .. import blocking
-    from .._run.retention import KeepBest, KeepEvery, KeepLast
+    from sidestream import KeepBest, KeepEvery, KeepLast, blocking
 
     policies: list[Any] = [] if keep_last is None else [KeepLast(keep_last)]
     policies += [] if keep_every is None else [KeepEvery(steps=keep_every)]
@@ -150,11 +150,14 @@ def prune(
     policies += [KeepBest(metric, count, mode) for metric, count in best]
     options: dict[str, Any] = {"keep": functools.reduce(or_, policies), "timeout_s": timeout_s}
     with blocking.Checkpointer(url, **options, storage=storage) as checkpoints:
+        good = {metric: checkpoints.best(metric, mode) for metric, _ in best}  # refuses a metric that no step has
         done = checkpoints.prune(dry_run=dry_run)
         why = checkpoints.health().damaged
     if as_json:
-        print_json({"dry_run": dry_run, **dataclasses.asdict(done)})
+        print_json({"dry_run": dry_run, "best": good, **dataclasses.asdict(done)})
         return 1 if done.damaged else 0
+    for metric, step in good.items():
+        say(f"best by {metric}: {'no step' if step is None else f'step {step}'}")
     for name in done.deleted:
         say(f"{'would delete' if dry_run else 'deleted'} {name}")
     for name in done.leased:
@@ -167,17 +170,25 @@ def prune(
 
 
 def _stores(source: list[str] | None, target: list[str] | None, commit: str) -> dict[str, Storage]:
-    return {"storage": Storage(options_of(source)), "target_storage": _storage(target, commit)}
+    options, storage = options_of(source), _storage(target, commit)
+    from sidestream import Storage
+
+    return {"storage": Storage(options), "target_storage": storage}
 
 
 def _storage(words: list[str] | None, commit: str) -> Storage:
+    options = options_of(words)
+    from sidestream import Storage
+
     with _named_as_options("commit"):
-        return Storage(options_of(words), commit=commit)  # type: ignore[arg-type]  # it is checked there
+        return Storage(options, commit=commit)  # type: ignore[arg-type]  # it is checked there
 
 
 @contextmanager
 def _named_as_options(*keywords: str, **others: str) -> Iterator[None]:
     """Replace the names of options in errors by those of the command line. ``others`` have another name there."""
+    from sidestream.errors import SidestreamError
+
     spelled = {**{keyword: keyword for keyword in keywords}, **others}
     try:
         yield
@@ -190,7 +201,7 @@ def _named_as_options(*keywords: str, **others: str) -> Iterator[None]:
 def _metric(word: str) -> tuple[str, int]:
     metric, _, count = word.partition("=")
     if count and not (count.isascii() and count.isdigit()):
-        raise InvalidOptionError("--keep-best takes METRIC or METRIC=N")
+        raise UsageError("--keep-best takes METRIC or METRIC=N")
     return metric, int(count or 1)
 
 
@@ -199,21 +210,22 @@ def _renaming(rename: list[str] | None) -> Callable[[str], str] | None:
         return None
     pairs = [one.partition("=") for one in rename]
     if not all(middle for _, middle, _ in pairs):
-        raise InvalidOptionError("--rename takes REGEX=REPLACEMENT")
+        raise UsageError("--rename takes REGEX=REPLACEMENT")
     try:
         patterns = [(re.compile(old), new) for old, _, new in pairs]
         for pattern, new in patterns:
             pattern.sub(new, "")
     except re.error as error:
-        raise InvalidOptionError(f"--rename takes REGEX=REPLACEMENT, of which one is not valid: {error}") from None
+        raise UsageError(f"--rename takes REGEX=REPLACEMENT, of which one is not valid: {error}") from None
     return lambda name: functools.reduce(lambda found, one: one[0].sub(one[1], found), patterns, name)
 
 
 def _dtype(name: str | None) -> Any:
     if name is None:
         return None
-    if name not in DTYPES and name not in ("half", "float", "double"):  # before torch is imported, which takes seconds
-        raise InvalidOptionError(f"--dtype {name} is not a torch dtype that a checkpoint can hold")
     import torch
 
-    return getattr(torch, name)
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"--dtype {name} is not a torch dtype that a checkpoint can hold")
+    return dtype

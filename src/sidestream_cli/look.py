@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
 
-from .. import blocking
-from .._convert.source import Source, open_source
-from .._format.records import CompositeEntry, OpaqueEntry, TensorEntry, ValueEntry, parts_of
-from .._run.steps import list_steps
-from .._runtime.threads import Deadline
-from .._storage import locate_run
-from ..errors import (
+from sidestream import blocking
+from sidestream._convert.source import Source, open_source
+from sidestream._format.marker import Marker
+from sidestream._format.records import CompositeEntry, OpaqueEntry, TensorEntry, ValueEntry, parts_of
+from sidestream._load.open.steps import read_marker
+from sidestream._run.steps import list_steps
+from sidestream._runtime.threads import Deadline
+from sidestream._storage import locate_directory, locate_run
+from sidestream.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MissingKeysError,
+    SidestreamError,
     UnsupportedCheckpointError,
     redacted,
 )
-from ..options import Progress, Storage
-from .values import Inside, value_differences
+from sidestream.options import Progress, Storage
 
-__all__ = ["Difference", "EntryRow", "StepRow", "differences", "rows", "steps"]
+from .values import Inside, short_repr, value_differences
+
+__all__ = ["Difference", "EntryRow", "Head", "StepRow", "differences", "head", "rows", "steps", "value_texts"]
 
 Options: TypeAlias = Mapping[str, Any] | None
 
@@ -41,13 +45,17 @@ _PLACES = 3
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A step of a run, with the message of its damage."""
+    """A step of a run, with the message of its damage. ``saved_at`` is in seconds since 1970, and 0 if it is unknown.
+    ``files`` has the sizes of the sidecar files."""
 
     step: int
     name: str
     tensors: int
     nbytes: int
     damage: str = ""
+    saved_at: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
 
 
 def steps(url: str, options: Options = None) -> list[StepRow]:
@@ -66,7 +74,18 @@ def steps(url: str, options: Options = None) -> list[StepRow]:
         except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
             found.append(StepRow(one.step, one.name, 0, 0, str(error)))
             continue
-        found.append(StepRow(one.step, one.name, len(tensors), sum(info.nbytes for info in tensors)))
+        nbytes, saved_at = sum(info.nbytes for info in tensors), one.marker.saved_at if one.marker is not None else 0
+        found.append(
+            StepRow(
+                one.step,
+                one.name,
+                len(tensors),
+                nbytes,
+                saved_at=saved_at,
+                metadata=checkpoint.metadata,
+                files=checkpoint.files,
+            )
+        )
     if not found:
         raise CheckpointNotFoundError(f"{redacted(url)} has no committed step")
     return found
@@ -81,6 +100,43 @@ class EntryRow:
     shape: tuple[int, ...] | None
     nbytes: int
     files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a checkpoint says about itself. ``saved_at`` and ``files`` as in ``StepRow``."""
+
+    step: int | None
+    saved_at: int
+    metadata: Mapping[str, Any]
+    files: Mapping[str, int]
+
+
+def head(url: str, options: Options = None) -> Head:
+    """Return what the checkpoint says about itself."""
+    checkpoint = blocking.open_checkpoint(url, storage_options=options)
+
+    async def marker() -> Marker | None:
+        async with aclosing(locate_directory(url, Storage(options)).source()) as source:
+            return await read_marker(source)
+
+    found = None
+    with suppress(FileNotFoundError, NotADirectoryError):  # a single file, or a checkpoint without a marker
+        found = blocking.run(marker, Deadline.after(_TIMEOUT_S))
+    saved_at = 0 if found is None else found.saved_at
+    return Head(checkpoint.step, saved_at, checkpoint.metadata, checkpoint.files)
+
+
+def value_texts(url: str, names: Iterable[str], options: Options = None) -> dict[str, str]:
+    """Return the values with these names as text; the reason in the place of one that is not read."""
+    checkpoint = blocking.open_checkpoint(url, storage_options=options)
+    found = {}
+    for name in names:
+        try:
+            found[name] = short_repr(checkpoint.value(name))
+        except SidestreamError as error:
+            found[name] = f"not read: {error}"
+    return found
 
 
 def rows(url: str, pattern: str, options: Options = None) -> list[EntryRow]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Inside", "value_differences"]
+__all__ = ["Inside", "short_repr", "value_differences"]
 
 _SHOWN_CHARS = 60
 _PATH_CHARS = 120
@@ -215,6 +215,11 @@ def _against(one: Any, other: Any) -> str:
 
 def _typed(value: Any) -> str:
     return f"{type(value).__name__} {_shown(value)}"
+
+
+def short_repr(value: Any) -> str:
+    """Return a repr of bounded length."""
+    return _shown(value)
 
 
 def _shown(value: Any, depth: int = 0) -> str:

@@ -1,7 +1,7 @@
 """The command line, ``sidestream --help``. Needs the extra ``cli``.
 
-``--help``, completion and usage errors import neither torch nor the library: a command imports what it needs when it
-runs.
+A package beside ``sidestream`` in the same distribution, because ``import sidestream`` imports torch: ``--help``,
+completion and usage errors import neither, and a command imports what it needs when it runs.
 """
 
 from __future__ import annotations
