@@ -66,7 +66,7 @@ def has_no_checksum(chunk: Chunk) -> bool:
     return chunk.payload_offset is not None and (chunk.foreign is None or chunk.foreign.crc is None)
 
 
-class Item(NamedTuple):
+class SmallItem(NamedTuple):
     """A small item of sidestream that is read as a whole: the dtype of its tensor, and the chunk."""
 
     dtype: str
@@ -76,16 +76,16 @@ class Item(NamedTuple):
 class Piece(NamedTuple):
     """``nbytes`` from ``offset`` of ``file``, which belong to ``fqn``.
 
-    ``expected`` is the bytes, the chunk with the checksums of their blocks, a ``Whole``, or an ``Item``. ``number`` is
-    the number of the first block, or of the part of the ``Whole``. A piece is one object: with a closure in each, the
-    garbage collector had to traverse 120,000 objects for 10,000 tensors.
+    ``expected`` is the bytes, the chunk with the checksums of their blocks, a ``Whole``, or a ``SmallItem``. ``number``
+    is the number of the first block, or of the part of the ``Whole``. A piece is one object: with a closure in each,
+    the garbage collector had to traverse 120,000 objects for 10,000 tensors.
     """
 
     fqn: str
     file: str
     offset: int
     nbytes: int
-    expected: bytes | Chunk | Whole | Item
+    expected: bytes | Chunk | Whole | SmallItem
     number: int = 0
 
     def check(self, view: memoryview, burst: Burst = nullcontext) -> None:
@@ -95,7 +95,7 @@ class Piece(NamedTuple):
             self._check_blocks(expected, view, burst)
         elif isinstance(expected, Whole):
             expected.check(self.number, view)
-        elif isinstance(expected, Item):
+        elif isinstance(expected, SmallItem):
             for one in _item_pieces(self.fqn, *expected):
                 start = one.offset - self.offset
                 one.check(view[start : start + one.nbytes], burst)
@@ -122,7 +122,7 @@ def own_pieces(fqn: str, entry: TensorEntry) -> Iterator[Piece]:
                 f"{fqn}: its item is not as large as its dtype and shape make it", file=chunk.file, fqn=fqn
             )
         if frame.item_bytes <= _SMALL_BYTES:
-            yield Piece(fqn, chunk.file, chunk.item_offset, frame.item_bytes, Item(entry.dtype, chunk))
+            yield Piece(fqn, chunk.file, chunk.item_offset, frame.item_bytes, SmallItem(entry.dtype, chunk))
         else:
             yield from _item_pieces(fqn, entry.dtype, chunk)
 

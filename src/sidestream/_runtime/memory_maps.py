@@ -185,7 +185,7 @@ def _madvise() -> Any:
 
 
 def _nothing(fate: Fate) -> None:
-    """Nobody asks about the mapping."""
+    """The default of ``ended``."""
 
 
 _unmapping = _Unmapping()

@@ -309,7 +309,7 @@ class PendingSave(Displayed):
 
 @dataclass(slots=True)
 class _Unretrieved:
-    """The text of the error of a save that nobody has retrieved; empty if there is none. It refers to nothing that
+    """The text of the error of a save until it is retrieved; empty if there is none. It refers to nothing that
     refers to the ``PendingSave``, as the error itself may."""
 
     url: str
