@@ -23,12 +23,12 @@ from leases import all_returned
 from states import assert_same
 
 import sidestream
+from sidestream._runtime.memory_maps import settle
 from sidestream._runtime.threads import Deadline
 from sidestream._save import writer
 from sidestream._staging import AsyncStager, DeviceEngine, StageMode, cached
 from sidestream._staging.device import held_back
 from sidestream._staging.driver import TorchDriver
-from sidestream._staging.registration import settle
 from sidestream.errors import (
     ArenaExhaustedError,
     ClosedError,

@@ -18,15 +18,15 @@ import torch
 from fake_device import FakeDriver
 from leases import all_returned
 
+from sidestream._runtime.memory_maps import settle
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, DeviceEngine
 from sidestream._staging import stager as stager_module
 from sidestream._staging.arena import MappedMemory
-from sidestream._staging.registration import settle
 from sidestream.errors import ArenaExhaustedError, DeadlineExceededError, DeviceError
 
 MIB = 1 << 20
-THREAD = {"sidestream-unregister"}
+THREAD = {"sidestream-unmap"}
 
 
 def on_fake(driver: FakeDriver, **options: Any) -> AsyncStager:
@@ -143,7 +143,7 @@ async def test_the_last_reference_dies_in_a_garbage_collection_within_the_start_
         starting.join(60)
         assert not starting.is_alive(), "a finalizer waits for a lock that its own thread holds"
     assert not thread.armed
-    assert [one.name for one in threading.enumerate()].count("sidestream-unregister") == 1, "a finalizer started one"
+    assert [one.name for one in threading.enumerate()].count("sidestream-unmap") == 1, "a finalizer started one"
     assert settle(Deadline.after(60))
     assert not driver.registered
     assert driver.unregistered_in == THREAD
@@ -265,7 +265,7 @@ def registered_with(driver: FakeDriver) -> tuple[MappedMemory, int]:
     """
     before = set(driver.registered)
     memory = MappedMemory(-1, MIB)
-    memory.pin(driver, 1, lambda fate: None)
+    memory.pin(driver, 1)
     (address,) = set(driver.registered) - before
     return memory, address
 

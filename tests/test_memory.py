@@ -257,6 +257,12 @@ def lease_of(arena: Arena, mib: int) -> arena_module.Allocation:
     return arena.lease(mib * MIB, deadline=Deadline.after(60), stop=Stop())
 
 
+def trim_idle(arena: Arena) -> None:
+    """And wait until what was dropped is unmapped, which another thread does."""
+    arena.trim_idle()
+    arena.settle(Deadline.after(60))
+
+
 def test_growing_stops_where_the_thread_is_needed_or_memory_is_in_use() -> None:
     arena = Arena(64 * MIB, segment_bytes=MIB)
     assert not arena.grow_for([8 * MIB], lambda: True, 64 * MIB)
@@ -268,14 +274,41 @@ def test_growing_stops_where_the_thread_is_needed_or_memory_is_in_use() -> None:
     assert arena.statistics().reserved_bytes == 10 * MIB
     leases = [lease_of(arena, 8), lease_of(arena, 2)]
     assert arena.statistics().reserved_bytes == 10 * MIB
-    arena.trim_idle()
+    trim_idle(arena)
     assert arena.statistics().reserved_bytes == 10 * MIB
     view = leases[0].view
     view[:3] = b"abc"
     leases.pop(1).release()
-    arena.trim_idle()
+    trim_idle(arena)
     assert arena.statistics().reserved_bytes == 8 * MIB
     assert bytes(view[:3]) == b"abc"
+
+
+@pytest.mark.parametrize("backing", ["private", "shared"])
+def test_growth_that_is_interrupted_leaves_memory_for_the_stage_that_interrupts_it(
+    backing: arena_module.Backing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unmapping it would hold up the program just when the stage begins."""
+    touched: list[int] = []
+    advise = arena_module.advise
+
+    def noted(address: int, nbytes: int, advice: int) -> int:
+        if advice == arena_module._POPULATE_WRITE:
+            touched.append(nbytes)
+        return advise(address, nbytes, advice)
+
+    monkeypatch.setattr(arena_module, "advise", noted)
+    arena = Arena(64 * MIB, segment_bytes=MIB, backing=backing)
+    assert not arena.grow_for([32 * MIB], lambda: len(touched) == 2, 64 * MIB)
+    assert sum(touched) < 32 * MIB
+    assert arena.statistics().reserved_bytes == 32 * MIB
+    lease = lease_of(arena, 32)
+    assert arena.statistics().reserved_bytes == 32 * MIB, "nothing is mapped again"
+    lease.view[-3:] = b"end"
+    assert not any(lease.view[:-3:4096])
+    lease.release()
+    assert arena.grow_for([32 * MIB], lambda: False, 64 * MIB)
+    assert arena.statistics().reserved_bytes == 32 * MIB
 
 
 @pytest.mark.parametrize("backing", ["private", "shared"])
@@ -284,7 +317,7 @@ def test_memory_that_was_given_back_is_mapped_anew(backing: arena_module.Backing
     lease = lease_of(arena, 4)
     lease.view[:] = b"x" * (4 * MIB)
     lease.release()
-    arena.trim_idle()
+    trim_idle(arena)
     assert arena.statistics().reserved_bytes == 0
     assert not any(lease_of(arena, 4).view[: MIB // 4])
 

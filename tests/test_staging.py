@@ -20,6 +20,7 @@ import sidestream
 from sidestream._runtime.threads import Deadline, Stop
 from sidestream._staging import AsyncStager, HostEngine
 from sidestream._staging.arena import Arena
+from sidestream._staging.captured import capture
 from sidestream.errors import (
     ArenaExhaustedError,
     ClosedError,
@@ -326,3 +327,32 @@ def test_a_stop_ends_the_wait_for_memory() -> None:
         outcome.result(60)
     thread.join()
     held.release()
+
+
+def test_no_collection_looks_at_all_objects_while_a_state_is_captured() -> None:
+    """The aliases of 10,000 tensors are objects for the collector. In a program with 100,000 tensors a full collection
+    took longer than the rest of the call."""
+    state = {"flat": {str(number): torch.zeros(1) for number in range(10_000)}}
+    state["nested"] = {number: {"exp_avg": torch.zeros(1), "step": number} for number in range(3_000)}
+    collections: list[tuple[str, dict[str, int]]] = []
+    during: list[int] = []
+
+    class Last:
+        """Captured last."""
+
+        def __deepcopy__(self, _: object) -> Last:
+            during.append(len(collections))
+            return self
+
+    state["last"] = {"value": Last()}
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.callbacks.append(lambda phase, info: collections.append((phase, info)))
+    try:
+        captured = capture(state)
+    finally:
+        gc.callbacks.pop()
+    assert len(captured.tensors) == 13_000
+    assert during == [0]
+    assert gc.get_threshold() == thresholds
+    assert gc.isenabled()

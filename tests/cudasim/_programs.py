@@ -29,12 +29,12 @@ import torch
 
 import sidestream
 from sidestream._format.records import DTYPES
+from sidestream._runtime.memory_maps import settle
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager
 from sidestream._staging import stager as stager_module
 from sidestream._staging.device import DeviceEngine
 from sidestream._staging.driver import CudaDriver, TorchDriver
-from sidestream._staging.registration import settle
 from sidestream._staging.runtime import CudaRuntime
 from sidestream.errors import CorruptCheckpointError, SidestreamError
 

@@ -24,9 +24,9 @@ import pytest
 import torch
 
 import sidestream
+from sidestream._runtime.memory_maps import settle
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, StageMode
-from sidestream._staging.registration import settle
 from sidestream.errors import ArenaExhaustedError, ClosedError, DeadlineExceededError, DeviceError, GraphCaptureError
 
 cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sidestream
+from sidestream._runtime.memory_maps import settle
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, StageMode
 from sidestream._staging.blocking import BlockingAsyncStager
-from sidestream._staging.registration import settle
 from sidestream.dcp import StorageReader, StorageWriter
 
 cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 import sidestream
 import sidestream.blocking
+from sidestream._runtime.memory_maps import settle
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, StageMode
-from sidestream._staging.registration import settle
 from sidestream.errors import GraphCaptureError
 
 pytestmark = [

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import sidestream
+from sidestream._runtime.memory_maps import settle
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager
-from sidestream._staging.registration import settle
 from sidestream.errors import ArenaExhaustedError, ClosedError, DeadlineExceededError, DeviceError
 
 if "CUDASIM_BUILD" not in os.environ:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 import sidestream
 from sidestream import errors
+from sidestream._load.verify import Verification
 
 STATE: dict[str, Any] = {
     "small": torch.arange(100.0),
@@ -197,3 +198,21 @@ def test_blocking(tmp_path: Path) -> None:
     sidestream.blocking.save(STATE, tmp_path / "c")
     assert sidestream.blocking.verify(tmp_path / "c").ok
     assert sidestream.blocking.open_checkpoint(tmp_path / "c").verify().ok
+
+
+async def test_a_small_tensor_is_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Header, payload and trailer of its item are read together, as in a load."""
+    await sidestream.save({f"t{number}": torch.full((64,), number) for number in range(500)}, tmp_path / "c")
+    counts: list[int] = []
+    reads = Verification._reads
+
+    def counted(*args: Any) -> Any:
+        found = reads(*args)
+        counts.append(len(found.ranges))
+        return found
+
+    monkeypatch.setattr(Verification, "_reads", counted)
+    report = await sidestream.verify(tmp_path / "c")
+    assert report.ok
+    assert len(report.verified) == 500
+    assert sum(counts) == 500

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import re
 import threading
@@ -24,6 +23,7 @@ from .._layout.names import new_dtypes, new_names, selected
 from .._layout.save_layout import SavePlan
 from .._load.open.manifest import holds
 from .._load.open.steps import look_at, steps_among
+from .._runtime.memory_maps import MemoryMap
 from .._runtime.public import public
 from .._runtime.threads import Stop, current_deadline, io_threads, run_sliced
 from .._runtime.torch_probes import dtype_from_name
@@ -480,7 +480,7 @@ class _StreamedFile:
     def _make_next(self) -> None:
         part = self.parts[self._next]
         with allocating("memory for a part of an export"):
-            memory = mmap.mmap(-1, part.nbytes)
+            memory = MemoryMap(-1, part.nbytes)
         self._fill(memory, part.nbytes)
         self._made[self._next] = memoryview(memory)
         self._next += 1
@@ -491,7 +491,7 @@ class _StreamedFile:
         self._left = self._error = None
         self._made.clear()
 
-    def _fill(self, memory: mmap.mmap, nbytes: int) -> None:
+    def _fill(self, memory: MemoryMap, nbytes: int) -> None:
         """Fill a part with the next pieces. Torch copies without the GIL. The copies are aligned, because payloads are
         aligned in the file and parts begin at multiples of 8."""
         done = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import mmap
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
+from .._runtime.memory_maps import MemoryMap
 from .._runtime.tasks import first_error
 from .._runtime.threads import Stop, current_deadline, write_threads
 from .._storage import Transaction
@@ -95,7 +95,7 @@ class Windows:
         self._largest = 1
         self._loop = asyncio.get_running_loop()
         self._slots = asyncio.Semaphore(WINDOWS)
-        self._spare: list[mmap.mmap] = []
+        self._spare: list[MemoryMap] = []
         self._keeping = True
 
     async def write(self, files: Iterable[WindowedFile], into: Transaction) -> None:
@@ -132,12 +132,12 @@ class Windows:
         storage may still send a part that it has released."""
         spare = self._spare.pop() if self._spare else None  # other threads append, only this one pops
         with allocating("memory for a window"):
-            memory = mmap.mmap(-1, self._largest) if spare is None else spare
+            memory = MemoryMap(-1, self._largest) if spare is None else spare
         array = (ctypes.c_char * nbytes).from_buffer(memory)
         weakref.finalize(array, self._give_back, memory).atexit = False
         return memoryview(array).cast("B")
 
-    def _give_back(self, memory: mmap.mmap) -> None:
+    def _give_back(self, memory: MemoryMap) -> None:
         """Keep the memory for another window. Called in any thread."""
         self._spare.append(memory)
         if not self._keeping:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import mmap
 import os
 import threading
 from collections import deque
@@ -26,6 +25,7 @@ from .._format.checksum import crc32, unpack_crcs
 from .._format.records import BLOCK_BYTES
 from .._layout.checks import altered
 from .._layout.ranges import Range
+from .._runtime.memory_maps import MemoryMap
 from .._runtime.tasks import first_error, in_parallel
 from .._runtime.threads import Stop, holding_gil, io_threads, read_threads
 from .._storage import Files, RangeSource, ReadRange
@@ -34,7 +34,7 @@ from ..errors import allocating
 __all__ = ["Batches", "Check", "Jobs", "Memory", "Reads", "Scratch", "memory_of"]
 
 T = TypeVar("T")
-Memory: TypeAlias = mmap.mmap | bytearray
+Memory: TypeAlias = MemoryMap | bytearray
 
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _JOBS = min(max(_CORES, 2), 4)
@@ -49,19 +49,19 @@ class Scratch:
     more than reading."""
 
     def __init__(self) -> None:
-        self._spare: list[mmap.mmap] = []  # one for each batch in flight; list methods are atomic
+        self._spare: list[MemoryMap] = []  # one for each batch in flight; list methods are atomic
 
     def take(self, nbytes: int) -> Memory:
         if nbytes <= 1 << 16:
             return bytearray(nbytes)  # only for few bytes: clearing the pages of a large one would hold the GIL
         try:
-            spare: mmap.mmap | None = self._spare.pop()
+            spare: MemoryMap | None = self._spare.pop()
         except IndexError:
             spare = None
         if spare is not None and len(spare) >= nbytes:
             return spare
         with allocating("memory to read into"):
-            return mmap.mmap(-1, nbytes)
+            return MemoryMap(-1, nbytes)
 
     def views(self, sizes: Sequence[int]) -> tuple[Memory, list[memoryview]]:
         """Return memory, and a view of it for each of ``sizes``. Each begins at an address that suits every dtype."""
@@ -73,7 +73,7 @@ class Scratch:
 
     def give_back(self, memory: Memory) -> None:
         """Give back memory into which no thread reads any more."""
-        if isinstance(memory, mmap.mmap):
+        if isinstance(memory, MemoryMap):
             self._spare.append(memory)
 
 

@@ -1,4 +1,4 @@
-"""Imports that a running event loop notices as little as possible."""
+"""Imports, and other work that makes many objects, which a running event loop notices as little as possible."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
-__all__ = ["importing"]
+__all__ = ["collecting_later", "importing"]
 
 _lock = threading.Lock()
 _under_way = 0
 _thresholds: tuple[int, int, int] | None = None
 
 
-@contextmanager
-def importing() -> Iterator[None]:
-    """Put off automatic garbage collection while modules are imported in the block.
+def importing() -> AbstractContextManager[None]:
+    """Put off automatic garbage collection while modules are imported in the block."""
+    return collecting_later()
 
-    Imports make many objects that stay. They bring about a full collection, which goes through the objects of torch as
-    well and holds the GIL for 100 ms. Thresholds that the program sets meanwhile are kept, and ``gc.enable()`` and
-    ``gc.disable()`` mean what they always do.
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Put off automatic garbage collection while many objects that stay are made in the block.
+
+    They bring about a full collection, which goes through the objects of torch as well and holds the GIL for 100 ms.
+    Thresholds that the program sets meanwhile are kept, and ``gc.enable()`` and ``gc.disable()`` mean what they always
+    do.
     """
     global _under_way, _thresholds
     with _lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -119,9 +120,11 @@ class PendingSave(Displayed):
         loop = asyncio.get_running_loop()
         self._work = work
         self._exports = exports
-        self._retrieved = False
         self._cancelling = False
         self._result: asyncio.Future[SaveInfo] = loop.create_future()
+        self._unretrieved = _Unretrieved(work.url)
+        # In contrast to __del__, it also runs when the interpreter ends, and before the globals of modules are gone.
+        weakref.finalize(self, self._unretrieved.log)
         self._staged: asyncio.Future[None] = loop.create_future()
         self._started = False
         self._settled = False
@@ -177,10 +180,7 @@ class PendingSave(Displayed):
     @property
     def unretrieved(self) -> BaseException | None:
         """The error that this save ended with, if it was not retrieved. A save that was skipped has none."""
-        if self._retrieved or not self._result.done() or self._result.cancelled():
-            return None
-        error = self._result.exception()
-        return None if isinstance(error, SkippedError) else error
+        return self._result.exception() if self._unretrieved.error else None
 
     @property
     def settled(self) -> bool:
@@ -189,7 +189,7 @@ class PendingSave(Displayed):
 
     def mark_retrieved(self) -> None:
         """Count the error as retrieved."""
-        self._retrieved = True
+        self._unretrieved.error = ""
 
     def when_done(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` on the loop when the save is ``done()``."""
@@ -223,7 +223,8 @@ class PendingSave(Displayed):
         try:
             return (yield from asyncio.shield(self._result).__await__())
         finally:
-            self._retrieved = self._retrieved or self._result.done()
+            if self._result.done():
+                self.mark_retrieved()
 
     async def _run(self) -> None:
         """Run the work. All errors are set on the two futures, because this is the top of a background task."""
@@ -285,8 +286,10 @@ class PendingSave(Displayed):
 
     def _fail(self, error: BaseException) -> None:
         self._result.set_exception(error)
-        self._result.exception()  # marks it as retrieved for asyncio: __del__ logs it, with more facts
-        if isinstance(error, SkippedError) and not self._staged.done():
+        self._result.exception()  # marks it as retrieved for asyncio: ``_Unretrieved`` logs it, with more facts
+        if not isinstance(error, SkippedError):
+            self._unretrieved.error = printable_lines(f"{type(error).__name__}: {error}")
+        elif not self._staged.done():
             self._staged.set_result(None)
         if not self._staged.done():
             self._staged.set_exception(error)
@@ -299,15 +302,23 @@ class PendingSave(Displayed):
         with suppress(RuntimeError, asyncio.InvalidStateError):
             self._staged.set_result(None)
         self._result.done() and self._result.exception()
-        self._retrieved = self._settled = True
+        self.mark_retrieved()
+        self._settled = True
         if self._leaving is not None and not self._leaving.done():
             self._leaving.set_result(None)
 
-    def __del__(self) -> None:
-        error = self.unretrieved if hasattr(self, "_task") else None
-        if error is not None:
-            text = printable_lines(f"{type(error).__name__}: {error}")
-            _log.error("saving %s failed, and the error was not retrieved: %s", self.url, text)
+
+@dataclass(slots=True)
+class _Unretrieved:
+    """The text of the error of a save until it is retrieved; empty if there is none. It refers to nothing that
+    refers to the ``PendingSave``, as the error itself may."""
+
+    url: str
+    error: str = ""
+
+    def log(self) -> None:
+        if self.error:
+            _log.error("saving %s failed, and the error was not retrieved: %s", self.url, self.error)
 
 
 class _Unfinished:

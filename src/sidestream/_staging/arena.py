@@ -26,15 +26,15 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
+from .._runtime.memory_maps import Fate, MemoryMap, address_of, advise, pieces, settle
 from .._runtime.public import public
 from .._runtime.threads import Deadline, Stop
 from ..errors import ArenaExhaustedError, ClosedError, DeadlineExceededError
 from ..options import Backing
 from .drain import Drain
-from .registration import Fate, Pinner, Registration, give_back, register, settle
+from .registration import Pinner, Registration, register
 
 __all__ = [
     "PAGE_BYTES",
@@ -52,13 +52,11 @@ SEGMENT_BYTES = 8 << 20
 """The size of a segment, at least, as far as the budget allows."""
 _HUGE_PAGE_BYTES = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; the modules of Python lack the name
-_REMOVE = 9  # MADV_REMOVE
-_POPULATED_BYTES = 4 << 20  # for each call, 1 to 8 ms: no other thread can map memory or start a thread meanwhile
 _GAP_S = 0.2e-3  # between two of these calls, for threads that map memory
 _GROWTH_BYTES = 256 << 20  # the most that is touched at once, before the first copy into it
 _STEP_BYTES = 32 << 20  # in a small arena: the first window is written while memory for the next is touched
 _STEP_SHARE = 4  # of the reserved memory, in a larger arena
-_UNREGISTERED_S = 5.0  # a lease with ``at_once`` also waits this long for memory that is being unregistered
+_UNMAPPED_S = 5.0  # a lease with ``at_once`` also waits this long for memory that is being unmapped
 _numbers = itertools.count(1)
 _SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
 
@@ -89,38 +87,38 @@ class ArenaStatistics:
     kept_bytes: int = 0
 
 
-class MappedMemory(mmap.mmap):
-    """A mapping. Shared memory has a descriptor that can be sent to another process, and is sealed, so that its size
-    never changes.
-
-    The registration is ended before the memory is unmapped, once the last reference is gone. ``__del__`` does this,
-    because ``mmap`` unmaps the memory before it calls the callbacks of weak references. ``__del__`` runs before that
-    and may make a new reference. Python calls it once.
-    """
+class MappedMemory(MemoryMap):
+    """A mapping that may be registered with a device. Shared memory has a descriptor that can be sent to another
+    process, and is sealed, so that its size never changes."""
 
     descriptor: int | None = None
     """None for private memory."""
     number: int = 0
     """The number of this shared memory. No other mapping of this process has ever had the same."""
     _registration: Registration | None = None
+    _close = staticmethod(os.close)
 
-    def pin(self, pinner: Pinner, device: Hashable, ended: Callable[[Fate], None]) -> None:
-        self._registration = register(pinner, device, _address(self), len(self), ended)
+    def pin(self, pinner: Pinner, device: Hashable) -> None:
+        self._registration = register(pinner, device, address_of(self), len(self))
         # On older kernels, the parent's next write after a fork may give the parent a new page, while the device still
         # uses the old one. The child therefore does not inherit the mapping.
-        with suppress(OSError, AttributeError):
-            self.madvise(mmap.MADV_DONTFORK)
+        advise(address_of(self), len(self), getattr(mmap, "MADV_DONTFORK", -1))
+        self.inherited = False
 
     @property
     def pinned(self) -> bool:
         return self._registration is not None
 
+    def unused(self) -> bool:
+        if self._registration is not None and not self._registration.end():
+            return False
+        self._registration = None
+        return True
+
     def __del__(self) -> None:
         if self.descriptor is not None:
-            os.close(self.descriptor)
-        registration, self._registration = self._registration, None
-        if registration is not None and not sys.is_finalizing():
-            give_back(registration, self)
+            self._close(self.descriptor)
+        super().__del__()
 
 
 @dataclass(slots=True)
@@ -203,7 +201,7 @@ class Arena:
         self._given_back = 0
         """Bytes of all leases that have ended."""
         self._leaving = self._kept = 0
-        """Reserved bytes of dropped segments that are still registered. ``_kept`` are those of them that could not be
+        """Reserved bytes of dropped segments that are still mapped. ``_kept`` are those of them that could not be
         unregistered."""
         self._closed = threading.Event()
 
@@ -222,7 +220,7 @@ class Arena:
 
         ``coming()`` returns the sizes of the leases that follow. If memory has to be mapped, memory for some of them is
         mapped too, and the budget that they need is left to them. ``at_once``: wait only for memory that is being
-        unregistered. ``spare_offers``: do not take offered memory back (``Allocation.offer``). ``drain`` returns how
+        unmapped. ``spare_offers``: do not take offered memory back (``Allocation.offer``). ``drain`` returns how
         long to wait for memory that is in use before new memory is mapped.
 
         Raises ``ArenaExhaustedError`` at once if ``nbytes`` exceed the budget, and when ``deadline`` passes.
@@ -264,7 +262,7 @@ class Arena:
         with self._turn:
             for segment in self._segments:
                 if not segment.memory.pinned:
-                    self._register(segment, pinner, device)
+                    segment.memory.pin(pinner, device)
             self._pinner = (pinner, device)  # only after success: the next stage tries again
 
     def has_room(self, nbytes: int) -> bool:
@@ -312,14 +310,16 @@ class Arena:
                 return False
             left, most = _missing(self._free_sizes(), map(whole_pages, sizes)), min(most, self.budget_bytes)
             while left and self._pinner is None:
+                if busy():
+                    return False
                 wanted = _segment_bytes(left, most - self._staying(), self._segment_bytes, _GROWTH_BYTES)
                 if self._reserved + wanted > most:
                     break
                 segment = _Segment(_map(wanted, self._backing), wanted, [(0, wanted)])
-                if not _touch_range(_address(segment.memory), wanted, busy):
+                whole = _touch_range(address_of(segment.memory), wanted, busy)
+                self._add(segment)
+                if not whole:  # the first copies into it fault the rest in
                     return False
-                self._segments.append(segment)
-                self._reserved += wanted
                 left = _missing([wanted], left)
             return True
         except ArenaExhaustedError:  # the next stage that needs the memory raises it
@@ -335,12 +335,12 @@ class Arena:
         try:
             self._drain()
             if self._pinner is None:
-                self._drop_idle_segments(self._reserved - most, _discard)
+                self._drop_idle_segments(self._staying() - most)
         finally:
             self._turn.release()
 
     def trim(self, deadline: Deadline) -> None:
-        """Unmap the idle segments. Blocks until they are unregistered. Raises ``DeadlineExceededError``."""
+        """Unmap the idle segments. Blocks until they are unmapped. Raises ``DeadlineExceededError``."""
         if not self._turn.acquire(timeout=deadline.remaining_s()):
             raise deadline.exceeded("trim(), which had to wait for a stage that waits for memory,")
         try:
@@ -355,8 +355,8 @@ class Arena:
         Raises ``DeadlineExceededError``."""
         if self._leaving and not settle(deadline):
             raise DeadlineExceededError(
-                f"registered memory was not released within timeout_s={deadline.timeout_s:g}: the device does not "
-                "respond; the memory stays mapped until it does"
+                f"memory was not released within timeout_s={deadline.timeout_s:g}: it is being unmapped, or the device "
+                "that it is registered with does not respond"
             )
 
     def wake(self) -> None:
@@ -365,7 +365,8 @@ class Arena:
 
     def statistics(self) -> ArenaStatistics:
         self._collect()
-        registered = sum(segment.nbytes for segment in list(self._segments) if segment.memory.pinned) + self._leaving
+        registered = sum(segment.nbytes for segment in list(self._segments) if segment.memory.pinned)
+        registered += self._leaving if self._pinner is not None else 0
         return ArenaStatistics(
             self.budget_bytes,
             self._reserved,
@@ -378,14 +379,13 @@ class Arena:
         )
 
     def close(self) -> None:
-        """Drop all segments. Each is unmapped when the last reference to its memory is gone; existing leases stay
-        valid. Registered segments that are still mapped count as reserved."""
+        """Drop all segments. Each is unmapped when the last reference to its memory is gone, and counts as reserved
+        until then; existing leases stay valid."""
         self._closed.set()
         self.wake()
         with self._turn:
             self._drain()
-            for segment in self._segments:
-                self._count_out(segment)
+            self._leaving += sum(segment.nbytes for segment in self._segments)
             self._segments.clear()
 
     def _acquire(self, request: _Request) -> tuple[_Segment, int]:
@@ -403,7 +403,7 @@ class Arena:
     # --- everything below runs with the lock held, except _give_back and _collect ---
 
     def _wait_for(self, request: _Request) -> tuple[_Segment, int]:
-        size, unregistered = request.size, Deadline.after(_UNREGISTERED_S)
+        size, unmapped = request.size, Deadline.after(_UNMAPPED_S)
         while True:
             self._drain()
             if self._backing == "shared":
@@ -425,16 +425,16 @@ class Arena:
                 return found
             if size > self.budget_bytes - self._kept:
                 raise self._exhausted(request)
-            unregistering = self._leaving > self._kept and unregistered.remaining_s() > 0
-            if not unregistering and not request.spare_offers and self._take_back():
+            unmapping = self._leaving > self._kept and unmapped.remaining_s() > 0
+            if not unmapping and not request.spare_offers and self._take_back():
                 continue
             patience_s = request.deadline.remaining_s()
-            if request.at_once or unregistering:
-                patience_s = min(patience_s, unregistered.remaining_s() if unregistering else 0.0)
+            if request.at_once or unmapping:
+                patience_s = min(patience_s, unmapped.remaining_s() if unmapping else 0.0)
             try:
                 self._put_back(self._returned.get(timeout=patience_s))
             except queue.Empty:
-                if unregistering and request.deadline.remaining_s() > 0:
+                if unmapping and request.deadline.remaining_s() > 0:
                     continue
                 raise self._exhausted(request) from None
 
@@ -469,14 +469,16 @@ class Arena:
             "budget_bytes="
         )
 
-    def _register(self, segment: _Segment, pinner: Pinner, device: Hashable) -> None:
+    def _add(self, segment: _Segment) -> None:
         arena, nbytes = weakref.ref(self), segment.nbytes
 
         def ended(fate: Fate) -> None:
             if (one := arena()) is not None:
                 one._returned.put(_Ended(nbytes, fate))
 
-        segment.memory.pin(pinner, device, ended)
+        segment.memory.ended = ended
+        self._segments.append(segment)
+        self._reserved += nbytes
 
     def _staying(self) -> int:
         """Return the reserved bytes without those that are about to be unmapped."""
@@ -523,35 +525,28 @@ class Arena:
         _touch(segment.memory, wanted)
         self._touched_bytes_per_s = wanted / max(time.perf_counter() - begun, 1e-9)
         if self._pinner is not None:
-            self._register(segment, *self._pinner)
+            segment.memory.pin(*self._pinner)
         segment.free = [(size, wanted)] if wanted > size else []
-        self._segments.append(segment)
-        self._reserved += wanted
+        self._add(segment)
         return segment, 0
 
-    def _drop_idle_segments(self, nbytes: int, then: Callable[[MappedMemory, int], None] = lambda *_: None) -> None:
+    def _drop_idle_segments(self, nbytes: int) -> None:
         """Drop idle segments of ``nbytes`` in total. The smallest come first, because a large lease does not fit into
         them: their budget then serves one large segment."""
         for segment in sorted((s for s in self._segments if s.idle()), key=lambda s: s.nbytes):
             if nbytes <= 0:
                 return
-            self._segments.remove(segment)
-            self._count_out(segment)
-            then(segment.memory, segment.nbytes)
+            self._drop(segment)
             nbytes -= segment.nbytes
 
     def _drop_private(self) -> None:
         for segment in [s for s in self._segments if s.memory.descriptor is None and s.idle()]:
-            self._segments.remove(segment)
-            self._count_out(segment)
+            self._drop(segment)
 
-    def _count_out(self, segment: _Segment) -> None:
-        """Update the counts for a segment that was dropped. A registered segment counts until it has been unregistered
-        and unmapped."""
-        if segment.memory.pinned:
-            self._leaving += segment.nbytes
-        else:
-            self._reserved -= segment.nbytes
+    def _drop(self, segment: _Segment) -> None:
+        """Drop a segment. It counts as reserved until it has been unmapped."""
+        self._segments.remove(segment)
+        self._leaving += segment.nbytes
 
     @staticmethod
     def _give_back(
@@ -624,7 +619,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """The outcome of ending the registration of a dropped segment."""
+    """The outcome for a dropped segment."""
 
     nbytes: int
     fate: Fate
@@ -679,8 +674,7 @@ def _map(nbytes: int, backing: Backing) -> MappedMemory:
             memory = MappedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise ArenaExhaustedError(f"the system did not grant {nbytes} bytes of memory: {error}") from error
-    with suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    advise(address_of(memory), nbytes, getattr(mmap, "MADV_HUGEPAGE", -1))
     return memory
 
 
@@ -702,7 +696,7 @@ def _map_memfd(nbytes: int) -> MappedMemory:
 
 def _touch(memory: mmap.mmap, nbytes: int) -> None:
     """Fault all pages in, without the GIL. Large memory is divided among a few threads."""
-    base = _address(memory)
+    base = address_of(memory)
     if nbytes <= 2 * _STEP_BYTES:  # a second thread would save some milliseconds and use twice the processor time
         _touch_range(base, nbytes)
         return
@@ -724,46 +718,17 @@ def _touch(memory: mmap.mmap, nbytes: int) -> None:
             thread.join()
 
 
-def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
 def _touch_range(address: int, nbytes: int, busy: Callable[[], bool] | None = None) -> bool:
     """Fault pages in. Returns False if ``busy()`` became true first. With ``busy``, pauses between pieces.
 
     ``MADV_POPULATE_WRITE`` (from Linux 5.14) takes half of the time of ``memset``, or a fifth with huge pages."""
-    done, populates = 0, sys.platform == "linux"
-    while done < nbytes:
+    populates = sys.platform == "linux"
+    for start, size in pieces(nbytes):
         if busy is not None:
             time.sleep(_GAP_S)
             if busy():
                 return False
-        size = min(nbytes - done, _POPULATED_BYTES)
-        populates = populates and _madvise(address + done, size, _POPULATE_WRITE) == 0
+        populates = populates and advise(address + start, size, _POPULATE_WRITE) == 0
         if not populates:
-            ctypes.memset(address + done, 0, size)
-        done += size
+            ctypes.memset(address + start, 0, size)
     return True
-
-
-def _discard(memory: MappedMemory, nbytes: int) -> None:
-    """Return the pages to the system piece by piece, without the GIL. Unmapping them would hold the GIL."""
-    advice = _REMOVE if memory.descriptor is not None else getattr(mmap, "MADV_DONTNEED", None)
-    if advice is None:
-        return
-    for done in range(0, nbytes, _POPULATED_BYTES):
-        _madvise(_address(memory) + done, min(_POPULATED_BYTES, nbytes - done), advice)
-
-
-def _madvise(address: int, nbytes: int, advice: int) -> int:
-    """Call ``madvise`` without the GIL, which ``mmap.madvise`` holds."""
-    return int(_function_madvise()(address, nbytes, advice))
-
-
-@cache
-def _function_madvise() -> Any:
-    """Return ``madvise`` of the C library. It is looked up once, because each look-up makes a class that only a garbage
-    collection frees."""
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function

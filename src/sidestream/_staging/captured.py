@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from .._runtime.containers import container_kind
+from .._runtime.imports import collecting_later
 from .._runtime.state_dict_calls import LEAVES, state_dicts_in_order
 from .._runtime.torch_probes import (
     PLAIN_TENSORS,
@@ -314,7 +315,7 @@ class Captured:
 
 
 def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepcopy) -> Captured:
-    """Capture ``state`` without access to the bytes of a tensor.
+    """Capture ``state`` without access to the bytes of a tensor, and without a garbage collection.
 
     ``convert`` copies each value that is not a tensor, a container or an immutable built-in. Mappings become dicts, and
     lists stay lists. Tuples and the mappings in them keep their types. The order of the caller's dicts is kept.
@@ -329,7 +330,8 @@ def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepc
             f'{type(state).__name__}; write {{"model": model}}'
         )
     walk = _Walk(state, convert)
-    root = walk.mapping(state, "", 0)
+    with collecting_later():
+        root = walk.mapping(state, "", 0)
     return Captured(root, walk.tensors, walk.volatile, sharded=walk.sharded, containers=walk.containers)
 
 

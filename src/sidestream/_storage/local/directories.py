@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import threading
 import time
 import uuid
@@ -129,8 +130,9 @@ class OpenDirectory:
         if descriptor is not None:
             _close(descriptor)
 
-    def __del__(self) -> None:
-        if self._descriptor is not None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # When the interpreter ends, the globals of the module may be gone, and the system closes the descriptor.
+        if self._descriptor is not None and not is_finalizing():
             _close(self._descriptor)
 
 

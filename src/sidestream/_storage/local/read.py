@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
+from ..._runtime.memory_maps import MemoryMap
 from ..._runtime.tasks import run_shielded
 from ..._runtime.threads import Deadline, Stop, current_deadline, doing, io_threads, time_limit
 from ...errors import CorruptCheckpointError, DeadlineExceededError, SidestreamError, from_os_error
@@ -218,7 +219,7 @@ class LocalFiles:
             waiting()
 
 
-def map_file(path: Path, within: OpenDirectory, nbytes: int) -> mmap.mmap:
+def map_file(path: Path, within: OpenDirectory, nbytes: int) -> MemoryMap:
     with _os_errors_as("mapping", path):
         descriptor = _open_regular(path, within)
         try:
@@ -227,7 +228,7 @@ def map_file(path: Path, within: OpenDirectory, nbytes: int) -> mmap.mmap:
                     f"{path} is shorter than the {nbytes} bytes that were saved", file=path.name
                 )
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-            return mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return MemoryMap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(descriptor)
 
