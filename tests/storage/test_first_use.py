@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from _s3_server import S3Server
 
-from sidestream._runtime.imports import importing
+from sidestream._runtime.imports import collecting_later
 
 FINDER = """
 import sys, threading
@@ -172,8 +172,8 @@ def thresholds() -> Iterator[tuple[int, int, int]]:
 
 
 def test_collection_is_put_off_until_the_last_import_ends(thresholds: tuple[int, int, int]) -> None:
-    with importing():
-        with pytest.raises(ImportError), importing():
+    with collecting_later():
+        with pytest.raises(ImportError), collecting_later():
             raise ImportError
         assert gc.get_threshold()[0] == 0
         assert gc.isenabled()
@@ -181,13 +181,13 @@ def test_collection_is_put_off_until_the_last_import_ends(thresholds: tuple[int,
 
 
 def test_thresholds_that_the_program_sets_meanwhile_are_kept(thresholds: tuple[int, int, int]) -> None:
-    with importing():
+    with collecting_later():
         gc.set_threshold(123, 4, 5)
     assert gc.get_threshold() == (123, 4, 5)
 
 
 def test_a_program_without_automatic_collection_has_none_afterwards(thresholds: tuple[int, int, int]) -> None:
     gc.set_threshold(0, 10, 10)
-    with importing():
+    with collecting_later():
         pass
     assert gc.get_threshold() == (0, 10, 10)

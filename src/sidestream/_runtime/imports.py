@@ -6,18 +6,13 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
-__all__ = ["collecting_later", "importing"]
+__all__ = ["collecting_later"]
 
 _lock = threading.Lock()
 _under_way = 0
 _thresholds: tuple[int, int, int] | None = None
-
-
-def importing() -> AbstractContextManager[None]:
-    """Put off automatic garbage collection while modules are imported in the block."""
-    return collecting_later()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from ..._runtime.gil import wrap_thread_future
-from ..._runtime.imports import importing
+from ..._runtime.imports import collecting_later
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...options import BlobStore, BlobUpload, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body
@@ -161,7 +161,7 @@ class LateEngine:
             return made
 
     def _made_here(self) -> Engine:
-        with importing():
+        with collecting_later():
             return self._make()
 
 

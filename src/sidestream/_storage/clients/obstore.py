@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import obstore
 import obstore.store
 
-from ..._runtime.imports import importing
+from ..._runtime.imports import collecting_later
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
 from ...errors import AccessDeniedError, ClosedError, ForkedProcessError, SidestreamError, StorageError
 from ...events import SlowPart, emit
@@ -155,7 +155,7 @@ class ObstoreEngine(Engine):
 
     async def _open_helper(self) -> None:
         if self._helper is not None:
-            with importing():
+            with collecting_later():
                 await (await self._helper.get()).open_session()
 
     def _compare(self, key: str, expected: str, requests: Requests, stop: Stop) -> None:
