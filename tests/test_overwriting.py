@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
 import sidestream
 from sidestream import HF, load, remove, save
+from sidestream._format.safetensors.write import header_of
 from sidestream._storage.local import publishing
 from sidestream.errors import (
     CheckpointExistsError,
@@ -293,7 +295,7 @@ def test_a_removal_just_after_the_exchange(missing: bool, tmp_path: Path, monkey
     attempt, target = tmp_path / ".attempt", tmp_path / "last"
     for directory in (attempt, target):
         directory.mkdir()
-        (directory / "model.safetensors").write_text(directory.name)
+        (directory / "model.safetensors").write_bytes(header_of([], {}) + directory.name.encode())
     real, removed = publishing.exchange, []
 
     def exchange(one: Path, other: Path) -> None:
@@ -305,10 +307,10 @@ def test_a_removal_just_after_the_exchange(missing: bool, tmp_path: Path, monkey
     monkeypatch.setattr(publishing, "exchange", exchange)
     if missing:
         Once(monkeypatch, "listdir", lambda _: removed, lambda: os.stat(target))
-    publishing.replace(attempt, target, frozenset({"model.safetensors"}), None, checked=True)
+    publishing.replace(attempt, target, frozenset({"model.safetensors"}), None, use="export")
     assert removed == [target]
     assert not target.exists()
-    assert (attempt / "model.safetensors").read_text() == "last"
+    assert (attempt / "model.safetensors").read_bytes().endswith(b"last")
 
 
 @pytest.mark.parametrize("name", ["posix_fallocate", "rename"])
@@ -421,14 +423,21 @@ async def test_remove_on_object_storage() -> None:
     assert await loaded("memory://removing/a") == 3
 
 
-@pytest.mark.parametrize("what", ["a run", "an export", "a directory"])
+async def test_an_export_is_removed(tmp_path: Path) -> None:
+    await save({"a": torch.ones(3)}, tmp_path / "step", export=HF(tmp_path / "place", files={"config.json": b"{}"}))
+    await remove(tmp_path / "place")
+    assert os.listdir(tmp_path) == ["step"]
+
+
+@pytest.mark.parametrize("what", ["a run", "a model", "a directory"])
 async def test_only_a_checkpoint_is_removed(what: str, tmp_path: Path) -> None:
     place = tmp_path / "place"
     if what == "a run":
         async with sidestream.Checkpointer(place) as checkpoints:
             await checkpoints.save(state_of(1), step=1)
-    elif what == "an export":
-        await save({"a": torch.ones(3)}, tmp_path / "step", export=HF(place))
+    elif what == "a model":
+        place.mkdir()
+        safetensors.torch.save_file({"a": torch.ones(3)}, place / "model.safetensors", {"format": "pt"})
     else:
         place.mkdir()
         (place / "file").touch()

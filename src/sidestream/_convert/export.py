@@ -56,8 +56,6 @@ from .targets import OutTensor, SafetensorsFile, safetensors_layout
 __all__ = ["HF"]
 
 _STEP = "{step}"
-_NAMES = frozenset({INDEX_NAME, f"model{SUFFIX}"})
-"""Every export has one of these files."""
 _PART_BYTES = 16 << 20
 _MOST_HELD_BYTES = 256 << 20
 
@@ -131,9 +129,9 @@ class HF:
         before, _, after = os.fspath(self.url).rstrip("/").rpartition("/")[2].partition(_STEP)
         pattern = re.compile(f"{re.escape(before)}(0|[1-9][0-9]*){re.escape(after)}")
         found = [match for name in await store.directories() if (match := pattern.fullmatch(name))]
-        exports = [match for match in found if not _NAMES.isdisjoint(await store.sizes(match[0]))]
+        exports = [match for match in found if await store.look_at(match[0]) == "export"]
         for match in sorted(exports, key=lambda one: int(one[1]))[:-keep]:
-            await store.retire(match[0], durability=durability)
+            await store.retire(match[0], durability=durability, use="prune")
 
     def _at(self, step: int | None) -> Location:
         url = os.fspath(self.url).replace(_STEP, str(step))
@@ -243,11 +241,12 @@ class _Sink:
     async def finish(self, read: ConvertReport) -> ConvertReport:
         order = self._order
         assert order is not None
-        await order.transaction.commit({})
+        try:
+            await order.transaction.commit({})
+        finally:
+            await order.remove_replaced()
         order.lifecycle.mark("committed")
         order.lifecycle.committed(read.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
-        if order.transaction.attempt.kind == "replacement":
-            await order.transaction.remove_replaced()
         return read
 
     async def undo(self, error: BaseException) -> None:
