@@ -29,7 +29,7 @@ PUBLIC_MODULES = ("errors", "options", "events", "blocking", "signing", "dcp")
 
 MOST_ROOMS = 20  # with __init__
 DEEPEST = 10
-MOST_EDGES = 5.38  # imports of other modules of the package, per module
+MOST_EDGES = 5.43  # imports of other modules of the package, per module
 MOST_DEADLINES = 33  # functions with a parameter of this name: all others work under ``time_limit``
 
 PURE_ROOMS = frozenset({"_format", "_layout"})

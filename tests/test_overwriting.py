@@ -117,6 +117,27 @@ async def test_a_directory_that_is_replaced_while_it_is_listed(tmp_path: Path, m
     assert replaced
 
 
+@pytest.mark.parametrize("storage", [None, sidestream.Storage(commit="marker")], ids=["rename", "marker"])
+@pytest.mark.parametrize("verb", ["load", "verify"])
+@pytest.mark.parametrize("at", [".metadata", "manifest-", "__0_1"])
+async def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_damaged(
+    at: str, verb: str, storage: sidestream.Storage | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(state_of(1), tmp_path / "last", storage=storage)
+    removed = Once(
+        monkeypatch,
+        "open",
+        lambda path, *_: Path(path).name.startswith(at),
+        lambda: sidestream.blocking.remove(tmp_path / "last", storage=storage),
+    )
+    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+        if verb == "load":
+            await load(state_of(0), tmp_path / "last", storage=storage)
+        else:
+            await sidestream.verify(tmp_path / "last", storage=storage)
+    assert removed.done
+
+
 @pytest.mark.parametrize("at", [".metadata", "__0_0.distcp", "__0_1.distcp", "config.json"])
 async def test_verify_starts_over(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another checkpoint takes the place of the one that is verified, whose files are deleted: that is no damage."""

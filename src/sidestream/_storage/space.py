@@ -114,7 +114,7 @@ def _free(place: Path) -> int:
 
 
 def _freed(place: Path, free: int) -> int:
-    """Return the free space now, or ``free`` if nothing is told about it any more."""
+    """Return the free space now, or ``free`` if the file system does not show it any more."""
     try:
         return _free(place)
     except OSError:

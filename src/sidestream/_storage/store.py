@@ -68,7 +68,7 @@ class Leftover:
 
     @property
     def is_certain(self) -> bool:
-        """Whether nobody writes it any more, whatever the clocks and leases say."""
+        """Whether no process writes it any more, whatever clocks and leases show."""
         return self.kind == "retired" or self.age_s == math.inf
 
 

@@ -51,7 +51,7 @@ class AttemptLock:
             self.close()
 
     def close(self) -> None:
-        """Release the lock of an attempt that nobody commits any more. The file stays, so that others delete it."""
+        """Release the lock of an attempt that will not be committed. The file stays, so that others delete it."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with suppress(OSError):
