@@ -10,6 +10,7 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
@@ -18,7 +19,7 @@ from ...options import BlobInfo, Listing, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import LoopCall, Requests, fate_of, is_refused
-from ..names import ABANDONED_AFTER_S, LEASES, MARKER, NOTE, export_files, id_of, is_plain_shard
+from ..names import ABANDONED_AFTER_S, LEASES, MARKER, NOTE, READ_FIRST, export_files, id_of, is_plain_shard
 from ..replacing import DECIDING_BYTES, Found, deciding_file, kind_of
 
 __all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans", "look_at"]
@@ -200,14 +201,15 @@ class Bucket:
             await self.run("aborting", name, lambda engine: engine.abort_uploads(uploads))
 
     async def delete(self, target: str, files: Iterable[str]) -> None:
-        for file in files:
-            name = f"{target}/{file}" if target else file
-            key = self.key(name)
-
-            async def delete(engine: Engine, key: str = key) -> None:
-                await engine.delete(key)
-
-            await self.run("deleting", name, delete)
+        """Delete these files, first those that readers look for, and the note of a removal last. Of the others many are
+        deleted by one request, if the client can."""
+        names = [f"{target}/{file}" if target else file for file in files]
+        most = (await self.made()).deletes_at_once if names else 1
+        for rank in _RANKS:
+            some = [name for name in names if _rank(name) == rank]
+            for start in range(0, len(some), most):
+                keys = [self.key(name) for name in some[start : start + most]]
+                await self.run("deleting", some[start], partial(_delete_all, keys=keys))
 
     async def uploads(self, target: str) -> dict[str, datetime | None]:
         key = self.key(target) + "/"
@@ -222,6 +224,22 @@ class Bucket:
 
         with time_limit(Deadline.after(min(_LOOK_S, current_deadline().remaining_s()))):
             return await self.run("listing the uploads of", target, ask)
+
+
+_RANKS = range(3)
+
+
+def _rank(name: str) -> int:
+    """Return when a file is deleted. Without those of rank 0 readers find nothing, and with that of rank 2 the next
+    removal finds the rest."""
+    file = name.rpartition("/")[2]
+    if file == NOTE:
+        return 2
+    return 0 if file == MARKER or file in READ_FIRST else 1
+
+
+async def _delete_all(engine: Engine, *, keys: Sequence[str]) -> None:
+    await engine.delete_all(keys)
 
 
 async def _holds(engine: Engine, key: str, end: bytes, *, whole: bool) -> bool:
