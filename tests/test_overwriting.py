@@ -424,6 +424,40 @@ async def test_remove(tmp_path: Path) -> None:
         await remove(tmp_path / "a")
 
 
+@pytest.mark.parametrize("what", ["save", "export"])
+async def test_a_cancel_after_the_exchange_leaves_nothing_behind(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cancelled when the new one is visible and the old one has a hidden name."""
+    real, loop, exchanged = publishing.exchange, asyncio.get_running_loop(), []
+    cancel: list[Callable[[], object]] = []
+
+    def exchange(one: Path, other: Path) -> None:
+        real(one, other)
+        if cancel and one.parent.name == "root":
+            exchanged.append(one)
+            asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), loop).result(60)  # the loop has a turn
+            loop.call_soon_threadsafe(cancel[0])
+
+    monkeypatch.setattr(publishing, "exchange", exchange)
+    root = tmp_path / "root"
+    async with sidestream.Checkpointer(tmp_path / "run", export=HF(root / "step-{step}")) as checkpoints:
+        for seed in (1, 2):
+            if what == "save":
+                saving = asyncio.create_task(save(state_of(seed), root / "step-1", overwrite=True))
+            else:
+                pending = await checkpoints.async_save({"a": torch.full((3,), float(seed))}, step=1)
+                saving = asyncio.ensure_future(pending.exports[0])  # type: ignore[arg-type]
+            if seed == 2:
+                cancel.append(saving.cancel if what == "save" else pending.exports[0].cancel)
+                with pytest.raises(asyncio.CancelledError):
+                    await saving
+            else:
+                await saving
+    assert exchanged
+    assert os.listdir(root) == ["step-1"]
+
+
 async def test_a_link_is_not_removed(tmp_path: Path) -> None:
     await save(state_of(1), tmp_path / "a")
     (tmp_path / "link").symlink_to("a")

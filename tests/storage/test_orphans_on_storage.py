@@ -140,6 +140,23 @@ async def test_what_a_killed_export_left(server: S3Server) -> None:
         assert "run/exports/7/notes.txt" not in server.objects  # as in a local directory, which is replaced whole
 
 
+async def test_what_a_killed_export_of_another_step_left(server: S3Server) -> None:
+    """``exports_keep=`` deletes it, when nobody can be writing it any more."""
+    url = f"s3://{server.bucket}/run"
+    where = where_in(server)
+    export = sidestream.HF(f"{url}/exports/{{step}}", max_shard_bytes=100_000, **where)
+    async with sidestream.Checkpointer(url, export=export, exports_keep=1, **for_run(**where)) as run:
+        await run.save(STATE, step=7)
+        del server.objects["run/exports/7/model.safetensors.index.json"]
+        await run.save(STATE, step=8)
+    assert names(server, "run/exports/7")
+    age(server, names(server, "run/exports/7"), 3700)
+    async with sidestream.Checkpointer(url, export=export, exports_keep=1, **for_run(**where)) as run:
+        await run.save(STATE, step=9)
+    assert not names(server, "run/exports/7")
+    assert (await exported(url, 9, server)).keys() == STATE.keys()
+
+
 async def test_of_several_exports_at_once_one_succeeds(server: S3Server) -> None:
     url = f"s3://{server.bucket}/run"
     where = where_in(server)

@@ -27,7 +27,7 @@ from .._runtime.threads import Stop, current_deadline, io_threads, run_sliced
 from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
-from .._storage import Body, BytesBody, Location, is_plain_name, locate_directory, read_sources
+from .._storage import ABANDONED_AFTER_S, Body, BytesBody, Location, is_plain_name, locate_directory, read_sources
 from ..errors import (
     InvalidOptionError,
     SaveAbortedError,
@@ -129,7 +129,10 @@ class HF:
         before, _, after = os.fspath(self.url).rstrip("/").rpartition("/")[2].partition(_STEP)
         pattern = re.compile(f"{re.escape(before)}(0|[1-9][0-9]*){re.escape(after)}")
         found = [match for name in await store.directories() if (match := pattern.fullmatch(name))]
-        exports = [match for match in found if await store.look_at(match[0]) == "export"]
+        kinds = {match: await store.look_at(match[0]) for match in found}
+        for match in (match for match, kind in kinds.items() if kind == "leftover"):
+            await store.collect(match[0], after_s=ABANDONED_AFTER_S)
+        exports = [match for match, kind in kinds.items() if kind == "export"]
         for match in sorted(exports, key=lambda one: int(one[1]))[:-keep]:
             await store.retire(match[0], durability=durability, use="prune")
 
