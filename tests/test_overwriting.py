@@ -458,6 +458,31 @@ async def test_a_cancel_after_the_exchange_leaves_nothing_behind(
     assert os.listdir(root) == ["step-1"]
 
 
+async def test_an_export_that_is_replaced_while_it_is_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (1, 2):
+        export = HF(tmp_path / f"hf-{seed}", select=["a", "b"], max_shard_bytes=1)
+        info = await save(state_of(seed), tmp_path / f"step-{seed}", export=export)
+        assert isinstance(info.exports[0], sidestream.ConvertReport)
+
+    def replace() -> None:
+        publishing.exchange(tmp_path / "hf-1", tmp_path / "hf-2")
+        shutil.rmtree(tmp_path / "hf-2")
+
+    target = {"a": torch.zeros(1000), "b": torch.zeros((300, 300), dtype=torch.int64)}
+    opened: list[object] = []
+
+    def to_read(path: Any, *_: Any) -> bool:  # after its header was read
+        opened.extend([path] * str(path).endswith("2-of-00002.safetensors"))
+        return len(opened) > 1
+
+    replaced = Once(monkeypatch, "open", to_read, replace)
+    await load(target, tmp_path / "hf-1", allow_cast=True)
+    assert replaced.done
+    assert {int(value) for tensor in target.values() for value in tensor.unique()} == {2}
+
+
 async def test_a_link_is_not_removed(tmp_path: Path) -> None:
     await save(state_of(1), tmp_path / "a")
     (tmp_path / "link").symlink_to("a")
