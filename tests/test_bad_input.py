@@ -358,7 +358,11 @@ async def test_targets_that_exist(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "full")
-    for name, says in (("full", "is not empty"), ("file", "already exists and is a file"), ("link", "is not empty")):
+    for name, says in (
+        ("full", "is not empty"),
+        ("file", "already exists and is a file"),
+        ("link", "is a symbolic link"),
+    ):
         with pytest.raises(errors.CheckpointExistsError, match=says):
             await sidestream.save(STATE, tmp_path / name)
     with pytest.raises(FileExistsError):

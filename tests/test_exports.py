@@ -128,7 +128,7 @@ async def test_both_roads_write_the_same_files(tmp_path: Path) -> None:
 async def test_tied_tensors_are_noted(tmp_path: Path) -> None:
     await save(state_of(), tmp_path / "step", export=HF(tmp_path / "hf", **MODEL))
     with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt", "head": "weight"}
+        assert file.metadata() == {"format": "pt", "written_by": "sidestream", "head": "weight"}
 
 
 async def test_tensors_that_are_tied_to_one_that_is_left_out(tmp_path: Path) -> None:

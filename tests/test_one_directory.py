@@ -234,7 +234,7 @@ async def test_a_load_that_loses_its_files_to_another_checkpoint_starts_over(
 
 async def test_a_load_that_loses_its_files_to_none_does_not(overwritten: Overwritten) -> None:
     overwritten.new = ""
-    with pytest.raises(errors.CorruptCheckpointError, match="is missing"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="no committed checkpoint"):
         await sidestream.load(blank(), overwritten.url, options=sidestream.LoadOptions(progress=overwritten.progress))
 
 

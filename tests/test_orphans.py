@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -20,7 +21,7 @@ import warm
 import sidestream
 from sidestream import events
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import LocalStore
+from sidestream._storage import LocalStore, space
 from sidestream.errors import CheckpointNotFoundError, StorageError
 
 STATE = {"a": torch.arange(1000.0), "b": torch.ones(300, 300)}
@@ -74,6 +75,11 @@ def orphans(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.name.startswith("."))
 
 
+def without_lock(orphan: Path) -> None:
+    """As on a file system that has no locks."""
+    (orphan / ".writer.partial").unlink()
+
+
 def age(path: Path, seconds: float) -> None:
     """As if nobody had written to it for so long."""
     now = path.stat().st_mtime - seconds
@@ -107,6 +113,7 @@ async def test_an_attempt_is_collected_when_nobody_has_written_to_it_for_an_hour
     for what, verb in zip(["save", "export", "convert", "copy", "save", "save"], VERBS, strict=True):
         kill(what, root / name, source)
         (orphan,) = orphans(root)
+        without_lock(orphan)
         age(orphan, 3500)
         if verb == "remove":
             with pytest.raises(CheckpointNotFoundError):
@@ -136,24 +143,125 @@ async def test_what_a_process_that_was_killed_after_the_exchange_has_replaced(ve
     assert orphans(tmp_path) == []
 
 
-async def test_attempts_at_other_targets_stay(tmp_path: Path) -> None:
-    names = ["last", "other", "step-1", "step-10", "step-1.g2"]
-    for name in names:
+@pytest.mark.parametrize(
+    ("killed", "verb"),
+    [("save", "export"), ("export", "save"), ("convert", "copy"), ("copy", "convert"), ("save", "remove")],
+)
+async def test_an_attempt_of_a_process_that_has_ended_is_collected_at_once(
+    killed: str, verb: str, tmp_path: Path
+) -> None:
+    """Also one at another target, as that of another step of an export."""
+    source, root = tmp_path / "source", tmp_path / "root"
+    await sidestream.save(STATE, source)
+    kill(killed, root / ("last" if verb == "remove" else "step-1"), source)
+    assert len(orphans(root)) == 1
+    await collects(verb, root / "last", source)
+    assert orphans(root) == []
+
+
+async def test_attempts_at_other_targets_are_collected_by_their_age(tmp_path: Path) -> None:
+    for name in ("last", "step-1", "step-1.g2"):
         kill("save", tmp_path / name, tmp_path)
-    assert len(orphans(tmp_path)) == len(names)
-    (tmp_path / f".{'0' * 32}.{'1' * 32}.partial").mkdir()
+        (orphan,) = (one for one in orphans(tmp_path) if (one / ".writer.partial").exists())
+        without_lock(orphan)
     (tmp_path / ".mine.partial").mkdir()
-    for orphan in orphans(tmp_path):
+    young = orphans(tmp_path)[-1]
+    for orphan in orphans(tmp_path)[:-1]:
         age(orphan, 8000)
-    for left, name in zip(range(len(names), 0, -1), names, strict=True):
-        await sidestream.save(STATE, tmp_path / name)
-        assert len(orphans(tmp_path)) == left + 1, name
+    await sidestream.save(STATE, tmp_path / "other")
+    assert orphans(tmp_path) == sorted({young, tmp_path / ".mine.partial"})
+
+
+async def test_an_attempt_whose_process_lives_is_never_collected(tmp_path: Path) -> None:
+    """However old it looks: its process was stopped, or waits for a device."""
+    kept: list[bool] = []
+
+    def seen(event: object) -> None:
+        if isinstance(event, events.SaveWritten) and not kept:
+            (orphan,) = orphans(tmp_path)
+            age(orphan, 8000)
+            code = f"import sidestream; sidestream.blocking.save({{'other': 1}}, {str(tmp_path / 'other')!r})"
+            warm.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+            kept.append(orphan.exists())
+
+    with events.observe(seen):
+        await sidestream.save(STATE, tmp_path / "last")
+    assert kept == [True]
+    assert sorted(os.listdir(tmp_path)) == ["last", "other"]
+
+
+@pytest.mark.parametrize("lock", ["of another boot", "not written yet"])
+async def test_a_lock_that_proves_nothing(lock: str, tmp_path: Path) -> None:
+    """On some mounts a lock holds on one host only, and the id of the boot is written when the lock is held."""
+    kill("save", tmp_path / "last", tmp_path)
+    (orphan,) = orphans(tmp_path)
+    file = orphan / ".writer.partial"
+    file.write_text("00000000-0000-0000-0000-000000000000" if lock == "of another boot" else "")
+    await sidestream.save(STATE, tmp_path / "last")
+    assert orphans(tmp_path) == [orphan]
+    age(orphan, 3700)
+    await sidestream.save(STATE, tmp_path / "last", overwrite=True)
+    assert orphans(tmp_path) == []
+
+
+async def test_a_forked_child_does_not_keep_the_attempt_of_its_parent(tmp_path: Path) -> None:
+    code = """
+        import os, signal, sys, time
+        import torch
+        import sidestream
+        from sidestream import events
+
+        def seen(event):
+            if isinstance(event, events.SaveWritten):
+                if os.fork() == 0:
+                    print(os.getpid(), flush=True)
+                    signal.pause()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with events.observe(seen):
+            sidestream.blocking.save({"a": torch.ones(3)}, sys.argv[1])
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(tmp_path / "last")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            parent.wait(timeout=120)
+            assert len(orphans(tmp_path)) == 1
+            await sidestream.save(STATE, tmp_path / "other")
+            assert orphans(tmp_path) == []
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+async def test_a_run_that_is_started_again_collects_at_once(tmp_path: Path) -> None:
+    """Although a lease of the killed writer has not expired."""
+    kill("save", tmp_path / "step-1", tmp_path)
+    (tmp_path / ".leases").mkdir()
+    (tmp_path / ".leases" / f"step-1.save300.{'0' * 32}").touch()
+    async with sidestream.Checkpointer(tmp_path) as run:
+        assert len(orphans(tmp_path)) == 2
+        pruned = await run.prune()
+        assert len(pruned.abandoned) == 1
+    assert [path.name for path in orphans(tmp_path)] == [".leases"]
+
+
+async def test_space_that_a_dead_process_holds_is_freed_before_it_is_said_to_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill("save", tmp_path / "last", tmp_path)
+    real = space._free
+    monkeypatch.setattr(space, "_free", lambda place: 0 if orphans(tmp_path) else real(place))
+    monkeypatch.setattr(space, "_kind", lambda device: "ext4")
+    await sidestream.save(STATE, tmp_path / "other")
+    assert orphans(tmp_path) == []
 
 
 async def test_attempts_of_a_run_are_left_to_the_run(tmp_path: Path) -> None:
     """A lease may say that their writer lives, or the run may have another rule."""
     kill("save", tmp_path / "step-1", tmp_path)
     (orphan,) = orphans(tmp_path)
+    without_lock(orphan)
     age(orphan, 8000)
     async with sidestream.Checkpointer(tmp_path, abandoned_after_s=10_000) as run:
         await run.save(STATE, step=1)
@@ -175,6 +283,7 @@ async def test_a_writer_whose_attempt_was_collected_cannot_commit(tmp_path: Path
         if isinstance(event, events.SaveWritten) and not collected:
             (orphan,) = orphans(tmp_path)
             collected.append(orphan.name)
+            without_lock(orphan)
             age(orphan, 3700)
             other = threading.Thread(target=lambda: asyncio.run(sidestream.save({"other": 1}, tmp_path / "last")))
             other.start()

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
 import sidestream
 from sidestream import HF, load, remove, save
+from sidestream._format.safetensors.write import header_of
 from sidestream._storage.local import publishing
 from sidestream.errors import (
     CheckpointExistsError,
@@ -114,6 +116,27 @@ async def test_a_directory_that_is_replaced_while_it_is_listed(tmp_path: Path, m
     monkeypatch.setattr(os, "scandir", scandir)
     assert await loaded(tmp_path / "last") == 2
     assert replaced
+
+
+@pytest.mark.parametrize("storage", [None, sidestream.Storage(commit="marker")], ids=["rename", "marker"])
+@pytest.mark.parametrize("verb", ["load", "verify"])
+@pytest.mark.parametrize("at", [".metadata", "manifest-", "__0_1"])
+async def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_damaged(
+    at: str, verb: str, storage: sidestream.Storage | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(state_of(1), tmp_path / "last", storage=storage)
+    removed = Once(
+        monkeypatch,
+        "open",
+        lambda path, *_: Path(path).name.startswith(at),
+        lambda: sidestream.blocking.remove(tmp_path / "last", storage=storage),
+    )
+    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+        if verb == "load":
+            await load(state_of(0), tmp_path / "last", storage=storage)
+        else:
+            await sidestream.verify(tmp_path / "last", storage=storage)
+    assert removed.done
 
 
 @pytest.mark.parametrize("at", [".metadata", "__0_0.distcp", "__0_1.distcp", "config.json"])
@@ -346,7 +369,7 @@ def test_a_removal_just_after_the_exchange(missing: bool, tmp_path: Path, monkey
     attempt, target = tmp_path / ".attempt", tmp_path / "last"
     for directory in (attempt, target):
         directory.mkdir()
-        (directory / "model.safetensors").write_text(directory.name)
+        (directory / "model.safetensors").write_bytes(header_of([], {}) + directory.name.encode())
     real, removed = publishing.exchange, []
 
     def exchange(one: Path, other: Path) -> None:
@@ -358,10 +381,10 @@ def test_a_removal_just_after_the_exchange(missing: bool, tmp_path: Path, monkey
     monkeypatch.setattr(publishing, "exchange", exchange)
     if missing:
         Once(monkeypatch, "listdir", lambda _: removed, lambda: os.stat(target))
-    publishing.replace(attempt, target, frozenset({"model.safetensors"}), None, checked=True)
+    publishing.replace(attempt, target, frozenset({"model.safetensors"}), None, use="export")
     assert removed == [target]
     assert not target.exists()
-    assert (attempt / "model.safetensors").read_text() == "last"
+    assert (attempt / "model.safetensors").read_bytes().endswith(b"last")
 
 
 @pytest.mark.parametrize("name", ["posix_fallocate", "rename"])
@@ -454,6 +477,65 @@ async def test_remove(tmp_path: Path) -> None:
         await remove(tmp_path / "a")
 
 
+@pytest.mark.parametrize("what", ["save", "export"])
+async def test_a_cancel_after_the_exchange_leaves_nothing_behind(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cancelled when the new one is visible and the old one has a hidden name."""
+    real, loop, exchanged = publishing.exchange, asyncio.get_running_loop(), []
+    cancel: list[Callable[[], object]] = []
+
+    def exchange(one: Path, other: Path) -> None:
+        real(one, other)
+        if cancel and one.parent.name == "root":
+            exchanged.append(one)
+            asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), loop).result(60)  # the loop has a turn
+            loop.call_soon_threadsafe(cancel[0])
+
+    monkeypatch.setattr(publishing, "exchange", exchange)
+    root = tmp_path / "root"
+    async with sidestream.Checkpointer(tmp_path / "run", export=HF(root / "step-{step}")) as checkpoints:
+        for seed in (1, 2):
+            if what == "save":
+                saving = asyncio.create_task(save(state_of(seed), root / "step-1", overwrite=True))
+            else:
+                pending = await checkpoints.async_save({"a": torch.full((3,), float(seed))}, step=1)
+                saving = asyncio.ensure_future(pending.exports[0])  # type: ignore[arg-type]
+            if seed == 2:
+                cancel.append(saving.cancel if what == "save" else pending.exports[0].cancel)
+                with pytest.raises(asyncio.CancelledError):
+                    await saving
+            else:
+                await saving
+    assert exchanged
+    assert os.listdir(root) == ["step-1"]
+
+
+async def test_an_export_that_is_replaced_while_it_is_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (1, 2):
+        export = HF(tmp_path / f"hf-{seed}", select=["a", "b"], max_shard_bytes=1)
+        info = await save(state_of(seed), tmp_path / f"step-{seed}", export=export)
+        assert isinstance(info.exports[0], sidestream.ConvertReport)
+
+    def replace() -> None:
+        publishing.exchange(tmp_path / "hf-1", tmp_path / "hf-2")
+        shutil.rmtree(tmp_path / "hf-2")
+
+    target = {"a": torch.zeros(1000), "b": torch.zeros((300, 300), dtype=torch.int64)}
+    opened: list[object] = []
+
+    def to_read(path: Any, *_: Any) -> bool:  # after its header was read
+        opened.extend([path] * str(path).endswith("2-of-00002.safetensors"))
+        return len(opened) > 1
+
+    replaced = Once(monkeypatch, "open", to_read, replace)
+    await load(target, tmp_path / "hf-1", allow_cast=True)
+    assert replaced.done
+    assert {int(value) for tensor in target.values() for value in tensor.unique()} == {2}
+
+
 async def test_a_link_is_not_removed(tmp_path: Path) -> None:
     await save(state_of(1), tmp_path / "a")
     (tmp_path / "link").symlink_to("a")
@@ -474,14 +556,21 @@ async def test_remove_on_object_storage() -> None:
     assert await loaded("memory://removing/a") == 3
 
 
-@pytest.mark.parametrize("what", ["a run", "an export", "a directory"])
+async def test_an_export_is_removed(tmp_path: Path) -> None:
+    await save({"a": torch.ones(3)}, tmp_path / "step", export=HF(tmp_path / "place", files={"config.json": b"{}"}))
+    await remove(tmp_path / "place")
+    assert os.listdir(tmp_path) == ["step"]
+
+
+@pytest.mark.parametrize("what", ["a run", "a model", "a directory"])
 async def test_only_a_checkpoint_is_removed(what: str, tmp_path: Path) -> None:
     place = tmp_path / "place"
     if what == "a run":
         async with sidestream.Checkpointer(place) as checkpoints:
             await checkpoints.save(state_of(1), step=1)
-    elif what == "an export":
-        await save({"a": torch.ones(3)}, tmp_path / "step", export=HF(place))
+    elif what == "a model":
+        place.mkdir()
+        safetensors.torch.save_file({"a": torch.ones(3)}, place / "model.safetensors", {"format": "pt"})
     else:
         place.mkdir()
         (place / "file").touch()

@@ -84,7 +84,7 @@ class Checkpointer:
         lease_s: How long a lease lasts after its holder has died, in seconds. A save acquires one when it takes longer
             than a quarter of that.
         abandoned_after_s: How long the files of a killed writer without a lease stay after the last write to them, in
-            seconds.
+            seconds, where no lock shows that it has ended (``docs/saving.md``).
         process_group: The ranks that save and restore together (``options.GroupChoice``); ``"alone"``: this process
             only.
         storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.

@@ -31,6 +31,7 @@ from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
 from sidestream._storage.local.read import LocalFiles, LocalSource
 from sidestream._storage.names import NOTE, attempt_name
+from sidestream._storage.replacing import Use
 from sidestream.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 from sidestream.options import Durability
 
@@ -738,9 +739,10 @@ async def test_the_step_that_verified_goes_while_others_are_deleted(tmp_path: Pa
         await save_steps(checkpoints, 1, 2, 3, 4)
 
     class Losing(LocalStore):
-        async def retire(self, directory: str, *, durability: Durability) -> None:
-            await super().retire(directory, durability=durability)
+        async def retire(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
+            done = await super().retire(directory, durability=durability, use=use)
             shutil.rmtree(tmp_path / "step-4", ignore_errors=True)
+            return done
 
     with time_limit(Deadline.after(60)):
         pruned = await pruner_of(Losing(tmp_path)).run(tuple)

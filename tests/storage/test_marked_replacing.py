@@ -19,6 +19,7 @@ from test_marked import MARKER, blank, loaded, mount, state
 
 import sidestream
 from sidestream import errors
+from sidestream._format.safetensors.write import header_of
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import Attempt, BytesBody, Kind, id_of, locate_run
 from sidestream._storage.names import NOTE, name_with_id
@@ -355,7 +356,7 @@ async def test_an_export_is_deleted_and_no_attempt(complete: bool, place: str, t
     exported = ["model-00001-of-00001.safetensors", "config.json", *["model.safetensors.index.json"] * complete]
     attempt = name_with_id("__0_0.distcp", "a" * 32)
     for name in (attempt, *exported):
-        files.pipe_file(f"{run}/step-1/{name}", b"x")
+        files.pipe_file(f"{run}/step-1/{name}", header_of([], {}))
     with time_limit(Deadline.after(60)):
         store = locate_run(run, MARKER if place == "marker" else sidestream.Storage())[0]
         await store.retire("step-1", durability="fsync")
@@ -370,7 +371,7 @@ async def test_readers_find_no_export_whose_removal_was_interrupted(
     names = ["a.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "z.json"]
     (tmp_path / "step-1").mkdir()
     for name in names:
-        (tmp_path / "step-1" / name).touch()
+        (tmp_path / "step-1" / name).write_bytes(header_of([], {}))
     syncs, fsync, unlink = 0, os.fsync, os.unlink
 
     def count(descriptor: int) -> None:

@@ -16,6 +16,7 @@ from _s3_server import S3Server, serving
 from keywords import for_run, for_save
 
 import sidestream
+from sidestream._format.safetensors.write import header_of
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import Attempt, BytesBody, Transaction, locate_directory
 from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError
@@ -139,6 +140,23 @@ async def test_what_a_killed_export_left(server: S3Server) -> None:
         assert "run/exports/7/notes.txt" not in server.objects  # as in a local directory, which is replaced whole
 
 
+async def test_what_a_killed_export_of_another_step_left(server: S3Server) -> None:
+    """``exports_keep=`` deletes it, when nobody can be writing it any more."""
+    url = f"s3://{server.bucket}/run"
+    where = where_in(server)
+    export = sidestream.HF(f"{url}/exports/{{step}}", max_shard_bytes=100_000, **where)
+    async with sidestream.Checkpointer(url, export=export, exports_keep=1, **for_run(**where)) as run:
+        await run.save(STATE, step=7)
+        del server.objects["run/exports/7/model.safetensors.index.json"]
+        await run.save(STATE, step=8)
+    assert names(server, "run/exports/7")
+    age(server, names(server, "run/exports/7"), 3700)
+    async with sidestream.Checkpointer(url, export=export, exports_keep=1, **for_run(**where)) as run:
+        await run.save(STATE, step=9)
+    assert not names(server, "run/exports/7")
+    assert (await exported(url, 9, server)).keys() == STATE.keys()
+
+
 async def test_of_several_exports_at_once_one_succeeds(server: S3Server) -> None:
     url = f"s3://{server.bucket}/run"
     where = where_in(server)
@@ -165,14 +183,14 @@ async def test_an_export_that_another_one_has_replaced(ends: str, server: S3Serv
         return transaction
 
     with time_limit(Deadline.after(60)):
-        first = await written(b"first")
-        second = await written(b"the second")
+        first = await written(header_of([], {}))
+        second = await written(header_of([], {}) + b"the second")
         if ends == "commit":
             with pytest.raises(CheckpointExistsError, match=r"exports/7 was replaced meanwhile: another export"):
                 await first.commit({})
         await first.discard()
         await second.commit({})
-    assert server.objects["exports/7/model.safetensors"] == b"the second"
+    assert server.objects["exports/7/model.safetensors"] == header_of([], {}) + b"the second"
 
 
 async def test_a_store_in_memory() -> None:
@@ -185,7 +203,7 @@ async def test_a_store_in_memory() -> None:
 async def test_a_store_without_conditional_puts_names_the_remedy(tmp_path: Path) -> None:
     store = without(DirectoryStore(tmp_path), create_only=False)
     location = locate_directory("mine://exports/7", sidestream.Storage(filesystem=store))
-    content = [("model.safetensors", BytesBody(b"x"))]
+    content = [("model.safetensors", BytesBody(header_of([], {})))]
     for replaces in (False, True):
         attempt = Attempt(location.name, "files", uuid.uuid4().hex, "fsync", replaces_export=replaces)
         transaction = location.store.begin(attempt)

@@ -35,7 +35,7 @@ from .._runtime.threads import (
     yielding_gil,
 )
 from .._save.operation import RankReceipt, SaveOrder
-from .._storage import ABANDONED_AFTER_S, NOTE, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
+from .._storage import ABANDONED_AFTER_S, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout, storage_of
 from .operation import from_one_checkpoint, run_here
@@ -157,19 +157,22 @@ async def remove(
     storage_options: Mapping[str, Any] | None = None,
     storage: Storage | None = None,
 ) -> None:
-    """Remove the checkpoint in the directory or below the prefix ``url``, with everything else that is in it.
+    """Remove the checkpoint, or the export, in the directory or below the prefix ``url``, with everything else that is
+    in it.
 
     It disappears in one step for all readers, and its files are deleted after that: a local directory is renamed first,
     and on object storage and with ``commit="marker"`` the marker is deleted first. There files of other saves stay,
     because they may be committed meanwhile. A load in progress fails. What killed saves, exports and conversions to
-    ``url`` have left is removed too, if nothing has been written to it for an hour. Leases of a run do not prevent it;
+    ``url`` have left is removed too: at once where a lock shows that their process has ended, elsewhere if nothing has
+    been written to it for an hour. Leases of a run do not prevent it;
     retention (``keep=`` of a ``Checkpointer``) respects them. With several ranks one rank calls it.
 
     After an error or a cancel files may be left that are not a checkpoint any more. On object storage a second call
     removes them.
 
     Args:
-        url: The checkpoint, of sidestream or of stock DCP. It is not a run, and not a single file.
+        url: The checkpoint, of sidestream or of stock DCP, or an export of sidestream. It is not a run, not a single
+            file, and no other directory.
         durability: With ``"fsync"`` the removal is durable before files are deleted.
         timeout_s: The limit of the whole call, in seconds.
         storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
@@ -177,7 +180,8 @@ async def remove(
 
     Raises:
         InvalidOptionError, MissingExtraError: The call is wrong, or a package is missing.
-        CheckpointNotFoundError: There is no ``.metadata`` at ``url``, and nothing was left behind there.
+        CheckpointNotFoundError: There is neither a checkpoint nor an export at ``url``, and nothing was left behind
+            there. What else is there stays.
         StorageError, AccessDeniedError, DeadlineExceededError: The storage failed, or the time did not suffice.
     """
     running_loop("remove")
@@ -185,18 +189,17 @@ async def remove(
     check_timeout(timeout_s)
     location = locate_directory(url, storage_of(storage_options, storage))
     with time_limit(Deadline.after(timeout_s)):
-        marks = {METADATA_NAME} if location.store.capabilities.rename else {METADATA_NAME, NOTE}
+        refused = CheckpointNotFoundError(
+            f"no checkpoint at {location.url}: there is no {METADATA_NAME}; nothing was removed"
+        )
+        there = False
         try:
-            there = marks & (await location.store.sizes(location.name)).keys()
-        except FileNotFoundError:
-            there = set()
-        if there:
-            await location.store.retire(location.name, durability=durability)
+            there = await location.store.retire(location.name, durability=durability)
+        except CheckpointNotFoundError as error:
+            refused = error
         collected = await location.store.collect(location.name, after_s=ABANDONED_AFTER_S)
         if not there and not collected:
-            raise CheckpointNotFoundError(
-                f"no checkpoint at {location.url}: there is no {METADATA_NAME}; nothing was removed"
-            )
+            raise refused
 
 
 # --- the files to copy ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from .._runtime.threads import Stop, current_deadline, io_threads, run_sliced
 from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
-from .._storage import MARKER, Body, BytesBody, Location, Store, is_plain_name, locate_directory, read_sources
+from .._storage import ABANDONED_AFTER_S, Body, BytesBody, Location, is_plain_name, locate_directory, read_sources
 from ..errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -61,8 +61,6 @@ from .targets import OutTensor, SafetensorsFile, safetensors_layout
 __all__ = ["HF"]
 
 _STEP = "{step}"
-_NAMES = frozenset({INDEX_NAME, f"model{SUFFIX}"})
-"""Every export has one of these files."""
 _GONE = frozenset(one.__name__ for one in (CheckpointNotFoundError, CorruptCheckpointError, FileNotFoundError))
 """The errors of a reader whose checkpoint is replaced or removed meanwhile."""
 _PART_BYTES = 16 << 20
@@ -138,22 +136,16 @@ class HF:
         before, _, after = os.fspath(self.url).rstrip("/").rpartition("/")[2].partition(_STEP)
         pattern = re.compile(f"{re.escape(before)}(0|[1-9][0-9]*){re.escape(after)}")
         found = [match for name in await store.directories() if (match := pattern.fullmatch(name))]
-        exports = [match for match in found if await _is_export(store, match[0])]
+        kinds = {match: await store.look_at(match[0]) for match in found}
+        for match in (match for match, kind in kinds.items() if kind == "leftover"):
+            await store.collect(match[0], after_s=ABANDONED_AFTER_S)
+        exports = [match for match, kind in kinds.items() if kind == "export"]
         for match in sorted(exports, key=lambda one: int(one[1]))[:-keep]:
-            await store.retire(match[0], durability=durability)
+            await store.retire(match[0], durability=durability, use="prune")
 
     def _at(self, step: int | None) -> Location:
         url = os.fspath(self.url).replace(_STEP, str(step))
         return locate_directory(url, storage_of(self.storage_options, self.storage))
-
-
-async def _is_export(store: Store, directory: str) -> bool:
-    """Return whether this directory is an export. It is none if another process has deleted it meanwhile."""
-    try:
-        files = await store.sizes(directory)
-    except FileNotFoundError:
-        return False
-    return MARKER not in files and not _NAMES.isdisjoint(files)
 
 
 class _Candidate(NamedTuple):
@@ -263,11 +255,12 @@ class _Sink:
         order = self._order
         assert order is not None
         await order.before_commit()
-        await order.transaction.commit({})
+        try:
+            await order.transaction.commit({})
+        finally:
+            await order.remove_replaced()
         order.lifecycle.mark("committed")
         order.lifecycle.committed(read.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
-        if order.transaction.attempt.kind == "replacement":
-            await order.transaction.remove_replaced()
         return read
 
     async def undo(self, error: BaseException) -> None:

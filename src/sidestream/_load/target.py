@@ -245,7 +245,10 @@ class StateTarget:
             await io_threads().run(self._build)
 
     async def replaced(self) -> bool:
-        return await was_replaced(self.location, self._manifest)
+        if await was_replaced(self.location, self._manifest):
+            return True
+        # An export has no marker. When it is replaced, another directory has its name.
+        return self._source is not None and await self._source.moved()
 
     async def apply(self) -> None:
         self._applying = True

@@ -44,15 +44,16 @@ def abandoned(
 ) -> list[Leftover]:
     """Return the leftovers that may be discarded.
 
-    An interrupted deletion may always be discarded. An attempt may be discarded if its target is a step on which no
-    living writer has a lease (``live``), and if the last write to it is old enough. If a dead writer has a lease on the
-    step (``ended``), that is more than ``ended_s`` ago, and otherwise more than ``after_s``.
+    An interrupted deletion may always be discarded, and so may an attempt whose process is known to have ended. Any
+    other attempt may be discarded if its target is a step on which no living writer has a lease (``live``), and if the
+    last write to it is old enough. If a dead writer has a lease on the step (``ended``), that is more than ``ended_s``
+    ago, and otherwise more than ``after_s``.
     """
     found = []
     for leftover in leftovers:
         target = target_of_attempt(leftover.name)
         silence_s = ended_s if target in ended else after_s
-        if leftover.kind == "retired" or (target is not None and target not in live and leftover.age_s > silence_s):
+        if leftover.is_certain or (target is not None and target not in live and leftover.age_s > silence_s):
             found.append(leftover)
     return found
 
@@ -129,11 +130,7 @@ class Pruner:
         again."""
         now = time.monotonic()
         self._first_seen = {each.name: self._first_seen.get(each.name, now) for each in leftovers}
-        return [
-            each
-            for each in leftovers
-            if each.kind == "retired" or now - self._first_seen[each.name] >= self.lease_s / 2
-        ]
+        return [each for each in leftovers if each.is_certain or now - self._first_seen[each.name] >= self.lease_s / 2]
 
     # --- steps that retention does not keep ---
 
@@ -287,7 +284,7 @@ class Pruner:
             # and the deletion, because a lease is only good for some time.
             if await self._in_use(step.name) or own.doubtful:
                 return "leased"
-            await self.store.retire(step.name, durability=self.durability)
+            await self.store.retire(step.name, durability=self.durability, use="retention")
         finally:
             await own.release()
         self._known.pop(step.name, None)

@@ -259,10 +259,12 @@ class SaveOperation:
             lifecycle.written(receipt.nbytes)
             committed = await coordinator.commit(receipt, self.layout)
             lifecycle.mark("committed")
-            if self.order.transaction.attempt.kind == "replacement":
-                await run_shielded(self.order.transaction.remove_replaced)
+            await self.order.remove_replaced()
         except BaseException as error:
-            committed = await coordinator.fail(error)
+            try:
+                committed = await coordinator.fail(error)
+            finally:
+                await self.order.remove_replaced()
         finally:
             await run_shielded(self.writer.release)
         coordinator.close()

@@ -211,7 +211,7 @@ class SaveOrder:
                 elif self.operation is not None and self.operation.rank:
                     kind = "joined_files" if kind == "files" else "joined"
                 in_run = self.step is not None
-                replaces = self.replaces_export and kind == "files"
+                replaces = self.replaces_export and kind in ("files", "replacement")
                 attempt = Attempt(self.location.name, kind, self.save_id, self.durability, in_run, replaces)
                 self._begun.append(self.location.store.begin(attempt))
             return self._begun[0]
@@ -225,6 +225,11 @@ class SaveOrder:
     async def read_files(self) -> None:
         """Read the sidecar files. Raises what ``read_sources`` raises."""
         self.sidecars.update(await read_sources(self.files, timeout_s=self.deadline.remaining_s()))
+
+    async def remove_replaced(self) -> None:
+        """Do ``Transaction.remove_replaced``, if there is a transaction."""
+        for transaction in self._begun:
+            await transaction.remove_replaced()
 
     @property
     def outcome(self) -> Outcome:

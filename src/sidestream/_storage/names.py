@@ -18,6 +18,8 @@ __all__ = [
     "attempt_name",
     "export_files",
     "id_of",
+    "is_attempt_at",
+    "is_attempt_name",
     "is_plain_shard",
     "is_unfinished",
     "name_with_id",
@@ -40,6 +42,8 @@ _GENERATION = "[2-9]|[1-9][0-9]{1,8}"
 _STEP = re.compile(rf"step-({_NUMBER})(?:\.g({_GENERATION}))?")
 _TARGET = re.compile(rf"\.?(step-(?:{_NUMBER})(?:\.g(?:{_GENERATION}))?)(?:[./].*)?")  # also of earlier versions
 _OF_STEP = re.compile(rf"\.({_NUMBER})(?:\.g({_GENERATION}))?(?:\.[0-9a-f]{{32}})?\.[0-9a-f]{{32}}\.partial")
+
+_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
 
 def step_name(step: int, generation: int) -> str:
@@ -67,6 +71,16 @@ def attempt_name(target: str, save_id: str) -> str:
     if parsed is None or step_name(*parsed) != target:
         words.append(hashlib.blake2b(target.encode(errors="surrogateescape"), digest_size=16).hexdigest())
     return ".".join(["", *words, save_id, "partial"])
+
+
+def is_attempt_name(name: str) -> bool:
+    """Return whether ``attempt_name`` makes this name."""
+    return _ATTEMPT.fullmatch(name) is not None
+
+
+def is_attempt_at(name: str, target: str) -> bool:
+    """Return whether ``attempt_name`` makes this name for ``target``."""
+    return is_attempt_name(name) and name == attempt_name(target, name.split(".")[-2])
 
 
 def target_of_attempt(name: str) -> str | None:
@@ -137,11 +151,9 @@ def retired_files(files: Collection[str], save_id: str) -> list[str]:
     return [*found, NOTE]
 
 
-def export_files(files: Collection[str]) -> list[str]:
-    """Return the files of the export in a directory, those that readers look for first. The result is empty if there is
-    no export, also if its removal was interrupted. Files with an id stay, which belong to attempts at a checkpoint."""
-    if READ_FIRST.isdisjoint(files):
-        return []
+def export_files(files: Iterable[str]) -> list[str]:
+    """Return the files of the export in a directory, those that readers look for first. Files with an id stay, which
+    belong to attempts at a checkpoint."""
     return sorted((name for name in files if owner_of(name) is None), key=lambda name: name not in READ_FIRST)
 
 

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import NoSpaceError
+from .local.attempt_lock import boot_id
+from .local.orphans import collect_orphans
 from .local.store import LocalStore
+from .names import ABANDONED_AFTER_S
 from .store import Store
 from .transaction import Transaction
 
@@ -37,8 +40,10 @@ def free_space(store: Store, target: str) -> FreeSpace | None:
     if not isinstance(store, LocalStore):
         return None
     try:
-        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host = boot_id()
         place = _existing(store.root / target)
+        if host is None:
+            return None
         found = FreeSpace(host, os.stat(place).st_dev, _free(place))
     except OSError:
         return None
@@ -74,6 +79,8 @@ class Space:
             except OSError:
                 return  # nothing is certain, and the first write reports what is wrong
             others = 0 if alone else sum(self._left(device, id(transaction)))
+            if nbytes + others > free and kind in _EXACT and collect_orphans(directory.parent, ABANDONED_AFTER_S):
+                free = _freed(place, free)
             if nbytes + others > free and kind in _EXACT:
                 beside = f", beside {others} bytes that this save still writes there" if others else ""
                 raise NoSpaceError(
@@ -104,6 +111,14 @@ def _free(place: Path) -> int:
     if not found.f_blocks:  # a tmpfs without a limit
         raise OSError(errno.ENOTSUP, "the file system has no size", str(place))
     return found.f_bavail * found.f_frsize
+
+
+def _freed(place: Path, free: int) -> int:
+    """Return the free space now, or ``free`` if the file system does not show it any more."""
+    try:
+        return _free(place)
+    except OSError:
+        return free
 
 
 def _allocated(directory: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Literal, Protocol
 from .._runtime.threads import Stop
 from ..options import Capabilities, Durability
 from .names import MARKER
+from .replacing import Found, Use
 from .transaction import Attempt, StoreAddress, Transaction
 
 __all__ = ["Files", "Leftover", "RangeSource", "ReadRange", "Store", "coalesce"]
@@ -57,11 +59,17 @@ class Leftover:
     """The remains of a save or of a deletion under the root.
 
     An ``"attempt"`` was not published, or not yet; ``target_of_attempt`` returns its step. A ``"retired"`` checkpoint
-    is one whose deletion was interrupted. ``age_s`` is the time since the last write to it, by the storage's clock."""
+    is one whose deletion was interrupted. ``age_s`` is the time since the last write to it, by the storage's clock; for
+    an attempt in a local directory infinity if its process has ended, and 0 if it has not, where a lock shows it."""
 
     name: str
     kind: Literal["attempt", "retired"]
     age_s: float
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no process writes it any more, whatever clocks and leases show."""
+        return self.kind == "retired" or self.age_s == math.inf
 
 
 class Files(Protocol):
@@ -189,18 +197,22 @@ class Store(Protocol):
         """Delete a ``Leftover`` by its name, with everything in it. Does nothing if it does not exist, or if another
         process deletes it. A writer that still has a transaction on it cannot commit the rest of it."""
 
-    async def retire(self, directory: str, *, durability: Durability) -> None:
-        """Delete a committed checkpoint, or an export. It is made invisible, with ``"fsync"`` durably, before anything
-        else is deleted. Files of other saves in the directory stay, if they can be distinguished.
+    async def look_at(self, directory: str) -> Found:
+        """Return what lies at ``directory``."""
+
+    async def retire(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
+        """Delete a checkpoint or an export, as ``use`` allows. It is made invisible, with ``"fsync"`` durably, before
+        anything else is deleted. Files of other saves in the directory stay, if they can be distinguished. Return False
+        if there is nothing. Raises ``CheckpointNotFoundError`` if ``use`` may not delete what is there.
 
         If the deletion of a checkpoint is interrupted, ``leftovers`` lists the rest. A store without
-        ``capabilities.rename`` puts the file ``NOTE`` beside the files until all of them are deleted. Does nothing if
-        there is neither a checkpoint nor an export."""
+        ``capabilities.rename`` puts the file ``NOTE`` beside the files until all of them are deleted."""
 
     async def collect(self, target: str, *, after_s: float) -> list[str]:
         """Delete attempts at ``target`` that killed processes left behind, and return their names. An attempt counts as
-        left behind if it was last written to more than ``after_s`` ago. Attempts in a run are not deleted here: the
-        run deletes them, because it knows the leases."""
+        left behind if it was last written to more than ``after_s`` ago, or if a lock shows that its process has ended.
+        Attempts in a run are not deleted here by their age: the run deletes them, because it knows the leases. In a
+        local directory, attempts at other targets in it are deleted too."""
 
     async def leftovers(self) -> list[Leftover]:
         """Return the attempts and the unfinished deletions under the root, for ``discard``. They are found by names

@@ -94,7 +94,8 @@ class Attempt:
     in_run: bool = False
     """Whether a ``Checkpointer`` deletes the attempts that killed saves left behind at its target."""
     replaces_export: bool = False
-    """Whether an existing export is deleted first: for ``"files"`` in a store without directories."""
+    """Whether an existing export, and nothing else, is replaced: by a ``"replacement"``, and by ``"files"`` in a store
+    without directories, where it is deleted first."""
 
     @property
     def name(self) -> str:
@@ -122,6 +123,8 @@ class Transaction(ABC):
         self._look: Callable[[bool], Coroutine[Any, Any, None]] | None = None
         self._making = threading.Lock()
         self._discarded = False
+        self._keeps_replaced = False
+        """Whether what the transaction has replaced stays, because the commit may not be durable."""
         self._pid = os.getpid()
 
     # --- what each store does in its own way ---
@@ -266,7 +269,7 @@ class Transaction(ABC):
             raise
         except NotDurableError as error:
             self.outcome = "committed"
-            self._note_replaced(error)
+            self._keep_replaced(error)
             raise
         except Exception:
             self.outcome = "absent"
@@ -286,7 +289,7 @@ class Transaction(ABC):
             raise
         except NotDurableError as error:
             self.outcome = "committed"
-            self._note_replaced(error)
+            self._keep_replaced(error)
             raise
         except (Exception, asyncio.CancelledError) as error:
             stuck = is_stuck(error)
@@ -298,7 +301,7 @@ class Transaction(ABC):
                 committed = NotDurableError(
                     f"{target} is committed and complete, but publishing it did not end well: {error}"
                 )
-                self._note_replaced(committed)
+                self._keep_replaced(committed)
                 raise committed from error
             raise OutcomeUnknownError(
                 f"the commit of {target} was sent, and whether it took place could not be read back: {error}. Nothing "
@@ -365,15 +368,27 @@ class Transaction(ABC):
         name of the attempt, so ``discard`` deletes it."""
         await self.discard()
 
+    def _keep_replaced(self, error: NotDurableError) -> None:
+        """Keep what this transaction has replaced, because the commit may not be durable. ``error`` says where."""
+        self._keeps_replaced = True
+        self._note_replaced(error)
+
     def _note_replaced(self, error: NotDurableError) -> None:
-        """Add to ``error`` the place of the replaced checkpoint. It is kept, because the commit may not be durable."""
+        """Add to ``error`` the place of the replaced checkpoint."""
         return
 
     async def remove_replaced(self) -> None:
-        """Remove the checkpoint that a committed ``"replacement"`` has replaced. A failure is only logged, because the
-        save itself has succeeded."""
+        """Remove what a ``"replacement"`` has replaced, if it was committed durably. Called at the end of every save
+        and export, also of one that was cancelled after its commit, and not interrupted by a cancel. A failure is only
+        logged, because the save itself has succeeded."""
+        if self.attempt.kind != "replacement" or self.outcome != "committed" or self._keeps_replaced:
+            return
+        await run_shielded(self._remove_replaced)
+
+    async def _remove_replaced(self) -> None:
         try:
-            await self._discard_replaced()
+            with time_limit(Deadline.after(_CLEAN_UP_S)):
+                await self._discard_replaced()
         except (SidestreamError, OSError) as error:
             _log.warning("what %s replaced could not be removed: %s", self.attempt.target, error)
 

@@ -352,10 +352,10 @@ async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, lay
     except BaseException as error:
         order.lifecycle.failed(error, order.outcome)
         await coordinator.fail(error)
+    finally:
+        await order.remove_replaced()
     order.lifecycle.mark("committed")
     order.lifecycle.committed(receipt.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
-    if order.kind == "replacement":
-        await order.transaction.remove_replaced()
 
 
 def _discard(order: SaveOrder) -> None:

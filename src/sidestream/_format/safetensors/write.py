@@ -11,9 +11,24 @@ from typing import TypeVar
 from ...errors import UnsupportedTensorError
 from .read import DTYPE_NAMES, PREFIX_BYTES
 
-__all__ = ["ALIGN_BYTES", "Named", "alignment", "file_names", "header_of", "index_of", "shards_of_sizes"]
+__all__ = [
+    "ALIGN_BYTES",
+    "STAMP_BYTES",
+    "Named",
+    "alignment",
+    "file_names",
+    "header_of",
+    "index_of",
+    "is_stamped",
+    "shards_of_sizes",
+]
 
 ALIGN_BYTES = 8
+
+_STAMP = {"format": "pt", "written_by": "sidestream"}  # transformers requires the format
+_START = json.dumps({"__metadata__": _STAMP}, separators=(",", ":")).encode().rstrip(b"}")
+STAMP_BYTES = PREFIX_BYTES + len(_START)
+"""How many bytes at the start of a file ``is_stamped`` needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +50,7 @@ def header_of(tensors: Sequence[Named], aliases: Mapping[str, str]) -> bytes:
     ``UnsupportedTensorError``."""
     here = {one.fqn for one in tensors} if aliases else ()
     others = {other: name for other, name in aliases.items() if name in here}
-    content: dict[str, object] = {"__metadata__": {"format": "pt", **others}}  # transformers requires the format
+    content: dict[str, object] = {"__metadata__": {**_STAMP, **others, **_STAMP}}  # the stamp comes first
     position = 0
     for one in tensors:
         spelled = DTYPE_NAMES.get(one.dtype)
@@ -49,6 +64,11 @@ def header_of(tensors: Sequence[Named], aliases: Mapping[str, str]) -> bytes:
     raw = json.dumps(content, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % ALIGN_BYTES)
     return len(raw).to_bytes(PREFIX_BYTES, "little") + raw
+
+
+def is_stamped(start: bytes) -> bool:
+    """Return whether ``header_of`` wrote the file that begins with these bytes."""
+    return start[PREFIX_BYTES:STAMP_BYTES] == _START
 
 
 def shards_of_sizes(tensors: Iterable[N], shard_bytes: int | None) -> list[list[N]]:

@@ -246,13 +246,15 @@ def replaced(url: str) -> CorruptCheckpointError:
 
 
 async def was_replaced(location: Location, manifest: Manifest) -> bool:
-    """Return whether another checkpoint of sidestream has taken the place of the one of ``manifest``."""
+    """Return whether another checkpoint of sidestream, or nothing, has taken the place of the one of ``manifest``."""
     if not manifest.own:
         return False
     async with aclosing(location.source()) as source:
         try:
             marker = await read_marker(source)
-        except (FileNotFoundError, SidestreamError):
+        except FileNotFoundError:  # parts that ranks saved independently have no common marker
+            return not manifest.parts or await source.moved()
+        except SidestreamError:
             return await source.moved()  # if not, the caller raises its own error
     return marker is not None and marker.save_id != manifest.save_id
 

@@ -9,7 +9,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Generator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from datetime import datetime
@@ -70,6 +70,14 @@ class Engine(ABC):
 
     @abstractmethod
     async def delete(self, key: str) -> None: ...
+
+    deletes_at_once = 1
+    """The most keys that ``delete_all`` takes."""
+
+    async def delete_all(self, keys: Sequence[str]) -> None:
+        """Delete these objects, in any order. Those that do not exist are skipped."""
+        for key in keys:
+            await self.delete(key)
 
     async def version(self, key: str) -> str:
         """Return a string that identifies the content of the object. Needs ``capabilities.versions``."""

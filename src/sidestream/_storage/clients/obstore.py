@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from importlib import import_module
@@ -283,6 +283,16 @@ class ObstoreEngine(Engine):
         except Exception as error:
             if fate_of(error) != "absent":
                 raise
+
+    deletes_at_once = 1000  # what one request to S3 takes
+
+    async def delete_all(self, keys: Sequence[str]) -> None:
+        try:
+            await obstore.delete_async(self._store, [self._name(key) for key in keys])
+        except Exception as error:
+            if fate_of(error) != "absent":
+                raise
+            await super().delete_all(keys)  # storage without such a request ends at the first that does not exist
 
     async def open_uploads(self, prefix: str) -> Mapping[str, datetime | None]:
         return {} if self._helper is None else await (await self._helper.get()).open_uploads(prefix)

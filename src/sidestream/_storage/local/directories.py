@@ -20,12 +20,11 @@ from typing import Any
 
 from ...errors import ClosedError, from_os_error, os_errors_as
 from ...options import Durability
-from ..names import LEASES, attempt_name, parse_step
+from ..names import LEASES, parse_step
 
 __all__ = [
     "RACES",
     "OpenDirectory",
-    "collect_orphans",
     "exchange",
     "exchanges",
     "has_leases",
@@ -48,8 +47,6 @@ __all__ = [
 RACES = 100
 """The number of attempts at an operation that fails because another process makes or removes the same directory."""
 
-_ID = 32 * "0"
-_HEX_ID = re.compile("[0-9a-f]{32}")
 _RETIRED = re.compile(r"\.retired-(?:step-[0-9.g]+-)?[0-9a-f]{32}")  # earlier versions put the step into it
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 
@@ -303,42 +300,6 @@ def storage_time(directory: Path) -> float:
 def has_leases(root: Path, target: str) -> bool:
     """Return whether ``target`` is a step of a run. There leases show which processes are alive."""
     return parse_step(target) is not None and (root / LEASES).exists()
-
-
-def collect_orphans(
-    root: Path, target: str, after_s: float, take: Callable[[Path, str], Path | None] = take_away
-) -> list[str]:
-    """Delete attempts at ``target`` that were last written to more than ``after_s`` ago, and the rest of deletions that
-    were interrupted more than ``after_s`` ago. Return the names of what was deleted.
-
-    If ``take`` renames an attempt, a process that still writes it cannot publish it any more. In a run nothing is
-    deleted, because there leases show which processes are alive. Directories that cannot be deleted are skipped."""
-    before, _, after = attempt_name(target, _ID).partition(_ID)
-
-    def is_attempt(name: str) -> bool:  # no pattern, which would be compiled for each target
-        return (
-            name.startswith(before)
-            and name.endswith(after)
-            and _HEX_ID.fullmatch(name, len(before), len(name) - len(after)) is not None
-        )
-
-    collected: list[str] = []
-    with suppress(OSError):
-        hidden = (name for name in os.listdir(root) if name.startswith("."))  # a run may have thousands of steps
-        found = [name for name in hidden if is_attempt(name) or is_retired(name)]
-        if not found or has_leases(root, target):
-            return []
-        now = storage_time(root)
-        for name in found:
-            with suppress(OSError):  # another process collects it, or it may not be deleted
-                retired = is_retired(name)
-                if now - ((root / name).stat().st_ctime if retired else last_write(root / name)) <= after_s:
-                    continue
-                path = root / name if retired else take(root, name)
-                if path is not None:
-                    remove_tree(path)
-                    collected.append(name)
-    return collected
 
 
 _AT_FDCWD = -100

@@ -28,11 +28,10 @@ from ...errors import (
     os_errors_as,
 )
 from ..bodies import Body
-from ..names import ABANDONED_AFTER_S, MARKER, NOTE, id_of, is_unfinished, owner_of, sidecar_with_id
+from ..names import ABANDONED_AFTER_S, MARKER, NOTE, id_of, is_attempt_at, is_unfinished, owner_of, sidecar_with_id
 from ..transaction import Attempt, StoreAddress, being_removed
 from .directories import (
     RACES,
-    collect_orphans,
     has_leases,
     is_vacant,
     make_root,
@@ -42,6 +41,7 @@ from .directories import (
     unlink,
     unlink_or_remove,
 )
+from .orphans import collect_orphans
 from .publishing import NO_RENAME, check_whole, files_in, occupied, sync_visible
 from .read import read_tail
 from .transaction import LocalTransaction, write_again, write_buffer
@@ -204,8 +204,9 @@ def _discard_dead(directory: Path, names: list[str], after_s: float) -> list[str
 
 
 def collect(root: Path, target: str, after_s: float) -> list[str]:
-    """Do ``collect_orphans``, and delete the files of such attempts in ``target`` itself. Nothing is renamed."""
-    collected = collect_orphans(root, target, after_s, Path)
+    """Do ``collect_orphans``, and delete the files of such attempts in ``target`` itself. Return the names of what was
+    deleted at ``target``. Nothing is renamed."""
+    collected = [name for name in collect_orphans(root, after_s, Path) if is_attempt_at(name, target)]
     names = files_in(root / target)
     if not names or has_leases(root, target) or not _is_unmarked(root / target, names):
         return collected
@@ -262,6 +263,7 @@ class MarkedTransaction(LocalTransaction):
     _sync = staticmethod(sync_names)
     _take = Path
     _preallocates = False
+    _locks = False  # each file of a mount of a bucket is an upload, and such mounts have no locks
     _adds_ids = True
 
     def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:

@@ -12,16 +12,19 @@ from typing import TypeAlias
 
 from ...errors import CheckpointExistsError, NotDurableError, SidestreamError, StorageError, from_os_error, os_errors_as
 from ...options import Durability
-from ..names import MARKER, READ_FIRST
-from .directories import RACES, exchange, exchanges, is_directory, is_vacant, sync_directory
+from ..names import MARKER, id_of, is_attempt_name
+from ..replacing import DECIDING_BYTES, Found, Use, deciding_file, kind_of, refusal
+from .directories import RACES, exchange, exchanges, is_retired, is_vacant, sync_directory
+from .read import read_tail
 
 __all__ = [
     "NO_RENAME",
     "Step",
     "can_exchange",
+    "check_use",
     "check_whole",
     "files_in",
-    "may_be_replaced",
+    "look_at",
     "move_there",
     "occupied",
     "publish",
@@ -31,10 +34,6 @@ __all__ = [
 Step: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], None]
 """The function that makes an attempt visible. Its arguments are the attempt, the target, the files that must be there,
 and the status of the attempt's directory when it was made."""
-
-
-_REPLACEABLE = READ_FIRST | {MARKER}
-"""The files that mark a directory as a checkpoint or an export. Each of these has at least one of them."""
 
 
 NO_RENAME = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EINVAL, errno.EXDEV, errno.EMFILE})
@@ -103,21 +102,18 @@ def move_there(hidden: Path, target: Path, names: frozenset[str], made: os.stat_
             raise
 
 
-def replace(hidden: Path, target: Path, names: frozenset[str], made: os.stat_result | None, *, checked: bool) -> None:
+def replace(hidden: Path, target: Path, names: frozenset[str], made: os.stat_result | None, *, use: Use) -> None:
     """Exchange the attempt with the target, or rename the attempt if there is no target. Raises
-    ``CheckpointExistsError`` if the target may not be replaced.
+    ``CheckpointExistsError`` if ``use`` may not replace the target.
 
-    Another save, or a removal, may change the target between the check and the exchange. Then both are repeated.
-    ``checked`` says that the present target may be replaced."""
+    Another save, or a removal, may change the target between the check and the exchange. Then both are repeated."""
     for left in reversed(range(RACES)):
         vacant = is_vacant(target)
-        checked = checked and not vacant  # a target that appears from now on was not checked
         try:
             if vacant:
                 move_there(hidden, target, names, made)
             else:
-                if not checked:
-                    _check_replaceable(target)
+                check_use(target, use)
                 _exchange(hidden, target, names)
             return
         except SidestreamError:
@@ -169,11 +165,8 @@ def check_whole(directory: Path | int, names: Iterable[str], target: Path) -> No
 
 
 def occupied(target: Path) -> CheckpointExistsError:
-    if not os.path.isdir(target):
-        return CheckpointExistsError(f"{target} already exists and is a file: choose another name, or delete it first")
-    return CheckpointExistsError(
-        f"{target} is not empty: save to a new directory, or pass overwrite=True to a save that replaces a checkpoint"
-    )
+    found = look_at(target)
+    return CheckpointExistsError(refusal(found, "create", target) or f"{target} changes while it is looked at")
 
 
 def files_in(directory: Path) -> list[str]:
@@ -187,25 +180,48 @@ def files_in(directory: Path) -> list[str]:
             raise occupied(directory) from None
 
 
-def may_be_replaced(target: Path) -> bool:
-    """Return whether the target is a directory or was removed meanwhile. Raises ``CheckpointExistsError`` if the
-    directory may not be replaced."""
-    with suppress(FileNotFoundError):
-        if not is_directory(target):
-            return False
-        _check_replaceable(target)
-    return True
+def look_at(path: Path, *, in_place: bool = False) -> Found:
+    """Return what lies at ``path``. With ``in_place`` several saves write their files into one directory, and those
+    with the id of a save do not count. Raises ``StorageError`` if it cannot be read."""
+    for _ in range(RACES):
+        with os_errors_as("looking at this path", path), suppress(FileNotFoundError):
+            return _look_at(path, in_place)
+        if not os.path.lexists(path):
+            break
+    return "nothing"
 
 
-def _check_replaceable(target: Path) -> None:
-    """Raise ``CheckpointExistsError`` if the directory is not empty and neither a checkpoint nor an export. Replacing a
-    directory deletes everything in it."""
-    found = files_in(target)
-    if found and _REPLACEABLE.isdisjoint(found):
-        raise CheckpointExistsError(
-            f"{target} is not empty, and no checkpoint (it has no .metadata), so it was not replaced: save to a new "
-            "directory, or empty this one first"
-        )
+def _look_at(path: Path, in_place: bool) -> Found:
+    mode = path.lstat().st_mode
+    if not stat.S_ISDIR(mode):
+        return "link" if stat.S_ISLNK(mode) else "file"
+    if is_retired(path.name) or is_attempt_name(path.name):
+        return "leftover"
+    with os.scandir(path) as entries:
+        found = [(one.name, one.is_file(follow_symlinks=False)) for one in entries]
+    if in_place and not any(name == MARKER for name, _ in found):
+        found = [(name, plain) for name, plain in found if id_of(name) is None]
+    if not found:
+        return "empty"
+    files = [name for name, plain in found if plain]
+    name = deciding_file(files)
+    if name is None:
+        return kind_of(files, b"")
+    return kind_of(files, read_tail(path / name, None, DECIDING_BYTES) if name == MARKER else _start_of(path / name))
+
+
+def _start_of(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return os.read(descriptor, DECIDING_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def check_use(target: Path, use: Use, *, in_place: bool = False) -> None:
+    """Raise ``CheckpointExistsError`` if ``use`` may not take what lies at the target."""
+    if refused := refusal(look_at(target, in_place=in_place), use, target):
+        raise CheckpointExistsError(refused)
 
 
 def can_exchange(directory: Path) -> bool:

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ..._runtime.threads import Stop
-from ...errors import CheckpointExistsError, StorageError, os_errors_as
+from ...errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, os_errors_as
 from ...options import Capabilities, Durability, Storage
 from ..bodies import Body, BytesBody
-from ..names import MARKER, NOTE, READ_FIRST, export_files, is_unfinished, parse_step, retired_files
+from ..names import (
+    MARKER,
+    NOTE,
+    READ_FIRST,
+    export_files,
+    is_attempt_at,
+    is_attempt_name,
+    is_unfinished,
+    parse_step,
+    retired_files,
+)
+from ..replacing import Found, Use, refusal
 from ..store import Leftover
 from ..transaction import Attempt, StoreAddress, Transaction
+from .attempt_lock import silence_s
 from .directories import (
     RACES,
-    collect_orphans,
     is_retired,
     last_write,
     make_root,
@@ -30,13 +40,12 @@ from .directories import (
     unlink_or_remove,
 )
 from .marking import MarkedTransaction, ages_of, collect, discard, is_torn, marked_id, sync_names, write_note
-from .publishing import files_in
+from .orphans import collect_orphans
+from .publishing import files_in, look_at
 from .read import LocalSource, read_tail, run_io, sizes_in
 from .transaction import LocalTransaction, write_again, write_file
 
 __all__ = ["LocalStore", "MarkedStore"]
-
-_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
 
 class LocalStore:
@@ -73,11 +82,14 @@ class LocalStore:
     async def discard(self, leftover: str) -> None:
         await run_io(_discard, self.root, leftover)
 
-    async def retire(self, directory: str, *, durability: Durability) -> None:
-        await run_io(_retire, self.root, directory, durability)
+    async def look_at(self, directory: str) -> Found:
+        return await run_io(look_at, self.root / directory)
+
+    async def retire(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
+        return await run_io(_retire, self.root, directory, durability, use)
 
     async def collect(self, target: str, *, after_s: float) -> list[str]:
-        return await run_io(collect_orphans, self.root, target, after_s)
+        return await run_io(_collect, self.root, target, after_s)
 
     async def leftovers(self) -> list[Leftover]:
         return await run_io(_leftovers, self.root)
@@ -125,8 +137,11 @@ class MarkedStore(LocalStore):
     async def collect(self, target: str, *, after_s: float) -> list[str]:
         return await run_io(collect, self.root, target, after_s)
 
-    async def retire(self, directory: str, *, durability: Durability) -> None:
-        await run_io(_unmark, self.root / directory, durability)
+    async def look_at(self, directory: str) -> Found:
+        return await run_io(_look_in_place, self.root / directory)
+
+    async def retire(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
+        return await run_io(_unmark, self.root / directory, durability, use)
 
     async def leftovers(self) -> list[Leftover]:
         return [*await super().leftovers(), *await run_io(_unmarked, self.root)]
@@ -152,30 +167,47 @@ def _discard(root: Path, leftover: str) -> None:
         remove_tree(path)
 
 
-def _retire(root: Path, directory: str, durability: Durability) -> None:
+def _may_retire(path: Path, use: Use, *, in_place: bool) -> bool:
+    """Return whether there is something to delete. Raises ``CheckpointNotFoundError`` if ``use`` may not delete it, and
+    ``StorageError`` for a link, which may name a checkpoint."""
+    found = look_at(path, in_place=in_place)
+    if found in ("nothing", "empty", "leftover"):
+        return False
+    if refused := refusal(found, use, path):
+        raise StorageError(errno.ENOTDIR, refused) if found == "link" else CheckpointNotFoundError(refused)
+    return True
+
+
+def _retire(root: Path, directory: str, durability: Durability, use: Use) -> bool:
     path = root / directory
-    with os_errors_as("removing", path):
-        linked = path.is_symlink()
-    if linked:  # taken away, it would stay under a hidden name
-        raise StorageError(errno.ENOTDIR, "a symbolic link: remove the directory that it names", str(path))
+    if not _may_retire(path, use, in_place=False):
+        return False
     hidden = take_away(root, directory)
-    if hidden is None:
-        return
+    if hidden is None:  # another process has removed it meanwhile
+        return True
     if durability == "fsync":
         with os_errors_as("removing", path):
             sync_directory(root)
     remove_tree(hidden)
+    return True
+
+
+def _collect(root: Path, target: str, after_s: float) -> list[str]:
+    return [name for name in collect_orphans(root, after_s) if is_retired(name) or is_attempt_at(name, target)]
 
 
 def _leftovers(root: Path) -> list[Leftover]:
     names = _directories(root)
     with os_errors_as("listing", root), suppress(FileNotFoundError):
-        found = [(name, "retired") for name in names if is_retired(name)]
-        found += [(name, "attempt") for name in names if _ATTEMPT.fullmatch(name)]
-        if not found:
+        retired = [name for name in names if is_retired(name)]
+        attempts = [name for name in names if is_attempt_name(name)]
+        if not retired and not attempts:
             return []
         now = storage_time(root)
-        return [Leftover(name, kind, now - last_write(root / name)) for name, kind in found]  # type: ignore[arg-type]
+        return [
+            *(Leftover(name, "retired", now - last_write(root / name)) for name in retired),
+            *(Leftover(name, "attempt", silence_s(root / name, now)) for name in attempts),
+        ]
     return []
 
 
@@ -210,15 +242,23 @@ def _directories(root: Path) -> list[str]:
 # --- the same for ``MarkedStore``, where the files of an attempt are in its target ---
 
 
-def _unmark(directory: Path, durability: Durability) -> None:
+def _look_in_place(directory: Path) -> Found:
+    return look_at(directory, in_place=True)
+
+
+def _unmark(directory: Path, durability: Durability, use: Use) -> bool:
     names = files_in(directory)
     with os_errors_as("removing", directory):
+        if NOTE in names and MARKER not in names:
+            _finish_retiring(directory)
+            return True
+        if not _may_retire(directory, use, in_place=True):
+            return MARKER in names  # another process has removed it meanwhile
         if MARKER in names:
             _finish_retiring(directory, _delete_marker(directory, durability))
-        elif NOTE in names:
-            _finish_retiring(directory)
         else:
             _delete_export(directory, names, durability)
+    return True
 
 
 def _delete_export(directory: Path, names: list[str], durability: Durability) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import shutil
 import stat
@@ -32,10 +33,11 @@ from ...errors import (
 from ...options import Durability
 from ..bodies import Body, BytesBody, FilePart, PiecesBody
 from ..names import ABANDONED_AFTER_S
+from ..replacing import Use
 from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction
+from .attempt_lock import AttemptLock
 from .directories import (
     RACES,
-    collect_orphans,
     is_directory,
     is_vacant,
     link_new,
@@ -45,7 +47,8 @@ from .directories import (
     take_away,
     unlink,
 )
-from .publishing import Step, can_exchange, may_be_replaced, move_there, occupied, publish, replace, sync_visible
+from .orphans import collect_orphans
+from .publishing import Step, can_exchange, check_use, move_there, publish, replace, sync_visible
 from .read import read_tail
 
 __all__ = ["LocalTransaction", "write_again", "write_buffer", "write_file"]
@@ -214,6 +217,7 @@ class LocalTransaction(Transaction):
     _sync = staticmethod(sync_directory)
     _take: Callable[[Path, str], Path | None] = staticmethod(take_away)
     _preallocates = True
+    _locks = True
 
     def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
         super().__init__(attempt, address)
@@ -223,8 +227,8 @@ class LocalTransaction(Transaction):
         self._in_target = self._carries_id or attempt.kind == "part"
         self._directory = self._target if self._in_target else self._hidden
         self._made: os.stat_result | None = None  # the directory that this transaction has made, as it was then
+        self._lock: AttemptLock | None = None
         self._new: list[Path] = []  # directories that were made down to the target
-        self._replaceable = False  # whether the target was checked, and is a checkpoint or an export
         self._names: dict[str, None] = {}  # of the files written, in their order
         self._last: tuple[str, Sequence[bytes]] | None = None
 
@@ -262,20 +266,27 @@ class LocalTransaction(Transaction):
 
     def _make(self) -> None:
         vacant = is_vacant(self._target)
-        replaces = self.attempt.kind == "replacement"
-        if not vacant and not (replaces and may_be_replaced(self._target)):
-            raise occupied(self._target)
-        if not self.attempt.in_run:
-            collect_orphans(self._root, self.attempt.target, ABANDONED_AFTER_S, self._take)
-        self._replaceable = not vacant
+        if not vacant or self.attempt.kind == "file":
+            check_use(self._target, self._use)
+        # A run has a rule of its own for attempts of which only the age is known.
+        collect_orphans(self._root, math.inf if self.attempt.in_run else ABANDONED_AFTER_S, self._take)
         with self._make_once():
             self._made = self._create()
-        if replaces and not vacant and not can_exchange(self._hidden):
+            if self._locks:
+                self._lock = AttemptLock(self._hidden)
+        if not vacant and not can_exchange(self._hidden):
             self.discard_here()
             raise CheckpointExistsError(
                 f"{self._target} is not empty, and this file system cannot exchange two directories in one step: save "
                 "to a new directory, or remove the old one first"
             )
+
+    @property
+    def _use(self) -> Use:
+        """What this attempt does with its target."""
+        if self.attempt.kind == "replacement":
+            return "export" if self.attempt.replaces_export else "overwrite"
+        return "create file" if self.attempt.kind == "file" else "create"
 
     def wrote(self, sizes: Mapping[str, int]) -> None:
         self._names.update(dict.fromkeys(sizes))
@@ -331,8 +342,8 @@ class LocalTransaction(Transaction):
         names = frozenset(self._names)
         move: Step = move_there
         if attempt.kind == "replacement":
-            move = partial(replace, checked=self._replaceable)
-        await io_threads().run(publish, self._hidden, self._target, names, self._made, attempt.durability, move)
+            move = partial(replace, use=self._use)
+        await io_threads().run(self._publish, names, move)
         self._made = None  # from now on the name of the attempt is that of the replaced checkpoint, if any
 
     def _note_replaced(self, error: NotDurableError) -> None:
@@ -366,8 +377,15 @@ class LocalTransaction(Transaction):
         # writer cannot publish what is left of it.
         own, self._made = self._made is not None, None
         path = self._hidden if own else take_away(self._root, self.attempt.name)
-        if path is not None:
-            remove_tree(path)
+        try:
+            if path is not None:
+                remove_tree(path)
+        finally:
+            self._close_lock()
+
+    def _close_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     # --- what runs in threads ---
 
@@ -406,6 +424,12 @@ class LocalTransaction(Transaction):
                 str(self._directory),
             )
 
+    def _publish(self, names: frozenset[str], move: Step) -> None:
+        if self._lock is not None:
+            with os_errors_as("publishing", self._target):
+                self._lock.release()
+        publish(self._hidden, self._target, names, self._made, self.attempt.durability, move)
+
     def _publish_file(self) -> None:
         target = self._target
         with os_errors_as("publishing", target):
@@ -420,6 +444,7 @@ class LocalTransaction(Transaction):
                 sync_visible(target.parent, target, failed, self._sync)
         finally:
             shutil.rmtree(self._hidden, ignore_errors=True)
+            self._close_lock()
 
     def _publish_part(self, path: Path, body: Body, stop: Stop) -> None:
         durability = self.attempt.durability

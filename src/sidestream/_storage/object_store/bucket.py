@@ -10,17 +10,19 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
 from ...errors import CheckpointExistsError, StorageError
-from ...options import Listing, StorePolicy
+from ...options import BlobInfo, Listing, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import Fate, LoopCall, Requests, fate_of, is_refused
-from ..names import ABANDONED_AFTER_S, LEASES, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard
+from ..names import ABANDONED_AFTER_S, LEASES, MARKER, NOTE, READ_FIRST, export_files, id_of, is_plain_shard
+from ..replacing import DECIDING_BYTES, Found, deciding_file, kind_of
 
-__all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans"]
+__all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans", "look_at"]
 
 
 T = TypeVar("T")
@@ -190,14 +192,15 @@ class Bucket:
             await self.run("aborting", name, lambda engine: engine.abort_uploads(uploads))
 
     async def delete(self, target: str, files: Iterable[str]) -> None:
-        for file in files:
-            name = f"{target}/{file}" if target else file
-            key = self.key(name)
-
-            async def delete(engine: Engine, key: str = key) -> None:
-                await engine.delete(key)
-
-            await self.run("deleting", name, delete)
+        """Delete these files, first those that readers look for, and the note of a removal last. Of the others many are
+        deleted by one request, if the client can."""
+        names = [f"{target}/{file}" if target else file for file in files]
+        most = (await self.made()).deletes_at_once if names else 1
+        for rank in _RANKS:
+            some = [name for name in names if _rank(name) == rank]
+            for start in range(0, len(some), most):
+                keys = [self.key(name) for name in some[start : start + most]]
+                await self.run("deleting", some[start], partial(_delete_all, keys=keys))
 
     async def uploads(self, target: str) -> dict[str, datetime | None]:
         key = self.key(target) + "/"
@@ -226,6 +229,22 @@ async def _is_refused_as(request: Awaitable[object], *fates: Fate) -> bool:
             raise
         return True
     return False
+
+
+_RANKS = range(3)
+
+
+def _rank(name: str) -> int:
+    """Return when a file is deleted. Without those of rank 0 readers find nothing, and with that of rank 2 the next
+    removal finds the rest."""
+    file = name.rpartition("/")[2]
+    if file == NOTE:
+        return 2
+    return 0 if file == MARKER or file in READ_FIRST else 1
+
+
+async def _delete_all(engine: Engine, *, keys: Sequence[str]) -> None:
+    await engine.delete_all(keys)
 
 
 async def _holds(engine: Engine, key: str, end: bytes, *, whole: bool) -> bool:
@@ -257,7 +276,6 @@ async def _has_replaced(engine: Engine, key: str, end: bytes, version: str) -> b
 
 
 _CLOCK = re.compile(r"clock-[0-9a-f]{32}")
-_SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 async def clock_of(bucket: Bucket) -> datetime | None:
@@ -283,8 +301,8 @@ def age_s(now: datetime | None, then: datetime | None) -> float:
 
 
 async def collect_orphans(bucket: Bucket, target: str, after_s: float) -> list[str]:
-    """Delete the files of each save to ``target``, and those of a copy, if none of them was written within ``after_s``.
-    Return the names of the deleted files.
+    """Delete the files of each save to ``target``, and those of a copy or of an export that did not become complete, if
+    none of them was written within ``after_s``. Return the names of the deleted files.
 
     Does nothing if there is a checkpoint. Then the version of its marker decides which saves can still be committed,
     and a replacement deletes the files of the others."""
@@ -296,12 +314,14 @@ async def collect_orphans(bucket: Bucket, target: str, after_s: float) -> list[s
         owner = "" if is_plain_shard(file) else id_of(file)
         if owner is not None:
             owned.setdefault(owner, []).append(file)
+    if await look_at(bucket, target, listing) == "leftover":
+        owned[""] = [file for file in listing.files if id_of(file) is None]
     if not owned:
         return []
     now = await clock_of(bucket)
     collected: list[str] = []
     for owner, files in owned.items():
-        if min(age_s(now, listing.files[file].modified) for file in files) > after_s:
+        if _silence_s(now, (listing.files[file] for file in files)) > after_s:
             await bucket.delete(target, files)
             collected += files
             if owner:
@@ -310,26 +330,49 @@ async def collect_orphans(bucket: Bucket, target: str, after_s: float) -> list[s
     return collected
 
 
+def _silence_s(now: datetime | None, files: Iterable[BlobInfo]) -> float:
+    """Return the time since the last write to one of these files."""
+    return min(age_s(now, info.modified) for info in files)
+
+
+async def look_at(bucket: Bucket, target: str, listing: Listing | None = None) -> Found:
+    """Return what lies at ``target``. The files of saves that have not been committed do not count."""
+    listing = await bucket.listing(target) if listing is None else listing
+    files = listing.files
+    if MARKER not in files:
+        files = {name: info for name, info in files.items() if id_of(name) is None}
+    if not files:
+        return "directory" if listing.directories else "empty"
+    name = deciding_file(files)
+    if name is None:
+        return kind_of(files, b"")
+    try:
+        if name == MARKER:
+            return kind_of(files, await bucket.tail(f"{target}/{name}", DECIDING_BYTES))
+        key, nbytes = bucket.key(f"{target}/{name}"), min(DECIDING_BYTES, files[name].nbytes)
+        start = await bucket.run("reading", name, lambda engine: engine.read(key, 0, nbytes)) if nbytes else b""
+        return kind_of(files, bytes(start))
+    except FileNotFoundError:
+        return await look_at(bucket, target)
+
+
 async def clear_export(bucket: Bucket, target: str, listing: Listing) -> bool:
     """Delete the export at ``target``, whether it is complete or was left behind by a killed process, so that another
     one can be written. Returns False and does nothing if there is none.
 
     Of two exports at the same time at most one succeeds, because each creates its files. Raises
-    ``CheckpointExistsError`` if the storage cannot create objects conditionally."""
+    ``CheckpointExistsError`` if the storage cannot create objects conditionally, or if something else is there."""
     files = listing.files
-    complete = not READ_FIRST.isdisjoint(files)
-    shards = [info for name, info in files.items() if _SHARD.fullmatch(name)]
-    if listing.directories or MARKER in files or not (complete or shards):
+    found = await look_at(bucket, target, listing)
+    if listing.directories or found not in ("export", "leftover"):
         return False
     if not bucket.capabilities.create_only:
         raise CheckpointExistsError(
             f"{bucket.url}/{target} has an export, and {bucket.engine.name} creates no object conditionally, so it was "
             "not replaced: delete it first"
         )
-    if not complete:
-        now = await clock_of(bucket)
-        if min(age_s(now, info.modified) for info in shards) <= ABANDONED_AFTER_S:
-            return False
-    await bucket.delete(target, sorted(files, key=lambda name: name not in READ_FIRST))
+    if found == "leftover" and _silence_s(await clock_of(bucket), files.values()) <= ABANDONED_AFTER_S:
+        return False
+    await bucket.delete(target, export_files(files))
     await bucket.forget(target)
     return True

@@ -11,15 +11,16 @@ from mmap import mmap
 from typing import Any
 
 from ..._runtime.threads import current_deadline, io_threads
-from ...errors import AccessDeniedError, CorruptCheckpointError
+from ...errors import AccessDeniedError, CheckpointNotFoundError, CorruptCheckpointError
 from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..clients.engine import Engine, LateEngine
 from ..clients.requests import on_io_loop
 from ..names import MARKER, NOTE, export_files, id_of, parse_step, retired_files
+from ..replacing import Found, Use, refusal
 from ..store import Leftover, RangeSource, ReadRange, coalesce
 from ..transaction import Attempt, StoreAddress, Transaction, id_in
 from ..wrappers.file_cache import FileCache
-from .bucket import Bucket, age_s, clock_of, collect_orphans
+from .bucket import Bucket, age_s, clock_of, collect_orphans, look_at
 from .transaction import ObjectTransaction, check_replaces
 
 __all__ = ["ObjectStore"]
@@ -102,24 +103,34 @@ class ObjectStore:
     async def remove(self, names: Sequence[str]) -> None:
         await on_io_loop(lambda: self._bucket.delete("", names), "removing")
 
-    async def retire(self, directory: str, *, durability: Durability) -> None:
+    async def look_at(self, directory: str) -> Found:
+        return await on_io_loop(lambda: look_at(self._bucket, directory), f"looking at {directory}")
+
+    async def retire(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
         """Write the note, and delete the marker before the other files, so that readers never find an incomplete
         checkpoint. Of an export, delete first what readers look for."""
+        return await on_io_loop(lambda: self._retire(directory, use), f"removing {directory}")
 
-        async def retire() -> None:
-            save_id = None
-            files = (await self._bucket.listing(directory)).files
-            if MARKER in files:
-                with suppress(FileNotFoundError):  # another removal has deleted the marker: its note has the id
-                    save_id = await self._write_note(directory)
-                    await self._bucket.delete(directory, [MARKER])
-            elif NOTE not in files:
-                await self._bucket.delete(directory, export_files(files))
-                await self._bucket.forget(directory)
-                return
-            await self._finish_retiring(directory, save_id)
-
-        await on_io_loop(retire, f"removing {directory}")
+    async def _retire(self, directory: str, use: Use) -> bool:
+        bucket, save_id = self._bucket, None
+        listing = await bucket.listing(directory)
+        files = listing.files
+        if MARKER in files or NOTE not in files:
+            found = await look_at(bucket, directory, listing)
+            if found in ("empty", "leftover"):
+                return MARKER in files  # another process has removed it meanwhile
+            if refused := refusal(found, use, f"{bucket.url}/{directory}"):
+                raise CheckpointNotFoundError(refused)
+        if MARKER in files:
+            with suppress(FileNotFoundError):  # another removal has deleted the marker: its note has the id
+                save_id = await self._write_note(directory)
+                await bucket.delete(directory, [MARKER])
+        elif NOTE not in files:
+            await bucket.delete(directory, export_files(files))
+            await bucket.forget(directory)
+            return True
+        await self._finish_retiring(directory, save_id)
+        return True
 
     async def _write_note(self, directory: str) -> str:
         """Write the id of the save whose marker is in ``directory`` to the note, and return it. Raises

@@ -29,8 +29,9 @@ from ...options import Listing
 from ..bodies import Body
 from ..clients.requests import LoopCall, on_io_loop, translated
 from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard, owner_of
+from ..replacing import Use, refusal
 from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, being_removed, marker_in
-from .bucket import Bucket, clear_export, collect_orphans
+from .bucket import Bucket, clear_export, collect_orphans, look_at
 
 __all__ = ["ObjectTransaction", "check_replaces"]
 
@@ -124,6 +125,7 @@ class ObjectTransaction(Transaction):
         if self.attempt.replaces_export and await clear_export(bucket, target, listing):
             return
         if self.attempt.kind == "replacement" and MARKER in listing.files:
+            await self._check_use(listing)
             self._replaced = await self._look_at_replaced(listing.files)
             return
         if self.attempt.kind == "replacement" and not self.attempt.in_run:
@@ -131,18 +133,23 @@ class ObjectTransaction(Transaction):
             listing = await bucket.listing(target)
         taken = [name for name in listing.files if not self._carries_id or id_of(name) is None]
         if listing.directories or taken:
+            await self._check_use(listing)
             raise CheckpointExistsError(
-                f"{bucket.url}/{target} is not empty: save to a new prefix, or pass overwrite=True to a save that "
-                "replaces a checkpoint"
+                f"{bucket.url}/{target} is not empty: files of saves, or directories, are below it; choose another name"
             )
         if self.attempt.kind == "file":
             try:
                 await bucket.size(target)
             except FileNotFoundError:
                 return
-            raise CheckpointExistsError(
-                f"{bucket.url}/{target} already exists: choose another name, or delete it first"
-            )
+            raise CheckpointExistsError(refusal("file", "create file", f"{bucket.url}/{target}"))
+
+    async def _check_use(self, listing: Listing) -> None:
+        """Raise ``CheckpointExistsError`` if this attempt may not take what is at its target."""
+        attempt, bucket = self.attempt, self._bucket
+        use: Use = "overwrite" if attempt.kind == "replacement" else "export" if attempt.replaces_export else "create"
+        if refused := refusal(await look_at(bucket, attempt.target, listing), use, f"{bucket.url}/{attempt.target}"):
+            raise CheckpointExistsError(refused)
 
     async def _look_at_replaced(self, listed: Collection[str]) -> _Replaced:
         bucket, save_id = self._bucket, self.attempt.save_id
