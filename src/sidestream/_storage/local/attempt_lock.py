@@ -11,6 +11,8 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -59,8 +61,9 @@ class AttemptLock:
             with suppress(OSError):
                 os.close(descriptor)
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # then globals of the module may be gone, and the system closes the descriptor
+            self.close()
 
 
 def _acquire(path: Path) -> int | None:
