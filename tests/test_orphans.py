@@ -292,7 +292,7 @@ async def test_an_export_that_is_not_complete_is_removed_after_an_hour(commit: s
     info = await sidestream.save(STATE, tmp_path / "last", export=export)
     assert isinstance(info.exports[0], sidestream.ConvertReport)
     (tmp_path / "export" / "model.safetensors.index.json").unlink()
-    with pytest.raises(CheckpointExistsError, match="remove.. it an hour after the last write"):
+    with pytest.raises(CheckpointExistsError, match=r"remove\(\) it an hour after the last write"):
         await sidestream.save(STATE, tmp_path / "export", storage=storage)
     age(tmp_path / "export", 3500)
     with pytest.raises(CheckpointNotFoundError):

@@ -74,8 +74,8 @@ def attempt_name(target: str, save_id: str) -> str:
 
 
 def is_attempt_name(name: str) -> bool:
-    """Return whether ``attempt_name`` makes this name, or made it for a step in an earlier version. Directories of other
-    programs, which may lie beside any target, have other names."""
+    """Return whether ``attempt_name`` makes this name, or made it for a step in an earlier version. Directories of
+    other programs, which may lie beside any target, have other names."""
     return _ATTEMPT.fullmatch(name) is not None
 
 
