@@ -215,11 +215,11 @@ def test_without_a_thread_memory_is_unmapped_where_it_dies(program: str, printed
 
 
 def test_the_package_makes_no_other_maps() -> None:
-    """Apart from the writer process and the measurements of the command line, which have no loop to hold up."""
+    """Apart from the writer process, which has no loop to hold up."""
     sources = Path(sidestream.__file__).parent
     found = {
         str(path.relative_to(sources))
         for path in sources.rglob("*.py")
         if re.search(r"(?<!def )\bmmap\((?!\))", path.read_text(encoding="utf-8"))
     }
-    assert found - {"_worker/main.py", "cli/measure.py"} == set()
+    assert found == {"_worker/main.py"}

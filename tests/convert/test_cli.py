@@ -199,6 +199,7 @@ def test_convert(run: Path, tmp_path: Path) -> None:
     report = json.loads(sidestream_("convert", run / "step-2", target, *words, "--json"))
     assert report["tensors"] == ["w", "b"]
     assert load_file(target)["w"].dtype == torch.bfloat16
+    assert "float31" in sidestream_("convert", run / "step-2", target, "--dtype", "float31", code=2)
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
     ours, theirs = pty.openpty()
     words = ("convert", str(run / "step-2"), str(tmp_path / "shown.pt"))

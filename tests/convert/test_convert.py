@@ -427,9 +427,10 @@ async def test_files_that_are_more_than_data(tmp_path: Path) -> None:
 
 
 _MEASURE = """
-import asyncio, re, sys, time, torch, sidestream
+import asyncio, re, sys, time, torch, weakref, sidestream
 from pathlib import Path
-from sidestream._convert import windows
+from sidestream._runtime.memory_maps import MemoryMap, settle
+from sidestream._runtime.threads import Deadline
 from sidestream._storage.local import transaction as local
 
 MIB = 1 << 20
@@ -439,17 +440,19 @@ def peak_kib():
     # of this program: ru_maxrss still has the peak of the process that started it
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
-class Counted(windows.MemoryMap):
-    # memory of windows that are in use
-    now = most = 0
+now = most = 0  # bytes of windows that have been mapped and not been unmapped
+make = MemoryMap.__new__
 
-    def __init__(self, *args):
-        Counted.now += len(self)
-        Counted.most = max(Counted.most, Counted.now)
+def changed(nbytes):
+    global now, most
+    now += nbytes
+    most = max(most, now)
 
-    def __del__(self):
-        Counted.now -= len(self)
-        super().__del__()
+def counted(*args):
+    memory = make(*args)
+    changed(len(memory))
+    weakref.finalize(memory, changed, -len(memory))  # called when it has been unmapped
+    return memory
 
 write = local.write_buffer
 
@@ -468,16 +471,18 @@ async def main():
     await sidestream.save({"w": torch.ones(3)}, root / "small")
     await sidestream.convert(root / "small", root / "small.pt")  # brings every import
     before = peak_kib()
-    windows.MemoryMap = Counted
+    MemoryMap.__new__ = counted
     chain = [root / name for name in ("a.safetensors", "b", "c.pt", "d.safetensors")]
     for source, target in zip(chain, chain[1:]):
         globals().update(calls=0)
         options = sidestream.ConvertOptions(budget_bytes=96 * MIB, durability="flush")
         await sidestream.convert(source, target, options=options)
-        print(target.name, Counted.most / MIB, (peak_kib() - before) // 1024)
+        print(target.name, most / MIB, (peak_kib() - before) // 1024)
+        assert settle(Deadline.after(60))
+        assert now == 0
     globals().update(calls=0)
     await sidestream.copy(chain[-1], root / "e.safetensors", budget_bytes=96 * MIB, durability="flush")
-    print("copy", Counted.most / MIB, (peak_kib() - before) // 1024)
+    print("copy", most / MIB, (peak_kib() - before) // 1024)
 
 asyncio.run(main())
 """

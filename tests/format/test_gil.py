@@ -88,5 +88,4 @@ def test_others_get_their_turns(rests: list[None]) -> None:
         rests.clear()
         work()
         turns[name] = len(rests)
-    print(turns)
     assert min(turns.values()) > 20, turns

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
-from .._runtime.memory_maps import MemoryMap
+from .._runtime.memory_maps import MemoryMap, settle
 from .._runtime.tasks import first_error
-from .._runtime.threads import Stop, current_deadline, write_threads
+from .._runtime.threads import Deadline, Stop, current_deadline, write_threads
 from .._storage import Transaction
 from ..errors import ClosedError, allocating
 
@@ -22,6 +22,7 @@ __all__ = ["WINDOWS", "WindowedFile", "Windows"]
 
 WINDOWS = 4
 """The number of windows that are in memory at the same time."""
+_UNMAPPED_S = 5.0  # not longer, because memory of a device that does not respond may be in the way
 
 
 class WindowedFile(Protocol):
@@ -100,7 +101,7 @@ class Windows:
 
     async def write(self, files: Iterable[WindowedFile], into: Transaction) -> None:
         """Write all of ``files``. When this returns or raises, no thread works on them any more, and their memory is
-        returned to the system."""
+        being returned to the system. After success it has been returned, because what follows takes as much again."""
         parts = [(file, [_Part(file, index) for index in range(len(file.windows))]) for file in files]
         bodies = [(file.name, _Body(file.nbytes, file.aligned, one)) for file, one in parts]
         self._largest = max((part.nbytes for _, one in parts for part in one), default=1)
@@ -117,6 +118,7 @@ class Windows:
             # A thread that has just ended its work may refer to the memory for some time.
             self._keeping = False
             self._spare.clear()
+        await threads.run(settle, Deadline.after(_UNMAPPED_S), idle=True)
 
     async def _fill_all(self, parts: Sequence[_Part]) -> None:
         for part in parts:
