@@ -690,6 +690,15 @@ async def test_containers_that_the_fresh_object_does_not_have(names: Any, tmp_pa
     assert stock["own"]["counts"] == Counter({1: 0, "1": 2, "y": 3}), "DCP has strings as keys"
 
 
+async def test_containers_are_kept_by_a_conversion(tmp_path: Path) -> None:
+    source, target = Later(), Later()
+    source.content = CONTAINERS
+    await sidestream.save({"o": source, "other": source}, tmp_path / "c")
+    await sidestream.convert(tmp_path / "c", tmp_path / "d", select="o.*")
+    await sidestream.load({"o": target}, tmp_path / "d")
+    assert_alike(target.content, CONTAINERS)
+
+
 @pytest.mark.parametrize(
     "kind", ["Counter.update", "defaultdict of object", "defaultdict of eval", "os.system", "", "defaultdict of "]
 )
