@@ -36,7 +36,7 @@ PRIVATE_IN_THE_COMMAND_LINE = {  # this only gets shorter
 
 MOST_ROOMS = 20  # with __init__
 DEEPEST = 10
-MOST_EDGES = 5.50  # imports of other modules of the package, per module
+MOST_EDGES = 5.60  # imports of other modules of the package, per module
 MOST_DEADLINES = 33  # functions with a parameter of this name: all others work under ``time_limit``
 
 PURE_ROOMS = frozenset({"_format", "_layout"})

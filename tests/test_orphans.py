@@ -22,7 +22,8 @@ import sidestream
 from sidestream import events
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import LocalStore, space
-from sidestream.errors import CheckpointNotFoundError, StorageError
+from sidestream._storage.local import orphans as local_orphans
+from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 
 STATE = {"a": torch.arange(1000.0), "b": torch.ones(300, 300)}
 
@@ -133,12 +134,20 @@ async def test_an_attempt_is_collected_when_nobody_has_written_to_it_for_an_hour
 
 
 @pytest.mark.parametrize("verb", ["overwrite", "remove"])
-async def test_what_a_process_that_was_killed_after_the_exchange_has_replaced(verb: str, tmp_path: Path) -> None:
+async def test_what_a_process_that_was_killed_after_the_exchange_has_replaced(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays for an hour after the exchange, however old it is: its process may live, and the exchange may not be
+    durable yet."""
     await sidestream.save(STATE, tmp_path / "last")
+    age(tmp_path / "last", 8000)
     kill("save", tmp_path / "last", tmp_path, "exchanged")
     (orphan,) = orphans(tmp_path)
     assert (orphan / ".metadata").exists()
-    age(orphan, 3700)
+    await sidestream.save(STATE, tmp_path / "beside")
+    assert orphans(tmp_path) == [orphan]
+    real = local_orphans.storage_time
+    monkeypatch.setattr(local_orphans, "storage_time", lambda directory: real(directory) + 3700)
     await collects(verb, tmp_path / "last", tmp_path)
     assert orphans(tmp_path) == []
 
@@ -190,13 +199,19 @@ async def test_an_attempt_whose_process_lives_is_never_collected(tmp_path: Path)
     assert sorted(os.listdir(tmp_path)) == ["last", "other"]
 
 
-@pytest.mark.parametrize("lock", ["of another boot", "not written yet"])
+@pytest.mark.parametrize("lock", ["of another boot", "of another mount", "not written yet"])
 async def test_a_lock_that_proves_nothing(lock: str, tmp_path: Path) -> None:
-    """On some mounts a lock holds on one host only, and the id of the boot is written when the lock is held."""
+    """On some mounts a lock excludes only the processes of one host, or of one container, and what shows that is
+    written when the lock is held."""
     kill("save", tmp_path / "last", tmp_path)
     (orphan,) = orphans(tmp_path)
     file = orphan / ".writer.partial"
-    file.write_text("00000000-0000-0000-0000-000000000000" if lock == "of another boot" else "")
+    boot, mount = file.read_text().split()
+    if lock == "of another boot":
+        boot = "00000000-0000-0000-0000-000000000000"
+    elif lock == "of another mount":
+        mount = str(int(mount) + 1)
+    file.write_text("" if lock == "not written yet" else f"{boot} {mount}")
     await sidestream.save(STATE, tmp_path / "last")
     assert orphans(tmp_path) == [orphan]
     age(orphan, 3700)
@@ -255,6 +270,36 @@ async def test_space_that_a_dead_process_holds_is_freed_before_it_is_said_to_lac
     monkeypatch.setattr(space, "_kind", lambda device: "ext4")
     await sidestream.save(STATE, tmp_path / "other")
     assert orphans(tmp_path) == []
+
+
+async def test_directories_of_other_programs_are_no_attempts(tmp_path: Path) -> None:
+    """However old they are, and however similar their names."""
+    names = [f".download.{'0' * 32}.partial", f".{'0' * 32}.partial", ".step-1.partial", f".a.b.{'1' * 32}.partial"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+        age(tmp_path / name, 8000)
+    await sidestream.save(STATE, tmp_path / "last")
+    await sidestream.remove(tmp_path / "last")
+    assert [path.name for path in orphans(tmp_path)] == sorted(names)
+
+
+@pytest.mark.parametrize("commit", ["rename", "marker"])
+async def test_an_export_that_is_not_complete_is_removed_after_an_hour(commit: str, tmp_path: Path) -> None:
+    """As its refusal says."""
+    storage = sidestream.Storage(commit="marker") if commit == "marker" else sidestream.Storage()
+    export = sidestream.HF(tmp_path / "export", max_shard_bytes=8, storage=storage)
+    info = await sidestream.save(STATE, tmp_path / "last", export=export)
+    assert isinstance(info.exports[0], sidestream.ConvertReport)
+    (tmp_path / "export" / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointExistsError, match=r"remove\(\) it an hour after the last write"):
+        await sidestream.save(STATE, tmp_path / "export", storage=storage)
+    age(tmp_path / "export", 3500)
+    with pytest.raises(CheckpointNotFoundError):
+        await sidestream.remove(tmp_path / "export", storage=storage)
+    age(tmp_path / "export", 200)
+    await sidestream.remove(tmp_path / "export", storage=storage)
+    await sidestream.save(STATE, tmp_path / "export", storage=storage)
 
 
 async def test_attempts_of_a_run_are_left_to_the_run(tmp_path: Path) -> None:

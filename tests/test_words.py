@@ -64,8 +64,7 @@ FORMER_INTERFACE = (
     r"\b(SaverGone|PromiseLost)\b", r"\b[Cc]heckpoint(er|s)\.(open|metadata)\b", r"\bprewarm\((nbytes|\d)",
     r"\bnot_asked_for\b", r"\breport\.ignored\b",
 )  # fmt: skip
-"""Names of the interface before 1.0, as CHANGELOG.md lists them, in forms that mean nothing else. Those of errors are
-taken from its table."""
+"""Names of the interface before the first release, in forms that mean nothing else."""
 
 
 # --- the checks -----------------------------------------------------------------------------------------------------
@@ -114,11 +113,6 @@ def retired_phrases(sources: Mapping[str, str], phrases: Collection[str]) -> lis
     return found
 
 
-def former_errors(changelog: str) -> list[str]:
-    """The names that errors had before they all ended in ``Error``."""
-    return re.findall(r"^\| `([A-Z]\w+)` \| `\w+Error` \|$", changelog, re.MULTILINE)
-
-
 def code_of(page: str) -> Iterator[tuple[int, str]]:
     """The code in a page of Markdown: line by line in blocks, and what stands between backticks elsewhere."""
     in_block = False
@@ -131,9 +125,9 @@ def code_of(page: str) -> Iterator[tuple[int, str]]:
             yield from ((number, span) for span in re.findall(r"`([^`]+)`", line))
 
 
-def former_names(pages: Mapping[str, str], errors: Collection[str]) -> list[str]:
+def former_names(pages: Mapping[str, str]) -> list[str]:
     """Names of the former interface in the code of pages, and in Python files."""
-    wanted = re.compile("|".join([*FORMER_INTERFACE, rf"\b({'|'.join(errors)})\b"]))
+    wanted = re.compile("|".join(FORMER_INTERFACE))
     return [
         f"{path}:{number}: {found[0]}"
         for path, text in pages.items()
@@ -176,11 +170,9 @@ def test_the_plain_pages_have_no_riddles(name: str) -> None:
 
 
 def test_pages_and_examples_have_no_former_names() -> None:
-    errors = former_errors((ROOT / "CHANGELOG.md").read_text())
-    assert len(errors) > 30
     shown = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.py"))]
     pages = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in shown}
-    assert former_names(pages, errors) == []
+    assert former_names(pages) == []
 
 
 # --- over wrong snippets --------------------------------------------------------------------------------------------
@@ -219,13 +211,12 @@ def test_a_riddle_is_found(source: str, riddles: int) -> None:
     [
         ("Pass `overlap=` or `strict={...}`.", ["overlap=", "strict={"]),
         ("```python\nwith checkpoints.open(3): ...\n```", ["checkpoints.open"]),
-        ("```python\nexcept sidestream.errors.Busy:\n```", ["Busy"]),
         ("A Busy day: in_flight, `--rename`, `safe_globals=`, `StorageWriter(part=)`, `checkpoint.metadata`.", []),
         ('`TooManySavesError`, `when_full=`, `Storage(commit="rename")`, `names=`', []),
     ],
 )
 def test_a_former_name_is_found(text: str, found: list[str]) -> None:
-    assert [one.rpartition(": ")[2] for one in former_names({"a.md": text}, ["Busy"])] == found
+    assert [one.rpartition(": ")[2] for one in former_names({"a.md": text})] == found
 
 
 def test_a_riddle_of_a_page_is_found() -> None:

@@ -427,8 +427,9 @@ async def test_files_that_are_more_than_data(tmp_path: Path) -> None:
 
 
 _MEASURE = """
-import asyncio, mmap, re, sys, time, torch, sidestream
+import asyncio, re, sys, time, torch, sidestream
 from pathlib import Path
+from sidestream._convert import windows
 from sidestream._storage.local import transaction as local
 
 MIB = 1 << 20
@@ -438,17 +439,17 @@ def peak_kib():
     # of this program: ru_maxrss still has the peak of the process that started it
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
-class Counted(mmap.mmap):
-    # memory of windows, which has been mapped and not been unmapped
+class Counted(windows.MemoryMap):
+    # memory of windows that are in use
     now = most = 0
 
     def __init__(self, *args):
-        self.nbytes = len(self)
-        Counted.now += self.nbytes
+        Counted.now += len(self)
         Counted.most = max(Counted.most, Counted.now)
 
     def __del__(self):
-        Counted.now -= self.nbytes
+        Counted.now -= len(self)
+        super().__del__()
 
 write = local.write_buffer
 
@@ -467,7 +468,7 @@ async def main():
     await sidestream.save({"w": torch.ones(3)}, root / "small")
     await sidestream.convert(root / "small", root / "small.pt")  # brings every import
     before = peak_kib()
-    mmap.mmap = Counted
+    windows.MemoryMap = Counted
     chain = [root / name for name in ("a.safetensors", "b", "c.pt", "d.safetensors")]
     for source, target in zip(chain, chain[1:]):
         globals().update(calls=0)

@@ -417,7 +417,7 @@ class _Child:
         await self.steps(run)
 
 
-_OF_THE_PROCESS = ("sidestream-io", "sidestream-read", "sidestream-watch", "sidestream-write")
+_OF_THE_PROCESS = ("sidestream-io", "sidestream-read", "sidestream-unmap", "sidestream-watch", "sidestream-write")
 
 
 def usage() -> dict[str, int]:

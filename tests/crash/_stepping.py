@@ -120,7 +120,7 @@ def owned_threads(besides: list[str], before: Collection[threading.Thread] = ())
         there = [one for one in threading.enumerate() if one not in before]
         left = [one.name for one in there if one.name.startswith("sidestream-")]
         # The pools of the process, and what watches calls into objects: it ends some seconds after the last of them.
-        pools = ("sidestream-io", "sidestream-read", "sidestream-watch", "sidestream-write")
+        pools = ("sidestream-io", "sidestream-read", "sidestream-unmap", "sidestream-watch", "sidestream-write")
         left = [name for name in left if name not in pools]
         for name in besides:
             if name in left:

@@ -70,6 +70,13 @@ async def test_what_is_there_already(tmp_path: Path, way: str) -> None:
         assert await take(checkpoints.watch(after=0), 3) == [1, 2, 3]
 
 
+async def test_the_newest_step_that_can_be_read(tmp_path: Path, way: str) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 2, 2)
+        (tmp_path / "step-2.g2" / ".metadata").write_bytes(b"")
+        assert await take(checkpoints.watch(newest=True, poll_s=0.05), 1) == [1]
+
+
 async def test_the_newest_step_only(tmp_path: Path, way: str) -> None:
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(3)) as checkpoints:
         watch = checkpoints.watch(newest=True, poll_s=0.05)

@@ -78,10 +78,7 @@ class Watch:
             self._seen = {step.name for step in steps if step.step <= self._after}
         fresh = news(self._seen, steps)
         self._seen = (self._seen | {step.name for step in fresh}) & {step.name for step in steps}
-        wanted = (
-            sorted(self._known.values(), key=lambda each: each.order)[-1:] if self._newest else self._known.values()
-        )
-        left = {step.name for step in wanted}
+        left = {step.name for step in (news((), steps)[-1:] if self._newest else self._known.values())}
         self._ready = deque(step for step in (*self._ready, *fresh) if step.name in left)
 
 

@@ -43,7 +43,7 @@ _STEP = re.compile(rf"step-({_NUMBER})(?:\.g({_GENERATION}))?")
 _TARGET = re.compile(rf"\.?(step-(?:{_NUMBER})(?:\.g(?:{_GENERATION}))?)(?:[./].*)?")  # also of earlier versions
 _OF_STEP = re.compile(rf"\.({_NUMBER})(?:\.g({_GENERATION}))?(?:\.[0-9a-f]{{32}})?\.[0-9a-f]{{32}}\.partial")
 
-_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
+_ATTEMPT = re.compile(rf"{_OF_STEP.pattern}|\.(?:step-.+|[0-9a-f]{{32}})\.[0-9a-f]{{32}}\.partial")
 
 
 def step_name(step: int, generation: int) -> str:
@@ -74,7 +74,8 @@ def attempt_name(target: str, save_id: str) -> str:
 
 
 def is_attempt_name(name: str) -> bool:
-    """Return whether ``attempt_name`` makes this name."""
+    """Return whether ``attempt_name`` makes this name, or made it for a step in an earlier version. Directories of
+    other programs, which may lie beside any target, have other names."""
     return _ATTEMPT.fullmatch(name) is not None
 
 

@@ -1,8 +1,9 @@
 """A lock on an attempt, which its process holds while it lives, so that others know at once when it has ended.
 
-Not every file system has locks, and on some mounts a lock excludes only the processes of one host (Lustre with
-``localflock``, NFS with ``local_lock``). So the file of the lock contains the boot id of the holder's host. Only a
-process with the same boot id concludes anything from the lock.
+Not every file system has locks, and on some mounts a lock excludes only the processes that use the same mount (Lustre
+with ``localflock``, NFS with ``local_lock``, most file systems in user space, of which each container may have a mount
+of its own). So the file of the lock contains the boot id of the holder's host, and the number that the kernel gives to
+the mounted file system. Only a process with the same two concludes anything from the lock.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from weakref import WeakSet
 
+from ..names import MARKER
 from .directories import last_write
 
 __all__ = ["AttemptLock", "boot_id", "silence_s"]
 
 _NAME = ".writer.partial"  # sidecar files have no names of this form
-_ID_BYTES = 64
+_PLACE_BYTES = 64
 
 
 @cache
@@ -57,17 +61,17 @@ class AttemptLock:
             with suppress(OSError):
                 os.close(descriptor)
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # then globals of the module may be gone, and the system closes the descriptor
+            self.close()
 
 
 def _acquire(path: Path) -> int | None:
     """Return a descriptor of the new file ``path``, which is locked. None if that is not possible: then only the time
     of the last write shows whether the process lives.
 
-    The boot id is written last. Until then others conclude nothing from the file."""
-    host = boot_id()
-    if host is None:
+    The place is written last. Until then others conclude nothing from the file."""
+    if boot_id() is None:
         return None
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -75,7 +79,7 @@ def _acquire(path: Path) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(descriptor, host.encode())
+        os.write(descriptor, _place(descriptor))
     except OSError:
         with suppress(OSError):
             os.unlink(path)
@@ -84,24 +88,35 @@ def _acquire(path: Path) -> int | None:
     return descriptor
 
 
+def _place(descriptor: int) -> bytes:
+    """Return what is equal in all processes whose locks on this file exclude each other."""
+    return f"{boot_id()} {os.fstat(descriptor).st_dev}".encode()
+
+
 def silence_s(directory: Path, now: float) -> float:
     """Return the time since the last sign of life of the process that writes an attempt: infinity if that process has
     ended, 0 if it has not, and the time since the last write to the attempt if its lock tells nothing. ``now`` is the
     time of the file system."""
     alive = _is_held(directory / _NAME)
-    if alive is None:
-        return now - last_write(directory)
-    return 0.0 if alive else math.inf
+    if alive is not None:
+        return 0.0 if alive else math.inf
+    last = last_write(directory)
+    with suppress(FileNotFoundError):
+        if (directory / MARKER).exists():
+            # It may be a checkpoint that a living process has just replaced, by an exchange that may not be durable.
+            # The exchange has changed the status of the directory, and nothing in it.
+            last = max(last, directory.stat().st_ctime)
+    return now - last
 
 
 def _is_held(path: Path) -> bool | None:
-    """Return whether a process of this host holds the lock; None if that is unknown."""
+    """Return whether a process that uses the same mount holds the lock; None if that is unknown."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
-        if os.read(descriptor, _ID_BYTES).decode(errors="replace") != boot_id():
+        if os.read(descriptor, _PLACE_BYTES) != _place(descriptor):
             return None
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         # The holder deletes the file before it releases the lock, when it publishes or discards the attempt.

@@ -187,8 +187,8 @@ def look_at(path: Path, *, in_place: bool = False) -> Found:
         with os_errors_as("looking at this path", path), suppress(FileNotFoundError):
             return _look_at(path, in_place)
         if not os.path.lexists(path):
-            break
-    return "nothing"
+            return "nothing"
+    return "directory"  # it changes as often as it is looked at
 
 
 def _look_at(path: Path, in_place: bool) -> Found:

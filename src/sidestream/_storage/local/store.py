@@ -135,7 +135,7 @@ class MarkedStore(LocalStore):
             await run_io(discard, self.root / target, name)
 
     async def collect(self, target: str, *, after_s: float) -> list[str]:
-        return await run_io(collect, self.root, target, after_s)
+        return await run_io(_collect_marked, self.root, target, after_s)
 
     async def look_at(self, directory: str) -> Found:
         return await run_io(_look_in_place, self.root / directory)
@@ -193,7 +193,26 @@ def _retire(root: Path, directory: str, durability: Durability, use: Use) -> boo
 
 
 def _collect(root: Path, target: str, after_s: float) -> list[str]:
-    return [name for name in collect_orphans(root, after_s) if is_retired(name) or is_attempt_at(name, target)]
+    collected = [name for name in collect_orphans(root, after_s) if is_retired(name) or is_attempt_at(name, target)]
+    return [*collected, *_collect_export(root / target, after_s)]
+
+
+def _collect_marked(root: Path, target: str, after_s: float) -> list[str]:
+    return [*collect(root, target, after_s), *_collect_export(root / target, after_s)]
+
+
+def _collect_export(directory: Path, after_s: float) -> list[str]:
+    """Delete the files of an export that did not become complete, or lost the file that readers look for, if none of
+    them was written within ``after_s``. Return their names."""
+    if is_retired(directory.name) or is_attempt_name(directory.name):
+        return []
+    if look_at(directory, in_place=True) != "leftover":
+        return []
+    if storage_time(directory.parent) - last_write(directory) <= after_s:
+        return []
+    names = files_in(directory)
+    _delete_export(directory, names, "flush")
+    return export_files(names)
 
 
 def _leftovers(root: Path) -> list[Leftover]:

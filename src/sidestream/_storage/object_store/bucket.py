@@ -275,6 +275,7 @@ async def _has_replaced(engine: Engine, key: str, end: bytes, version: str) -> b
     return False
 
 
+_MOST_LOOKS = 8
 _CLOCK = re.compile(r"clock-[0-9a-f]{32}")
 
 
@@ -337,7 +338,15 @@ def _silence_s(now: datetime | None, files: Iterable[BlobInfo]) -> float:
 
 async def look_at(bucket: Bucket, target: str, listing: Listing | None = None) -> Found:
     """Return what lies at ``target``. The files of saves that have not been committed do not count."""
-    listing = await bucket.listing(target) if listing is None else listing
+    for _ in range(_MOST_LOOKS):
+        try:
+            return await _look_at(bucket, target, listing or await bucket.listing(target))
+        except FileNotFoundError:  # another process has replaced or removed it meanwhile
+            listing = None
+    return "directory"  # it changes as often as it is looked at
+
+
+async def _look_at(bucket: Bucket, target: str, listing: Listing) -> Found:
     files = listing.files
     if MARKER not in files:
         files = {name: info for name, info in files.items() if id_of(name) is None}
@@ -346,14 +355,11 @@ async def look_at(bucket: Bucket, target: str, listing: Listing | None = None) -
     name = deciding_file(files)
     if name is None:
         return kind_of(files, b"")
-    try:
-        if name == MARKER:
-            return kind_of(files, await bucket.tail(f"{target}/{name}", DECIDING_BYTES))
-        key, nbytes = bucket.key(f"{target}/{name}"), min(DECIDING_BYTES, files[name].nbytes)
-        start = await bucket.run("reading", name, lambda engine: engine.read(key, 0, nbytes)) if nbytes else b""
-        return kind_of(files, bytes(start))
-    except FileNotFoundError:
-        return await look_at(bucket, target)
+    if name == MARKER:
+        return kind_of(files, await bucket.tail(f"{target}/{name}", DECIDING_BYTES))
+    key, nbytes = bucket.key(f"{target}/{name}"), min(DECIDING_BYTES, files[name].nbytes)
+    start = await bucket.run("reading", name, lambda engine: engine.read(key, 0, nbytes)) if nbytes else b""
+    return kind_of(files, bytes(start))
 
 
 async def clear_export(bucket: Bucket, target: str, listing: Listing) -> bool:
