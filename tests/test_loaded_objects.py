@@ -18,6 +18,7 @@ from keywords import for_load
 from states import assert_same
 from torch import nn
 from torch.ao import quantization
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
@@ -621,6 +622,30 @@ async def test_tensors_of_an_object_that_fit_are_read_in_place(tmp_path: Path) -
     assert not grown.any()
 
 
+async def test_parts_of_a_module_in_a_wrapper_that_is_not_in_the_names(tmp_path: Path) -> None:
+    source, target = (checkpoint_wrapper(nn.Sequential(ExtraDict())) for _ in range(2))
+    source(batch(1, 5, 4))
+    await sidestream.save({"m": source}, tmp_path / "c")
+    await sidestream.load({"m": target}, tmp_path / "c")
+    assert_alike(target.state_dict(), source.state_dict())
+
+
+@pytest.mark.parametrize("stock", [False, True])
+async def test_tensors_of_an_object_that_share_memory_in_the_target_alone(stock: bool, tmp_path: Path) -> None:
+    weight, window = torch.zeros(3), torch.zeros(8)
+    state = {"weight": torch.ones(3), "object": Fields(a=torch.full((3,), 2.0), b=torch.full((3,), 3.0))}
+    state["object"].fields |= {"first": torch.full((6,), 4.0), "last": torch.full((6,), 5.0)}
+    saved = {"weight": state["weight"], "object": state["object"].state_dict()}
+    if stock:
+        await asyncio.to_thread(dcp.save, saved, checkpoint_id=tmp_path / "c")
+    else:
+        await sidestream.save(state, tmp_path / "c")
+    target = Fields(a=weight, b=weight[:], first=window[:6], last=window[2:])
+    await sidestream.load({"weight": weight, "object": target}, tmp_path / "c")
+    assert weight.tolist() == [1.0] * 3
+    assert_same(target.fields, state["object"].fields)
+
+
 class Later:
     """An object whose state has the containers only later."""
 
@@ -663,6 +688,15 @@ async def test_containers_that_the_fresh_object_does_not_have(names: Any, tmp_pa
     stock: dict[str, Any] = {"own": {"counts": Counter({1: 0, "y": 0})}}
     dcp.load(stock, checkpoint_id=tmp_path / "c", no_dist=True)
     assert stock["own"]["counts"] == Counter({1: 0, "1": 2, "y": 3}), "DCP has strings as keys"
+
+
+async def test_containers_are_kept_by_a_conversion(tmp_path: Path) -> None:
+    source, target = Later(), Later()
+    source.content = CONTAINERS
+    await sidestream.save({"o": source, "other": source}, tmp_path / "c")
+    await sidestream.convert(tmp_path / "c", tmp_path / "d", select="o.*")
+    await sidestream.load({"o": target}, tmp_path / "d")
+    assert_alike(target.content, CONTAINERS)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from .._format.records import (
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together, stoppable
 from .._layout.names import consistent, new_dtypes, new_names, renamed_path, selected
+from .._layout.objects import containers_of
 from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
@@ -251,7 +252,7 @@ async def _convert(
         replaces_export=how.replaces,
         before_commit=how.before_commit,
     )
-    layout = _ConvertedLayout(order, files, selection.order)
+    layout = _ConvertedLayout(order, files, selection)
     sizes = {file.name: file.nbytes for file in layout.data_files}
     if ranks is None:
         await run_here(order, partial(pipeline.write, layout.data_files), layout, sum(sizes.values()))
@@ -284,7 +285,8 @@ class Selection:
     ``left_out`` are names in the source. ``order`` has the new names of all entries. ``origin`` has the name in the
     source of each tensor, and ``wholes`` are the tensors except parts of others. ``aliases`` maps names of tied tensors
     that are not written to the names with which they are written. ``composites`` are tensors that consist of others,
-    which are among ``tensors``. ``values`` has path, name in the source, and entry of each value.
+    which are among ``tensors``. ``values`` has path, name in the source, and entry of each value. ``containers`` are
+    the types of dicts, as in the manifest.
     """
 
     left_out: tuple[str, ...]
@@ -296,6 +298,7 @@ class Selection:
     aliases: dict[str, str] = field(default_factory=dict)
     composites: dict[str, CompositeEntry] = field(default_factory=dict)
     values: dict[str, tuple[tuple[Key, ...], str, ValueEntry | EmptyEntry]] = field(default_factory=dict)
+    containers: dict[str, str] = field(default_factory=dict)
 
     def stored_values(self) -> dict[str, ValueEntry]:
         """Return the values that have to be read, by their names in the source. Called in a worker thread."""
@@ -324,6 +327,9 @@ def _select(
     order = list(dict.fromkeys(new for new in named.values() if new is not None))
     left_out = tuple(fqn for fqn in entries if fqn not in parts and named.get(fqn) is None)
     found = Selection(left_out, order)
+    if names is None and source.manifest.containers:
+        holders = {holder for fqn in yielding_gil(order) for holder in containers_of(fqn)}
+        found.containers.update((fqn, kind) for fqn, kind in source.manifest.containers.items() if fqn in holders)
     tensors = (
         (new, entry.dtype, entry.shape)
         for fqn, new in named.items()
@@ -466,10 +472,10 @@ def _without_place(opened: Source, taken: Mapping[str, bytes], how: How) -> list
 class _ConvertedLayout:
     """The layout of converted files. Only a checkpoint gets a manifest and a marker."""
 
-    def __init__(self, order: SaveOrder, files: Sequence[TargetFile] | DcpTarget, fqns: Sequence[str]) -> None:
+    def __init__(self, order: SaveOrder, files: Sequence[TargetFile] | DcpTarget, selection: Selection) -> None:
         self._order = order
         self._dcp = files if isinstance(files, DcpTarget) else None
-        self._fqns = fqns
+        self._selection = selection
         self.data_files = files.data_files if isinstance(files, DcpTarget) else files
 
     async def receipt(self, plan: None, written: None) -> RankReceipt:
@@ -481,8 +487,11 @@ class _ConvertedLayout:
         if self._dcp is None:
             return {}
         (receipt,) = receipts
-        entries = self._dcp.entries(self._fqns, receipt.content)
-        about = Manifest(self._order.save_id, entries, dict(receipt.files), file_crcs=receipt.crcs)
+        entries = self._dcp.entries(self._selection.order, receipt.content)
+        containers = self._selection.containers
+        about = Manifest(
+            self._order.save_id, entries, dict(receipt.files), file_crcs=receipt.crcs, containers=containers
+        )
         manifest = with_sidecars(about, self._order)
         return {**sidecar_files(self._order), **commit_files(manifest, self._order.saved_at)}
 

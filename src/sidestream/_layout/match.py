@@ -218,6 +218,9 @@ def match(
     top = {str(key) for key, _ in answers.items(state)}
     rest = yield from _not_requested(called, asked, top, findings, parts)
     local, extents = yield from _locals(tensors, held, straight, manifest)
+    objects = (leaf for number, leaves in owned.items() if taken_of[number].whole for leaf in leaves)
+    for fqn in (yield from _sharing_of_objects(local, extents, objects, manifest)):
+        del tensors[fqn], local[fqn]
     leaders = yield from _tied(local, extents, manifest, findings)
     shared = yield from _sharing(local, extents, dict.fromkeys(leaders.values()))
     _check_fresh(statefuls, tensors)
@@ -305,6 +308,34 @@ def _locals(
     straight.remove(shared)
     local = dict((yield from collected(others())))
     return local, (yield from _extents(local))
+
+
+def _sharing_of_objects(
+    local: Mapping[str, Local], extents: _Extents, leaves: Iterable[Leaf], manifest: Manifest
+) -> Steps[set[str]]:
+    """Return the names of those ``leaves`` of objects that share memory with other tensors of the target and were not
+    saved so. The object gets what was saved in new memory."""
+    placed = yield from collected((*extent, name) for name, extent in extents.items())
+    groups = [group for group in (yield from _separated(placed)) if len(group) > 1]
+    if not groups:
+        return set()
+    whole = (leaf.fqn for leaf in leaves if leaf.whole is None and not _has_shards(leaf.value))
+    names = set((yield from collected(whole)))
+    found: set[str] = set()
+    for group in groups:
+        yield
+        mine = [name for name in group if name in names]
+        if mine and not _saved_tied([local[name] for name in group], manifest):
+            found.update(mine[len(mine) == len(group) :])  # one of them may keep the memory
+    return found
+
+
+def _saved_tied(pieces: Sequence[Local], manifest: Manifest) -> bool:
+    first, *others = pieces
+    view = _view(first.tensor), first.box
+    same = all((_view(one.tensor), one.box) == view for one in others)
+    exact = manifest.exact and not manifest.ranks
+    return same and exact and all(_same_content(manifest, one.fqn, first.fqn) for one in others)
 
 
 def _extents(local: Mapping[str, Local]) -> Steps[_Extents]:

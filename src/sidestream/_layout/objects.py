@@ -21,6 +21,8 @@ from .flatten import Leaf, StatefulRoot, plain_path
 __all__ = ["Taken", "containers_of", "kept_of", "taken_by"]
 
 _EXTRA_STATE = "_extra_state"
+_WRAPPED = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Names of modules that the wrappers of torch leave out of the names in a state dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,11 @@ def taken_by(root: Leaf) -> Steps[Taken]:
             continue
         if not _is_of_torch(module, "set_extra_state"):
             extra_states.add(f"{fqn}.{_EXTRA_STATE}")
-        stack += [(f"{fqn}.{name}", child) for name, child in list(module._modules.items()) if child is not None]
+        stack += [
+            (fqn if name in _WRAPPED else f"{fqn}.{name}", child)
+            for name, child in list(module._modules.items())
+            if child is not None
+        ]
     return Taken(False, frozenset(names | extra_states), frozenset(extra_states))
 
 
