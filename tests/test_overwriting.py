@@ -511,29 +511,44 @@ async def test_a_cancel_after_the_exchange_leaves_nothing_behind(
     assert os.listdir(root) == ["step-1"]
 
 
+@pytest.mark.parametrize("verb", ["load", "convert"])
 async def test_an_export_that_is_replaced_while_it_is_read_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in (1, 2):
         export = HF(tmp_path / f"hf-{seed}", select=["a", "b"], max_shard_bytes=1)
         info = await save(state_of(seed), tmp_path / f"step-{seed}", export=export)
         assert isinstance(info.exports[0], sidestream.ConvertReport)
+    seen = set()
+    for number in range(1, 20):  # at each opening of a file, until there is none any more
+        place = tmp_path / str(number)
+        for seed in (1, 2):
+            shutil.copytree(tmp_path / f"hf-{seed}", place / f"hf-{seed}")
+        target = {"a": torch.zeros(1000), "b": torch.zeros((300, 300), dtype=torch.int64)}
+        opened: list[object] = []
 
-    def replace() -> None:
-        publishing.exchange(tmp_path / "hf-1", tmp_path / "hf-2")
-        shutil.rmtree(tmp_path / "hf-2")
+        def nth(path: Any, *_: Any, opened: list[object] = opened, number: int = number) -> bool:
+            opened.extend([path] * str(path).endswith("2-of-00002.safetensors"))
+            return len(opened) == number
 
-    target = {"a": torch.zeros(1000), "b": torch.zeros((300, 300), dtype=torch.int64)}
-    opened: list[object] = []
+        def replace(place: Path = place) -> None:
+            publishing.exchange(place / "hf-1", place / "hf-2")
+            shutil.rmtree(place / "hf-2")
 
-    def to_read(path: Any, *_: Any) -> bool:  # after its header was read
-        opened.extend([path] * str(path).endswith("2-of-00002.safetensors"))
-        return len(opened) > 1
-
-    replaced = Once(monkeypatch, "open", to_read, replace)
-    await load(target, tmp_path / "hf-1", allow_cast=True)
-    assert replaced.done
-    assert {int(value) for tensor in target.values() for value in tensor.unique()} == {2}
+        with monkeypatch.context() as patch:
+            replaced = Once(patch, "open", nth, replace)
+            if verb == "load":
+                await load(target, place / "hf-1", allow_cast=True)
+            else:
+                await sidestream.convert(place / "hf-1", place / "converted", format="dcp")
+        if verb == "convert":
+            await load(target, place / "converted", allow_cast=True)
+        [value] = {int(value) for tensor in target.values() for value in tensor.unique()}
+        seen.add(value)
+        if not replaced.done:
+            break
+    assert not replaced.done
+    assert seen == {1, 2}
 
 
 async def test_a_link_is_not_removed(tmp_path: Path) -> None:

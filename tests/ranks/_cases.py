@@ -667,6 +667,7 @@ def deleted_in_part(rank: int, world: int, directory: Path) -> list[Any]:
 
     async def deleting(where: Any, *args: Any) -> Any:
         if where.name == "step-2":
+            (directory / "step-2" / ".metadata").unlink()  # first, or rank 0 may find the rest damaged
             shutil.rmtree(directory / "step-2", ignore_errors=True)
             raise sidestream.errors.IncompleteCheckpointError("step-2 lacks the part of rank 1")
         return await load_from(where, *args)
@@ -759,6 +760,9 @@ def cancelled_after_its_failure(rank: int, world: int, directory: Path) -> list[
     """Rank 1 fails, and is cancelled while rank 0 is too busy to stop."""
 
     async def one(name: str, begin: Callable[[], Awaitable[Any]]) -> Any:
+        busy = directory / f"{name}-busy"
+        while rank and not busy.exists():  # or rank 0 may hear of the failure when it begins, and stop at once
+            await asyncio.sleep(0.01)
         task = asyncio.ensure_future(begin())
         await asyncio.sleep(0)
         if rank:
@@ -766,6 +770,7 @@ def cancelled_after_its_failure(rank: int, world: int, directory: Path) -> list[
             task.cancel()
             await asyncio.sleep(0.01)
             (directory / name).touch()
+        busy.touch()
         while not (directory / name).exists():
             time.sleep(0.01)
         try:

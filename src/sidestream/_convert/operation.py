@@ -37,7 +37,8 @@ async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, M
             try:
                 return await work(files, manifest)
             except CorruptCheckpointError as error:
-                if not await was_replaced(location, manifest):
+                # An export has no marker. When it is replaced, another directory has its name.
+                if not (await was_replaced(location, manifest) or await files.moved()):
                     raise
                 if not left:
                     raise replaced(location.url) from error
