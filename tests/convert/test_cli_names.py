@@ -82,7 +82,7 @@ def test_names_are_shown_in_full_and_escaped(places: Path) -> None:
     text = printed("info", places / "first", environment=UTF_8)
     lines = {line.split("  ")[0] for line in text.splitlines()}
     assert {f"{kind}.{shown}" for shown in NAMES.values() for kind in "tv"} <= lines
-    assert len(text.splitlines()) == 2 * len(NAMES) + 2  # a heading and a sum
+    assert len(text.splitlines()) == 2 * len(NAMES) + 3  # a heading, a sum, and when it was saved
     assert r"t.gr\xf6\xdfe" in printed("info", places / "first")
 
 
@@ -172,7 +172,7 @@ def test_errors_escape_names_and_keep_their_lists(tmp_path: Path) -> None:
         sidestream.blocking.load({"x\n  y: in the target": torch.zeros(1), "\x1b[0m": torch.zeros(1)}, tmp_path / "a")
     first, *lines = str(caught.value).split("\n")
     assert first.endswith("(nothing was changed):")
-    assert [line.startswith("  ") for line in lines] == [True, True]
+    assert [line.startswith("  ") for line in lines] == [True, True, True]  # the last one is the way out
     assert r"x\n  y: in the target" in lines[0]
     assert lines[1].startswith(r"  \x1b[0m")
 
