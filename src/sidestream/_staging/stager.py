@@ -24,7 +24,7 @@ from .._runtime.gil import give_turns
 from .._runtime.public import public
 from .._runtime.rate import RateLimiter
 from .._runtime.tasks import run_shielded, running_loop
-from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, run_sliced, time_limit
+from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, time_limit
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from ..errors import (
     ArenaExhaustedError,
@@ -37,7 +37,6 @@ from ..errors import (
     SkippedError,
 )
 from ..options import WhenFull, check_choice, check_count, check_timeout
-from .aliases import give_back_aliases
 from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, MappedMemory, whole_pages
 from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
@@ -584,14 +583,12 @@ class AsyncStager:
     def _stage(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
         """Plan and fill. No reference to the sources remains when this returns."""
         captured = staging.take()
-        sources = captured.tensors if staging.device is None else []
         plan = lay_out(captured)
         del captured
         self._fill(staging, plan)
         if self._mode == "eager" and staging.host:  # ``settle`` waits until then at most, and the sources change then
             staging.deadline.check("staging")
         del plan
-        run_sliced(give_back_aliases(sources))
         if staging.passes:
             self._idle.passed(tuple([image.nbytes for image in staging.images]))
 
