@@ -418,9 +418,8 @@ class LaidOutStage(Stage):
         if worker is not None:
             stager.share()
         planned = partial(self._lay_out, stager.plans, stager.budget_bytes)
-        filler = None if worker is None else worker.filler()
         staging = self._staging = stager.launch(
-            captured, planned, self._order.deadline, filler=filler, readers=readers, passes=worker is None
+            captured, planned, self._order.deadline, readers=readers, passes=worker is None
         )
         if self._given_way:
             staging.release()

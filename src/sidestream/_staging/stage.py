@@ -32,7 +32,6 @@ from ..errors import (
 from .captured import Captured
 from .device import DeviceEngine, DeviceStage
 from .drain import Drain
-from .fill import Filler
 from .future import StagingFuture
 from .image import ImageLayout, StagedImage
 
@@ -84,8 +83,6 @@ class Staging(Generic[P]):
         self.copied: StagingFuture[None] = StagingFuture(outcome)
         self.free: StagingFuture[None] = StagingFuture(self.copied)
         self.stop: Stop = Stop()
-        self.filler: Filler | None = None
-        """Fills images in place of the stager. None if there is none, or after it has failed."""
         self.passes = False
         """Whether the reader releases each image as soon as it can."""
         self.drain: Drain | None = None

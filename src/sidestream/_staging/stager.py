@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -42,7 +42,6 @@ from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
 from .drain import Drain
 from .driver import driver_for
-from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, FillPart, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
 from .idle import Idle
@@ -342,7 +341,6 @@ class AsyncStager:
         deadline: Deadline,
         wait_streams: Sequence[Any] = (),
         *,
-        filler: Filler | None = None,
         readers: int = 0,
         passes: bool = False,
         outcome: StagingFuture[StagedState] | None = None,
@@ -352,8 +350,7 @@ class AsyncStager:
         The images are filled in order, and memory is leased image by image. So a state larger than the budget can be
         staged if earlier images are released as they are read. The reader calls ``settle()`` when it is ready to read.
 
-        ``filler`` makes the copies of a state in host memory, unless the caller waits for them (``mode="eager"``) or
-        ``max_bytes_per_second`` limits them. ``readers`` is the number of further readers, each with a
+        ``readers`` is the number of further readers, each with a
         ``SnapshotReader``. ``passes``: the first reader releases each image as soon as it can, so that its memory may
         be used again within this stage. ``outcome`` resolves to the staged state dict, for a plan of ``plan_stage``.
         """
@@ -376,8 +373,6 @@ class AsyncStager:
             captured, deadline, pace, device=stage, host=host, outcome=outcome, readers=readers
         )
         staging.then = partial(self._ended, staging, outcome)
-        if stage is None and self._mode != "eager" and self._bytes_per_second is None:
-            staging.filler = filler
         staging.passes = passes and stage is None
         if stage is not None and self._device is not None and not staging.reads_later:
             self._device.watch_ready(stage, staging.freed)
@@ -605,20 +600,16 @@ class AsyncStager:
         self._lease_scratch(staging, [layout.nbytes for layout in plan.images])
         left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
         while left:
-            batch: list[_Image] = []
+            layout, image = left[0]
+            image.begin(self._lease(staging, layout.nbytes, partial(_behind, left)))
+            left.popleft()
             try:
-                pieces = self._begin(staging, left, batch)
-                if pieces:
-                    self._fill_elsewhere(staging, batch, pieces)
-                for layout, image in list(batch):
-                    self._fill_image(staging, layout, image)
-                    del batch[0]
-                    image.finish()
+                self._fill_image(staging, layout, image)
             except BaseException as error:
-                for _, image in batch:
-                    image.fail(error)  # before finish(), which takes an image without an error for a filled one
-                    image.finish()
+                image.fail(error)  # before finish(), which takes an image without an error for a filled one
                 raise
+            finally:
+                image.finish()
 
     def _stays(self, staging: Staging[P], plan: P) -> bool:
         """Return whether the whole stage fits into memory that is free now, so that further readers may keep it.
@@ -660,44 +651,6 @@ class AsyncStager:
             return self._lease(staging, nbytes, lambda: sizes)
 
         self._device.lease_scratch(staging.device, lease)
-
-    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image]) -> list[list[FillPart]]:
-        """Lease memory for the next images and move them from ``left`` to ``batch``. Returns the pieces for the filler,
-        one list for each image that it fills.
-
-        Without a filler this is one image. With a filler it is as many as fill a request, as far as there is memory
-        without waiting."""
-        pieces: list[list[FillPart]] = []
-        room = BATCH_BYTES if staging.images[0].whole else FIRST_BATCH_BYTES
-        while left and (not batch or (pieces and room >= left[0][0].nbytes)):
-            layout, image = left[0]
-            try:
-                lease = self._lease(staging, layout.nbytes, partial(_behind, left), at_once=bool(batch))
-            except ArenaExhaustedError:
-                if not batch:
-                    raise
-                break
-            image.begin(lease)
-            batch.append(left.popleft())
-            room -= layout.nbytes
-            found = None if staging.filler is None else pieces_of(layout, lease)
-            if found is None:  # this thread copies it, after the images of the filler
-                break
-            pieces.append(found)
-        return pieces
-
-    def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: list[list[FillPart]]) -> None:
-        """Let the filler fill the images of ``pieces``, and remove them from ``batch``. If it fails, do without it for
-        the rest of the stage: this process then fills what is left in ``batch``."""
-        assert staging.filler is not None
-        if not staging.filler.fill(list(chain.from_iterable(pieces)), deadline=staging.deadline, stop=staging.stop):
-            staging.filler = None
-            return
-        for found in pieces:
-            layout, image = batch[0]
-            check_sources(layout, found)
-            del batch[0]
-            image.finish()
 
     def _check_room(self, images: Sequence[int], scratch: Sequence[int]) -> None:
         """Raise an error if the stage exceeds the budget, or if memory is missing and ``when_full`` forbids to wait."""
