@@ -32,7 +32,6 @@ __all__ = [
     "FileSource",
     "Format",
     "GroupChoice",
-    "IndependentPart",
     "IoPriority",
     "Latest",
     "Listing",
@@ -496,35 +495,6 @@ def _check_store(given: Any) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class IndependentPart:
-    """One rank's part of a checkpoint that the rank saves independently: ranks exchange no messages, and no rank
-    commits for all.
-
-    Attributes:
-        rank: The number of the part, from 0.
-        world_size: The number of parts.
-        save_id: A name of the save that the caller chooses (such as the step and the number of the attempt). It is the
-            same on all ranks, and differs from that of any other save to the same URL.
-
-    Raises:
-        InvalidOptionError: ``rank`` is not below ``world_size``, or ``save_id`` is not a text of 1 to 128 printable
-            ASCII characters.
-    """
-
-    rank: int
-    world_size: int
-    save_id: str
-
-    def __post_init__(self) -> None:
-        check_count("world_size", self.world_size)
-        if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
-            raise InvalidOptionError(f"rank={self.rank!r} has to be an integer from 0 to {self.world_size - 1}")
-        name = self.save_id
-        if type(name) is not str or not 0 < len(name) <= 128 or not name.isascii() or not name.isprintable():
-            raise InvalidOptionError(f"save_id={name!a:.150} has to be a text of 1 to 128 printable ASCII characters")
-
-
 IoPriority = Literal["normal", "low", "idle"]
 """The priority of a process at the disk. ``"normal"``: that of other processes. ``"low"``: after them. ``"idle"``: only
 when no other process uses the disk."""
@@ -928,7 +898,6 @@ def check_step(step: object) -> None:
         raise InvalidOptionError(f"step={step!r} has to be an integer of at most 18 digits, not negative")
 
 
-IndependentPart.__module__ = "sidestream.dcp"
 for _public in (
     ConvertOptions,
     LoadOptions,

@@ -35,7 +35,6 @@ CASES: dict[str, Case] = {
     "run": Case(loads.run),
     "run, damaged": Case(loads.run_damaged),
     "run, overlapping": Case(loads.run_overlapping),
-    "apart": Case(others.apart),
     "blocking": Case(others.blocking),
     "dcp": Case(others.storages),
     "object store, save": Case(others.stored("save"), stored=True),

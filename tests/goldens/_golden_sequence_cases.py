@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 from sidestream import KeepLast
-from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
+from sidestream.dcp import StorageReader, StorageWriter
 
 
 async def nothing(root: Path) -> None: ...
@@ -66,12 +66,6 @@ async def _generation(root: Path) -> Any:
 async def _restore(root: Path) -> Any:
     async with sidestream.Checkpointer(root / "run") as checkpoints:
         return await checkpoints.restore(blank(small()))
-
-
-async def _parts(root: Path) -> None:
-    for rank in (1, 0):
-        one = IndependentPart(rank=rank, world_size=2, save_id="step 5")
-        await async_save_part({f"layer{rank}": ROWS, "n": 1}, root / "c", one)
 
 
 def _stock_save(root: Path, **options: Any) -> None:
@@ -188,7 +182,6 @@ def _other_writers() -> dict[str, Case]:
         "save, writer process": (lambda root: save(root, options=sidestream.SaveOptions(writer="process")), nothing),
         "save, streaming": (lambda root: save(root, options=sidestream.SaveOptions(streaming=True)), nothing),
         "save, stager of torch": (lambda root: save(root, stager=BlockingAsyncStager()), nothing),
-        "save, parts": (_parts, nothing),
         "StorageWriter": (lambda root: _in_thread(_stock_save, root), nothing),
         "StorageWriter, overwrite": (lambda root: _in_thread(_stock_save, root, overwrite=True), saved),
         "Checkpointer": (_second_step, run_saved),
@@ -258,7 +251,6 @@ CASES: dict[str, Case] = {
     "save, every kind of tensor": Case(lambda root: sidestream.save(tensors(), root / "c")),
     "save, writer process": Case(lambda root: save(root, options=sidestream.SaveOptions(writer="process"))),
     "save, planner": Case(lambda root: save(root, options=sidestream.SaveOptions(planner=DefaultSavePlanner()))),
-    "save, parts": Case(_parts),
     "save, the target is there": Case(save, saved),
     "save, ranks": Case(_ranks),
     "StorageWriter": Case(lambda root: _in_thread(_stock_save, root)),

@@ -28,13 +28,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _golden_checkpoints import COLUMNS, METADATA, ROWS, floats, foreign, part
+from _golden_checkpoints import COLUMNS, METADATA, ROWS, floats, foreign
 from _golden_composites import composites, two
 from _golden_states import blocks, small, tensors, training, values
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sidestream
-from sidestream.dcp import IndependentPart, StorageWriter, async_save_part
+from sidestream.dcp import StorageWriter
 
 HERE = Path(__file__).parent
 NOW = 1_790_000_000.0
@@ -97,8 +97,6 @@ async def native(target: Path) -> None:
         await checkpoints.save(small(), step=1, metadata={"loss": 1.5})
         await checkpoints.save(small(1.0), step=2)
         await checkpoints.save(small(), step=2)
-    for rank in range(3):
-        await async_save_part(part(rank), target / "parts", IndependentPart(rank=rank, world_size=3, save_id="step 5"))
     await sidestream.copy(target / "metadata", target / "copied")
     converted = target / "converted"
     taken: dict[str, Any] = {"select": "model.*", "names": sidestream.strip_prefix("model.")}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _cases import COLUMNS, ROWS, TIMEOUT_S, failures_of, placed, run, same
 from keywords import for_load, for_save
@@ -20,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import sidestream
-from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
 
 SAVE_STEPS = ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"]
 LOAD_STEPS = [
@@ -237,51 +235,6 @@ def a_planned_run(rank: int, world: int, directory: Path) -> list[Any]:
 
     told: list[Any] = run(go())
     return told
-
-
-def shards_of(mesh: DeviceMesh, plus: float = 0.0) -> dict[str, Any]:
-    """No value that belongs to a rank alone."""
-    return {**state_of(mesh, plus), "columns": placed(COLUMNS + int(plus), mesh, Shard(1))}
-
-
-def parts(rank: int, world: int, directory: Path) -> None:
-    """Sharded tensors, by our call, by DCP's without collectives, and read by stock on as many ranks."""
-    mesh = init_device_mesh("cpu", (world,))
-    apart = IndependentPart(rank=rank, world_size=world, save_id="parts 1")
-
-    async def save() -> None:
-        await async_save_part(shards_of(mesh), directory / "ours", apart, timeout_s=TIMEOUT_S)
-
-    run(save())
-    dcp.save(shards_of(mesh), storage_writer=StorageWriter(directory / "inside", part=apart), use_collectives=False)
-    refused = StorageWriter(directory / "refused")
-    try:
-        dcp.save(shards_of(mesh), storage_writer=refused, use_collectives=False)
-    except sidestream.errors.InvalidOptionError:
-        pass
-    else:
-        raise AssertionError("it was not refused")
-    dist.barrier()
-    for name in ("ours", "inside"):
-        for load in ("stock", "ours", "reader"):
-            target = shards_of(mesh, 100)
-            if load == "stock":
-                dcp.load(target, checkpoint_id=directory / name)
-            elif load == "ours":
-                run(sidestream.load(target, directory / name, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)))
-            else:
-                dcp.load(target, storage_reader=StorageReader(directory / name))
-            same(target, shards_of(mesh))
-        assert run(sidestream.verify(directory / name)).ok
-
-
-def parts_read_by_others(rank: int, world: int, directory: Path) -> None:
-    """On another number of ranks."""
-    mesh = init_device_mesh("cpu", (world,))
-    for name in ("ours", "inside"):
-        target = shards_of(mesh, 100)
-        run(sidestream.load(target, directory / name, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)))
-        same(target, shards_of(mesh))
 
 
 # --- tensors that say which shards they hold ---

@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import sidestream
-from sidestream.dcp import IndependentPart, async_save_part
 from sidestream.errors import (
     CorruptCheckpointError,
     DeadlineExceededError,
@@ -291,15 +290,11 @@ class Relaying:
         return self.stager.stage(state_dict)
 
 
-@pytest.mark.parametrize("part", [None, IndependentPart(rank=0, world_size=1, save_id="x")], ids=["alone", "part"])
-async def test_a_cancel_while_it_waits_for_staging_memory(part: IndependentPart | None, tmp_path: Path) -> None:
+async def test_a_cancel_while_it_waits_for_staging_memory(tmp_path: Path) -> None:
     async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
         held = await stager.stage({"held": torch.ones(200_000)})
         state, options = {"more": torch.ones(200_000)}, {"planner": DefaultSavePlanner(), "stager": stager}
-        if part is None:
-            pending = sidestream.async_save(state, tmp_path / "a", **for_save(**options))
-        else:
-            pending = async_save_part(state, tmp_path / "a", part, **options)
+        pending = sidestream.async_save(state, tmp_path / "a", **for_save(**options))
         await waiting_for_memory(stager)
         pending.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -29,7 +29,7 @@ from sidestream._format.marker import find_marker
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import Attempt, BytesBody, id_of, locate_run
 from sidestream._storage.names import attempt_name, name_with_id
-from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
+from sidestream.dcp import StorageReader, StorageWriter
 
 MARKER = sidestream.Storage(commit="marker")
 
@@ -102,8 +102,6 @@ async def test_nothing_is_preallocated(tmp_path: Path, monkeypatch: pytest.Monke
         await checkpoints.save(state(), step=1)
         async with checkpoints.reading(1):
             assert [*(tmp_path / "run" / ".leases").iterdir()]
-    part = IndependentPart(rank=0, world_size=1, save_id="0" * 32)
-    await async_save_part(state(), tmp_path / "parts", part, storage=MARKER)
     store, _ = locate_run(tmp_path / "other", MARKER)
     with time_limit(Deadline.after(60)):
         await store.put("step-1/signature", b"signed", durability="fsync")

@@ -252,7 +252,7 @@ class LiveWriter:
         if order.worker is not None:
             order.worker.start()  # while the plan is made
         plan = stage.plan(stop)  # raises for a state that cannot be saved, before the attempt is made
-        order.lifecycle.planned(order.reported_id)
+        order.lifecycle.planned(order.save_id)
         nbytes = getattr(plan, "nbytes", None)  # the plan of a planner has no sizes
         if nbytes is not None:
             order.space.take(order.transaction, nbytes, alone=True)

@@ -9,13 +9,9 @@ without collectives, on an event loop.
 
 from __future__ import annotations
 
-from .._save.planner.save import async_save_part
-from ..options import IndependentPart
 from .reader import StorageReader
 from .writer import StorageWriter
 
-__all__ = ["IndependentPart", "StorageReader", "StorageWriter", "async_save_part"]
+__all__ = ["StorageReader", "StorageWriter"]
 
-StorageReader.__module__ = StorageWriter.__module__ = async_save_part.__module__ = (
-    __name__  # where users import them from
-)
+StorageReader.__module__ = StorageWriter.__module__ = __name__  # where users import them from

@@ -80,7 +80,7 @@ class Outgoing:
         self.opaque: dict[str, str] = {}
         """The same for values that the planner wrote in its own format."""
         self._allow = allow
-        self._tag = "" if order.part is None else f"-{order.part_id}"
+        self._tag = ""
         """The end of the names of the files. It is different for each attempt to write a part."""
         self._planner = planner
         self._rank = rank

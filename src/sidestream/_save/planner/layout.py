@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..layouts import about_save, sidecar_files
 from ..operation import RankReceipt, SaveOrder
-from .metadata import as_stock, complete, files_of_commit, files_of_part
+from .metadata import as_stock, complete, files_of_commit
 
 __all__ = ["Decided", "PlannerLayout", "receipt_for"]
 
@@ -42,12 +42,9 @@ class PlannerLayout:
         order = self._order
         assert self.metadata is not None
         results = [receipt.content for receipt in receipts]
-        self.metadata = complete(self.metadata, results, order.location.url, order.reported_id)
+        self.metadata = complete(self.metadata, results, order.location.url, order.save_id)
         about = about_save(order, receipts)
-        if order.part is None:
-            files = files_of_commit(self.metadata, about, order.saved_at)
-        else:
-            files = files_of_part(self.metadata, about, order.part, order.part_id, order.saved_at)
+        files = files_of_commit(self.metadata, about, order.saved_at)
         return {**sidecar_files(order), **{name: [content] for name, content in files.items()}}
 
     def stock_metadata(self) -> Metadata:

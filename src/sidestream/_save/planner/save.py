@@ -6,90 +6,32 @@ The planner is that of the caller. If a rank saves its part without the others, 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..._group import Operation, this_process
 from ..._layout.torch_planner import Asked, local_save_plan, packed, unpacked
-from ..._layout.values import encode_metadata
-from ..._runtime.tasks import running_loop
-from ..._runtime.threads import Deadline, Stop, result_of
+from ..._runtime.threads import Stop, result_of
 from ..._staging import AsyncStager, StagedState
-from ..._storage import Body, locate_directory
+from ..._storage import Body
 from ...errors import InvalidOptionError, PlannerError
-from ...options import Durability, IndependentPart, Stager, Storage, check_choice, check_timeout, storage_of
+from ...options import Stager
 from ..group import Group
 from ..layouts import check_terms, terms_of
 from ..operation import Coordinator, SaveOperation, SaveOrder, Solo
-from ..pending import PendingSave, SaveProgress
+from ..pending import SaveProgress
 from ..writer import FirstCopy, LiveWriter, Stage
-from .independent import Independent
 from .items import Outgoing, warn_of_refused
 from .layout import Decided, PlannerLayout
 
-__all__ = ["async_save_part", "start_planned"]
+__all__ = ["start_planned"]
 
 _REMEDY = "Pass safe_globals=[...] with the types to sidestream.load."
-
-
-def async_save_part(
-    state: Mapping[str, Any],
-    url: str | os.PathLike[str],
-    part: IndependentPart,
-    *,
-    stager: AsyncStager | Stager | None = None,
-    planner: Any = None,
-    durability: Durability = "fsync",
-    metadata: Mapping[str, Any] | None = None,
-    timeout_s: float = 600.0,
-    storage_options: Mapping[str, Any] | None = None,
-    storage: Storage | None = None,
-) -> PendingSave:
-    """Start to save the part of one rank in place, without a message to the other ranks and without a process group.
-
-    DCP's mode without collectives, from an event loop. Readers refuse the checkpoint (``IncompleteCheckpointError``)
-    until all parts are there.
-
-    Args:
-        state: What this rank saves, as for ``sidestream.save``. What several ranks have is written by each of them.
-        url: The directory or prefix that all ranks save to. It may have other parts of the same save, and no more.
-        part: Which part of which save this is.
-        planner: A ``SavePlanner`` of torch; without one DCP's own plans.
-        stager: A stager whose memory is used from save to save.
-        durability: ``"fsync"`` or ``"flush"``, as for ``SaveOptions``.
-        metadata: Plain data that can be read without the state.
-        timeout_s: The limit of the whole save, in seconds.
-        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
-        storage: How the storage at ``url`` is reached.
-
-    Returns:
-        The save. When it has been awaited, this part is durable. A cancel removes what was written.
-
-    Raises:
-        InvalidOptionError: An option is wrong, or the storage does not know it.
-        WrongLoopError: No event loop of asyncio runs here.
-
-    What awaiting the result raises is what ``sidestream.save`` raises; ``CheckpointExistsError`` if the target has this
-    part, a part of another save or a whole checkpoint. The ``outcome`` of a ``CheckpointExistsError`` is
-    ``"committed"`` if the other save was seen only after this part had been committed.
-    """
-    running_loop("async_save_part")
-    if not isinstance(part, IndependentPart):
-        raise InvalidOptionError(
-            f"part={part!r} has to be a sidestream.dcp.IndependentPart(rank=, world_size=, save_id=)"
-        )
-    check_choice("durability", durability, Durability)
-    check_timeout(timeout_s)
-    location = locate_directory(url, storage_of(storage_options, storage))
-    order = SaveOrder(location, durability, Deadline.after(timeout_s), metadata=encode_metadata(metadata), part=part)
-    return PendingSave(start_planned(order, state, DefaultSavePlanner() if planner is None else planner, stager))
 
 
 def start_planned(
@@ -103,16 +45,12 @@ def start_planned(
     Raises ``InvalidOptionError`` if ``planner`` is not a planner, and for options that cannot be used with one."""
     asked = Asked(planner, SavePlanner)
     _check(order)
-    ready: Callable[[Stop], None] | None = None
     coordinator: Coordinator
     if order.operation is not None:
         coordinator = Group(order)
-    elif order.part is not None:
-        coordinator = independent = Independent(order)
-        ready = independent.look
     else:
         coordinator = Solo(order)
-    writer, layout = LiveWriter(order, PlannedStage(order, state, asked, stager), ready), PlannerLayout(order)
+    writer, layout = LiveWriter(order, PlannedStage(order, state, asked, stager)), PlannerLayout(order)
     return SaveOperation(order=order, writer=writer, layout=layout, coordinator=coordinator)
 
 
