@@ -43,7 +43,6 @@ __all__ = [
     "PutMode",
     "SaveOptions",
     "StageMode",
-    "Stager",
     "Storage",
     "StorePolicy",
     "Then",
@@ -155,20 +154,6 @@ Memory: TypeAlias = "Literal['host', 'mapped'] | torch.device"
 DigestCheck = Literal["verified", "not installed"]
 """The result for the digests in a checkpoint. ``"verified"``: they were compared. ``"not installed"``: the extra
 ``digest`` is missing, so only checksums were compared."""
-
-
-class Stager(Protocol):
-    """A stager for ``stager=`` other than sidestream's own: one of torch's, or any object with this method."""
-
-    def stage(self, state_dict: dict[str, Any]) -> Any:
-        """Copy a state dict to host memory.
-
-        Args:
-            state_dict: The state. Its tensors may be on any device.
-
-        Returns:
-            The copy, which does not change any more, or a ``concurrent.futures.Future`` of it.
-        """
 
 
 _LEAST_BUDGET_BYTES = 96 << 20
@@ -569,9 +554,6 @@ class SaveOptions:
         names: The FQN in the checkpoint of each FQN in the state (``options.Names``). None leaves an entry out.
         dtype: The dtype that floating-point tensors get in the checkpoint (``options.Dtypes``). They are converted
             while they are staged.
-        planner: A ``SavePlanner`` of torch, which decides what is saved under which name. It is called in a thread,
-            with the staged copy. It cannot be combined with ``names``, ``dtype`` and ``digest``. Two saves at the same
-            time need two planners.
         timeout_s: The limit of the whole save, in seconds.
         rank_wait_s: How long a rank waits for the other ranks to make the same call, in seconds. After 5 s it logs a
             warning that names the missing ranks.
@@ -586,7 +568,6 @@ class SaveOptions:
     streaming: bool = False
     names: Names | None = None
     dtype: Dtypes | None = None
-    planner: Any = None
     timeout_s: float = 600.0
     rank_wait_s: float = RANK_WAIT_S
 
@@ -600,12 +581,6 @@ class SaveOptions:
         check_dtype(self.dtype)
         check_timeout(self.timeout_s)
         check_seconds("rank_wait_s", self.rank_wait_s)
-        given = [f"{name}=" for name in ("names", "dtype") if getattr(self, name) is not None]
-        if self.planner is not None and given:
-            raise InvalidOptionError(
-                f"{' and '.join(given)} cannot be combined with planner=, which decides names and dtypes itself: leave "
-                "out the planner, or let it rename and convert"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -625,8 +600,6 @@ class LoadOptions:
             other code runs. Objects in files of ``torch.save`` are refused in any case.
         trust: ``"data"``: values of other writers are read as data. ``"pickle"``: they are unpickled, which runs the
             code that the file contains. Checkpoints of sidestream and files of ``torch.save`` are data in either case.
-        planner: A ``LoadPlanner`` of torch, which decides what is read into what. It is called in threads, one call at
-            a time. It cannot be combined with ``atomic``, ``names`` and tolerances.
         timeout_s: The limit of the whole load, in seconds.
         rank_wait_s: How long a rank waits for the other ranks to make the same call, in seconds.
 
@@ -640,7 +613,6 @@ class LoadOptions:
     names: Names | None = None
     safe_globals: Collection[type] = ()
     trust: Trust = "data"
-    planner: Any = None
     timeout_s: float = 600.0
     rank_wait_s: float = RANK_WAIT_S
 
@@ -652,10 +624,6 @@ class LoadOptions:
         check_choice("trust", self.trust, Trust)
         check_timeout(self.timeout_s)
         check_seconds("rank_wait_s", self.rank_wait_s)
-        if self.planner is not None and self.atomic:
-            raise InvalidOptionError("planner= reads into the targets that the planner names: leave out atomic=True")
-        if self.planner is not None and self.names is not None:
-            raise InvalidOptionError("names are for the planner to say: leave out names= beside it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,9 +33,7 @@ __all__ = [
     "call_load_state_dict",
     "key_order",
     "monitored",
-    "objects_in",
     "state_dicts_in_order",
-    "with_state_dicts",
 ]
 
 _log = logging.getLogger("sidestream")
@@ -126,19 +124,6 @@ def state_dicts_in_order(
             level.append(one._replace(instance=answer))
             yield False
         yield True
-
-
-def with_state_dicts(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return ``state`` with the state dict of each object in place of the object, as DCP hands it to a stager."""
-    answers = {id(one.instance): _call_state_dict(one) for one in objects_in(state)}
-    return {key: answers.get(id(item), item) for key, item in state.items()}
-
-
-def objects_in(state: Mapping[Any, Any]) -> list[FoundObject]:
-    """Return the objects that are values of ``state``, in the order in which every rank calls them."""
-    return _in_order(
-        FoundObject((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
-    )
 
 
 def _call_state_dict(one: FoundObject) -> Any:

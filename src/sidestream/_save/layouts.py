@@ -38,10 +38,8 @@ __all__ = [
     "AgreedLayout",
     "NativeLayout",
     "about_save",
-    "check_terms",
     "commit_files",
     "sidecar_files",
-    "terms_of",
     "with_sidecars",
 ]
 
@@ -121,7 +119,7 @@ class AgreedLayout:
         known = agreements.known  # what other saves drop while this one is planned stays usable
         heard: _Heard = _Heard(known)
         part = {
-            "terms": terms_of(self._order),
+            "terms": _terms_of(self._order),
             "held": table.held.digest,
             "table": table.held.table,
             "values": values.digest,
@@ -154,7 +152,7 @@ class AgreedLayout:
     def _first(self, heard: _Heard, parts: Sequence[bytes]) -> Sequence[bytes]:
         """Compare the terms of all ranks, and look up the agreement for their state dicts. Called on rank 0."""
         told = [json.loads(part) for part in parts]
-        check_terms(told)
+        _check_terms(told)
         self._order.make_attempt()
         heard.name = hashlib.blake2b("".join(one["held"] for one in told).encode(), digest_size=16).hexdigest()
         heard.tables = [one["table"] for one in told]
@@ -307,20 +305,18 @@ def _agreements(operation: Operation) -> _Agreements:
     return found
 
 
-def terms_of(order: SaveOrder, *, planner: bool = False) -> dict[str, Any]:
-    """Return the options of a save that have to be the same on all ranks, by their names in errors. ``planner``: the
-    caller has passed one."""
+def _terms_of(order: SaveOrder) -> dict[str, Any]:
+    """Return the options of a save that have to be the same on all ranks, by their names in errors."""
     exports = ", ".join(url.rpartition("/")[2] for url in order.exports)
     return {
         "target": order.location.name,
         "durability": order.durability,
         "digest": order.digest,
-        "planner": planner,
         "exports": exports,
     }
 
 
-def check_terms(told: Sequence[Mapping[str, Any]]) -> None:
+def _check_terms(told: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``InvalidOptionError`` if the ``"terms"`` of the ranks differ. Called on rank 0."""
     for name in told[0]["terms"]:
         said = {one["terms"][name]: rank for rank, one in reversed(list(enumerate(told)))}

@@ -3,8 +3,7 @@
 ``dcp.save(..., storage_writer=StorageWriter(url))`` and ``dcp.load(..., storage_reader=StorageReader(url))`` use it.
 
 With ``dcp.async_save(..., async_stager=sidestream.AsyncStager())`` sidestream also makes the copies.
-``docs/from_dcp.md`` maps every public name of ``torch.distributed.checkpoint``. ``async_save_part`` is DCP's mode
-without collectives, on an event loop.
+``docs/from_dcp.md`` maps every public name of ``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations

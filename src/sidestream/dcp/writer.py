@@ -20,9 +20,7 @@ from torch.futures import Future
 
 from .._layout.values import allowed_types
 from .._runtime.threads import Deadline, Stop, io_threads, time_limit
-from .._save.operation import RankReceipt, SaveOrder, Solo, check_shared
-from .._save.planner.items import Outgoing, warn_of_refused
-from .._save.planner.layout import PlannerLayout, receipt_for
+from .._save.operation import SaveOrder, Solo, check_shared
 from .._save.writer import write_files
 from .._storage import Kind, Location
 from .._storage.clients.requests import in_io_thread
@@ -39,6 +37,8 @@ from ..options import (
     check_writer,
     storage_of,
 )
+from .items import Outgoing, warn_of_refused
+from .layout import PlannerLayout
 from .orders import SentOrder, forget_order, order_received
 from .session import Address, Sessions, is_located
 from .stock_options import StockWriterOptions, check_extensions, check_stock_writer, durability_of, one_url
@@ -219,8 +219,8 @@ class StorageWriter(DcpStorageWriter):
         assert order is not None
         assert coordinator is not None
         layout = PlannerLayout(order, metadata)
-        receipt = receipt_for([result for each in results for result in each])
-        run_anywhere(lambda: _commit(order, coordinator, receipt, layout), save.deadline)
+        written = [result for each in results for result in each]
+        run_anywhere(lambda: _commit(order, coordinator, written, layout), save.deadline)
         # DCP returns this object, as it was written.
         vars(metadata).update(vars(layout.stock_metadata()))
         self._sessions.current().drop()
@@ -318,8 +318,9 @@ class _Session:
             save.cleanup()
 
 
-async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, layout: PlannerLayout) -> None:
+async def _commit(order: SaveOrder, coordinator: Solo, written: Sequence[WriteResult], layout: PlannerLayout) -> None:
     """Commit what all ranks have written."""
+    receipt = await layout.receipt(None, written)
     try:
         await check_shared(order, [receipt])
         order.lifecycle.written(receipt.nbytes)

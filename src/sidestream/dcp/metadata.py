@@ -9,21 +9,21 @@ from dataclasses import dataclass, replace
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..._format.checksum import crc32
-from ..._format.manifest import metadata_line, write_manifest
-from ..._format.marker import (
+from .._format.checksum import crc32
+from .._format.manifest import metadata_line, write_manifest
+from .._format.marker import (
     END,
     METADATA_NAME,
     Marker,
     manifest_name,
     marker_attribute,
 )
-from ..._format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
-from ..._format.validate import validate
-from ..._layout.values import encode_value
-from ..._runtime.threads import Steps, gathered, run_sliced, sliced
-from ..._runtime.torch_probes import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
-from ...errors import InvalidOptionError, UnsafeObjectError
+from .._format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
+from .._format.validate import validate
+from .._layout.values import encode_value
+from .._runtime.threads import Steps, gathered, run_sliced, sliced
+from .._runtime.torch_probes import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
+from ..errors import InvalidOptionError, UnsafeObjectError
 
 __all__ = [
     "PackedReceipt",
