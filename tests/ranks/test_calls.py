@@ -85,10 +85,6 @@ def test_a_method_that_does_not_return(
     ended = waiting["stuck", method, who].wait()
     for rank, told in enumerate(ended.results):
         assert told["failures"] == [[who, step, "DeadlineExceededError"]], (rank, told)
-        about = [said for said in told["said"] if "has not returned" in said]
-        assert len(about) == (rank == who), told
-    (said,) = [one for one in ended.results[who]["said"] if "has not returned" in one]
-    assert said.startswith(f"rank {who} of 3: m.thing: stuck.<locals>.Stuck.{method}() has not returned for ")
 
 
 REMEDY = 'make this call on every rank, or pass process_group="alone" to {} in this process only'
