@@ -85,16 +85,6 @@ async def test_what_is_none(tmp_path: Path, crcs: Any) -> None:
     assert not isinstance(run_sliced(parse_manifest(raw)), Root)
 
 
-@pytest.mark.parametrize("saver", ["thread", "process"])
-async def test_of_what_a_planner_plans(tmp_path: Path, saver: Any) -> None:
-    options = sidestream.SaveOptions(planner=dcp.DefaultSavePlanner(), writer=saver)
-    await sidestream.save(state(), tmp_path / "step", files={"notes": b"abc"}, options=options)
-    check(tmp_path / "step", 3)
-    assert (await sidestream.verify(tmp_path / "step")).ok
-    await sidestream.copy(tmp_path / "step", tmp_path / "copy")
-    check(tmp_path / "copy", 3)
-
-
 def test_of_calls_of_dcp(tmp_path: Path) -> None:
     dcp.save(state(), storage_writer=StorageWriter(tmp_path / "step"), no_dist=True)
     check(tmp_path / "step", 2)

@@ -20,7 +20,6 @@ CASES: dict[str, Case] = {
     "save": Case(saves.save),
     "save, 3 ranks": Case(saves.three, world=3),
     "save, refused": Case(saves.save_refused),
-    "save, planner": Case(saves.save_planned),
     "save, cancelled": Case(saves.cancelled),
     "save, not awaited": Case(saves.not_awaited),
     "save, writer process": Case(saves.worker_for),
@@ -40,7 +39,5 @@ CASES: dict[str, Case] = {
     "object store, save": Case(others.stored("save"), stored=True),
     "object store, load": Case(others.stored("load"), stored=True),
     "object store, a value": Case(others.stored("a value"), stored=True),
-    "object store, planner": Case(others.stored("planner"), stored=True),
-    "object store, a planner that raises": Case(others.stored("a planner that raises"), stored=True),
     "object store, a run": Case(others.stored("a run"), stored=True),
 }

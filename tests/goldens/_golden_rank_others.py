@@ -125,7 +125,6 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
         policy = sidestream.StorePolicy(engine="obstore", retries=1)
         keywords: dict[str, Any] = {"storage": sidestream.Storage(rank.options["storage_options"], policy=policy)}
         bad = rank.state() | one_of(rank, 1, {"a": Custom()}, {})
-        raising = one_of(rank, 1, failing(DefaultSavePlanner, "resolve_data"), DefaultSavePlanner())
         if kind == "save":
             await rank.tries("call", lambda: sidestream.save(rank.state(), f"{url}/c", **for_save(**keywords)))
         elif kind == "load":
@@ -133,17 +132,6 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
             await rank.tries("call", lambda: sidestream.load(rank.blank(), f"{url}/c", **for_load(**keywords)))
         elif kind == "a value":
             await rank.tries("call", lambda: sidestream.save(bad, f"{url}/c", **for_save(**keywords)))
-        elif kind == "planner":
-            planner = DefaultSavePlanner()
-            await rank.tries(
-                "call",
-                lambda: sidestream.save(rank.state(), f"{url}/c", **for_save(planner=planner, **keywords)),
-            )
-        elif kind == "a planner that raises":
-            await rank.tries(
-                "call",
-                lambda: sidestream.save(rank.state(), f"{url}/c", **for_save(planner=raising, **keywords)),
-            )
         elif kind == "a run":
             async with sidestream.Checkpointer(f"{url}/run", **for_run(**keywords)) as checkpoints:
                 for step in (1, 2):

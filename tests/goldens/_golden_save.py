@@ -10,7 +10,6 @@ import enum
 import gc
 import hashlib
 import io
-import pickle
 import shutil
 import weakref
 from collections import deque
@@ -22,10 +21,8 @@ import numpy as np
 import torch
 from _golden_states import blocks, counted, small, tensors, training
 from _golden_table import Table, fixed
-from _golden_users import EmptyStager, Holder, RefusingStager, TracedSave, TracedStager, failing
+from _golden_users import Holder
 from keywords import for_save
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 
 import sidestream
 import sidestream.blocking
@@ -56,11 +53,6 @@ class Refusing:
 class NoMapping(Refusing):
     def state_dict(self) -> Any:
         return [1]
-
-
-class FailingPlanner(DefaultSavePlanner):
-    def create_local_plan(self) -> Any:
-        raise ArithmeticError("the plan is bad")
 
 
 def looped() -> dict[str, Any]:
@@ -114,12 +106,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "saver": {"writer": "fork"},
     "metadata with a tensor": {"metadata": {"loss": torch.tensor(1.0)}},
     "metadata that is a list": {"metadata": [1]},
-    "planner": {"planner": 3},
     "process_group": {"process_group": "all"},
     "storage": {"storage": {"retries": 1}},
     "storage and storage_options": {"storage": sidestream.Storage(), "storage_options": {"key": "a"}},
     "storage_options": {"storage_options": {"key": "a"}},
-    "a planner that raises": {"planner": FailingPlanner()},
 }
 URLS = ("s3://bucket", "nowhere://bucket/run", "", "/", "a\0b", "https://example.org/c", "abc://abc.abc")
 
@@ -143,7 +133,6 @@ async def save(table: Table) -> None:
         "good, streaming": {"streaming": True},
         "good, metadata": {"metadata": {"loss": 0.5}},
         "good, digest": {"digest": "blake3"},
-        "good, planner": {"planner": DefaultSavePlanner()},
         "good, writer process": {"writer": "process"},
     }.items():
         await table.tries(name, lambda n=name, o=options: sidestream.save(SMALL, folder / n, **for_save(**o)))
@@ -203,23 +192,11 @@ async def _awaited(pending: Any) -> Any:
 
 async def _users_code(table: Table) -> None:
     """What a save calls of its user's code, and in which thread."""
-    holder, planner, stager = Holder(1.0), TracedSave(), TracedStager()
+    holder = Holder(1.0)
     await sidestream.save({"o": holder, "deep": [{"o": holder}]}, table.folder / "users")
-    await sidestream.save(SMALL, table.folder / "users, planner", options=sidestream.SaveOptions(planner=planner))
-    await sidestream.save(SMALL, table.folder / "users, stager", stager=stager)
     held = Holder(1.0)
     await asyncio.to_thread(sidestream.blocking.save, {"o": held}, table.folder / "users, blocking")
-    told = {"object": holder.threads, "planner": sorted(planner.threads), "stager": stager.threads}
-    table.note("threads of user code", told | {"blocking, made in another thread": held.threads})
-    for name, refusing in {"a stager that raises": RefusingStager(), "a stager of nothing": EmptyStager()}.items():
-        await table.tries(name, lambda s=refusing: sidestream.save(SMALL, table.folder / "bad", stager=s))
-    for step in ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"):
-        bad = failing(DefaultSavePlanner, step)
-        await table.tries(
-            f"planner: {step} raises",
-            lambda b=bad: sidestream.save(SMALL, table.folder / "bad", options=sidestream.SaveOptions(planner=b)),
-        )
-    table.note("left behind by user code that raises", (table.folder / "bad").exists())
+    table.note("threads of user code", {"object": holder.threads, "blocking, made in another thread": held.threads})
 
 
 async def _ends(table: Table) -> None:
@@ -320,9 +297,7 @@ async def files(table: Table) -> None:
         lambda: sidestream.save(tensors(), folder / "tensors"),
         lambda: sidestream.save(training(), folder / "training"),
         lambda: sidestream.save({"a": counted(5), "values": {"n": 1}}, folder / "values"),
-        lambda: sidestream.save(
-            SMALL, folder / "planner", options=sidestream.SaveOptions(planner=DefaultSavePlanner())
-        ),
+        _gone,
         _gone,
         lambda: _step(folder / "run", {"loss": 1.5}),
         lambda: _step(folder / "run", None),
@@ -337,8 +312,7 @@ async def files(table: Table) -> None:
     shutil.rmtree(folder / "run" / ".leases", ignore_errors=True)
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            planned = path.parent.name in ("planner", "part")
-            table.entries[str(path.relative_to(folder))] = _described(path, planned=planned)
+            table.entries[str(path.relative_to(folder))] = _described(path)
 
 
 async def _step(run: Path, metadata: dict[str, Any] | None) -> None:
@@ -346,22 +320,9 @@ async def _step(run: Path, metadata: dict[str, Any] | None) -> None:
         await checkpoints.save(SMALL, step=3, metadata=metadata)
 
 
-def _described(path: Path, *, planned: bool) -> dict[str, Any]:
+def _described(path: Path) -> dict[str, Any]:
     raw = path.read_bytes()
     told: dict[str, Any] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    if path.name.endswith("metadata") and planned:  # of torch's planner: a pickle whose bytes depend on the process
-        told = {"holds": _metadata(raw)}
     if path.name.startswith("manifest-") or path.name.endswith(".manifest"):
         told = {"lines": raw.decode().splitlines()}
     return told
-
-
-def _metadata(raw: bytes) -> Any:
-    metadata = pickle.loads(raw)
-    assert isinstance(metadata, Metadata)
-    stored = metadata.storage_data or {}
-    return {
-        "names": sorted(metadata.state_dict_metadata),
-        "stored": sorted(f"{key.fqn} {info.relative_path} {info.offset} {info.length}" for key, info in stored.items()),
-        "paths": sorted(f"{key} {path}" for key, path in (metadata.planner_data or {}).items()),
-    }

@@ -18,7 +18,6 @@ from _places import Place, s3_place
 from _s3_server import Fault, Request, S3Server, serving
 from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 from sidestream import KeepLast
@@ -179,10 +178,7 @@ class _Raising(DefaultSavePlanner):
 async def _other_writers(stores: Stores) -> None:
     """The same storage, by the other ways to save."""
     ways: dict[str, dict[str, Any]] = {
-        "planner": {"planner": DefaultSavePlanner()},
-        "a planner that raises": {"planner": _Raising()},
         "streaming": {"streaming": True},
-        "stager of torch": {"stager": BlockingAsyncStager()},
         "metadata and digest": {"metadata": {"loss": 0.5}, "digest": "blake3"},
     }
     if stores.engine == "obstore":

@@ -18,12 +18,12 @@ INNER = [f"{name}-inner" for name in [*TOP, "c", "a"]]
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("way", ["native", "atomic", "restore", "blocking", "dcp", "planner", "stager"])
+@pytest.mark.parametrize("way", ["native", "atomic", "restore", "blocking", "dcp"])
 def test_objects_are_asked_in_one_order(way: str, world: int, groups: Groups, tmp_path: Path) -> None:
     """A rank that is in another object's collective makes it raise, or hang."""
     ended = groups.run("ordered", world, tmp_path, way=way)
-    names = TOP if way in ("dcp", "planner", "stager") else [*ALL, *INNER]
-    top = TOP if way in ("dcp", "planner", "stager") else ALL
+    names = TOP if way == "dcp" else [*ALL, *INNER]
+    top = TOP if way == "dcp" else ALL
     saved, loaded = ended.results[0]
     called = [f"{name}.state_dict" for name in names]
     if way != "dcp":

@@ -116,12 +116,7 @@ async def test_a_process_writes(tmp_path: Path) -> None:
     assert {id_of(path.name) for path in (tmp_path / "a").iterdir()} == {info.save_id, None}
 
 
-async def test_planned_saves_and_calls_of_dcp(tmp_path: Path) -> None:
-    planner = dcp.DefaultSavePlanner()
-    await sidestream.save(
-        state(), tmp_path / "planned", storage=MARKER, options=sidestream.SaveOptions(planner=planner)
-    )
-    assert_same(await loaded(tmp_path / "planned"), state())
+async def test_calls_of_dcp(tmp_path: Path) -> None:
     dcp.save(state(2), storage_writer=StorageWriter(tmp_path / "dcp", storage=MARKER, overwrite=True))
     target = blank()
     dcp.load(target, storage_reader=StorageReader(tmp_path / "dcp", storage=MARKER))
