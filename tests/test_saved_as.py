@@ -137,7 +137,7 @@ async def test_conversions_that_torch_does_not_make_and_dtypes_that_are_none(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("mode", ["lazy", "eager", "hybrid"])
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
 @pytest.mark.parametrize("seed", range(6))
 async def test_tensors_on_a_device(seed: int, mode: Any, tmp_path: Path) -> None:
     """Small ones are converted on the host, large ones on the device, by pieces."""

@@ -134,10 +134,9 @@ Then = Literal["exit", "signal", "stay"]
 ``"signal"``: the signal ends the process as if it had no handler; nothing else runs. ``"stay"``: the program continues,
 looks at ``preempted`` and ends by itself."""
 
-StageMode = Literal["lazy", "eager", "hybrid"]
+StageMode = Literal["lazy", "eager"]
 """The time at which a stage copies. ``"lazy"``: copies continue after ``stage()`` has returned, and the sources must
-not change before the fence. ``"eager"``: the sources may change when ``stage()`` has returned. ``"hybrid"``: as lazy,
-and what would not be copied before the next fence is copied on the device first."""
+not change before the fence. ``"eager"``: the sources may change when ``stage()`` has returned."""
 
 Backing = Literal["private", "shared"]
 """The memory of a stager. ``"private"``: a forked child keeps the bytes that it saw, whatever is staged later.

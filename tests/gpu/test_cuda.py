@@ -34,7 +34,7 @@ pytestmark = [
 CUDA = "cuda"
 BUDGET_BYTES = 8 << 30
 LARGE = 1 << 22  # elements: beyond what is coalesced, 16 MiB of float32
-MODES: tuple[StageMode, ...] = ("lazy", "eager", "hybrid")
+MODES: tuple[StageMode, ...] = ("lazy", "eager")
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -47,7 +46,7 @@ from .host import HostEngine
 from .idle import Idle
 from .image import Copy, ImageLayout, StagedImage
 from .plans import PlanCache
-from .stage import Forecast, Laid, Staging, clean, given_up, guard, hold_back
+from .stage import Laid, Staging, clean, given_up, guard, hold_back
 from .tree import StagedState, StagePlan, plan_stage
 
 __all__ = ["AsyncStager", "half_of_memory"]
@@ -76,9 +75,7 @@ class AsyncStager:
             must not change before ``synchronize_staging()``, ``fence()`` or ``guard()``; a source that changes earlier
             has undefined contents in the copy, that tensor alone. With ``"eager"`` the sources may change when
             ``stage()`` has returned: tensors on a device are copied on the device first, in stream order, which takes
-            as much device memory again, and tensors in host memory are copied before it returns. ``"hybrid"`` is
-            ``"lazy"``, but what would not be copied before the next fence, as far as earlier stages show, is copied on
-            the device first, within half of its free memory.
+            as much device memory again, and tensors in host memory are copied before it returns.
         when_full: What a stage does that finds no memory free within the budget (``options.WhenFull``).
         max_bytes_per_second: The rate of the copies, until a writer waits at the fence. None: no limit.
         timeout_s: The limit of each stage, of each ``fence()`` and of closing, in seconds.
@@ -120,7 +117,6 @@ class AsyncStager:
         self._device = engine if isinstance(engine, DeviceEngine) else None
         self._arena = Arena(half_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
         self._plans = PlanCache()
-        self._forecast = Forecast()
         self._idle = Idle(self._arena)
         self._threads = TorchThreads("sidestream-stage", 1, self._idle)
         self._pid = os.getpid()
@@ -204,8 +200,6 @@ class AsyncStager:
         self._check_process()
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
         stagings = self._in_flight()
-        for staging in stagings:
-            self._forecast.fenced(staging)
         hold_back(stagings, self._device, deadline)
         raise_first(self._unretrieved.operations())
 
@@ -362,7 +356,6 @@ class AsyncStager:
                 on_device,
                 mode=self._mode,
                 volatile=captured.volatile,
-                lazily_bytes=self._forecast.lazily_bytes(),
                 wait_streams=wait_streams,
                 root=captured.root,
             )
@@ -715,9 +708,6 @@ class AsyncStager:
     # --- private: the thread that ends the last part of a stage ---
 
     def _ended(self, staging: Staging[Any], outcome: StagingFuture[StagedState] | None) -> None:
-        if staging.device is not None and Future.exception(staging.copied) is None:
-            seconds = time.monotonic() - staging.started
-            self._forecast.copied(sum(image.nbytes for image in staging.images), seconds)
         with self._lock:
             self._stagings = [one for one in self._stagings if one is not staging]
         if outcome is not None:
