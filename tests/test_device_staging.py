@@ -445,7 +445,7 @@ async def test_memory_that_is_not_registered(failure: Exception, capfd: pytest.C
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 async def test_a_full_device_in_each_mode(mode: StageMode) -> None:
-    """Only ``snapshot`` copies more on the device than it must, so only there another mode helps."""
+    """Only ``eager`` copies more on the device than it must, so only there another mode helps."""
     driver = FakeDriver()
     module = torch.nn.Module()
     module.register_buffer("b", put(driver, 1.0))
@@ -456,7 +456,7 @@ async def test_a_full_device_in_each_mode(mode: StageMode) -> None:
             with pytest.raises(ArenaExhaustedError, match=r"free device memory$"):
                 stager.stage(state)
         if mode == "eager":
-            with pytest.raises(ArenaExhaustedError, match=r'free device memory, or stage with mode="lazy", or'):
+            with pytest.raises(ArenaExhaustedError, match=r'free device memory, or stage with mode="lazy"$'):
                 stager.stage(large)
         else:
             (await driver.drive(stager.stage(large))).release()
