@@ -45,9 +45,7 @@ def state() -> dict[str, Any]:
     return {"weights": torch.arange(100_000.0), "step": 7}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"planner": DefaultSavePlanner()}, {"writer": "process"}], ids=["native", "planner", "process"]
-)
+@pytest.mark.parametrize("options", [{}, {"writer": "process"}], ids=["thread", "process"])
 async def test_a_save(options: dict[str, Any], tmp_path: Path) -> None:
     with watched() as seen:
         info = await sidestream.save(state(), tmp_path / "a", **for_save(**options))
