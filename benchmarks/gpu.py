@@ -431,7 +431,7 @@ def training(budget: Budget, _: State) -> Results:
     nbytes = size_of(loop.state)
     results: Results = {"state GB": nbytes / 1e9}
     ways: dict[str, Checkpoints] = {"none": Checkpoints()}
-    for mode in ("lazy", "eager", "hybrid"):
+    for mode in ("lazy", "eager"):
         ways[f"sidestream, {mode}"] = Ours(loop, mode)
     ways["pinned copy, synchronous"] = Pinned(loop)
     stock = dcp_stager()

@@ -50,7 +50,6 @@ _LONGEST = (
     "goldens/test_goldens.py",
     "test_budgets.py",
     "crash/test_ended_loops.py",
-    "saver/test_saver_copies.py",
     "convert/test_object_targets.py",
     "test_foreign_ranks.py",
     "storage/test_object_saver.py",

@@ -57,7 +57,6 @@ class FakeDriver:
         self.refuse: Exception | None = None
         """Raised by ``unregister``."""
         self.refuse_to_register: Exception | None = None
-        self.free: int | None = None
         self.full = False
         """Whether the device has no memory left for copies."""
         self.gaps = 0
@@ -229,9 +228,6 @@ class FakeDriver:
 
     def gap(self, device: Hashable) -> None:
         self.gaps += 1
-
-    def free_bytes(self, device: Hashable) -> int | None:
-        return self.free
 
     @property
     def pinner(self) -> Pinner:

@@ -31,7 +31,7 @@ COMMAND_LINE = ROOT_FOLDER / "src" / "sidestream_cli"
 PRIVATE_IN_THE_COMMAND_LINE = {  # this only gets shorter
     "sidestream._convert.source", "sidestream._format.checksum", "sidestream._format.marker",
     "sidestream._format.records", "sidestream._load.open.steps", "sidestream._run.steps",
-    "sidestream._runtime.tasks", "sidestream._runtime.threads", "sidestream._storage", "sidestream._worker.process",
+    "sidestream._runtime.tasks", "sidestream._runtime.threads", "sidestream._storage",
 }  # fmt: skip
 
 MOST_ROOMS = 20  # with __init__

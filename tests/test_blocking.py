@@ -23,8 +23,6 @@ import pytest
 import torch
 import warm
 from states import assert_same, model_and_optimizer
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
 import sidestream.blocking
 from sidestream import LoadOptions, SaveOptions
@@ -241,10 +239,6 @@ class Watching:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.note("load_state_dict")
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self.note("stage")
-        return {key: dict(item) for key, item in state_dict.items()}
-
     def progress(self, done: int, total: int) -> None:
         self.note("progress")
 
@@ -255,72 +249,13 @@ def test_code_of_the_caller_runs_in_its_thread(tmp_path: Path) -> None:
     with unusual() as here:
         sidestream.blocking.save(state, tmp_path / "a")
         sidestream.blocking.async_save(state, tmp_path / "b").result()
-        sidestream.blocking.save(state, tmp_path / "c", stager=watching)
         sidestream.blocking.load(state, tmp_path / "a", options=LoadOptions(progress=watching.progress))
         with sidestream.blocking.Checkpointer(tmp_path / "run") as checkpoints:
             checkpoints.save(state, step=1)
             assert checkpoints.restore(state, options=LoadOptions(progress=watching.progress)) == 1
         sidestream.blocking.verify(tmp_path / "a", progress=watching.progress)
-        sidestream.blocking.load(state, tmp_path / "a", options=LoadOptions(planner=DefaultLoadPlanner()))
-    assert {method for method, _, _ in watching.seen} == {"state_dict", "load_state_dict", "stage", "progress"}
+    assert {method for method, _, _ in watching.seen} == {"state_dict", "load_state_dict", "progress"}
     assert {(thread, within) for _, thread, within in watching.seen} == {(threading.get_ident(), here)}
-
-
-class WatchingLoad(DefaultLoadPlanner):
-    def __init__(self, watching: Watching) -> None:
-        super().__init__()
-        self.watching = watching
-
-    def create_local_plan(self) -> LoadPlan:
-        self.watching.note("create_local_plan")
-        return super().create_local_plan()
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        self.watching.note("resolve_tensor")
-        return super().resolve_tensor(read_item)
-
-
-class WatchingSave(DefaultSavePlanner):
-    def __init__(self, watching: Watching, may_plan: threading.Event | None = None) -> None:
-        super().__init__()
-        self.watching = watching
-        self.may_plan = may_plan
-
-    def create_local_plan(self) -> SavePlan:
-        assert self.may_plan is None or self.may_plan.wait(60)
-        self.watching.note("create_local_plan")
-        return super().create_local_plan()
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        self.watching.note("resolve_data")
-        return super().resolve_data(write_item)
-
-
-def test_planners_are_asked_as_if_in_the_thread_of_the_caller(tmp_path: Path) -> None:
-    watching = Watching()
-    with unusual() as here:
-        pending = sidestream.blocking.async_save(
-            {"t": torch.ones(3, device="cpu")}, tmp_path / "a", options=SaveOptions(planner=WatchingSave(watching))
-        )
-        pending.result()
-        target = {"t": torch.zeros(3, device="cpu")}
-        sidestream.blocking.load(target, tmp_path / "a", options=LoadOptions(planner=WatchingLoad(watching)))
-    assert target["t"].tolist() == [1, 1, 1]
-    assert {method for method, _, _ in watching.seen} == {"create_local_plan", "resolve_data", "resolve_tensor"}
-    assert {within for _, _, within in watching.seen} == {here}
-
-
-async def test_planners_are_asked_as_if_on_the_loop(tmp_path: Path) -> None:
-    watching = Watching()
-    with unusual() as here:
-        await sidestream.save(
-            {"t": torch.ones(3, device="cpu")}, tmp_path / "a", options=SaveOptions(planner=WatchingSave(watching))
-        )
-        await sidestream.load(
-            {"t": torch.zeros(3, device="cpu")}, tmp_path / "a", options=LoadOptions(planner=WatchingLoad(watching))
-        )
-    assert len(watching.seen) >= 4
-    assert {within for _, _, within in watching.seen} == {here}
 
 
 def test_a_save_that_begins_when_its_call_has_returned(tmp_path: Path) -> None:
@@ -328,9 +263,8 @@ def test_a_save_that_begins_when_its_call_has_returned(tmp_path: Path) -> None:
     thread."""
     watching, may_plan = Watching(), threading.Event()
     with sidestream.blocking.Checkpointer(tmp_path / "run", slots=1, when_full="latest") as checkpoints:
-        checkpoints.async_save(
-            {"t": torch.ones(3)}, step=1, options=sidestream.SaveOptions(planner=WatchingSave(Watching(), may_plan))
-        )
+        held = SaveOptions(names=lambda name: name if may_plan.wait(60) else None)
+        checkpoints.async_save({"t": torch.ones(3)}, step=1, options=held)
         with unusual() as here:
             queued = checkpoints.async_save({"w": watching}, step=2)
         assert watching.seen == []

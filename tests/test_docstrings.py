@@ -58,9 +58,6 @@ MORE_PARAMETERS: Mapping[str, int] = {
     # take is in save=SaveOptions() and load=LoadOptions().
     "sidestream.Checkpointer": 16,
     "sidestream.blocking.Checkpointer": 16,
-    # DCP makes the calls, so its options have to be here, under the names of SaveOptions; one is for the keywords of
-    # DCP's own writers, which have more than these.
-    "sidestream.dcp.StorageWriter": 13,
 }
 """Where more are allowed, and why."""
 

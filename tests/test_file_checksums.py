@@ -16,7 +16,7 @@ import sidestream
 from sidestream._format.manifest import parse_manifest
 from sidestream._format.shared import Root
 from sidestream._runtime.threads import run_sliced
-from sidestream.dcp import IndependentPart, StorageWriter, async_save_part
+from sidestream.dcp import StorageWriter
 from sidestream.errors import CorruptCheckpointError
 
 
@@ -85,29 +85,6 @@ async def test_what_is_none(tmp_path: Path, crcs: Any) -> None:
     assert not isinstance(run_sliced(parse_manifest(raw)), Root)
 
 
-@pytest.mark.parametrize("saver", ["thread", "process"])
-async def test_of_what_a_planner_plans(tmp_path: Path, saver: Any) -> None:
-    options = sidestream.SaveOptions(planner=dcp.DefaultSavePlanner(), writer=saver)
-    await sidestream.save(state(), tmp_path / "step", files={"notes": b"abc"}, options=options)
-    check(tmp_path / "step", 3)
-    assert (await sidestream.verify(tmp_path / "step")).ok
-    await sidestream.copy(tmp_path / "step", tmp_path / "copy")
-    check(tmp_path / "copy", 3)
-
-
 def test_of_calls_of_dcp(tmp_path: Path) -> None:
     dcp.save(state(), storage_writer=StorageWriter(tmp_path / "step"), no_dist=True)
     check(tmp_path / "step", 2)
-
-
-async def test_of_the_part_of_a_rank(tmp_path: Path) -> None:
-    for rank in range(2):
-        part = IndependentPart(rank=rank, world_size=2, save_id="0" * 32)
-        await async_save_part({f"own{rank}": torch.randn(1 << 20), "n": 1}, tmp_path / "step", part)
-    for manifest in (tmp_path / "step").glob("*.manifest"):
-        head = head_of(manifest.read_bytes())
-        assert head["file_crcs"].keys() == head["files"].keys()
-        assert head["file_crcs"] == {
-            name: zlib.crc32((tmp_path / "step" / name).read_bytes()) for name in head["files"]
-        }
-    assert (await sidestream.verify(tmp_path / "step")).ok

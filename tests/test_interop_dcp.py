@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from states import SAVED_DTYPES, assert_same, filled, model_and_optimizer
 from stock import blank, nested_state, stock_load, stock_save
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -184,23 +184,6 @@ async def test_our_stager_under_stock_async_save(tmp_path: Path) -> None:
     assert torch.equal(stock_load({"w": torch.zeros(1000)}, tmp_path / "c")["w"], expected)
 
 
-async def test_stock_stagers_under_our_save(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
-
-    model, optimizer = model_and_optimizer()
-    expected = {key: value.clone() for key, value in model.state_dict().items()}
-    blocking = BlockingAsyncStager(cache_staged_state_dict=False)
-    threaded = DefaultStager(StagingOptions(False, False, True, False))
-    for name, stager in (("blocking", blocking), ("threaded", threaded)):
-        pending = sidestream.async_save({"model": model, "optimizer": optimizer}, tmp_path / name, stager=stager)
-        await pending.staged
-        await pending
-        fresh, _ = model_and_optimizer(seed=9)
-        await sidestream.load({"model": fresh}, tmp_path / name)
-        assert_same(expected, dict(fresh.state_dict()))
-    threaded.close()
-
-
 class Halves(DefaultSavePlanner):
     """Saves ``m.w``, of 4 elements, as two chunks."""
 
@@ -229,7 +212,7 @@ class Halves(DefaultSavePlanner):
         return self.state_dict["m.w"][start : start + 2].clone()
 
 
-@pytest.mark.parametrize("how", ["shards", "planner", "reader"])
+@pytest.mark.parametrize("how", ["shards", "reader"])
 async def test_a_tensor_whose_name_looks_like_that_of_a_part(how: str, tmp_path: Path) -> None:
     saved = {"w": torch.arange(1.0, 5.0), "w (part 1)": torch.tensor([8.0, 9.0]), "w (part 3)": torch.tensor([6.0])}
     dcp.save({"m": saved}, checkpoint_id=tmp_path / "c", no_dist=True, planner=Halves())
@@ -239,9 +222,6 @@ async def test_a_tensor_whose_name_looks_like_that_of_a_part(how: str, tmp_path:
             global_shape=(4,), global_offsets=[(0,), (2,)], local_sizes=[(2,), (2,)], local_offsets=[(0,), (2,)]
         )
         await sidestream.load({"m": target}, tmp_path / "c")
-    elif how == "planner":
-        options = sidestream.LoadOptions(planner=DefaultLoadPlanner())
-        await sidestream.load({"m": target}, tmp_path / "c", options=options)
     else:
         dcp.load({"m": target}, storage_reader=StorageReader(tmp_path / "c"), no_dist=True)
     for fqn, one in saved.items():

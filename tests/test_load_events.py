@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from keywords import for_load
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import sidestream
 from sidestream import events
@@ -47,11 +45,10 @@ def damage(directory: Path) -> None:
     data.write_bytes(raw)
 
 
-@pytest.mark.parametrize("options", [{}, {"planner": DefaultLoadPlanner()}], ids=["native", "planner"])
-async def test_a_load(options: dict[str, Any], tmp_path: Path) -> None:
+async def test_a_load(tmp_path: Path) -> None:
     info = await sidestream.save(state(), tmp_path / "a")
     with watched() as seen:
-        report = await sidestream.load(state(), tmp_path / "a", **for_load(**options))
+        report = await sidestream.load(state(), tmp_path / "a")
     assert names(seen) == WHOLE
     assert {(event.load.operation, event.load.url) for event in seen} == {("load", str(tmp_path / "a"))}
     assert [event.load.save_id for event in seen] == ["", *[info.save_id] * 5]
@@ -87,12 +84,11 @@ async def test_a_target_that_does_not_fit(tmp_path: Path) -> None:
     assert (seen[-1].phase, seen[-1].written) == ("plan", 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"planner": DefaultLoadPlanner()}], ids=["native", "planner"])
-async def test_damage(options: dict[str, Any], tmp_path: Path) -> None:
+async def test_damage(tmp_path: Path) -> None:
     await sidestream.save(state(), tmp_path / "a")
     damage(tmp_path / "a")
     with watched() as seen, pytest.raises(CorruptCheckpointError) as raised:
-        await sidestream.load(state(), tmp_path / "a", **for_load(**options))
+        await sidestream.load(state(), tmp_path / "a")
     assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
     assert (seen[-1].phase, seen[-1].error_type) == ("read", "CorruptCheckpointError")
     assert seen[-1].written == len(raised.value.written) == 1

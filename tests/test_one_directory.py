@@ -111,14 +111,6 @@ class Replacing(DefaultLoadPlanner):
         return super().create_local_plan()
 
 
-async def load_with_a_planner(place: Place) -> Any:
-    state = blank()
-    await sidestream.load(
-        state, place.path, options=sidestream.LoadOptions(verify="manifest", planner=Replacing(place))
-    )
-    return state
-
-
 async def load_by_dcp(place: Place) -> Any:
     state = blank()
     reader = StorageReader(place.path, verify="manifest")
@@ -144,9 +136,7 @@ async def read_all(place: Place) -> Any:
     return await checkpoint.state_dict(progress=place.progress)
 
 
-@pytest.mark.parametrize(
-    "read", [load_plainly, load_atomically, load_with_a_planner, load_by_dcp, convert, copy, read_all]
-)
+@pytest.mark.parametrize("read", [load_plainly, load_atomically, load_by_dcp, convert, copy, read_all])
 async def test_a_checkpoint_that_is_replaced_is_read_to_its_end(
     read: Callable[[Place], Awaitable[Any]], place: Place
 ) -> None:
@@ -187,7 +177,7 @@ async def test_another_writers_checkpoint_that_is_replaced(link: bool, tmp_path:
         place.path.symlink_to("at")
     else:
         (tmp_path / "at").rename(place.path)
-    found = await load_with_a_planner(place)
+    found = await load_by_dcp(place)
     assert_same(OLD, found)
     assert place.closed()
 
@@ -306,11 +296,6 @@ async def without_a_marker(place: Place) -> None:
     await sidestream.load(blank(), place.path)
 
 
-async def of_a_planner_that_fails(place: Place) -> None:
-    state = {"other": torch.zeros(3)}
-    await sidestream.load(state, place.path, options=sidestream.LoadOptions(planner=DefaultLoadPlanner()))
-
-
 async def of_a_file_that_is_none(place: Place) -> None:
     await sidestream.load(blank(), place.path / ".metadata")
 
@@ -323,7 +308,6 @@ async def of_a_file_that_is_none(place: Place) -> None:
         of_another_shape,
         without_a_manifest,
         without_a_marker,
-        of_a_planner_that_fails,
         of_a_file_that_is_none,
     ],
 )

@@ -45,9 +45,7 @@ def state() -> dict[str, Any]:
     return {"weights": torch.arange(100_000.0), "step": 7}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"planner": DefaultSavePlanner()}, {"writer": "process"}], ids=["native", "planner", "process"]
-)
+@pytest.mark.parametrize("options", [{}, {"writer": "process"}], ids=["thread", "process"])
 async def test_a_save(options: dict[str, Any], tmp_path: Path) -> None:
     with watched() as seen:
         info = await sidestream.save(state(), tmp_path / "a", **for_save(**options))
@@ -65,9 +63,7 @@ async def test_a_save(options: dict[str, Any], tmp_path: Path) -> None:
         json.dumps(plain | {"save": dataclasses.asdict(event.save), "seconds": dict(plain.get("seconds", {}))})
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"planner": DefaultSavePlanner()}, {"writer": "process"}], ids=["native", "planner", "process"]
-)
+@pytest.mark.parametrize("options", [{}, {"writer": "process"}], ids=["thread", "process"])
 async def test_an_observer_may_wait_for_the_loop(options: dict[str, Any], tmp_path: Path) -> None:
     loop, loop_thread = asyncio.get_running_loop(), threading.get_ident()
     waited: list[bool] = []

@@ -35,7 +35,6 @@ from sidestream.errors import (
     CheckpointExistsError,
     ClosedError,
     DeadlineExceededError,
-    InvalidOptionError,
     SaveAbortedError,
     UnsupportedTensorError,
 )
@@ -197,49 +196,6 @@ async def test_a_module_is_told_the_version_of_its_layout(tmp_path: Path) -> Non
     await sidestream.save({"m": module}, tmp_path / "c")
     await sidestream.load({"m": fresh}, tmp_path / "c")
     assert torch.equal(module.weight, fresh.weight)
-
-
-async def test_foreign_stagers_that_are_none(tmp_path: Path) -> None:
-    class Coroutine:
-        async def stage(self, state: Any) -> Any:
-            return state
-
-    class Never:
-        def stage(self, state: Any) -> Any:
-            from concurrent.futures import Future
-
-            return Future()
-
-    with pytest.raises(InvalidOptionError, match="no plain method stage"):
-        sidestream.async_save({"n": 1}, tmp_path / "c", stager=Coroutine())
-    with pytest.raises(InvalidOptionError, match="state is a mapping"):
-        sidestream.async_save([1], tmp_path / "c", stager=Never())  # type: ignore[arg-type]
-    with pytest.raises(DeadlineExceededError, match="the stager that was passed in"):
-        await sidestream.save({"n": 1}, tmp_path / "c", stager=Never(), options=sidestream.SaveOptions(timeout_s=0.1))
-
-
-async def test_a_foreign_stager_that_uses_its_memory_again(tmp_path: Path) -> None:
-    """As torch's DefaultStager does: each stage overwrites what the one before it returned."""
-
-    class Reusing:
-        memory: dict[str, torch.Tensor] | None = None
-
-        def stage(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-            if self.memory is None:
-                self.memory = {"t": torch.empty(1 << 20)}
-            self.memory["t"].copy_(state["t"])
-            return self.memory
-
-    tensor = torch.zeros(1 << 20)
-    async with sidestream.Checkpointer(tmp_path, stager=Reusing()) as checkpoints:
-        for step in range(4):
-            tensor.fill_(step)
-            pending = await checkpoints.async_save({"t": tensor}, step=step)
-            await pending.staged
-    async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        for step in range(4):
-            await checkpoints.restore({"t": tensor}, step=step)
-            assert (tensor == step).all()
 
 
 async def test_a_forked_child_keeps_what_it_saw(stager: sidestream.AsyncStager) -> None:

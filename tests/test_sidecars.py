@@ -58,16 +58,6 @@ async def test_files_are_read_back_and_stock_dcp_does_not_mind_them(tmp_path: Pa
     assert torch.equal(target["weight"], STATE["weight"])
 
 
-async def test_files_of_a_save_that_a_planner_plans(tmp_path: Path) -> None:
-    await sidestream.save(
-        STATE,
-        tmp_path / "step",
-        files=sources(tmp_path),
-        options=sidestream.SaveOptions(planner=dcp.DefaultSavePlanner()),
-    )
-    await check(tmp_path / "step")
-
-
 async def test_files_of_a_run_go_with_its_steps_and_a_blocking_save_has_them(tmp_path: Path) -> None:
     async with Checkpointer(tmp_path / "run") as run:
         await run.save(STATE, step=1, files=sources(tmp_path))

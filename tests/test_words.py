@@ -211,7 +211,7 @@ def test_a_riddle_is_found(source: str, riddles: int) -> None:
     [
         ("Pass `overlap=` or `strict={...}`.", ["overlap=", "strict={"]),
         ("```python\nwith checkpoints.open(3): ...\n```", ["checkpoints.open"]),
-        ("A Busy day: in_flight, `--rename`, `safe_globals=`, `StorageWriter(part=)`, `checkpoint.metadata`.", []),
+        ("A Busy day: in_flight, `--rename`, `safe_globals=`, `StorageWriter(trust=)`, `checkpoint.metadata`.", []),
         ('`TooManySavesError`, `when_full=`, `Storage(commit="rename")`, `names=`', []),
     ],
 )

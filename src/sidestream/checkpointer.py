@@ -29,7 +29,7 @@ from ._run.saves import Saves
 from ._run.watch import Watch
 from ._runtime.public import public
 from ._runtime.tasks import run_shielded, running_loop
-from ._save.api import STREAM_BYTES, Export, PendingSave, SaveInfo, completed
+from ._save.api import STREAM_BYTES, Export, PendingSave, SaveInfo, check_stager, completed
 from ._staging import AsyncStager
 from ._storage import locate_run
 from ._worker.client import choose_worker
@@ -42,7 +42,6 @@ from .options import (
     LoadOptions,
     Progress,
     SaveOptions,
-    Stager,
     Storage,
     Tolerated,
     WhenFull,
@@ -101,7 +100,7 @@ class Checkpointer:
         keep: Retention | None = None,
         slots: int = 2,
         when_full: WhenFull = "wait",
-        stager: AsyncStager | Stager | None = None,
+        stager: AsyncStager | None = None,
         save: SaveOptions | None = None,
         load: LoadOptions | None = None,
         export: Export | Sequence[Export] | None = None,
@@ -121,6 +120,7 @@ class Checkpointer:
         keep = KeepAll() if keep is None else keep
         if isinstance(keep, type) or not isinstance(keep, Retention):
             raise InvalidOptionError(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
+        check_stager(stager)
         options, self._load = options_of(save, SaveOptions), options_of(load, LoadOptions)
         if options.streaming and stager is not None:
             raise InvalidOptionError("streaming=True passes through memory of its own: leave out stager=")
@@ -266,8 +266,7 @@ class Checkpointer:
             step: The number of the step, not negative.
             metadata: Plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
             files: Sidecar files, as for ``sidestream.save``.
-            options: In place of the ``save=`` of the ``Checkpointer``, whose writer stays. A planner is given here: two
-                saves at the same time need two.
+            options: In place of the ``save=`` of the ``Checkpointer``, whose writer stays.
 
         Returns:
             The save in progress. Awaiting it raises ``SkippedError`` if it was skipped, as ``when_full`` says.
@@ -323,7 +322,7 @@ class Checkpointer:
         """
         self._opened.check()
         options = self._load if options is None else options_of(options, LoadOptions)
-        if options.names is None and options.planner is None:
+        if options.names is None:
             options = replace(options, names=self._saves.options.names)
         request = LoadRequest(options, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))
         return await self._reading.restore(state, step, fallback, request)

@@ -39,7 +39,6 @@ __all__ = [
     "NotDurableError",
     "OutOfMemoryError",
     "OutcomeUnknownError",
-    "PlannerError",
     "RankFailure",
     "RankFailuresError",
     "SaveAbortedError",
@@ -331,11 +330,6 @@ class RankFailuresError(SidestreamError, RuntimeError):
 
 class OutcomeUnknownError(SidestreamError, OSError):
     """The commit was sent and its result could not be read back. Nothing was deleted; look again before retrying."""
-
-
-class PlannerError(SidestreamError, RuntimeError):
-    """A ``SavePlanner`` or ``LoadPlanner`` of the caller raised the error that is the cause. A save made nothing
-    visible. ``written`` has what a load has changed."""
 
 
 class LoadStateDictError(SidestreamError, RuntimeError):

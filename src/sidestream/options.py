@@ -33,7 +33,6 @@ __all__ = [
     "FileSource",
     "Format",
     "GroupChoice",
-    "IndependentPart",
     "IoPriority",
     "Latest",
     "Listing",
@@ -45,7 +44,6 @@ __all__ = [
     "PutMode",
     "SaveOptions",
     "StageMode",
-    "Stager",
     "Storage",
     "StorePolicy",
     "Then",
@@ -139,10 +137,9 @@ Then = Literal["exit", "signal", "stay"]
 ``"signal"``: the signal ends the process as if it had no handler; nothing else runs. ``"stay"``: the program continues,
 looks at ``preempted`` and ends by itself."""
 
-StageMode = Literal["lazy", "eager", "hybrid"]
+StageMode = Literal["lazy", "eager"]
 """The time at which a stage copies. ``"lazy"``: copies continue after ``stage()`` has returned, and the sources must
-not change before the fence. ``"eager"``: the sources may change when ``stage()`` has returned. ``"hybrid"``: as lazy,
-and what would not be copied before the next fence is copied on the device first."""
+not change before the fence. ``"eager"``: the sources may change when ``stage()`` has returned."""
 
 Backing = Literal["private", "shared"]
 """The memory of a stager. ``"private"``: a forked child keeps the bytes that it saw, whatever is staged later.
@@ -159,20 +156,6 @@ Memory: TypeAlias = "Literal['host', 'mapped'] | torch.device"
 DigestCheck = Literal["verified", "not installed"]
 """The result for the digests in a checkpoint. ``"verified"``: they were compared. ``"not installed"``: the extra
 ``digest`` is missing, so only checksums were compared."""
-
-
-class Stager(Protocol):
-    """A stager for ``stager=`` other than sidestream's own: one of torch's, or any object with this method."""
-
-    def stage(self, state_dict: dict[str, Any]) -> Any:
-        """Copy a state dict to host memory.
-
-        Args:
-            state_dict: The state. Its tensors may be on any device.
-
-        Returns:
-            The copy, which does not change any more, or a ``concurrent.futures.Future`` of it.
-        """
 
 
 _LEAST_BUDGET_BYTES = 96 << 20
@@ -500,35 +483,6 @@ def _check_store(given: Any) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class IndependentPart:
-    """One rank's part of a checkpoint that the rank saves independently: ranks exchange no messages, and no rank
-    commits for all.
-
-    Attributes:
-        rank: The number of the part, from 0.
-        world_size: The number of parts.
-        save_id: A name of the save that the caller chooses (such as the step and the number of the attempt). It is the
-            same on all ranks, and differs from that of any other save to the same URL.
-
-    Raises:
-        InvalidOptionError: ``rank`` is not below ``world_size``, or ``save_id`` is not a text of 1 to 128 printable
-            ASCII characters.
-    """
-
-    rank: int
-    world_size: int
-    save_id: str
-
-    def __post_init__(self) -> None:
-        check_count("world_size", self.world_size)
-        if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
-            raise InvalidOptionError(f"rank={self.rank!r} has to be an integer from 0 to {self.world_size - 1}")
-        name = self.save_id
-        if type(name) is not str or not 0 < len(name) <= 128 or not name.isascii() or not name.isprintable():
-            raise InvalidOptionError(f"save_id={name!a:.150} has to be a text of 1 to 128 printable ASCII characters")
-
-
 IoPriority = Literal["normal", "low", "idle"]
 """The priority of a process at the disk. ``"normal"``: that of other processes. ``"low"``: after them. ``"idle"``: only
 when no other process uses the disk."""
@@ -603,9 +557,6 @@ class SaveOptions:
         names: The FQN in the checkpoint of each FQN in the state (``options.Names``). None leaves an entry out.
         dtype: The dtype that floating-point tensors get in the checkpoint (``options.Dtypes``). They are converted
             while they are staged.
-        planner: A ``SavePlanner`` of torch, which decides what is saved under which name. It is called in a thread,
-            with the staged copy. It cannot be combined with ``names``, ``dtype`` and ``digest``. Two saves at the same
-            time need two planners.
         timeout_s: The limit of the whole save, in seconds.
         rank_wait_s: How long a rank waits for the other ranks to make the same call, in seconds. After 5 s it logs a
             warning that names the missing ranks.
@@ -620,7 +571,6 @@ class SaveOptions:
     streaming: bool = False
     names: Names | None = None
     dtype: Dtypes | None = None
-    planner: Any = None
     timeout_s: float = 600.0
     rank_wait_s: float = RANK_WAIT_S
 
@@ -634,12 +584,6 @@ class SaveOptions:
         check_dtype(self.dtype)
         check_timeout(self.timeout_s)
         check_seconds("rank_wait_s", self.rank_wait_s)
-        given = [f"{name}=" for name in ("names", "dtype") if getattr(self, name) is not None]
-        if self.planner is not None and given:
-            raise InvalidOptionError(
-                f"{' and '.join(given)} cannot be combined with planner=, which decides names and dtypes itself: leave "
-                "out the planner, or let it rename and convert"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -659,8 +603,6 @@ class LoadOptions:
             other code runs. Objects in files of ``torch.save`` are refused in any case.
         trust: ``"data"``: values of other writers are read as data. ``"pickle"``: they are unpickled, which runs the
             code that the file contains. Checkpoints of sidestream and files of ``torch.save`` are data in either case.
-        planner: A ``LoadPlanner`` of torch, which decides what is read into what. It is called in threads, one call at
-            a time. It cannot be combined with ``atomic``, ``names`` and tolerances.
         timeout_s: The limit of the whole load, in seconds.
         rank_wait_s: How long a rank waits for the other ranks to make the same call, in seconds.
 
@@ -674,7 +616,6 @@ class LoadOptions:
     names: Names | None = None
     safe_globals: Collection[type] = ()
     trust: Trust = "data"
-    planner: Any = None
     timeout_s: float = 600.0
     rank_wait_s: float = RANK_WAIT_S
 
@@ -686,10 +627,6 @@ class LoadOptions:
         check_choice("trust", self.trust, Trust)
         check_timeout(self.timeout_s)
         check_seconds("rank_wait_s", self.rank_wait_s)
-        if self.planner is not None and self.atomic:
-            raise InvalidOptionError("planner= reads into the targets that the planner names: leave out atomic=True")
-        if self.planner is not None and self.names is not None:
-            raise InvalidOptionError("names are for the planner to say: leave out names= beside it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -934,7 +871,6 @@ def plain_integer(number: Any) -> Any:
         return number
 
 
-IndependentPart.__module__ = "sidestream.dcp"
 for _public in (
     ConvertOptions,
     LoadOptions,

@@ -12,7 +12,6 @@ import torch
 
 import sidestream
 from sidestream._format.checksum import CRC_ENGINE
-from sidestream._worker.process import available
 
 __all__ = ["Finding", "machine"]
 
@@ -43,7 +42,6 @@ def machine(directory: str) -> list[Finding]:
     pages = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     found.append(Finding("huge pages", pages.read_text().split("[")[-1].split("]")[0] if pages.exists() else "unknown"))
     found.append(_memory())
-    found.append(_copies())
     found.append(_direct_io(directory))
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize >> 30
@@ -69,16 +67,6 @@ def _memory() -> Finding:
     except (OSError, StopIteration):
         return Finding("free memory", "unknown", advice)
     return Finding("free memory", f"{free >> 30} GiB", advice)
-
-
-def _copies() -> Finding:
-    """Return whether a writer process may read the memory of its trainer."""
-    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    here = scope.read_text().strip() if scope.exists() else "0"
-    if not available() or here == "0":
-        return Finding("copies by a writer process", "yes" if available() else "no: there is none")
-    advice = "host memory is copied by the trainer's threads; sysctl kernel.yama.ptrace_scope=0 lets the process do it"
-    return Finding("copies by a writer process", f"not without privileges (ptrace_scope={here})", advice)
 
 
 def _package(package: str, extra: str) -> tuple[str, str]:

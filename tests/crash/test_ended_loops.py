@@ -21,7 +21,6 @@ from _look import attempts_in, descriptors
 from _operations import Intercept, Operation, exists
 from _seeded import blank_state, make_state, same
 from _stepping import in_pools
-from torch.distributed.checkpoint import DefaultSavePlanner
 
 import sidestream
 from sidestream import errors
@@ -94,10 +93,6 @@ async def plain(url: Path) -> sidestream.PendingSave:
     return sidestream.async_save(make_state(2), url)
 
 
-async def planned(url: Path) -> sidestream.PendingSave:
-    return sidestream.async_save(make_state(2), url, options=sidestream.SaveOptions(planner=DefaultSavePlanner()))
-
-
 async def by_process(url: Path) -> sidestream.PendingSave:
     return sidestream.async_save(make_state(2), url, options=sidestream.SaveOptions(writer="process"))
 
@@ -110,7 +105,7 @@ async def in_a_task_of_its_own(url: Path) -> sidestream.PendingSave:
     return pending
 
 
-@pytest.mark.parametrize("begin", [plain, in_a_task_of_its_own, planned, by_process])
+@pytest.mark.parametrize("begin", [plain, in_a_task_of_its_own, by_process])
 def test_closed_under_saves(
     begin: Callable[[Path], Coroutine[Any, Any, sidestream.PendingSave]],
     tmp_path: Path,

@@ -296,7 +296,7 @@ class _Program:
     def __init__(self, random_: random.Random, driver: str, folder: Path) -> None:
         self.random = random_
         self.folder = folder
-        self.mode: Any = random_.choice(["lazy", "eager", "hybrid"])
+        self.mode: Any = random_.choice(["lazy", "eager"])
         self.generic = driver == "torch" or (driver == "any" and random_.random() < 0.3)
         count = min(random_.choice([1, 1, 2]), torch.cuda.device_count())
         self.cuda = [f"cuda:{index}" for index in random_.sample(range(torch.cuda.device_count()), count)]

@@ -33,7 +33,7 @@ cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA r
 if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
     pytest.skip("needs the simulated CUDA runtime", allow_module_level=True)
 
-MODES: tuple[StageMode, ...] = ("lazy", "eager", "hybrid")
+MODES: tuple[StageMode, ...] = ("lazy", "eager")
 BUDGET_BYTES = 1 << 28
 LARGE = 1 << 20  # elements: 4 MiB of float32, beyond what is coalesced
 BOUND_S = 60.0  # against a hang, on a busy machine
@@ -208,7 +208,7 @@ async def says_so(call: Callable[[], Any], text: str = "CUDA error: ") -> bool:
     return False
 
 
-@pytest.mark.parametrize(("mode", "code"), [("lazy", 700), ("eager", 719), ("hybrid", 214)])
+@pytest.mark.parametrize(("mode", "code"), [("lazy", 700), ("eager", 719), ("lazy", 214)])
 def test_the_device_fails_at_each_copy(
     mode: StageMode, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

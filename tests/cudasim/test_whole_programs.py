@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*assuming the intent is to (save|load) in a single process.*:UserWarning"
 )
 
-MODES: tuple[StageMode, ...] = ("lazy", "eager", "hybrid")
+MODES: tuple[StageMode, ...] = ("lazy", "eager")
 SEED = int(os.environ.get("CUDASIM_SEED", "0"))
 BOUND_S = 120.0  # against a hang
 
@@ -189,7 +189,7 @@ def test_a_training_is_resumed_to_equal_numbers(mode: StageMode, tmp_path: Path)
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("kind", ["lazy", "eager", "hybrid", "blocking"])
+@pytest.mark.parametrize("kind", ["lazy", "eager", "blocking"])
 def test_dcp_calls_with_our_stagers(kind: Any, tmp_path: Path) -> None:
     stager: Any = (
         BlockingAsyncStager(budget_bytes=1 << 27)

@@ -125,7 +125,7 @@ def test_every_dtype_layout_and_shape(kind: Kind, tmp_path: Path) -> None:
 
 @every_kind
 def test_tensors_beyond_a_window_and_a_group(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sidestream._save.planner import items as outgoing
+    from sidestream.dcp import items as outgoing
 
     monkeypatch.setattr(outgoing, "_GROUP_BYTES", 16 << 20)
     monkeypatch.setattr(outgoing, "_BUDGET_BYTES", 8 << 20)
@@ -577,7 +577,7 @@ async def test_zstd(kind: Kind, tmp_path: Path) -> None:
 def test_sizes_that_nobody_knows_beforehand_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.checkpoint._extension import ZStandard
 
-    from sidestream._save.planner import items as outgoing
+    from sidestream.dcp import items as outgoing
 
     monkeypatch.setattr(outgoing, "_VALUES_BYTES", 10_000)
     state = {f"t{number}": torch.randn(2_000) for number in range(6)} | {"n": 1}

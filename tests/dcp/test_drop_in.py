@@ -11,20 +11,16 @@ import io
 import pickle
 import warnings
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from _dcp_kinds import FILE, OURS, JsonPlanner
-from states import assert_same
+from _dcp_kinds import FILE, OURS
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension, ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
     DefaultSavePlanner,
-    _EmptyStateDictLoadPlanner,
 )
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
@@ -58,17 +54,11 @@ def check_stream(found: Any, content: bytes = CONTENT, position: int = 7) -> Non
 
 SAVERS = {
     "sidestream": lambda state, path: sidestream.save(state, path),
-    "planner": lambda state, path: sidestream.save(
-        state, path, options=sidestream.SaveOptions(planner=DefaultSavePlanner())
-    ),
     "StorageWriter": lambda state, path: asyncio.to_thread(OURS.save, state, path),
     "stock": lambda state, path: asyncio.to_thread(FILE.save, state, path),
 }
 LOADERS = {
     "sidestream": lambda state, path: sidestream.load(state, path),
-    "planner": lambda state, path: sidestream.load(
-        state, path, options=sidestream.LoadOptions(planner=DefaultLoadPlanner())
-    ),
     "StorageReader": lambda state, path: asyncio.to_thread(OURS.load, state, path),
     "stock": lambda state, path: asyncio.to_thread(FILE.load, state, path),
 }
@@ -196,17 +186,6 @@ def test_the_writer_says_it_once_for_each_name(tmp_path: Path) -> None:
 def test_values_that_went_through_an_extension_are_named_too(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"p \(.*PosixPath"):
         OURS.save({"p": Path("x")}, tmp_path / "c", extensions=[ZStandard()])
-
-
-async def test_a_save_with_a_planner_says_it_too(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"p \(.*PosixPath.*safe_globals=\[\.\.\.\] with the types"):
-        await sidestream.save(
-            {"p": Path("x"), "w": torch.ones(2)},
-            tmp_path / "c",
-            options=sidestream.SaveOptions(planner=DefaultSavePlanner()),
-        )
-    # Only this planner knows the format of its bytes, so there is no warning.
-    await sidestream.save({"n": 1}, tmp_path / "own", options=sidestream.SaveOptions(planner=JsonPlanner()))
 
 
 async def test_a_value_too_large_to_be_read(tmp_path: Path) -> None:
@@ -354,86 +333,6 @@ async def test_the_storage_meta_of_what_sidestream_saved(tmp_path: Path) -> None
     assert (meta.checkpoint_id, meta.save_id) == (str(tmp_path / "c"), info.save_id)
 
 
-# --- load planners that add keys -------------------------------------------------------------------------------------
-
-
-class Adds(DefaultLoadPlanner):
-    """A planner that requests one value more than the caller."""
-
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        state_dict["n"] = state_dict["none"] = None
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-
-
-class AddsLate(DefaultLoadPlanner):
-    """A planner that adds a key while it receives a value."""
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        super().load_bytes(read_item, value)
-        self.original_state_dict["late"] = 1
-
-
-STATE = {"w": torch.arange(4.0), "n": 3, "none": None, "deep": {"t": torch.ones(2), "list": [1, torch.zeros(1)]}}
-
-
-@pytest.mark.parametrize("saver", SAVERS)
-async def test_a_planner_that_loads_without_a_template(saver: str, tmp_path: Path) -> None:
-    await SAVERS[saver](STATE, tmp_path / "c")
-    everything: dict[str, Any] = {}
-    report = await sidestream.load(
-        everything, tmp_path / "c", options=sidestream.LoadOptions(planner=_EmptyStateDictLoadPlanner())
-    )
-    expected: dict[str, Any] = {}
-    dcp.state_dict_loader._load_state_dict(
-        expected, FILE.reader(str(tmp_path / "c")), no_dist=True, planner=_EmptyStateDictLoadPlanner()
-    )
-    assert_same(expected, everything)
-    assert (
-        set(report.loaded) == {"w", "n", "none", "deep.t", "deep.list.0", "deep.list.1"} or "deep.list" in report.loaded
-    )
-    some: dict[str, Any] = {}
-    await sidestream.load(
-        some, tmp_path / "c", options=sidestream.LoadOptions(planner=_EmptyStateDictLoadPlanner(keys={"deep"}))
-    )
-    assert_same({"deep": expected["deep"]}, some)
-
-
-def test_a_planner_that_adds_keys_without_a_loop(tmp_path: Path) -> None:
-    sidestream.blocking.save(STATE, tmp_path / "c")
-    target: dict[str, Any] = {"w": torch.zeros(4)}
-    sidestream.blocking.load(target, tmp_path / "c", options=sidestream.LoadOptions(planner=Adds()))
-    assert_same({"w": STATE["w"], "n": 3, "none": None}, target)
-    everything: dict[str, Any] = {}
-    sidestream.blocking.load(
-        everything, tmp_path / "c", options=sidestream.LoadOptions(planner=_EmptyStateDictLoadPlanner())
-    )
-    assert everything["n"] == 3
-
-
-async def test_a_planner_that_adds_keys_to_what_takes_none(tmp_path: Path) -> None:
-    await sidestream.save(STATE, tmp_path / "c")
-    weight = torch.zeros(4)
-    with pytest.raises(InvalidOptionError, match="Adds adds 'n', 'none' in the state, which is a mappingproxy"):
-        await sidestream.load(
-            MappingProxyType({"w": weight}), tmp_path / "c", options=sidestream.LoadOptions(planner=Adds())
-        )
-    assert not weight.any()
-    values = MappingProxyType({"deep": {"list": [0, torch.ones(1)]}})
-    with pytest.raises(InvalidOptionError, match="AddsLate adds 'late'"):
-        await sidestream.load(values, tmp_path / "c", options=sidestream.LoadOptions(planner=AddsLate()))
-
-
-async def test_a_value_for_a_state_that_cannot_be_changed(tmp_path: Path) -> None:
-    await sidestream.save(STATE, tmp_path / "c")
-    weight, options = torch.zeros(4), sidestream.LoadOptions(planner=DefaultLoadPlanner())
-    with pytest.raises(InvalidOptionError, match="DefaultLoadPlanner sets 'n' in the state, which is a mappingproxy"):
-        await sidestream.load(MappingProxyType({"w": weight, "n": 0}), tmp_path / "c", options=options)
-    assert not weight.any()
-    inside = {"t": torch.zeros(2), "list": [0, torch.ones(1)]}
-    await sidestream.load(MappingProxyType({"w": weight, "deep": inside}), tmp_path / "c", options=options)
-    assert_same({"w": STATE["w"], "deep": STATE["deep"]}, {"w": weight, "deep": inside})
-
-
 # --- attributes of tensors -------------------------------------------------------------------------------------------
 
 
@@ -493,8 +392,6 @@ async def test_a_planner_sees_the_attributes_of_the_staged_copy(tmp_path: Path) 
     expected = {"trained", "n"}
     written = await asyncio.to_thread(FILE.save, state, tmp_path / "stock", Thawed())
     assert set(written.state_dict_metadata) == expected
-    await sidestream.save(state, tmp_path / "ours", options=sidestream.SaveOptions(planner=Thawed()))
-    assert set(await sidestream.open_checkpoint(tmp_path / "ours")) == expected
     async with sidestream.AsyncStager() as stager:
         answer = dcp.async_save(
             state, storage_writer=StorageWriter(tmp_path / "inside"), planner=Thawed(), async_stager=stager

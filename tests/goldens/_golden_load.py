@@ -15,7 +15,6 @@ from _golden_checkpoints import CHECKPOINTS
 from _golden_states import blank, counted
 from _golden_table import Table
 from keywords import for_load
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import sidestream
 
@@ -32,11 +31,6 @@ class Picky:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise KeyError("not today")
-
-
-class FailingPlanner(DefaultLoadPlanner):
-    def create_local_plan(self) -> Any:
-        raise ArithmeticError("the plan is bad")
 
 
 def _flipped(at: float) -> Callable[[bytearray], None]:
@@ -94,8 +88,6 @@ async def load(table: Table) -> None:
         "trust": {"trust": True},
         "timeout_s": {"timeout_s": 0},
         "allow": {"safe_globals": [3]},
-        "planner": {"planner": 3},
-        "a planner that raises": {"planner": FailingPlanner()},
     }.items():
         await table.tries(f"option: {name}", lambda o=options: sidestream.load(template(), saved, **for_load(**o)))
     for url in ("s3://bucket", "nowhere://bucket/run", "", "/", "a\0b", "abc://abc.abc"):
@@ -116,7 +108,6 @@ async def load(table: Table) -> None:
         "good": {},
         "good, atomic": {"atomic": True},
         "good, unverified": {"verify": "manifest"},
-        "good, planner": {"planner": DefaultLoadPlanner()},
     }.items():
         await table.tries(name, lambda o=options: sidestream.load(template(), saved, **for_load(**o)))
     for name in ("parts", "stock", "stock-zstd", "stock-safetensors", "hf", "torch-save.pt", "run/step-2.g2"):

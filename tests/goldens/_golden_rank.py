@@ -22,8 +22,6 @@ import torch.distributed as dist
 from _golden_states import counted
 from _golden_table import Table
 from keywords import for_load
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -240,29 +238,16 @@ class Gate:
         raise TimeoutError(str(self._path))
 
 
-class GatedPlanner(DefaultSavePlanner):
-    """Waits in the middle of the write until the gate is open."""
+class GatedNames:
+    """``names=`` of a save that waits, while it is planned, until the gate is open."""
 
     def __init__(self, gate: Gate, began: Gate) -> None:
-        super().__init__()
         self._gate, self._began = gate, began
 
-    def resolve_data(self, write_item: Any) -> Any:
+    def __call__(self, fqn: str) -> str:
         self._began.open()
         self._gate.wait()
-        return super().resolve_data(write_item)
-
-
-class GatedStager(BlockingAsyncStager):
-    """A stager of the user that waits until the gate is open."""
-
-    def __init__(self, gate: Gate) -> None:
-        super().__init__()
-        self._gate = gate
-
-    def stage(self, state_dict: Any) -> Any:
-        self._gate.wait()
-        return super().stage(state_dict)
+        return fqn
 
 
 @contextmanager

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from _golden_load import DAMAGE
-from _golden_rank import Gate, GatedPlanner, Rank, altered, awaited, damaged, local, one_of, same
+from _golden_rank import Gate, GatedNames, Rank, altered, awaited, damaged, local, one_of, same
 from _golden_users import Custom
 from keywords import for_load, for_run, for_save
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.tensor import Shard
 
 import sidestream
@@ -28,13 +27,10 @@ async def load(rank: Rank) -> None:
     ways: dict[str, dict[str, Any]] = {
         "atomic": {"atomic": True},
         "unverified": {"verify": "manifest"},
-        "planner": {"planner": DefaultLoadPlanner()},
         "other verify": {"verify": one_of(rank, 1, "manifest", "always")},
         "other strict": {"allow_missing": one_of(rank, 1, True, ())},
         "atomic on rank 1": {"atomic": rank.number == 1},
         "other timeouts": {"timeout_s": 60.0 + rank.number},
-        "planner on rank 1": {"planner": one_of(rank, 1, DefaultLoadPlanner(), None)},
-        "planner on rank 0": {"planner": one_of(rank, 0, DefaultLoadPlanner(), None)},
         "a bad strict": {"strict": one_of(rank, 1, {"loosely"}, True)},
         "progress that raises": {"progress": one_of(rank, 1, _bad_progress, None)},
     }
@@ -144,8 +140,6 @@ async def run(rank: Rank) -> None:
             "bad metadata on rank 1": lambda: saved(3, metadata=one_of(rank, 1, {"a": torch.ones(1)}, None)),
             "other metadata": lambda: saved(3, metadata={"rank": rank.number}),
             "a value on rank 1": lambda: saved(4, bad),
-            "planner": lambda: saved(4, planner=DefaultSavePlanner()),
-            "planner on rank 1": lambda: saved(5, planner=one_of(rank, 1, DefaultSavePlanner(), None)),
             "steps": lambda: checkpoints.steps(),
             "latest": lambda: checkpoints.latest(),
             "metadata": lambda: checkpoints.read_metadata(3),
@@ -217,12 +211,12 @@ async def _one_step(rank: Rank, folder: Path, step: int, **options: Any) -> Any:
 
 
 async def run_overlapping(rank: Rank) -> None:
-    """A save while the only slot is taken: a planner of rank 1 holds the first one up."""
+    """A save while the only slot is taken: ``names=`` of rank 1 hold the first one up."""
     for policy in ("wait", "skip", "latest", "fail"):
         gate, began = Gate(rank, f"go-{policy}"), Gate(rank, f"began-{policy}")
-        planner = one_of(rank, 1, GatedPlanner(gate, began), DefaultSavePlanner())
+        names = one_of(rank, 1, GatedNames(gate, began), None)
         async with sidestream.Checkpointer(rank.folder / policy, when_full=policy, slots=1) as checkpoints:
-            first = await checkpoints.async_save(rank.state(), step=1, options=sidestream.SaveOptions(planner=planner))
+            first = await checkpoints.async_save(rank.state(), step=1, options=sidestream.SaveOptions(names=names))
             await asyncio.to_thread(began.wait)
             if policy == "wait":
                 await rank.together()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from _golden_rank import Gate, Rank, tree
-from _golden_users import Holder, Lethal, LethalPlanner
+from _golden_users import DIED, Holder, Lethal
 from keywords import for_load, for_run, for_save
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sidestream
 import sidestream.blocking
+from sidestream import events
 
 
 async def _until_all_have_tried(rank: Rank) -> None:
@@ -77,10 +78,13 @@ def save_dying(rank: Rank, here: bool) -> Any:
 
 
 def write_dying(rank: Rank, here: bool) -> Any:
-    planner = LethalPlanner() if here else DefaultSavePlanner()
-    return sidestream.save(
-        rank.state(), rank.folder / "bad", options=sidestream.SaveOptions(planner=planner, timeout_s=60.0)
-    )
+    def die(event: events.Event) -> None:
+        if isinstance(event, events.SavePlanned):
+            os._exit(DIED)
+
+    if here:
+        events.observe(die).__enter__()
+    return sidestream.save(rank.state(), rank.folder / "bad", options=sidestream.SaveOptions(timeout_s=60.0))
 
 
 def load_dying(rank: Rank, here: bool) -> Any:

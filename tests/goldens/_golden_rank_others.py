@@ -1,4 +1,4 @@
-"""What each rank of a group does: parts, ``sidestream.blocking``, ``sidestream.dcp`` and object stores."""
+"""What each rank of a group does: ``sidestream.blocking``, ``sidestream.dcp`` and object stores."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from _golden_rank import Rank, altered, damaged, local, one_of, short_files
-from _golden_save import _described
-from _golden_states import counted
 from _golden_users import Custom, Holder, failing
 from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -20,38 +18,7 @@ from torch.distributed.tensor import Shard
 
 import sidestream
 import sidestream.blocking
-from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
-
-
-async def apart(rank: Rank) -> None:
-    folder = rank.folder
-
-    def saved(name: str, save_id: str, **options: Any) -> Any:
-        one = IndependentPart(rank=rank.number, world_size=2, save_id=save_id)
-        return async_save_part({f"layer{rank.number}": counted(2, 3), "n": 1}, folder / name, one, **options)
-
-    await rank.tries("save", lambda: saved("c", "step 5"))
-    await rank.tries("the same part again", lambda: saved("c", "step 5"))
-    await rank.tries("another save there", lambda: saved("c", "step 6"))
-    target = {f"layer{rank.number}": torch.zeros(2, 3), "n": 0}
-    await rank.tries("load", lambda: sidestream.load(target, folder / "c"))
-    if rank.number == 1:
-        await rank.tries_alone("one part", lambda: saved("half", "step 7"))
-    await rank.together()
-    one = {"layer1": torch.zeros(2, 3)}
-    await rank.tries("load one part", lambda: sidestream.load(one, folder / "half"), free="ranks")
-    for number in range(2):
-        if rank.number == number:
-            await rank.tries_alone("other saves", lambda: saved("mixed", f"step {rank.number}"))
-        await rank.together()
-    await rank.tries("load other saves", lambda: sidestream.load({"n": 0}, folder / "mixed"), free="ranks")
-    await rank.tries("planner", lambda: saved("planner", "step 8", planner=DefaultSavePlanner()))
-    bad = failing(DefaultSavePlanner, "resolve_data")
-    await rank.tries("a planner that raises", lambda: saved("bad", "step 9", planner=bad))
-    await rank.tries("writer process", lambda: saved("bad", "step 10", writer="process"))
-    if rank.number == 0:
-        for path in sorted((folder / "c").iterdir()):
-            rank.table.entries[f"c, {path.name}"] = _described(path, planned=True)
+from sidestream.dcp import StorageReader, StorageWriter
 
 
 async def blocking(rank: Rank) -> None:
@@ -158,7 +125,6 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
         policy = sidestream.StorePolicy(engine="obstore", retries=1)
         keywords: dict[str, Any] = {"storage": sidestream.Storage(rank.options["storage_options"], policy=policy)}
         bad = rank.state() | one_of(rank, 1, {"a": Custom()}, {})
-        raising = one_of(rank, 1, failing(DefaultSavePlanner, "resolve_data"), DefaultSavePlanner())
         if kind == "save":
             await rank.tries("call", lambda: sidestream.save(rank.state(), f"{url}/c", **for_save(**keywords)))
         elif kind == "load":
@@ -166,17 +132,6 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
             await rank.tries("call", lambda: sidestream.load(rank.blank(), f"{url}/c", **for_load(**keywords)))
         elif kind == "a value":
             await rank.tries("call", lambda: sidestream.save(bad, f"{url}/c", **for_save(**keywords)))
-        elif kind == "planner":
-            planner = DefaultSavePlanner()
-            await rank.tries(
-                "call",
-                lambda: sidestream.save(rank.state(), f"{url}/c", **for_save(planner=planner, **keywords)),
-            )
-        elif kind == "a planner that raises":
-            await rank.tries(
-                "call",
-                lambda: sidestream.save(rank.state(), f"{url}/c", **for_save(planner=raising, **keywords)),
-            )
         elif kind == "a run":
             async with sidestream.Checkpointer(f"{url}/run", **for_run(**keywords)) as checkpoints:
                 for step in (1, 2):

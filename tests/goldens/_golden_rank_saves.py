@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from _golden_rank import (
     Gate,
-    GatedPlanner,
+    GatedNames,
     Rank,
     awaited,
     loaded,
@@ -24,14 +24,8 @@ from _golden_users import (
     Custom,
     Holder,
     Refusing,
-    RefusingStager,
-    TracedLoad,
-    TracedSave,
-    failing,
 )
 from keywords import for_save
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import Shard
 
 import sidestream
@@ -47,8 +41,6 @@ async def save(rank: Rank) -> None:
         "metadata and digest": {"metadata": {"loss": 0.5}, "digest": "blake3"},
         "flush": {"durability": "flush"},
         "streaming": {"streaming": True},
-        "planner": {"planner": DefaultSavePlanner()},
-        "stager of torch": {"stager": BlockingAsyncStager()},
         "other timeouts": {"timeout_s": 60.0 + rank.number, "rank_wait_s": 60.0 - rank.number},
         "other metadata": {"metadata": {"rank": rank.number}},
     }
@@ -71,9 +63,9 @@ async def save(rank: Rank) -> None:
     await rank.tries("one key, other contents", lambda: sidestream.save(values, folder / "values"))
     await rank.together()
     if rank.number == 0:
-        for name in ("first", "second", "metadata and digest", "planner"):
+        for name in ("first", "second", "metadata and digest"):
             for path in sorted((folder / name).iterdir()):
-                described = _described(path, planned=name == "planner")
+                described = _described(path)
                 rank.table.entries[f"{name}, {rank.table.text(path.name)}"] = described
         rank._write()
 
@@ -120,12 +112,8 @@ async def save_refused(rank: Rank) -> None:
     options: dict[str, dict[str, Any]] = {
         "durability": {"durability": other("flush", "fsync")},
         "digest": {"digest": other("blake3", None)},
-        "planner": {"planner": other(DefaultSavePlanner(), None)},
-        "planner on rank 0": {"planner": other(DefaultSavePlanner(), None, 0)},
         "bad metadata": {"metadata": other({"loss": torch.tensor(1.0)}, None)},
         "a bad stager": {"stager": other(3, None)},
-        "a stager that raises": {"stager": other(RefusingStager(), BlockingAsyncStager())},
-        "a stager with streaming=True": other({"streaming": True, "stager": BlockingAsyncStager()}, {}),
     }
     for name, option in options.items():
         await rank.tries(f"option: {name}", lambda o=option: sidestream.save(good, folder / "bad", **for_save(**o)))
@@ -164,44 +152,8 @@ async def _save_short(rank: Rank, url: Path, number: int) -> Any:
         return await sidestream.save(large, url)
 
 
-async def save_planned(rank: Rank) -> None:
-    """``planner=``, and in which threads its methods are called."""
-    folder = rank.folder
-    planner = TracedSave()
-    await rank.tries(
-        "good", lambda: sidestream.save(rank.state(), folder / "good", options=sidestream.SaveOptions(planner=planner))
-    )
-    rank.note("save, threads", sorted(planner.threads))
-    loader = TracedLoad()
-    await rank.tries("load", lambda: loaded(rank, folder / "good", rank.state(), planner=loader))
-    rank.note("load, threads", sorted(loader.threads))
-    for step in ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"):
-        bad = one_of(rank, int(step != "create_global_plan"), failing(DefaultSavePlanner, step), DefaultSavePlanner())
-        await rank.tries(
-            f"save: {step} raises",
-            lambda p=bad: sidestream.save(rank.state(), folder / "bad", options=sidestream.SaveOptions(planner=p)),
-        )
-    for step in ("create_local_plan", "create_global_plan", "finish_plan", "load_bytes", "resolve_tensor"):
-        bad = one_of(rank, int(step != "create_global_plan"), failing(DefaultLoadPlanner, step), DefaultLoadPlanner())
-        await rank.tries(
-            f"load: {step} raises",
-            lambda p=bad: sidestream.load(rank.own(), folder / "good", options=sidestream.LoadOptions(planner=p)),
-        )
-    value = rank.state() | one_of(rank, 1, {"a": Custom()}, {})
-    await rank.tries(
-        "save: a value",
-        lambda: sidestream.save(value, folder / "bad", options=sidestream.SaveOptions(planner=DefaultSavePlanner())),
-    )
-    await rank.tries(
-        "save: the target is there",
-        lambda: sidestream.save(
-            rank.state(), folder / "good", options=sidestream.SaveOptions(planner=DefaultSavePlanner())
-        ),
-    )
-
-
 async def cancelled(rank: Rank) -> None:
-    """One rank cancels: at once, in the middle of the write of another rank, and by its own task."""
+    """One rank cancels: at once, while another rank plans, and by its own task."""
     folder = rank.folder
     for number in range(2):
         pending = None
@@ -218,11 +170,11 @@ async def cancelled(rank: Rank) -> None:
         rank.note(f"at once, by rank {number}, outcome", pending.outcome)
     for number in range(2):
         began, gate = Gate(rank, f"began-{number}"), Gate(rank, f"cancelled-{number}")
-        planner = one_of(rank, 1 - number, GatedPlanner(gate, began), DefaultSavePlanner())
+        names = one_of(rank, 1 - number, GatedNames(gate, began), None)
 
-        async def call(number: int = number, planner: Any = planner, began: Gate = began, gate: Gate = gate) -> Any:
+        async def call(number: int = number, names: Any = names, began: Gate = began, gate: Gate = gate) -> Any:
             task = asyncio.ensure_future(
-                sidestream.save(rank.state(), folder / "bad", options=sidestream.SaveOptions(planner=planner))
+                sidestream.save(rank.state(), folder / "bad", options=sidestream.SaveOptions(names=names))
             )
             if rank.number == number:
                 await asyncio.to_thread(began.wait)
@@ -232,7 +184,7 @@ async def cancelled(rank: Rank) -> None:
                 gate.open()
             return await task
 
-        await rank.tries(f"while rank {1 - number} writes, by rank {number}", call, free="step")
+        await rank.tries(f"while rank {1 - number} plans, by rank {number}", call, free="step")
     await rank.tries("after that", lambda: sidestream.save(rank.state(), folder / "after"))
 
 

@@ -10,7 +10,6 @@ import enum
 import gc
 import hashlib
 import io
-import pickle
 import shutil
 import weakref
 from collections import deque
@@ -22,14 +21,11 @@ import numpy as np
 import torch
 from _golden_states import blocks, counted, small, tensors, training
 from _golden_table import Table, fixed
-from _golden_users import EmptyStager, Holder, RefusingStager, TracedSave, TracedStager, failing
+from _golden_users import Holder
 from keywords import for_save
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 
 import sidestream
 import sidestream.blocking
-from sidestream.dcp import IndependentPart, async_save_part
 
 SMALL = small()
 
@@ -57,11 +53,6 @@ class Refusing:
 class NoMapping(Refusing):
     def state_dict(self) -> Any:
         return [1]
-
-
-class FailingPlanner(DefaultSavePlanner):
-    def create_local_plan(self) -> Any:
-        raise ArithmeticError("the plan is bad")
 
 
 def looped() -> dict[str, Any]:
@@ -115,12 +106,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "saver": {"writer": "fork"},
     "metadata with a tensor": {"metadata": {"loss": torch.tensor(1.0)}},
     "metadata that is a list": {"metadata": [1]},
-    "planner": {"planner": 3},
     "process_group": {"process_group": "all"},
     "storage": {"storage": {"retries": 1}},
     "storage and storage_options": {"storage": sidestream.Storage(), "storage_options": {"key": "a"}},
     "storage_options": {"storage_options": {"key": "a"}},
-    "a planner that raises": {"planner": FailingPlanner()},
 }
 URLS = ("s3://bucket", "nowhere://bucket/run", "", "/", "a\0b", "https://example.org/c", "abc://abc.abc")
 
@@ -132,7 +121,6 @@ async def save(table: Table) -> None:
         await asyncio.to_thread(shutil.rmtree, folder / "deep" / "c", ignore_errors=True)  # the next state is saved too
     for name, options in OPTIONS.items():
         await table.tries(f"option: {name}", lambda o=options: sidestream.save(SMALL, folder / "c", **for_save(**o)))
-    await table.tries("option: apart", lambda: async_save_part(SMALL, folder / "c", 3))  # type: ignore[arg-type]
     for url in URLS:
         await table.tries(f"url: {url!r}", lambda url=url: sidestream.save(SMALL, url))
     table.note("left behind by all of these", sorted(path.name for path in folder.iterdir()))
@@ -145,19 +133,9 @@ async def save(table: Table) -> None:
         "good, streaming": {"streaming": True},
         "good, metadata": {"metadata": {"loss": 0.5}},
         "good, digest": {"digest": "blake3"},
-        "good, planner": {"planner": DefaultSavePlanner()},
         "good, writer process": {"writer": "process"},
     }.items():
         await table.tries(name, lambda n=name, o=options: sidestream.save(SMALL, folder / n, **for_save(**o)))
-    for name in ("good, part", "same part again"):
-        part = IndependentPart(rank=0, world_size=1, save_id="a")
-        await table.tries(name, lambda p=part: async_save_part(SMALL, folder / "good, part", p))
-    for name, make in {
-        "rank": lambda: IndependentPart(rank=2, world_size=2, save_id="a"),
-        "world_size": lambda: IndependentPart(rank=0, world_size=0, save_id="a"),
-        "save_id": lambda: IndependentPart(rank=0, world_size=1, save_id=""),
-    }.items():
-        await table.tries(f"IndependentPart: {name}", make)
     for name, options in {
         "nice": {"nice": -1},
         "io_priority": {"io_priority": "high"},
@@ -214,23 +192,11 @@ async def _awaited(pending: Any) -> Any:
 
 async def _users_code(table: Table) -> None:
     """What a save calls of its user's code, and in which thread."""
-    holder, planner, stager = Holder(1.0), TracedSave(), TracedStager()
+    holder = Holder(1.0)
     await sidestream.save({"o": holder, "deep": [{"o": holder}]}, table.folder / "users")
-    await sidestream.save(SMALL, table.folder / "users, planner", options=sidestream.SaveOptions(planner=planner))
-    await sidestream.save(SMALL, table.folder / "users, stager", stager=stager)
     held = Holder(1.0)
     await asyncio.to_thread(sidestream.blocking.save, {"o": held}, table.folder / "users, blocking")
-    told = {"object": holder.threads, "planner": sorted(planner.threads), "stager": stager.threads}
-    table.note("threads of user code", told | {"blocking, made in another thread": held.threads})
-    for name, refusing in {"a stager that raises": RefusingStager(), "a stager of nothing": EmptyStager()}.items():
-        await table.tries(name, lambda s=refusing: sidestream.save(SMALL, table.folder / "bad", stager=s))
-    for step in ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"):
-        bad = failing(DefaultSavePlanner, step)
-        await table.tries(
-            f"planner: {step} raises",
-            lambda b=bad: sidestream.save(SMALL, table.folder / "bad", options=sidestream.SaveOptions(planner=b)),
-        )
-    table.note("left behind by user code that raises", (table.folder / "bad").exists())
+    table.note("threads of user code", {"object": holder.threads, "blocking, made in another thread": held.threads})
 
 
 async def _ends(table: Table) -> None:
@@ -314,10 +280,13 @@ async def staging(table: Table) -> None:
     await table.tries("save with a closed stager", lambda: sidestream.save(SMALL, table.folder / "c", stager=stager))
 
 
+async def _gone() -> None:
+    """Have the number of a scenario that was removed, so that the identifiers of those after it stay as recorded."""
+
+
 async def files(table: Table) -> None:
     """The bytes that a save writes: names, sizes and contents of all files, the manifest in clear."""
     folder = table.folder
-    part = IndependentPart(rank=1, world_size=2, save_id="step 5")
     calls: tuple[Callable[[], Awaitable[Any]], ...] = (
         lambda: sidestream.save(SMALL, folder / "small"),
         lambda: sidestream.save(SMALL, folder / "metadata", metadata={"loss": 0.25, "tags": ["a"]}),
@@ -328,10 +297,8 @@ async def files(table: Table) -> None:
         lambda: sidestream.save(tensors(), folder / "tensors"),
         lambda: sidestream.save(training(), folder / "training"),
         lambda: sidestream.save({"a": counted(5), "values": {"n": 1}}, folder / "values"),
-        lambda: sidestream.save(
-            SMALL, folder / "planner", options=sidestream.SaveOptions(planner=DefaultSavePlanner())
-        ),
-        lambda: async_save_part(SMALL, folder / "part", part),
+        _gone,
+        _gone,
         lambda: _step(folder / "run", {"loss": 1.5}),
         lambda: _step(folder / "run", None),
         lambda: sidestream.convert(folder / "small", folder / "converted"),
@@ -345,8 +312,7 @@ async def files(table: Table) -> None:
     shutil.rmtree(folder / "run" / ".leases", ignore_errors=True)
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            planned = path.parent.name in ("planner", "part")
-            table.entries[str(path.relative_to(folder))] = _described(path, planned=planned)
+            table.entries[str(path.relative_to(folder))] = _described(path)
 
 
 async def _step(run: Path, metadata: dict[str, Any] | None) -> None:
@@ -354,22 +320,9 @@ async def _step(run: Path, metadata: dict[str, Any] | None) -> None:
         await checkpoints.save(SMALL, step=3, metadata=metadata)
 
 
-def _described(path: Path, *, planned: bool) -> dict[str, Any]:
+def _described(path: Path) -> dict[str, Any]:
     raw = path.read_bytes()
     told: dict[str, Any] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    if path.name.endswith("metadata") and planned:  # of torch's planner: a pickle whose bytes depend on the process
-        told = {"holds": _metadata(raw)}
     if path.name.startswith("manifest-") or path.name.endswith(".manifest"):
         told = {"lines": raw.decode().splitlines()}
     return told
-
-
-def _metadata(raw: bytes) -> Any:
-    metadata = pickle.loads(raw)
-    assert isinstance(metadata, Metadata)
-    stored = metadata.storage_data or {}
-    return {
-        "names": sorted(metadata.state_dict_metadata),
-        "stored": sorted(f"{key.fqn} {info.relative_path} {info.offset} {info.length}" for key, info in stored.items()),
-        "paths": sorted(f"{key} {path}" for key, path in (metadata.planner_data or {}).items()),
-    }

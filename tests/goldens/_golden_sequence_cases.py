@@ -17,12 +17,10 @@ from _golden_calls import Fault
 from _golden_checkpoints import CHECKPOINTS, COLUMNS, ROWS
 from _golden_states import blank, plain, small, tensors
 from keywords import for_save
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 from sidestream import KeepLast
-from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
+from sidestream.dcp import StorageReader, StorageWriter
 
 
 async def nothing(root: Path) -> None: ...
@@ -66,12 +64,6 @@ async def _generation(root: Path) -> Any:
 async def _restore(root: Path) -> Any:
     async with sidestream.Checkpointer(root / "run") as checkpoints:
         return await checkpoints.restore(blank(small()))
-
-
-async def _parts(root: Path) -> None:
-    for rank in (1, 0):
-        one = IndependentPart(rank=rank, world_size=2, save_id="step 5")
-        await async_save_part({f"layer{rank}": ROWS, "n": 1}, root / "c", one)
 
 
 def _stock_save(root: Path, **options: Any) -> None:
@@ -168,11 +160,6 @@ def _faults() -> dict[str, Case]:
     }
 
 
-class _Raising(DefaultSavePlanner):
-    def resolve_data(self, write_item: Any) -> Any:
-        raise ArithmeticError("the data is bad")
-
-
 async def _second_step(root: Path) -> Any:
     async with sidestream.Checkpointer(root / "run") as checkpoints:
         return await checkpoints.save(small(), step=2)
@@ -181,14 +168,8 @@ async def _second_step(root: Path) -> Any:
 def _other_writers() -> dict[str, Case]:
     """What else writes, and fails in the middle: what does it leave behind?"""
     works: dict[str, tuple[Callable[[Path], Awaitable[Any]], Callable[[Path], Awaitable[None]]]] = {
-        "save, planner": (
-            lambda root: save(root, options=sidestream.SaveOptions(planner=DefaultSavePlanner())),
-            nothing,
-        ),
         "save, writer process": (lambda root: save(root, options=sidestream.SaveOptions(writer="process")), nothing),
         "save, streaming": (lambda root: save(root, options=sidestream.SaveOptions(streaming=True)), nothing),
-        "save, stager of torch": (lambda root: save(root, stager=BlockingAsyncStager()), nothing),
-        "save, parts": (_parts, nothing),
         "StorageWriter": (lambda root: _in_thread(_stock_save, root), nothing),
         "StorageWriter, overwrite": (lambda root: _in_thread(_stock_save, root, overwrite=True), saved),
         "Checkpointer": (_second_step, run_saved),
@@ -203,14 +184,13 @@ def _other_writers() -> dict[str, Case]:
     }
     renamed = {
         f"{name}, denied: renaming": Case(*works[name], Fault("rename", "partial", errno.EACCES))
-        for name in ("save, planner", "StorageWriter", "StorageWriter, overwrite", "Checkpointer", "copy")
+        for name in ("StorageWriter", "StorageWriter, overwrite", "Checkpointer", "copy")
     }
     cancelled = {
         f"{name}, cancelled: writing a shard": Case(
             lambda root, o=options: _cancelled(root, **o), fault=Fault("pwrite64", "__0_1", action="cancel")
         )
         for name, options in {
-            "save, planner": {"planner": DefaultSavePlanner()},
             "save, streaming": {"streaming": True},
         }.items()
     }
@@ -221,9 +201,6 @@ def _other_writers() -> dict[str, Case]:
         **cancelled,
         "save, writer process, it is killed: writing a shard": Case(
             lambda root: save(root, options=sidestream.SaveOptions(writer="process")), fault=killed
-        ),
-        "save, a planner that raises": Case(
-            lambda root: save(root, options=sidestream.SaveOptions(planner=_Raising()))
         ),
         "save, an object": Case(lambda root: sidestream.save(small() | {"a": object()}, root / "c")),
     }
@@ -257,8 +234,6 @@ CASES: dict[str, Case] = {
     "save, digest": Case(lambda root: save(root, options=sidestream.SaveOptions(digest="blake3"))),
     "save, every kind of tensor": Case(lambda root: sidestream.save(tensors(), root / "c")),
     "save, writer process": Case(lambda root: save(root, options=sidestream.SaveOptions(writer="process"))),
-    "save, planner": Case(lambda root: save(root, options=sidestream.SaveOptions(planner=DefaultSavePlanner()))),
-    "save, parts": Case(_parts),
     "save, the target is there": Case(save, saved),
     "save, ranks": Case(_ranks),
     "StorageWriter": Case(lambda root: _in_thread(_stock_save, root)),

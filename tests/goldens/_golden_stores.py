@@ -18,11 +18,10 @@ from _places import Place, s3_place
 from _s3_server import Fault, Request, S3Server, serving
 from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 from sidestream import KeepLast
-from sidestream.dcp import IndependentPart, StorageWriter, async_save_part
+from sidestream.dcp import StorageWriter
 
 LARGE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
 SMALL = {"w": counted(3, 4), "step": 7}
@@ -179,19 +178,16 @@ class _Raising(DefaultSavePlanner):
 async def _other_writers(stores: Stores) -> None:
     """The same storage, by the other ways to save."""
     ways: dict[str, dict[str, Any]] = {
-        "planner": {"planner": DefaultSavePlanner()},
-        "a planner that raises": {"planner": _Raising()},
-        "part": {"part": _PART},
         "streaming": {"streaming": True},
-        "stager of torch": {"stager": BlockingAsyncStager()},
         "metadata and digest": {"metadata": {"loss": 0.5}, "digest": "blake3"},
     }
     if stores.engine == "obstore":
         ways["writer process"] = {"writer": "process"}
     for name, options in ways.items():
         place = stores.fresh()
-        await stores.tries(f"save, {name}", lambda p=place, o=options: _save(p.url(), **p.keywords, **o))
-    await stores.tries("save, part, a second time", lambda p=place: _two_parts(p))
+        await stores.tries(
+            f"save, {name}", lambda p=place, o=options: sidestream.save(SMALL, p.url(), **for_save(**p.keywords, **o))
+        )
     place = stores.fresh()
     await stores.tries("StorageWriter", lambda: _in_dcp(place))
     await stores.tries("StorageWriter, the target is there", lambda: _in_dcp(place))
@@ -202,20 +198,6 @@ async def _other_writers(stores: Stores) -> None:
     await stores.tries("StorageWriter, 500 at every create", lambda: _in_dcp(failing))
     place = stores.fresh()
     await stores.tries("Checkpointer, a save that fails", lambda: _run_save(place, 1, {"a": object()}))
-
-
-_PART = IndependentPart(rank=0, world_size=1, save_id="step 5")
-
-
-async def _save(url: str, *, part: IndependentPart | None = None, **options: Any) -> sidestream.SaveInfo:
-    if part is None:
-        return await sidestream.save(SMALL, url, **for_save(**options))
-    return await async_save_part(SMALL, url, part, **options)
-
-
-async def _two_parts(place: Place) -> None:
-    for _ in range(2):
-        await _save(place.url("parts"), part=_PART, **place.keywords)
 
 
 async def _in_dcp(place: Place, name: str = "ckpt", planner: Any = None, **options: Any) -> None:

@@ -1,5 +1,5 @@
-"""Code as users write it: objects with a state, planners and stagers. They fail, end the process, or note in which
-thread they are called."""
+"""Code as users write it: objects with a state, and planners for DCP's calls. They fail, end the process, or note the
+thread in which they are called."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import threading
 from typing import Any
 
 from _golden_states import counted
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 DIED = 7
 """The exit status of a process that ends in a call."""
@@ -71,52 +69,3 @@ def failing(base: type, step: str) -> Any:
         raise ArithmeticError(f"nothing in {step}")
 
     return type("Failing", (base,), {step: fail})()
-
-
-class LethalPlanner(DefaultSavePlanner):
-    """Ends the process when the data is asked for, in the middle of the write."""
-
-    def resolve_data(self, write_item: Any) -> Any:
-        os._exit(DIED)
-
-
-class Traced:
-    """Mixed into a planner: which of its methods ran in the thread that made it, and which in another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made_in = threading.get_ident()
-        self.threads: set[str] = set()
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.endswith(("_plan", "_planner", "_data", "_bytes", "_tensor")) and not name.startswith("_"):
-            where = "the same" if threading.get_ident() == self.made_in else "another"
-            self.threads.add(f"{name}: {where} thread")
-        return super().__getattribute__(name)
-
-
-class TracedSave(Traced, DefaultSavePlanner): ...
-
-
-class TracedLoad(Traced, DefaultLoadPlanner): ...
-
-
-class RefusingStager(BlockingAsyncStager):
-    def stage(self, state_dict: Any) -> Any:
-        raise ArithmeticError("the stage is bad")
-
-
-class TracedStager(BlockingAsyncStager):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made_in = threading.get_ident()
-        self.threads: list[str] = []
-
-    def stage(self, state_dict: Any) -> Any:
-        self.threads.append(f"stage: {'the same' if threading.get_ident() == self.made_in else 'another'} thread")
-        return super().stage(state_dict)
-
-
-class EmptyStager(BlockingAsyncStager):
-    def stage(self, state_dict: Any) -> Any:
-        return None

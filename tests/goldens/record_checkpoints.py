@@ -28,13 +28,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _golden_checkpoints import COLUMNS, METADATA, ROWS, floats, foreign, part
+from _golden_checkpoints import COLUMNS, METADATA, ROWS, floats, foreign
 from _golden_composites import composites, two
 from _golden_states import blocks, small, tensors, training, values
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sidestream
-from sidestream.dcp import IndependentPart, StorageWriter, async_save_part
+from sidestream.dcp import StorageWriter
 
 HERE = Path(__file__).parent
 NOW = 1_790_000_000.0
@@ -54,7 +53,7 @@ def main(target: Path) -> None:
     with mock.patch.object(uuid, "uuid4", _id), mock.patch.object(time, "time", return_value=NOW):
         asyncio.run(native(target))
         foreign_ones(target)
-    for case in ("ranks", "ranks-planner", "ranks-storage-writer", "stock-ranks"):
+    for case in ("ranks", "ranks-storage-writer", "stock-ranks"):
         ranks(case, target)
     for lease in target.rglob(".leases"):
         shutil.rmtree(lease)
@@ -91,14 +90,11 @@ async def native(target: Path) -> None:
     private.unlink()
     await sidestream.save(small(), target / "writer-process", options=sidestream.SaveOptions(writer="process"))
     await sidestream.save({}, target / "empty")
-    await sidestream.save(small(), target / "planner", options=sidestream.SaveOptions(planner=DefaultSavePlanner()))
     await asyncio.to_thread(dcp.save, foreign(), storage_writer=StorageWriter(target / "storage-writer"), no_dist=True)
     async with sidestream.Checkpointer(target / "run") as checkpoints:
         await checkpoints.save(small(), step=1, metadata={"loss": 1.5})
         await checkpoints.save(small(1.0), step=2)
         await checkpoints.save(small(), step=2)
-    for rank in range(3):
-        await async_save_part(part(rank), target / "parts", IndependentPart(rank=rank, world_size=3, save_id="step 5"))
     await sidestream.copy(target / "metadata", target / "copied")
     converted = target / "converted"
     taken: dict[str, Any] = {"select": "model.*", "names": sidestream.strip_prefix("model.")}
@@ -182,10 +178,6 @@ def rank_main(case: str, target: Path, store: Path, rank: int) -> None:
     ):
         if case == "ranks":
             asyncio.run(sidestream.save(together, target / case))
-        elif case == "ranks-planner":
-            asyncio.run(
-                sidestream.save(together, target / case, options=sidestream.SaveOptions(planner=DefaultSavePlanner()))
-            )
         elif case == "composites":
             asyncio.run(sidestream.save({**composites(), "own": {f"rank{rank}": two(rank)}}, target / "ranks"))
         elif case == "ranks-storage-writer":

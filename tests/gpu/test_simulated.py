@@ -77,7 +77,7 @@ def check(what):
 
 
 async def main():
-    for mode in ("lazy", "eager", "hybrid"):
+    for mode in ("lazy", "eager"):
         stager = AsyncStager(mode=mode, **budget)
         await stager.prewarm(state)
         future = stager.stage(host)
@@ -117,7 +117,7 @@ async def main():
 
 
 asyncio.run(main())
-stager = AsyncStager(mode="hybrid", **budget)
+stager = AsyncStager(mode="eager", **budget)
 sidestream.blocking.save(host, folder / "c", stager=stager)
 sidestream.blocking.load(host, folder / "c")
 check("sidestream.blocking")

@@ -16,8 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _cases import TIMEOUT_S, run
 from keywords import for_load, for_run, for_save
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 import sidestream.blocking
@@ -103,21 +101,10 @@ def ordered(rank: int, world: int, directory: Path, way: str) -> list[list[str]]
     ways: dict[str, Callable[[], object]] = {
         "native": lambda: run(saved_and_loaded({}, {})),
         "atomic": lambda: run(saved_and_loaded({"streaming": True}, {"atomic": True})),
-        "planner": lambda: run(top_level(DefaultSavePlanner(), DefaultLoadPlanner())),
-        "stager": lambda: run(top_level(None, None, stager=BlockingAsyncStager())),
         "restore": lambda: run(restored()),
         "blocking": blocking,
         "dcp": in_dcp,
     }
-
-    async def top_level(save_planner: Any, load_planner: Any, **options: Any) -> None:
-        """DCP's planners, and foreign stagers, know objects at the top level only."""
-        for one in made:
-            one.inner = None
-        flat = {key: Collective(key, saving) for key, item in state.items() if isinstance(item, Collective)}
-        await sidestream.save(flat, url, **for_save(planner=save_planner, **limit, **options))
-        into = {key: item for key, item in target.items() if isinstance(item, Collective)}
-        await sidestream.load(into, url, **for_load(planner=load_planner, **limit))
 
     ways[way]()
     assert [one.loaded for one in made if one.name in ("10", "2", "b")] == ["10", "2", "b"]

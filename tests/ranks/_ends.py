@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from _cases import TIMEOUT_S, large, run, same
 from keywords import for_save
-from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream
@@ -47,36 +46,6 @@ def full_disk(rank: int, world: int, directory: Path, who: int, limit_bytes: int
         target = large(mesh, 9)
         await sidestream.load(target, directory / "after", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
         same(target, large(mesh, 2))
-
-    run(save())
-    return told
-
-
-def full_together(rank: int, world: int, directory: Path, shm: str) -> dict[str, Any]:
-    """What each rank writes fits, and what all of them write does not. Tensors of one element are expanded, so this
-    needs little memory; nothing is written."""
-    found = os.statvfs(shm)
-    free = found.f_bavail * found.f_frsize
-
-    def of(part: float) -> torch.Tensor:
-        return torch.zeros(()).expand(int(free * part) // 4)
-
-    told: dict[str, Any] = {"free": free, "failures": []}
-
-    async def save() -> None:
-        for number in range(2):  # the second plan is a remembered one
-            try:
-                await sidestream.save(
-                    {"replica": of(0.6), f"own{rank}": of(0.3), "n": 1},
-                    Path(shm) / "run" / str(number),
-                    options=sidestream.SaveOptions(streaming=True, timeout_s=TIMEOUT_S),
-                )
-            except sidestream.errors.RankFailuresError as failures:
-                told["failures"].append([[one.rank, one.kind, one.text] for one in failures.failures])
-        dist.barrier()
-        told["left"] = [path.name for path in Path(shm, "run").iterdir()]
-        dist.barrier()
-        await sidestream.save({f"own{rank}": torch.ones(3)}, Path(shm) / "small", options=SAVE)
 
     run(save())
     return told
@@ -115,13 +84,10 @@ def preempted(rank: int, world: int, directory: Path) -> list[Any]:
 
 
 def other_stagers(rank: int, world: int, directory: Path) -> list[str]:
-    """Through windows, by stagers of torch, and by one of ours that is snapshotting."""
+    """Through windows, by a stager that snapshots, and with a writer process."""
     mesh = init_device_mesh("cpu", (world,))
-    plain = StagingOptions(False, False, False, False)
     ways: dict[str, Any] = {
         "windows": lambda: {"streaming": True},
-        "torch blocking": lambda: {"stager": BlockingAsyncStager()},
-        "torch default": lambda: {"stager": DefaultStager(plain)},
         "snapshot": lambda: {"stager": sidestream.AsyncStager(mode="eager")},
         "process": lambda: {"writer": "process"},
     }

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from _cases import TIMEOUT_S, damage, die, large, run, same
 from keywords import for_load
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream
@@ -161,7 +160,7 @@ def replaced_while_read(
     return dict(run(work()))
 
 
-def seen_by_some(rank: int, world: int, directory: Path, who: int, planner: bool = False) -> dict[str, Any]:
+def seen_by_some(rank: int, world: int, directory: Path, who: int) -> dict[str, Any]:
     """Rank ``who`` opens the first checkpoint, all others the second one, which has taken its place."""
     race = Race(rank, world, directory)
 
@@ -174,7 +173,7 @@ def seen_by_some(rank: int, world: int, directory: Path, who: int, planner: bool
     async def work() -> dict[str, Any]:
         saved = await race.save()
         race.on_event = seen
-        return {"saved": saved, **await race.load(**for_load(**{"planner": DefaultLoadPlanner()} if planner else {}))}
+        return {"saved": saved, **await race.load()}
 
     return dict(run(work()))
 

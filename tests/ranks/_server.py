@@ -25,8 +25,8 @@ import _cases
 import _composites
 import _ends
 import _exports
+import _held
 import _latest
-import _planned
 import _replaced
 import torch
 import torch.distributed as dist
@@ -100,7 +100,7 @@ class Group:
 def find(case: str) -> Any:
     return next(
         getattr(module, case)
-        for module in (_cases, _composites, _ends, _exports, _planned, _latest, _calls, _replaced)
+        for module in (_cases, _composites, _ends, _exports, _held, _latest, _calls, _replaced)
         if hasattr(module, case)
     )
 

@@ -18,12 +18,12 @@ INNER = [f"{name}-inner" for name in [*TOP, "c", "a"]]
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("way", ["native", "atomic", "restore", "blocking", "dcp", "planner", "stager"])
+@pytest.mark.parametrize("way", ["native", "atomic", "restore", "blocking", "dcp"])
 def test_objects_are_asked_in_one_order(way: str, world: int, groups: Groups, tmp_path: Path) -> None:
     """A rank that is in another object's collective makes it raise, or hang."""
     ended = groups.run("ordered", world, tmp_path, way=way)
-    names = TOP if way in ("dcp", "planner", "stager") else [*ALL, *INNER]
-    top = TOP if way in ("dcp", "planner", "stager") else ALL
+    names = TOP if way == "dcp" else [*ALL, *INNER]
+    top = TOP if way == "dcp" else ALL
     saved, loaded = ended.results[0]
     called = [f"{name}.state_dict" for name in names]
     if way != "dcp":
@@ -85,10 +85,6 @@ def test_a_method_that_does_not_return(
     ended = waiting["stuck", method, who].wait()
     for rank, told in enumerate(ended.results):
         assert told["failures"] == [[who, step, "DeadlineExceededError"]], (rank, told)
-        about = [said for said in told["said"] if "has not returned" in said]
-        assert len(about) == (rank == who), told
-    (said,) = [one for one in ended.results[who]["said"] if "has not returned" in one]
-    assert said.startswith(f"rank {who} of 3: m.thing: stuck.<locals>.Stuck.{method}() has not returned for ")
 
 
 REMEDY = 'make this call on every rank, or pass process_group="alone" to {} in this process only'

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-import shutil
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,28 +22,6 @@ def test_a_disk_that_is_full_for_one_rank(limit_bytes: int, who: int, groups: Gr
         assert os.strerror(errno.EFBIG) in text, text
         assert (told["outcome"], told["visible"]) == ("absent", False)
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".group")) == ["after", "before"]
-
-
-def test_a_disk_that_is_too_small_for_all_ranks_together(groups: Groups, tmp_path: Path) -> None:
-    """Each rank's files fit; a replica is counted once. Nothing is written."""
-    if not os.path.ismount("/dev/shm"):
-        pytest.skip("there is no tmpfs at /dev/shm")
-    shm = Path("/dev/shm", f"sidestream-{uuid.uuid4().hex}")
-    shm.mkdir()
-    try:
-        for told in groups.run("full_together", 2, tmp_path, shm=str(shm)).results:
-            assert told["left"] == []
-            first, second = told["failures"]
-            for ((rank, kind, text),) in (first, second):
-                assert (rank, kind) == (0, "NoSpaceError")
-                needed, free = map(
-                    int, re.findall(r"(\d+) bytes are needed by ranks 0, 1 together, and (\d+) are", text)[0]
-                )
-                assert needed == pytest.approx(1.2 * told["free"], rel=1e-2)
-                assert free == pytest.approx(told["free"], rel=1e-1)
-        assert (shm / "small" / ".metadata").exists()
-    finally:
-        shutil.rmtree(shm)
 
 
 def test_ranks_that_are_told_to_end(groups: Groups, tmp_path: Path) -> None:

@@ -31,12 +31,9 @@ def test_a_rank_that_loses_its_files(others: str, world: int, who: int, groups: 
     loaded_new(results, opened=[[0, 1]] * world)
 
 
-@pytest.mark.parametrize("planner", [False, True], ids=["state", "planner"])
 @pytest.mark.parametrize(("world", "who"), [(2, 0), (2, 1), (4, 2)])
-def test_ranks_that_open_different_checkpoints(
-    planner: bool, world: int, who: int, groups: Groups, tmp_path: Path
-) -> None:
-    results = groups.run("seen_by_some", world, tmp_path, who=who, planner=planner).results
+def test_ranks_that_open_different_checkpoints(world: int, who: int, groups: Groups, tmp_path: Path) -> None:
+    results = groups.run("seen_by_some", world, tmp_path, who=who).results
     loaded_new(results, opened=[[0, 1] if rank == who else [1, 1] for rank in range(world)])
 
 

@@ -567,8 +567,6 @@ async def test_its_priorities(tmp_path: Path, children: Children) -> None:
     threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     assert all(os.sched_getaffinity(thread) == {one} for thread in threads)
     assert all(os.sched_getscheduler(thread) == os.SCHED_BATCH for thread in threads)
-    nice = [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads]
-    assert os.getpriority(os.PRIO_PROCESS, 0) in nice, "the trainer waits for copies, which are no nicer than it"
 
 
 TRAINER = """

@@ -29,7 +29,7 @@ from sidestream._format.marker import find_marker
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import Attempt, BytesBody, id_of, locate_run
 from sidestream._storage.names import attempt_name, name_with_id
-from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
+from sidestream.dcp import StorageReader, StorageWriter
 
 MARKER = sidestream.Storage(commit="marker")
 
@@ -102,8 +102,6 @@ async def test_nothing_is_preallocated(tmp_path: Path, monkeypatch: pytest.Monke
         await checkpoints.save(state(), step=1)
         async with checkpoints.reading(1):
             assert [*(tmp_path / "run" / ".leases").iterdir()]
-    part = IndependentPart(rank=0, world_size=1, save_id="0" * 32)
-    await async_save_part(state(), tmp_path / "parts", part, storage=MARKER)
     store, _ = locate_run(tmp_path / "other", MARKER)
     with time_limit(Deadline.after(60)):
         await store.put("step-1/signature", b"signed", durability="fsync")
@@ -118,12 +116,7 @@ async def test_a_process_writes(tmp_path: Path) -> None:
     assert {id_of(path.name) for path in (tmp_path / "a").iterdir()} == {info.save_id, None}
 
 
-async def test_planned_saves_and_calls_of_dcp(tmp_path: Path) -> None:
-    planner = dcp.DefaultSavePlanner()
-    await sidestream.save(
-        state(), tmp_path / "planned", storage=MARKER, options=sidestream.SaveOptions(planner=planner)
-    )
-    assert_same(await loaded(tmp_path / "planned"), state())
+async def test_calls_of_dcp(tmp_path: Path) -> None:
     dcp.save(state(2), storage_writer=StorageWriter(tmp_path / "dcp", storage=MARKER, overwrite=True))
     target = blank()
     dcp.load(target, storage_reader=StorageReader(tmp_path / "dcp", storage=MARKER))

@@ -62,13 +62,10 @@ async def test_every_way_to_save(tmp_path: Path) -> None:
     for number in range(2):
         await replace(tmp_path / "process", number + 1, options=options)
         assert_same(await loaded(tmp_path / "process"), state(number + 1))
-        planner = sidestream.SaveOptions(planner=dcp.DefaultSavePlanner())
-        await replace(tmp_path / "planned", number + 1, options=planner)
-        assert_same(await loaded(tmp_path / "planned"), state(number + 1))
         writer = StorageWriter(tmp_path / "dcp", storage=MARKER, overwrite=True)
         dcp.save(state(number + 1), storage_writer=writer, no_dist=True)
         assert_same(await loaded(tmp_path / "dcp"), state(number + 1))
-    for name in ("process", "planned", "dcp"):
+    for name in ("process", "dcp"):
         assert len(ids(tmp_path / name)) == 2
 
 

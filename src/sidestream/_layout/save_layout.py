@@ -35,13 +35,10 @@ from .._staging import (
     Composite,
     Copies,
     Copy,
-    CopyTable,
     ImageLayout,
-    Places,
     PlanCache,
     columns_of,
     raw_start,
-    table_of,
 )
 from ..errors import InvalidOptionError, UnsupportedTensorError
 from .composites.entry import composite_entry
@@ -97,15 +94,11 @@ class _Window(NamedTuple):
     sources: tuple[int, ...]
     columns: Columns
 
-    def over(self, tensors: Sequence[torch.Tensor], table: CopyTable | None) -> Steps[ImageLayout]:
+    def over(self, tensors: Sequence[torch.Tensor]) -> Steps[ImageLayout]:
         sources: Sequence[torch.Tensor] = tensors
         if self.sources != tuple(range(len(tensors))):
             sources = yield from collected(map(tensors.__getitem__, self.sources), _EVERY)
-        return ImageLayout(self.nbytes, Copies(self.columns, sources, table))
-
-    def table(self, places: Places) -> CopyTable | None:
-        mine = (tuple([column[source] for source in self.sources]) for column in places)
-        return table_of(self.columns, Places(*mine), self.nbytes)
+        return ImageLayout(self.nbytes, Copies(self.columns, sources))
 
 
 @dataclass(slots=True)
@@ -119,16 +112,10 @@ class _Layout:
     windows: tuple[_Window, ...]
     tensors: _Tensors
     newest: tuple[tuple[Any, ...], _Description] | None = None
-    tables: tuple[CopyTable | None, ...] | None = None
-    """For each window the table of its copies, once the layout is cached."""
 
-    def images(self, plans: PlanCache, tensors: Sequence[torch.Tensor]) -> Steps[list[ImageLayout]]:
-        """Return the images of ``tensors``, which have the look for which ``plans`` has this layout."""
-        if self.tables is None:
-            places = plans.places(self)
-            none = (None,) * len(self.windows)
-            self.tables = none if places is None else tuple(window.table(places) for window in self.windows)
-        images = (window.over(tensors, table) for window, table in zip(self.windows, self.tables, strict=True))
+    def images(self, tensors: Sequence[torch.Tensor]) -> Steps[list[ImageLayout]]:
+        """Return the images of ``tensors``."""
+        images = (window.over(tensors) for window in self.windows)
         return (yield from in_turn(images))
 
     def describe(self, outline: tuple[Any, ...], leaves: Callable[[], Steps[Sequence[Leaf]]]) -> Steps[_Description]:
@@ -295,7 +282,7 @@ def plan_save(
                 entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(fqn, node), node)
             yield
         yield from items.check()
-    images = yield from layout.images(plans, tensors)
+    images = yield from layout.images(tensors)
     content = items.content()
     return SavePlan(_RANK, description.shards, tuple(images), content, description, entries, captured.containers)
 

@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from .._format.records import Manifest, ValueEntry
@@ -17,10 +16,10 @@ from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
 from .._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
 from .._storage import Location, RangeSource
-from ..errors import InvalidOptionError, StorageNotSharedError, UnexpectedKeysError, listed
+from ..errors import StorageNotSharedError, UnexpectedKeysError, listed
 from .open.manifest import naming, open_root, read_parts
 
-__all__ = ["ManifestOutline", "agree_on", "one_checkpoint", "open_outline"]
+__all__ = ["ManifestOutline", "agree_on", "open_outline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,44 +97,22 @@ def _join(root: Root, parts: Mapping[int, RankPart], rows: set[int]) -> Manifest
 async def agree_on(
     operation: Operation, manifest: Manifest, plan: LoadPlan, url: str, replaced: Callable[[], Awaitable[bool]]
 ) -> None:
-    """Check that all ranks have opened the same checkpoint, and that every unexpected entry of one rank is requested by
-    another rank.
+    """Check that all ranks have opened the same checkpoint as rank 0, and that every unexpected entry of one rank is
+    requested by another rank.
 
-    Raises what ``one_checkpoint`` raises, and ``UnexpectedKeysError`` on rank 0."""
+    Raises ``Stopped``, and ``UnexpectedKeysError`` on rank 0. If the checkpoints differ, raises
+    ``StorageNotSharedError`` on the ranks whose checkpoint was ``replaced`` since they opened it. If there are no such
+    ranks, raises it on rank 0."""
     unexpected, asked = await io_threads().run(_masks, manifest, plan)
     part = {"unexpected": _text(unexpected), "asked": _text(asked)}
-    await one_checkpoint(operation, manifest, url, replaced, part, partial(_check_unexpected, manifest))
-
-
-async def one_checkpoint(
-    operation: Operation,
-    manifest: Manifest,
-    url: str,
-    replaced: Callable[[], Awaitable[bool]],
-    part: Mapping[str, Any],
-    check: Callable[[Sequence[Mapping[str, Any]]], None],
-) -> None:
-    """Check that all ranks have opened the same checkpoint as rank 0. ``check`` compares the ``part`` of all ranks, on
-    rank 0.
-
-    Raises ``Stopped``, and on rank 0 ``InvalidOptionError`` and what ``check`` raises. If the checkpoints differ,
-    raises ``StorageNotSharedError`` on the ranks whose checkpoint was ``replaced`` since they opened it. If there are
-    no such ranks, raises it on rank 0."""
     known = {"save_id": manifest.save_id, "entries": len(manifest.entries)}
-    planner = bool(part.get("planner"))
 
     async def decide(parts: Sequence[bytes]) -> bytes:
         received = [json.loads(one) for one in parts]
         for rank, one in enumerate(received):
-            if bool(one.get("planner")) != planner:
-                gives = "none" if planner else "one"
-                raise InvalidOptionError(
-                    f"ranks that load together all give planner=, or none: rank {rank} gives {gives}"
-                )
-        for rank, one in enumerate(received):
             if {name: one[name] for name in known} != known:
                 return f"rank {rank} reads another checkpoint at this URL than rank 0".encode()
-        check(received)
+        _check_unexpected(manifest, received)
         return b""
 
     different = await operation.aexchange("match", json.dumps({**known, **part}).encode(), decide)

@@ -1,8 +1,4 @@
-"""The function ``load``, and ``LoadOperation``: the course of every load, from opening the checkpoint to the report.
-
-Loads differ in their targets. A target is a state dict that is compared with the checkpoint, or one into which a
-planner of torch reads.
-"""
+"""The function ``load``, and ``LoadOperation``: the course of every load, from opening the checkpoint to the report."""
 
 from __future__ import annotations
 
@@ -354,7 +350,7 @@ async def load(
         UnsafeObjectError: A value of another writer is more than data, and its type is not in ``safe_globals``.
         UnsupportedCheckpointError, UnsupportedTensorError: This version does not read that.
         CorruptCheckpointError: Bytes are missing or altered.
-        PlannerError, LoadStateDictError: The planner or an object of the caller raised.
+        LoadStateDictError: An object of the caller raised.
         StorageError, DeadlineExceededError, OutOfMemoryError: The storage, the time or the memory did not suffice.
         RankFailuresError: A rank has failed.
     """
@@ -386,16 +382,6 @@ async def load_from(
     changed = "its threads have stopped; tensors may have been changed"
     if operation is not None:
         context = replace(context, rank=operation.rank, world=operation.world)
-    target = _target_of(location, state, request, operation)
+    target = StateTarget(location, state, request, operation)
     with time_limit(deadline), registered(f"loading {location.url}", changed, deadline.at):
         return await LoadOperation(location.url, target, request, LoadLifecycle(context), operation).run()
-
-
-def _target_of(
-    location: Location, state: Mapping[str, Any], request: LoadRequest, operation: Operation | None
-) -> Target:
-    if request.options.planner is None:
-        return StateTarget(location, state, request, operation)
-    from .planner.load import PlannerTarget  # imports DCP, as the planner has done
-
-    return PlannerTarget(location, state, request, operation)

@@ -9,7 +9,7 @@ from .._format.checksum import DigestCheck, digest_check
 from .._format.records import Manifest
 from .._layout.values import Allowed, allowed_types
 from .._runtime.public import Displayed, Table, public, readable_bytes, shortened
-from ..errors import InvalidOptionError, SidestreamError
+from ..errors import SidestreamError
 from ..options import STRICT, LoadOptions, Tolerance
 
 __all__ = ["LoadReport", "LoadRequest", "Loaded", "PassedOver", "report_of"]
@@ -130,7 +130,7 @@ class LoadRequest:
     """The options of a load, apart from its target.
 
     Raises:
-        InvalidOptionError: The options cannot be combined, or ``safe_globals`` has something that is not a type.
+        InvalidOptionError: ``safe_globals`` has something that is not a type.
     """
 
     options: LoadOptions
@@ -139,9 +139,4 @@ class LoadRequest:
     """The types in ``safe_globals``, by the names under which checkpoints mention them."""
 
     def __post_init__(self) -> None:
-        if self.options.planner is not None and self.tolerance:
-            raise InvalidOptionError(
-                "what may differ is for the planner to say: leave out strict=False, allow_missing=, allow_unexpected= "
-                "and allow_cast="
-            )
         object.__setattr__(self, "allowed", allowed_types(self.options.safe_globals))

@@ -36,10 +36,11 @@ from .._save.api import (
     start_save,
     start_together,
 )
+from .._staging import AsyncStager
 from .._storage import check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
 from ..events import SaveContext
-from ..options import FileSource, Outcome, SaveOptions, Stager, WhenFull, options_of, plain_integer, step_number
+from ..options import FileSource, Outcome, SaveOptions, WhenFull, options_of, plain_integer, step_number
 from .exports import Exports, Upkeep
 from .leases import Lease
 from .run import Run
@@ -356,7 +357,7 @@ class Saves:
         self,
         run: Run,
         options: SaveOptions,
-        stager: Stager,
+        stager: AsyncStager,
         worker: tuple[Worker | None, bool],
         exports: Exports,
         upkeep: Upkeep,

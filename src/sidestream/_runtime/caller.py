@@ -23,7 +23,6 @@ import torch
 __all__ = [
     "Caller",
     "ThreadState",
-    "calling_thread_state",
     "in_calling_thread",
     "is_serving",
     "run_in_calling_thread",
@@ -297,12 +296,6 @@ def in_calling_thread(code: Callable[P, T]) -> Callable[P, T]:
         return run_in_calling_thread(code, *args, **kwargs)
 
     return called
-
-
-def calling_thread_state() -> ThreadState:
-    """Return the state of the thread that waits for this blocking call, or of this thread if there is none."""
-    caller = _caller.get()
-    return ThreadState.here() if caller is None else caller.state
 
 
 def is_serving() -> bool:

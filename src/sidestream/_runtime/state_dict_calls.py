@@ -1,5 +1,4 @@
-"""Calls of ``state_dict()`` and ``load_state_dict()`` of the caller's objects, monitored, in the same order on all
-ranks.
+"""Calls of ``state_dict()`` and ``load_state_dict()`` of the caller's objects, in the same order on all ranks.
 
 Both methods may be collectives (FSDP). If ranks called them in the order of their own dicts, they would enter different
 collectives at the same time and wait for each other for ever. So objects are called level by level (first the objects
@@ -9,14 +8,8 @@ as the strings that make up names. A rank that lacks an object skips it; the ord
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import filterfalse
 from typing import Any, NamedTuple, TypeAlias
@@ -26,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import LoadStateDictError, indented
 from .caller import run_in_calling_thread
-from .torch_probes import PLAIN_TENSORS, Stateful, attributes_of
+from .torch_probes import PLAIN_TENSORS, attributes_of
 
 __all__ = [
     "LEAVES",
@@ -34,20 +27,14 @@ __all__ = [
     "ListContents",
     "call_load_state_dict",
     "key_order",
-    "monitored",
-    "objects_in",
     "state_dicts_in_order",
-    "with_state_dicts",
 ]
-
-_log = logging.getLogger("sidestream")
 
 LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, bytes, complex, type(None)})
 _PLAIN = PLAIN_TENSORS | {type(None)}
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "modules", "named_modules")
 _OF_TORCH = {name: getattr(torch.nn.Module, name) for name in _METHODS}
 _SLICE = 1024  # values examined between two yields: up to a few microseconds each
-_LATE_S = 5.0
 
 ListContents: TypeAlias = Callable[[Any], Iterable[tuple[Any, Any]] | None]
 """Returns the contents of a container by key (of a list: by index), nothing for a leaf, and None for an object whose
@@ -130,30 +117,15 @@ def state_dicts_in_order(
         yield True
 
 
-def with_state_dicts(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return ``state`` with the state dict of each object in place of the object, as DCP hands it to a stager."""
-    answers = {id(one.instance): _call_state_dict(one) for one in objects_in(state)}
-    return {key: answers.get(id(item), item) for key, item in state.items()}
-
-
-def objects_in(state: Mapping[Any, Any]) -> list[FoundObject]:
-    """Return the objects that are values of ``state``, in the order in which every rank calls them."""
-    return _in_order(
-        FoundObject((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
-    )
-
-
 def _call_state_dict(one: FoundObject) -> Any:
     """Return the ``state_dict()`` of the object, called in the thread of the caller."""
-    with monitored(one.name, one.instance, "state_dict"):
-        return run_in_calling_thread(one.instance.state_dict)
+    return run_in_calling_thread(one.instance.state_dict)
 
 
 def call_load_state_dict(name: str, instance: Any, state_dict: Any, **options: Any) -> Any:
     """Call ``load_state_dict`` of the object called ``name`` in the thread of the caller, and return its answer. Raises
     ``LoadStateDictError``."""
-    with monitored(name, instance, "load_state_dict"):
-        return run_in_calling_thread(partial(_load_state_dict, name, instance, state_dict, **options))
+    return run_in_calling_thread(partial(_load_state_dict, name, instance, state_dict, **options))
 
 
 def _load_state_dict(name: str, instance: Any, state_dict: Any, **options: Any) -> Any:
@@ -173,8 +145,7 @@ def _load_state_dict(name: str, instance: Any, state_dict: Any, **options: Any) 
 def _undetached(one: FoundObject) -> Any:
     """Return the state dict of a plain module with its parameters themselves. Torch releases the GIL when it detaches a
     tensor, and again when it destroys the result."""
-    with monitored(one.name, one.instance, "state_dict"):
-        return run_in_calling_thread(partial(one.instance.state_dict, keep_vars=True))
+    return run_in_calling_thread(partial(one.instance.state_dict, keep_vars=True))
 
 
 def _is_plain(instance: Any) -> bool:
@@ -196,103 +167,3 @@ def _is_plain(instance: Any) -> bool:
 
 def _is_of_torch(kind: type) -> bool:
     return all(getattr(kind, name, None) is method for name, method in _OF_TORCH.items())
-
-
-# --- calls that do not return ---------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _MonitoredCall:
-    """A call in progress. ``since``: when it began (``time.monotonic`` seconds). ``logged``: a warning has been
-    logged."""
-
-    since: float
-    name: str
-    instance: Any
-    method: str
-    logged: bool = False
-
-
-class _Monitor:
-    """The calls into objects that are in progress, and a thread that monitors them. The thread runs while there are
-    such calls and for a few seconds more."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls: dict[int, _MonitoredCall] = {}
-        self._running = False
-
-    def begin(self, name: str, instance: Any, method: str) -> _MonitoredCall:
-        one = _MonitoredCall(time.monotonic(), name, instance, method)
-        with self._lock:
-            self._calls[id(one)] = one
-            start, self._running = not self._running, True
-        if start:
-            try:
-                threading.Thread(target=self._run, name="sidestream-watch", daemon=True).start()
-            except RuntimeError:  # the system cannot start another thread, or the interpreter ends
-                self._running = False
-        return one
-
-    def end(self, one: _MonitoredCall) -> None:
-        with self._lock:
-            del self._calls[id(one)]
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._calls:
-                    self._running = False
-                    return
-                now = time.monotonic()
-                unlogged = [one for one in self._calls.values() if not one.logged]
-                late = [one for one in unlogged if one.since + _LATE_S <= now]
-                due = min((one.since for one in unlogged if one.since + _LATE_S > now), default=now) + _LATE_S
-                for one in late:
-                    one.logged = True
-            for one in late:
-                _log_late_call(one)
-            del unlogged, late
-            time.sleep(due - now)
-
-
-def _log_late_call(one: _MonitoredCall) -> None:
-    _log.warning(
-        "%s%s: %s.%s() has not returned for %d s, and blocks the thread that called it. If it calls a collective, "
-        "every rank has to make the same call; ranks that wait for this one raise at their timeout_s",
-        _this_rank(),
-        one.name,
-        type(one.instance).__qualname__,
-        one.method,
-        time.monotonic() - one.since,
-    )
-
-
-def _this_rank() -> str:
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return ""
-    return f"rank {dist.get_rank()} of {dist.get_world_size()}: "
-
-
-_monitor = _Monitor()
-
-
-def _after_fork() -> None:
-    global _monitor
-    _monitor = _Monitor()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-@contextmanager
-def monitored(name: str, instance: Any, method: str) -> Iterator[None]:
-    """Monitor a call of ``method`` of the object at ``name`` during the ``with`` block. If it has not returned after 5
-    s, a thread logs a warning; a timer of the loop could not, because such a call blocks the loop."""
-    monitor = _monitor
-    one = monitor.begin(name, instance, method)
-    try:
-        yield
-    finally:
-        monitor.end(one)

@@ -22,13 +22,13 @@ from .._staging import AsyncStager, Captured, PlanCache, capture
 from .._storage import Location, check_sources, locate_directory
 from .._worker.client import Worker, choose_worker
 from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError
-from ..options import FileSource, GroupChoice, SaveOptions, Stager, Storage, options_of, storage_of
+from ..options import FileSource, GroupChoice, SaveOptions, Storage, options_of, storage_of
 from .group import FailedSave, Group
 from .layouts import AgreedLayout, NativeLayout
 from .operation import Lifecycle, SaveOperation, SaveOrder, Solo
 from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
-from .writer import LaidOutStage, LayOut, LiveWriter, check_saved_as, saved_as
+from .writer import LayOut, LiveWriter, Stage, saved_as
 
 __all__ = [
     "STREAM_BYTES",
@@ -41,6 +41,7 @@ __all__ = [
     "SaveWork",
     "Worker",
     "async_save",
+    "check_stager",
     "completed",
     "plan_alone",
     "prewarm",
@@ -58,7 +59,7 @@ async def save(
     state: Mapping[str, Any],
     url: str | os.PathLike[str],
     *,
-    stager: AsyncStager | Stager | None = None,
+    stager: AsyncStager | None = None,
     metadata: Mapping[str, Any] | None = None,
     files: Mapping[str, FileSource] | None = None,
     export: Export | Sequence[Export] | None = None,
@@ -109,8 +110,8 @@ async def save(
             or another save was committed first.
         NoSpaceError, AccessDeniedError, StorageError: The storage failed. Nothing is visible, what was written has been
             removed, and older checkpoints are unchanged.
-        ArenaExhaustedError, OutOfMemoryError, DeadlineExceededError, PlannerError, WriterProcessError: The memory, the
-            time, the planner or the writer process failed, with the same result.
+        ArenaExhaustedError, OutOfMemoryError, DeadlineExceededError, WriterProcessError: The memory, the time or the
+            writer process failed, with the same result.
         NotDurableError: The checkpoint is visible, but a sync failed.
         OutcomeUnknownError: The commit was sent, and its result could not be read back.
         RankFailuresError: A rank has failed.
@@ -151,7 +152,7 @@ def async_save(
     state: Mapping[str, Any],
     url: str | os.PathLike[str],
     *,
-    stager: AsyncStager | Stager | None = None,
+    stager: AsyncStager | None = None,
     metadata: Mapping[str, Any] | None = None,
     files: Mapping[str, FileSource] | None = None,
     export: Export | Sequence[Export] | None = None,
@@ -235,13 +236,22 @@ def start_together(start: Callable[[Operation], SaveWork], operation: Operation,
         return FailedSave(operation, url, error)
 
 
+def check_stager(stager: object) -> None:
+    """Raise ``InvalidOptionError`` unless ``stager`` is None or an ``AsyncStager``."""
+    if stager is not None and not isinstance(stager, AsyncStager):
+        raise InvalidOptionError(
+            f"stager={stager!r} has to be a sidestream.AsyncStager; other stagers are for DCP's own "
+            "dcp.async_save(async_stager=)"
+        )
+
+
 @in_calling_thread
 def start_save(
     state: Mapping[str, Any],
     location: Location,
     options: SaveOptions,
     *,
-    stager: AsyncStager | Stager | None,
+    stager: AsyncStager | None,
     step: int | None = None,
     generation: int = 1,
     metadata: Node = None,
@@ -257,19 +267,18 @@ def start_save(
     This runs in the thread of a blocking call, so that copies are ordered after the work on the current streams of that
     thread. The caller runs the result, or abandons it.
 
-    ``exports`` read the snapshot if one process saves without a planner. Otherwise they read the checkpoint, and the
-    ranks divide the files of the exports.
+    ``exports`` read the snapshot if one process saves. Otherwise they read the checkpoint, and the ranks divide the
+    files of the exports.
 
     ``operation`` is set if several ranks save. A ``member`` that is the only rank of its group saves like a process
     without a group, unless it has tensors that only a group can describe.
     """
     deadline = Deadline.after(options.timeout_s)
-    own = stager is None or isinstance(stager, AsyncStager)
-    check_saved_as(options, own=own)
-    captured = capture(state, copy_value) if own and options.planner is None else None
+    check_stager(stager)
+    captured = capture(state, copy_value)
     sources = check_sources(files) if operation is None or operation.rank == 0 else {}
     begun = None
-    if operation is None and member is not None and captured is not None and captured.sharded:
+    if operation is None and member is not None and captured.sharded:
         operation = begun = member.begin("save", deadline)
     order = SaveOrder(
         location,
@@ -287,7 +296,7 @@ def start_save(
         exports=tuple(one.url for one in exports),
     )
     try:
-        return _started(order, state, captured, stager, options, exports)
+        return _started(order, captured, stager, options, exports)
     except BaseException as error:
         if begun is not None:  # otherwise it stays open until its deadline
             begun.report(error)
@@ -296,20 +305,15 @@ def start_save(
 
 def _started(
     order: SaveOrder,
-    state: Mapping[str, Any],
-    captured: Captured | None,
-    stager: AsyncStager | Stager | None,
+    captured: Captured,
+    stager: AsyncStager | None,
     options: SaveOptions,
     exports: Sequence[PendingExport],
 ) -> SaveOperation:
     """Launch the copies of ``start_save``."""
-    if options.planner is not None:
-        from .planner.save import start_planned  # imports DCP, as the planner has done
-
-        return replace(start_planned(order, state, options.planner, stager), exports=exports)
     if order.operation is None:
         lay_out = saved_as(plan_alone, options, order.location.url, others=False)
-        stage = LaidOutStage(order, state, captured, stager, lay_out, len(exports))
+        stage = Stage(order, captured, stager, lay_out, len(exports))
         return SaveOperation(
             order=order,
             writer=LiveWriter(order, stage),  # launches the stage, which has snapshots from then on
@@ -320,13 +324,13 @@ def _started(
         )
     layout = AgreedLayout(order)
     lay_out = saved_as(layout.lay_out, options, order.location.url, others=True)
-    writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, lay_out))
+    writer = LiveWriter(order, Stage(order, captured, stager, lay_out))
     return SaveOperation(order=order, writer=writer, layout=layout, coordinator=Group(order), exports=exports)
 
 
 async def prewarm(
     state: Mapping[str, Any] | int | None,
-    stager: AsyncStager | Stager,
+    stager: AsyncStager,
     worker: tuple[Worker | None, bool],
     *,
     plan: LayOut | None,
@@ -338,7 +342,7 @@ async def prewarm(
         await io_threads().run(process.start)
     elif process is not None:
         await process.up()
-    if state is None or not isinstance(stager, AsyncStager):
+    if state is None:
         return
     if isinstance(state, int):
         await stager.reserve(state)
@@ -351,7 +355,7 @@ async def prewarm(
 async def _prewarm_for(stager: AsyncStager, state: Mapping[str, Any], plan: LayOut | None) -> None:
     try:
         captured = capture(state, copy_value)
-    except UnsafeObjectError:  # raised by the save, unless its planner leaves the object out
+    except UnsafeObjectError:  # raised by the save
         await stager.prewarm(state)
         return
     await stager.prewarm_for(captured)

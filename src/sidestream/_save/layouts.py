@@ -7,7 +7,6 @@ meanwhile.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -33,18 +32,15 @@ from .._layout.sharded.rank_table import Row, local_table, parse_rows
 from .._runtime.threads import Steps, gathered, io_threads, run_sliced
 from .._runtime.torch_probes import TORCH_VERSION
 from .._staging import Captured, PlanCache
-from .._storage import free_space
-from ..errors import InvalidOptionError, NoSpaceError, SidestreamError
+from ..errors import InvalidOptionError, SidestreamError
 from .operation import RankReceipt, SaveOrder, join_pieces, split_pieces
 
 __all__ = [
     "AgreedLayout",
     "NativeLayout",
     "about_save",
-    "check_terms",
     "commit_files",
     "sidecar_files",
-    "terms_of",
     "with_sidecars",
 ]
 
@@ -123,19 +119,18 @@ class AgreedLayout:
     def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> RankPlan:
         """Return the plan of this rank. Called in the stager's thread. Raises ``Stopped`` if another rank has
         failed."""
-        operation, location = self._operation, self._order.location
+        operation = self._operation
         table = run_sliced(local_table(plans, captured))
         values = run_sliced(encode_values(table))
         agreements = _agreements(operation)
         known = agreements.known  # what other saves drop while this one is planned stays usable
         heard: _Heard = _Heard(known)
         part = {
-            "terms": terms_of(self._order),
+            "terms": _terms_of(self._order),
             "held": table.held.digest,
             "table": table.held.table,
             "values": values.digest,
             "knows": list(known),
-            "space": (free_space(location.store, location.name), table.held.most_bytes + values.nbytes),
         }
         answer = json.loads(
             operation.exchange("plan", json.dumps(part).encode(), lambda parts: self._first(heard, parts))
@@ -155,8 +150,6 @@ class AgreedLayout:
         plan = run_sliced(
             lay_out_rank(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
         )
-        if answer["tight"]:
-            operation.exchange("space", json.dumps(plan.nbytes).encode(), heard.check_space)
         self._planned = Planned(plan, agreement, answer["layout"], heard.fragments, captured.containers)
         operation.first = answer["first"]
         operation.step = "write"
@@ -165,11 +158,10 @@ class AgreedLayout:
     def _first(self, heard: _Heard, parts: Sequence[bytes]) -> Sequence[bytes]:
         """Compare the terms of all ranks, and look up the agreement for their state dicts. Called on rank 0."""
         told = [json.loads(part) for part in parts]
-        check_terms(told)
+        _check_terms(told)
         self._order.make_attempt()
         heard.name = hashlib.blake2b("".join(one["held"] for one in told).encode(), digest_size=16).hexdigest()
         heard.tables = [one["table"] for one in told]
-        heard.places = _places([one["space"] for one in told], self._order.location.name)
         heard.known = all(heard.name in one["knows"] for one in told)
         detail = not heard.known or len({(one["table"], one["values"]) for one in told}) > 1
         if heard.known:
@@ -182,7 +174,6 @@ class AgreedLayout:
                     "agreement": heard.name,
                     "first": process,
                     "detail": detail,
-                    "tight": any(place.tight for place in heard.places),
                     "rows": detail and first[table] == rank,
                     "layout": heard.fragments[rank][0] if rank in heard.fragments else None,
                 }
@@ -280,52 +271,8 @@ class _Heard:
     name: str = ""
     tables: list[str] = field(default_factory=list)
     known: bool = False
-    places: Sequence[_SharedPlace] = ()
     made: Agreement | None = None
     fragments: Mapping[int, tuple[str, bytes]] = field(default_factory=dict)
-
-    def check_space(self, parts: Sequence[bytes]) -> bytes:
-        """On rank 0: do the files of all ranks fit, now that their sizes are known? Raises ``NoSpaceError``."""
-        sizes = [int(json.loads(part)) for part in parts]
-        for place in self.places:
-            needed = sum(sizes[rank] for rank in place.ranks)
-            if needed > place.free:
-                ranks = ", ".join(map(str, place.ranks[:_LISTED])) + (", ..." if len(place.ranks) > _LISTED else "")
-                raise NoSpaceError(
-                    errno.ENOSPC,
-                    f"{needed} bytes are needed by ranks {ranks} together, and {place.free} are free: free space, or "
-                    "write elsewhere",
-                    place.target,
-                )
-        return b""
-
-
-@dataclass(frozen=True, slots=True)
-class _SharedPlace:
-    """A file system that several ranks write to. ``most_bytes``: what they write there at most."""
-
-    ranks: tuple[int, ...]
-    free: int
-    most_bytes: int
-    target: str
-
-    @property
-    def tight(self) -> bool:
-        """Whether the exact sizes have to be known."""
-        return self.most_bytes > self.free
-
-
-def _places(told: Sequence[Any], target: str) -> list[_SharedPlace]:
-    """``told``: what each rank says of its file system (or None), and what it writes at most."""
-    ranks: dict[tuple[str, int], list[int]] = {}
-    for rank, (free, _) in enumerate(told):
-        if free is not None:
-            ranks.setdefault((free[0], free[1]), []).append(rank)
-    return [
-        _SharedPlace(tuple(some), min(told[one][0][2] for one in some), sum(told[one][1] for one in some), target)
-        for some in ranks.values()
-        if len(some) > 1
-    ]
 
 
 def _agreements(operation: Operation) -> _Agreements:
@@ -335,20 +282,18 @@ def _agreements(operation: Operation) -> _Agreements:
     return found
 
 
-def terms_of(order: SaveOrder, *, planner: bool = False) -> dict[str, Any]:
-    """Return the options of a save that have to be the same on all ranks, by their names in errors. ``planner``: the
-    caller has passed one."""
+def _terms_of(order: SaveOrder) -> dict[str, Any]:
+    """Return the options of a save that have to be the same on all ranks, by their names in errors."""
     exports = ", ".join(url.rpartition("/")[2] for url in order.exports)
     return {
         "target": order.location.name,
         "durability": order.durability,
         "digest": order.digest,
-        "planner": planner,
         "exports": exports,
     }
 
 
-def check_terms(told: Sequence[Mapping[str, Any]]) -> None:
+def _check_terms(told: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``InvalidOptionError`` if the ``"terms"`` of the ranks differ. Called on rank 0."""
     for name in told[0]["terms"]:
         said = {one["terms"][name]: rank for rank, one in reversed(list(enumerate(told)))}

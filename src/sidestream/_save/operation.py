@@ -245,7 +245,7 @@ class SaveOperation:
         lifecycle.committed(committed.nbytes, seconds)
         order = self.order
         return SaveInfo(
-            self.url, order.reported_id, order.step, order.generation, committed.nbytes, order.durability, seconds
+            self.url, order.save_id, order.step, order.generation, committed.nbytes, order.durability, seconds
         )
 
     async def _run(self, staged: asyncio.Future[None]) -> Committed:

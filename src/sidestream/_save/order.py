@@ -27,7 +27,7 @@ from ..events import (
     SaveWritten,
     emit,
 )
-from ..options import Digest, Durability, FileSource, IndependentPart, Outcome
+from ..options import Digest, Durability, FileSource, Outcome
 
 __all__ = ["Lifecycle", "SaveOrder", "unchecked"]
 
@@ -154,10 +154,8 @@ class SaveOrder:
     """The process that writes. None if threads of this process write."""
     fall_back: bool = False
     """Whether threads write if no process can be started."""
-    part: IndependentPart | None = None
-    """Set for a save of one rank's part, which is written to the target itself."""
     kind: Kind = "directory"
-    """The kind of the transaction, unless it follows from ``operation``, ``part`` or ``replaces_export``."""
+    """The kind of the transaction, unless it follows from ``operation`` or ``replaces_export``."""
     replaces_export: bool = False
     """Whether an export replaces an existing one."""
     before_commit: Callable[[], Awaitable[None]] = unchecked
@@ -184,8 +182,6 @@ class SaveOrder:
         world = 1
         if self.operation is not None:
             world = self.operation.world
-        elif self.part is not None:
-            world = self.part.world_size
         run = None if self.step is None else self.location.store.url
         rank, url = self.rank, self.location.url
         return SaveContext(self.verb, url, run=run, step=self.step, generation=self.generation, rank=rank, world=world)
@@ -195,7 +191,7 @@ class SaveOrder:
         """The number of this rank among those whose files the checkpoint has."""
         if self.operation is not None:
             return self.operation.rank
-        return 0 if self.part is None else self.part.rank
+        return 0
 
     @property
     def transaction(self) -> Transaction:
@@ -206,9 +202,7 @@ class SaveOrder:
                 kind = self.kind
                 if self.replaces_export and self.location.store.capabilities.rename:
                     kind = "replacement"
-                if self.part is not None:
-                    kind = "part"
-                elif self.operation is not None and self.operation.rank:
+                if self.operation is not None and self.operation.rank:
                     kind = "joined_files" if kind == "files" else "joined"
                 in_run = self.step is not None
                 replaces = self.replaces_export and kind in ("files", "replacement")
@@ -239,13 +233,3 @@ class SaveOrder:
     def save_id(self) -> str:
         """The id of the save. In a group all ranks have the same one, which is known when they have planned."""
         return self.own_id if self.operation is None else self.operation.save_id
-
-    @property
-    def part_id(self) -> str:
-        """The id that distinguishes the files of one attempt to write a part from those of another."""
-        return self.save_id[:_ID_CHARS]
-
-    @property
-    def reported_id(self) -> str:
-        """The save id that is reported to the caller."""
-        return self.save_id if self.part is None else self.part.save_id

@@ -7,10 +7,9 @@ from .cached import borrow, give_back
 from .captured import Captured, Composite, Form, Sharding, capture, consists_of_others, dismantle, settled
 from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, TorchDriver
-from .fill import FillPart, FillPiece, FillTable, table_of
 from .host import HostEngine, memory_behind, raw_start
-from .image import Columns, Copies, Copy, CopyTable, ImageLayout
-from .plans import Places, PlanCache, fingerprint
+from .image import Columns, Copies, Copy, ImageLayout
+from .plans import PlanCache, fingerprint
 from .small import columns_of, move_small
 from .stage import SnapshotReader, Staging, clean
 from .stager import AsyncStager
@@ -24,17 +23,12 @@ __all__ = [
     "Composite",
     "Copies",
     "Copy",
-    "CopyTable",
     "CudaDriver",
     "DeviceEngine",
-    "FillPart",
-    "FillPiece",
-    "FillTable",
     "Form",
     "HostEngine",
     "ImageLayout",
     "MappedMemory",
-    "Places",
     "PlanCache",
     "Sharding",
     "SnapshotReader",
@@ -54,5 +48,4 @@ __all__ = [
     "move_small",
     "raw_start",
     "settled",
-    "table_of",
 ]

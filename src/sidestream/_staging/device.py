@@ -37,7 +37,7 @@ from .driver import TorchDriver
 from .host import HostEngine, check_extent, elements_of, move, pieces_in, raw_start, rows_with
 from .image import Copy
 
-__all__ = ["DeviceEngine", "DeviceStage", "StageMode", "held_back"]
+__all__ = ["DeviceEngine", "DeviceStage", "StageMode"]
 
 _SMALL_BYTES = 1 << 20
 _CHUNK_BYTES = (32 << 20, 512 << 20)
@@ -51,27 +51,6 @@ _GATHERED_AS_THEY_ARE = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32}
 )
 _CHUNKS = 350  # a launch blocks when some 1,000 operations are queued on a stream; each chunk comes with a gap
-
-
-def held_back(sizes: Sequence[int], mode: StageMode, lazily_bytes: float, free_bytes: float) -> set[int]:
-    """Return the indices of the storages to copy on the device first.
-
-    In hybrid mode these are the last ones: those that exceed the ``lazily_bytes`` which are copied before the next
-    fence. They use at most half of the free memory of the device."""
-    if mode == "eager":
-        return set(range(len(sizes)))
-    if mode == "lazy":
-        return set()
-    chosen: set[int] = set()
-    excess, room = sum(sizes) - lazily_bytes, free_bytes / 2
-    for index in reversed(range(len(sizes))):
-        if excess <= 0:
-            break
-        if sizes[index] <= room:
-            chosen.add(index)
-            excess -= sizes[index]
-            room -= sizes[index]
-    return chosen
 
 
 @dataclass(slots=True)
@@ -186,7 +165,6 @@ class DeviceEngine:
         *,
         mode: StageMode,
         volatile: Collection[int],
-        lazily_bytes: float,
         wait_streams: Sequence[Any],
         root: Mapping[Any, Any] | None = None,
     ) -> DeviceStage:
@@ -216,7 +194,7 @@ class DeviceEngine:
                     current = currents[device]
                     for stream in wait_streams:
                         self.driver.wait(current, self.driver.record(stream))
-                    stage.sides[device] = self._hold(device, current, views, mode, volatile, lazily_bytes)
+                    stage.sides[device] = self._hold(device, current, views, mode, volatile)
         except BaseException:
             stage.drop()
             raise
@@ -229,29 +207,22 @@ class DeviceEngine:
         views: dict[int, torch.Tensor],
         mode: StageMode,
         volatile: Collection[int],
-        lazily_bytes: float,
     ) -> _Side:
         """Copy storages on ``device`` and record the ready event. ``views`` has one tensor for each storage: one that
         covers it, if there is one."""
         sizes = {key: view.untyped_storage().nbytes() for key, view in views.items()}
         small = self._small(sizes)
         large = [key for key in views if key not in small]
-        free = self.driver.free_bytes(device) if mode == "hybrid" else 0
-        chosen = held_back([sizes[key] for key in large], mode, lazily_bytes, free or 0)
         scratch, slots = self._gather({key: views[key] for key in small})
         clones = {}
-        for index, key in enumerate(large):
-            if index in chosen or key in volatile:
+        for key in large:
+            if mode == "eager" or key in volatile:
                 try:
                     clones[key] = self.driver.clone(_raw(views[key].untyped_storage()))
                 except ArenaExhaustedError as error:
                     if key in volatile:  # it needs a copy in every mode
                         raise
-                    if mode == "eager":
-                        raise ArenaExhaustedError(
-                            f'{error}, or stage with mode="lazy", or with "hybrid", which uses the memory that is free'
-                        ) from error
-                    break  # the rest is copied lazily
+                    raise ArenaExhaustedError(f'{error}, or stage with mode="lazy"') from error
         ready = self.driver.record(current)
         with self._lock:
             if device not in self._streams:

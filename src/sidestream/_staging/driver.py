@@ -105,10 +105,6 @@ class TorchDriver:
         """Enqueue a pause, in which the copy engine can serve other streams. Does nothing here: there is no general way
         to make one."""
 
-    def free_bytes(self, device: Any) -> int | None:
-        """Return the bytes of device memory that are free now, or None if unknown."""
-        return None
-
     @property
     def pinner(self) -> Pinner | None:
         """The object that registers host memory with these devices. None if they copy to memory that is not
@@ -161,11 +157,6 @@ class CudaDriver(TorchDriver):
     def gap(self, device: Any) -> None:
         # A kernel on a tensor would allocate memory for the side stream, which fails on a full device.
         empty_kernel()
-
-    def free_bytes(self, device: Any) -> int | None:
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free) + cached
 
     @property
     def pinner(self) -> Pinner:

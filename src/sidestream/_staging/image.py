@@ -13,7 +13,7 @@ from .._runtime.threads import Condition, Stop, current_deadline
 from ..errors import ArenaExhaustedError, ClosedError, SnapshotLostError
 from .arena import Allocation
 
-__all__ = ["Columns", "Copies", "Copy", "CopyTable", "ImageLayout", "StagedImage"]
+__all__ = ["Columns", "Copies", "Copy", "ImageLayout", "StagedImage"]
 
 
 class Copy(NamedTuple):
@@ -51,24 +51,14 @@ class Columns:
         return self.offsets, self.sizes, self.starts, self.skips, self.dtypes
 
 
-class CopyTable(NamedTuple):
-    """Raw copies as another process needs them: the address of each source and the bytes of its storage when the plan
-    was chosen, and the columns of the copies (``table_of``)."""
-
-    addresses: tuple[int, ...]
-    extents: tuple[int, ...]
-    packed: bytes
-
-
 class Copies(Sequence[Copy]):
-    """A sequence of copies that is stored as columns and sources. With a ``table``, another process can make them."""
+    """A sequence of copies that is stored as columns and sources."""
 
-    __slots__ = ("columns", "sources", "table")
+    __slots__ = ("columns", "sources")
 
-    def __init__(self, columns: Columns, sources: Sequence[torch.Tensor], table: CopyTable | None = None) -> None:
+    def __init__(self, columns: Columns, sources: Sequence[torch.Tensor]) -> None:
         self.columns = columns
         self.sources = sources
-        self.table = table
 
     def __len__(self) -> int:
         return len(self.sources)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from .._runtime.steps import Steps
 from .._runtime.torch_probes import guard_of, lazy_bits
 
-__all__ = ["Places", "PlanCache", "fingerprint"]
+__all__ = ["PlanCache", "fingerprint"]
 
 T = TypeVar("T")
 _KEPT = 4
@@ -45,13 +44,6 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> Steps[tuple[Hashable, ...]]:
         seen += tensor.shape
         seen += tensor.stride()
     return tuple(seen)
-
-
-class Places(NamedTuple):
-    """For each tensor its address, and the bytes of its storage."""
-
-    addresses: tuple[int, ...]
-    extents: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +79,6 @@ class _Look:
         if len(begins) == len(tensors) and all(0 not in addresses for addresses, *_ in look.columns):
             look.numbered, look.columns = False, [(*columns, []) for *columns, _ in look.columns]
         return look
-
-    @property
-    def places(self) -> Places:
-        addresses, _, extents, _ = zip(*self.columns, strict=True) if self.columns else ((),) * 4
-        return Places(tuple(chain.from_iterable(addresses)), tuple(chain.from_iterable(extents)))
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> Steps[bool]:
         """Return whether ``tensors`` have the same look as those of ``at``."""
@@ -157,14 +144,6 @@ class PlanCache:
             return (yield from self.get((key, (yield from fingerprint(tensors))), make))
         made = yield from make()
         return self._added(_Kept(key, look, made))
-
-    def places(self, plan: object) -> Places | None:
-        """Return the places of the tensors for which ``get_for`` returns ``plan``. None if ``plan`` is not cached, or
-        its tensors were compared in another way."""
-        for kept in list(self._kept):
-            if kept.plan is plan and kept.look is not None:
-                return kept.look.places
-        return None
 
     def _used(self, kept: _Kept[T]) -> T:
         with self._lock:

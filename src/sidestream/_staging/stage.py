@@ -7,7 +7,6 @@ sources waits for the copies, before each optimizer step or at a ``fence()``.
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
@@ -32,11 +31,10 @@ from ..errors import (
 from .captured import Captured
 from .device import DeviceEngine, DeviceStage
 from .drain import Drain
-from .fill import Filler
 from .future import StagingFuture
 from .image import ImageLayout, StagedImage
 
-__all__ = ["Forecast", "Laid", "SnapshotReader", "Staging", "clean", "given_up", "guard", "hold_back"]
+__all__ = ["Laid", "SnapshotReader", "Staging", "clean", "given_up", "guard", "hold_back"]
 
 
 class Laid(Protocol):
@@ -75,7 +73,6 @@ class Staging(Generic[P]):
         self.device = device
         self.host = host
         """Whether there are sources in host memory."""
-        self.started: float = time.monotonic()
         self.laid: Future[P] = ThreadFuture()
         self.images: tuple[StagedImage, ...] = ()
         self.issued: Future[None] = ThreadFuture()
@@ -84,8 +81,6 @@ class Staging(Generic[P]):
         self.copied: StagingFuture[None] = StagingFuture(outcome)
         self.free: StagingFuture[None] = StagingFuture(self.copied)
         self.stop: Stop = Stop()
-        self.filler: Filler | None = None
-        """Fills images in place of the stager. None if there is none, or after it has failed."""
         self.passes = False
         """Whether the reader releases each image as soon as it can."""
         self.drain: Drain | None = None
@@ -104,8 +99,6 @@ class Staging(Generic[P]):
         self._lock = threading.Lock()
         self._parts = 1
         self.committed = self.superseded = self._released = False
-        self.fenced: bool = False
-        """Whether there has been a fence."""
         self._error: BaseException | None = None
 
     def take(self) -> Captured:
@@ -320,29 +313,6 @@ def _lost(error: ClosedError, stop: Stop) -> ClosedError | SnapshotLostError:
     """Return the error to raise for ``error``: itself if ``stop`` is set, otherwise ``SnapshotLostError``, because the
     save has stopped the copies."""
     return error if stop.is_set() else SnapshotLostError("the save has ended before everything was staged")
-
-
-class Forecast:
-    """An estimate of the bytes that are copied before the next fence, from earlier stages."""
-
-    def __init__(self) -> None:
-        self._window_s: float | None = None
-        self._bytes_per_second: float | None = None
-
-    def lazily_bytes(self) -> float:
-        """Return the estimate. It is infinite until there has been a stage and a fence after it."""
-        if self._window_s is None or self._bytes_per_second is None:
-            return float("inf")
-        return self._window_s * self._bytes_per_second
-
-    def fenced(self, staging: Staging[Any]) -> None:
-        if not staging.fenced:
-            staging.fenced = True
-            self._window_s = time.monotonic() - staging.started
-
-    def copied(self, nbytes: int, seconds: float) -> None:
-        if seconds > 0:
-            self._bytes_per_second = nbytes / seconds
 
 
 def hold_back(stagings: Sequence[Staging[Any]], engine: DeviceEngine | None, deadline: Deadline) -> None:

@@ -6,13 +6,12 @@ import asyncio
 import copy
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +23,7 @@ from .._runtime.gil import give_turns
 from .._runtime.public import public
 from .._runtime.rate import RateLimiter
 from .._runtime.tasks import run_shielded, running_loop
-from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, run_sliced, time_limit
+from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, time_limit
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from ..errors import (
     ArenaExhaustedError,
@@ -37,19 +36,17 @@ from ..errors import (
     SkippedError,
 )
 from ..options import WhenFull, check_choice, check_count, check_timeout
-from .aliases import give_back_aliases
 from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, MappedMemory, whole_pages
 from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
 from .drain import Drain
 from .driver import driver_for
-from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, FillPart, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
 from .idle import Idle
 from .image import Copy, ImageLayout, StagedImage
 from .plans import PlanCache
-from .stage import Forecast, Laid, Staging, clean, given_up, guard, hold_back
+from .stage import Laid, Staging, clean, given_up, guard, hold_back
 from .tree import StagedState, StagePlan, plan_stage
 
 __all__ = ["AsyncStager", "half_of_memory"]
@@ -78,9 +75,7 @@ class AsyncStager:
             must not change before ``synchronize_staging()``, ``fence()`` or ``guard()``; a source that changes earlier
             has undefined contents in the copy, that tensor alone. With ``"eager"`` the sources may change when
             ``stage()`` has returned: tensors on a device are copied on the device first, in stream order, which takes
-            as much device memory again, and tensors in host memory are copied before it returns. ``"hybrid"`` is
-            ``"lazy"``, but what would not be copied before the next fence, as far as earlier stages show, is copied on
-            the device first, within half of its free memory.
+            as much device memory again, and tensors in host memory are copied before it returns.
         when_full: What a stage does that finds no memory free within the budget (``options.WhenFull``).
         max_bytes_per_second: The rate of the copies, until a writer waits at the fence. None: no limit.
         timeout_s: The limit of each stage, of each ``fence()`` and of closing, in seconds.
@@ -122,7 +117,6 @@ class AsyncStager:
         self._device = engine if isinstance(engine, DeviceEngine) else None
         self._arena = Arena(half_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
         self._plans = PlanCache()
-        self._forecast = Forecast()
         self._idle = Idle(self._arena)
         self._threads = TorchThreads("sidestream-stage", 1, self._idle)
         self._pid = os.getpid()
@@ -206,8 +200,6 @@ class AsyncStager:
         self._check_process()
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
         stagings = self._in_flight()
-        for staging in stagings:
-            self._forecast.fenced(staging)
         hold_back(stagings, self._device, deadline)
         raise_first(self._unretrieved.operations())
 
@@ -343,7 +335,6 @@ class AsyncStager:
         deadline: Deadline,
         wait_streams: Sequence[Any] = (),
         *,
-        filler: Filler | None = None,
         readers: int = 0,
         passes: bool = False,
         outcome: StagingFuture[StagedState] | None = None,
@@ -353,8 +344,7 @@ class AsyncStager:
         The images are filled in order, and memory is leased image by image. So a state larger than the budget can be
         staged if earlier images are released as they are read. The reader calls ``settle()`` when it is ready to read.
 
-        ``filler`` makes the copies of a state in host memory, unless the caller waits for them (``mode="eager"``) or
-        ``max_bytes_per_second`` limits them. ``readers`` is the number of further readers, each with a
+        ``readers`` is the number of further readers, each with a
         ``SnapshotReader``. ``passes``: the first reader releases each image as soon as it can, so that its memory may
         be used again within this stage. ``outcome`` resolves to the staged state dict, for a plan of ``plan_stage``.
         """
@@ -366,7 +356,6 @@ class AsyncStager:
                 on_device,
                 mode=self._mode,
                 volatile=captured.volatile,
-                lazily_bytes=self._forecast.lazily_bytes(),
                 wait_streams=wait_streams,
                 root=captured.root,
             )
@@ -377,8 +366,6 @@ class AsyncStager:
             captured, deadline, pace, device=stage, host=host, outcome=outcome, readers=readers
         )
         staging.then = partial(self._ended, staging, outcome)
-        if stage is None and self._mode != "eager" and self._bytes_per_second is None:
-            staging.filler = filler
         staging.passes = passes and stage is None
         if stage is not None and self._device is not None and not staging.reads_later:
             self._device.watch_ready(stage, staging.freed)
@@ -584,14 +571,12 @@ class AsyncStager:
     def _stage(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
         """Plan and fill. No reference to the sources remains when this returns."""
         captured = staging.take()
-        sources = captured.tensors if staging.device is None else []
         plan = lay_out(captured)
         del captured
         self._fill(staging, plan)
         if self._mode == "eager" and staging.host:  # ``settle`` waits until then at most, and the sources change then
             staging.deadline.check("staging")
         del plan
-        run_sliced(give_back_aliases(sources))
         if staging.passes:
             self._idle.passed(tuple([image.nbytes for image in staging.images]))
 
@@ -608,20 +593,16 @@ class AsyncStager:
         self._lease_scratch(staging, [layout.nbytes for layout in plan.images])
         left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
         while left:
-            batch: list[_Image] = []
+            layout, image = left[0]
+            image.begin(self._lease(staging, layout.nbytes, partial(_behind, left)))
+            left.popleft()
             try:
-                pieces = self._begin(staging, left, batch)
-                if pieces:
-                    self._fill_elsewhere(staging, batch, pieces)
-                for layout, image in list(batch):
-                    self._fill_image(staging, layout, image)
-                    del batch[0]
-                    image.finish()
+                self._fill_image(staging, layout, image)
             except BaseException as error:
-                for _, image in batch:
-                    image.fail(error)  # before finish(), which takes an image without an error for a filled one
-                    image.finish()
+                image.fail(error)  # before finish(), which takes an image without an error for a filled one
                 raise
+            finally:
+                image.finish()
 
     def _stays(self, staging: Staging[P], plan: P) -> bool:
         """Return whether the whole stage fits into memory that is free now, so that further readers may keep it.
@@ -663,44 +644,6 @@ class AsyncStager:
             return self._lease(staging, nbytes, lambda: sizes)
 
         self._device.lease_scratch(staging.device, lease)
-
-    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image]) -> list[list[FillPart]]:
-        """Lease memory for the next images and move them from ``left`` to ``batch``. Returns the pieces for the filler,
-        one list for each image that it fills.
-
-        Without a filler this is one image. With a filler it is as many as fill a request, as far as there is memory
-        without waiting."""
-        pieces: list[list[FillPart]] = []
-        room = BATCH_BYTES if staging.images[0].whole else FIRST_BATCH_BYTES
-        while left and (not batch or (pieces and room >= left[0][0].nbytes)):
-            layout, image = left[0]
-            try:
-                lease = self._lease(staging, layout.nbytes, partial(_behind, left), at_once=bool(batch))
-            except ArenaExhaustedError:
-                if not batch:
-                    raise
-                break
-            image.begin(lease)
-            batch.append(left.popleft())
-            room -= layout.nbytes
-            found = None if staging.filler is None else pieces_of(layout, lease)
-            if found is None:  # this thread copies it, after the images of the filler
-                break
-            pieces.append(found)
-        return pieces
-
-    def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: list[list[FillPart]]) -> None:
-        """Let the filler fill the images of ``pieces``, and remove them from ``batch``. If it fails, do without it for
-        the rest of the stage: this process then fills what is left in ``batch``."""
-        assert staging.filler is not None
-        if not staging.filler.fill(list(chain.from_iterable(pieces)), deadline=staging.deadline, stop=staging.stop):
-            staging.filler = None
-            return
-        for found in pieces:
-            layout, image = batch[0]
-            check_sources(layout, found)
-            del batch[0]
-            image.finish()
 
     def _check_room(self, images: Sequence[int], scratch: Sequence[int]) -> None:
         """Raise an error if the stage exceeds the budget, or if memory is missing and ``when_full`` forbids to wait."""
@@ -765,9 +708,6 @@ class AsyncStager:
     # --- private: the thread that ends the last part of a stage ---
 
     def _ended(self, staging: Staging[Any], outcome: StagingFuture[StagedState] | None) -> None:
-        if staging.device is not None and Future.exception(staging.copied) is None:
-            seconds = time.monotonic() - staging.started
-            self._forecast.copied(sum(image.nbytes for image in staging.images), seconds)
         with self._lock:
             self._stagings = [one for one in self._stagings if one is not staging]
         if outcome is not None:

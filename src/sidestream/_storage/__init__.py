@@ -16,7 +16,7 @@ from .names import (
     step_name,
     target_of_attempt,
 )
-from .space import FreeSpace, Space, free_space
+from .space import Space
 from .store import Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import Attempt, Kind, StoreAddress, Transaction, run_without_loop
 from .urls import EVERYDAY, Location, locate_directory, locate_run
@@ -31,7 +31,6 @@ __all__ = [
     "Body",
     "BytesBody",
     "Files",
-    "FreeSpace",
     "Kind",
     "Leftover",
     "LocalStore",
@@ -44,7 +43,6 @@ __all__ = [
     "StoreAddress",
     "Transaction",
     "check_sources",
-    "free_space",
     "id_of",
     "is_plain_name",
     "is_unfinished",

@@ -8,46 +8,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from ..errors import NoSpaceError
-from .local.attempt_lock import boot_id
 from .local.orphans import collect_orphans
-from .local.store import LocalStore
 from .names import ABANDONED_AFTER_S
-from .store import Store
 from .transaction import Transaction
 
-__all__ = ["FreeSpace", "Space", "free_space"]
+__all__ = ["Space"]
 
 _EXACT = frozenset({"ext2", "ext3", "ext4", "xfs", "tmpfs"})
 """File systems that store bytes without compressing them: files that are larger than the free space do not fit. Other
 file systems may compress files, or store them on a server whose free space is unknown."""
 _BLOCK_BYTES = 512  # the unit of st_blocks
-
-
-class FreeSpace(NamedTuple):
-    """The free space of a file system that is known to store bytes as they are. ``host`` and ``device`` are equal for
-    processes that share the file system, in whatever containers they run."""
-
-    host: str
-    device: int
-    nbytes: int
-
-
-def free_space(store: Store, target: str) -> FreeSpace | None:
-    """Return the free space at ``target``; None if nothing certain is known of it."""
-    if not isinstance(store, LocalStore):
-        return None
-    try:
-        host = boot_id()
-        place = _existing(store.root / target)
-        if host is None:
-            return None
-        found = FreeSpace(host, os.stat(place).st_dev, _free(place))
-    except OSError:
-        return None
-    return found if _kind(found.device) in _EXACT else None
 
 
 class Space:

@@ -55,7 +55,7 @@ CommitFiles: TypeAlias = Mapping[str, Sequence[bytes]]
 """The files that a commit adds, each as a sequence of pieces. Readers look for the last one."""
 MakeFiles: TypeAlias = Callable[[], CommitFiles]
 
-Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "joined_files", "file", "part"]
+Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "joined_files", "file"]
 """What a transaction makes visible.
 
 - ``"directory"``: a checkpoint in a directory that does not exist or is empty.
@@ -64,7 +64,6 @@ Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "joined
 - ``"files"``: a directory of files that keep their given names on every store.
 - ``"joined_files"``: files in the attempt of another process that has the kind ``"files"``.
 - ``"file"``: one file, which is the target itself.
-- ``"part"``: files in the target itself, to which other processes write as well.
 """
 
 _log = logging.getLogger("sidestream")
@@ -278,7 +277,7 @@ class Transaction(ABC):
 
     async def _send(self, name: str, tail: bytes) -> None:
         """Send the commit. If that fails, find out whether it took place: then the file ``name`` ends with ``tail``."""
-        target = name if self.attempt.kind == "part" else self.attempt.target
+        target = self.attempt.target
         self._look = lambda stuck: self._read_back(name, tail, stuck)
         self.outcome = "unknown"
         try:

@@ -1,7 +1,4 @@
-"""The writer processes of this process, one for each set of options, started when they are needed.
-
-They can fill stages too: they copy from the memory of the trainer, so that no thread of the trainer has to.
-"""
+"""The writer processes of this process, one for each set of options, started when they are needed."""
 
 from __future__ import annotations
 
@@ -14,80 +11,17 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from .._runtime.threads import Deadline, Stop, current_deadline, io_threads, result_of
-from .._staging import FillPart, FillPiece, MappedMemory
+from .._runtime.threads import Stop, current_deadline, io_threads, result_of
+from .._staging import MappedMemory
 from .._storage import Body, Store, Transaction
 from ..errors import InvalidOptionError, WriterProcessError
 from ..options import WriterChoice, WriterProcess, check_writer
 from .job import Job, JobOrder
-from .link import WorkerLink, WorkerRequest
+from .link import WorkerLink
 from .process import available
-from .wire import Unsendable, WorkerMessage, WorkerMessageKind, pack, pack_fill
+from .wire import Unsendable, pack
 
-__all__ = ["LinkFiller", "Worker", "choose_worker", "close_all", "worker_for"]
-
-
-class LinkFiller:
-    """A ``Filler`` that has the writer process copy."""
-
-    def __init__(self, link: WorkerLink) -> None:
-        self._link = link
-
-    def fill(self, pieces: Sequence[FillPart], *, deadline: Deadline, stop: Stop) -> bool:
-        """Copy ``pieces`` as ``Filler.fill`` requires. A process that does not stop using the memory is killed."""
-        try:
-            return _Fill(self._link, deadline, stop).run(pieces)
-        except WriterProcessError:
-            return False
-
-
-class _Fill(WorkerRequest):
-    """One request to copy."""
-
-    what = "a copy"
-
-    def __init__(self, link: WorkerLink, deadline: Deadline, stop: Stop) -> None:
-        super().__init__(link, lambda: stop.is_set() or deadline.remaining_s() == 0.0)
-        self._deadline = deadline
-        self._stop = stop
-        self._answer: int | None = None
-
-    def run(self, pieces: Sequence[FillPart]) -> bool:
-        packed = pack_fill(
-            ((one.memory.number, *one[1:]) for one in pieces if isinstance(one, FillPiece)),
-            ((one.memory.number, *one[1:]) for one in pieces if not isinstance(one, FillPiece)),
-        )
-        memories = {piece.memory.number: piece.memory for piece in pieces}
-        self.begin()
-        try:
-            with self._stop.waking(self._wake):
-                for memory in memories.values():
-                    self.share(memory)
-                self._stop.check()
-                self.send((WorkerMessageKind.FILL, packed))
-                with self._changed:
-                    self._changed.wait_for(lambda: self.ended or self._stop.is_set(), self._deadline.remaining_s())
-                if not self.ended:
-                    self._stop.check()
-                    raise self._deadline.exceeded("staging")
-        finally:
-            if not self.ended:
-                self.cancel()
-        return self._answer == WorkerMessageKind.FILLED
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    # --- in the thread of the link ---
-
-    @property
-    def ended(self) -> bool:
-        return self._lost is not None or self._answer is not None
-
-    def on_message(self, message: WorkerMessage) -> None:
-        self._answer = message.kind
-        self._wake()
+__all__ = ["Worker", "choose_worker", "close_all", "worker_for"]
 
 
 _CLOSE_S = 1.0
@@ -118,12 +52,6 @@ class Worker:
         link = self._link
         if link is not None and link.up.done() and link.lost is None:
             await io_threads().run(_share, link, memories)
-
-    def filler(self) -> LinkFiller | None:
-        """Return an object that has the process copy for a stage; None if the process is not up or may not read the
-        memory of this process."""
-        link = self._link
-        return LinkFiller(link) if link is not None and link.reads_memory and link.lost is None else None
 
     def acquire(self) -> None:
         """Take a reference, which keeps a started process alive until ``release()``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import threading
@@ -20,7 +19,7 @@ from ..errors import WriterProcessError
 from ..events import emit
 from ..options import WriterProcess
 from .process import spawn
-from .wire import Channel, WorkerMessage, WorkerMessageKind, pack, unpack, unpack_event
+from .wire import Channel, WorkerMessage, WorkerMessageKind, pack, unpack_event
 
 __all__ = ["ACKNOWLEDGE_S", "WorkerLink", "WorkerRequest"]
 
@@ -29,7 +28,6 @@ ACKNOWLEDGE_S = 2.5
 reap it, this is less than the grace of a thread (5 s)."""
 
 _TICK_S = 0.25
-_PROBE_BYTES = 16
 _START_S = 60.0
 _REAP_S = 5.0
 _ENDED = "the writer process has ended"
@@ -137,9 +135,6 @@ class WorkerLink:
         """Done when the process is ready to write. Fails with ``WriterProcessError`` if it never is."""
         self.lost: str | None = None
         self.pid: int | None = None
-        self.reads_memory: bool = False
-        """Whether the process may read the memory of this one. Known once it is up."""
-        self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
         self._options = options
         self._lock = threading.Lock()
         self._requests: dict[int, WorkerRequest] = {}
@@ -249,7 +244,6 @@ class WorkerLink:
                     "io_priority": options.io_priority,
                     "affinity": None if options.affinity is None else sorted(options.affinity),
                     "max_bytes_per_second": options.max_bytes_per_second,
-                    "probe": [ctypes.addressof(self._probe), self._probe.raw],
                 }),
             )  # fmt: skip
             reason = self._listen()
@@ -307,7 +301,6 @@ class WorkerLink:
 
     def _on_message(self, message: WorkerMessage) -> None:
         if message.kind == WorkerMessageKind.UP:
-            self.reads_memory = unpack(message.body)["reads_memory"]
             self.up.set_result(None)
         elif message.kind == WorkerMessageKind.EVENT:
             emit(unpack_event(message.body))

@@ -21,7 +21,6 @@ from .._runtime.rate import RateLimiter
 from .._storage import Store, locate_run
 from ..events import Event, observe
 from ..options import Storage, StorePolicy
-from .copying import Copier, read_memory
 from .wire import READY, UNUSED, Channel, Outbox, WorkerMessage, WorkerMessageKind, pack, pack_event, unpack
 from .work import Request
 
@@ -72,7 +71,6 @@ class _WorkerServer:
         self._channel = channel
         self._outbox = Outbox(channel)
         self._trainer = trainer
-        self._copier = Copier(trainer, self._answer)
         self._memories: dict[int, mmap] = {}
         self._requests: dict[int, Request] = {}
         self._rate = RateLimiter(None)
@@ -96,10 +94,6 @@ class _WorkerServer:
             self._memories.pop(message.number, None)
         elif message.kind == WorkerMessageKind.WRITE:
             self._begin(message)
-        elif message.kind == WorkerMessageKind.FILL:
-            self._copier.fill(message.number, message.body, self._memories)
-        elif message.kind == WorkerMessageKind.CANCEL and self._copier.cancel(message.number):
-            """The answer is sent when no thread copies any more."""
         else:
             request = self._requests.get(message.number)
             if request is not None:
@@ -118,35 +112,21 @@ class _WorkerServer:
         if options["affinity"] is not None:
             with suppress(OSError):  # none of these processors is available (any more)
                 os.sched_setaffinity(0, options["affinity"])
-                self._copier.set_affinity(options["affinity"])
         number = _IOPRIO_SET.get(os.uname().machine)
         if number is not None and options["io_priority"] in _IO_CLASSES:
             ctypes.CDLL(None).syscall(number, 1, 0, _IO_CLASSES[options["io_priority"]])
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write(_OOM_SCORE)  # when memory runs out, the kernel shall kill this process before the trainer
         self._rate = RateLimiter(options["max_bytes_per_second"])
-        about = {"pid": os.getpid(), "crc": CRC_ENGINE, "reads_memory": self._reads_memory(*options["probe"])}
+        about = {"pid": os.getpid(), "crc": CRC_ENGINE}
         self._outbox.send_now(WorkerMessageKind.UP, 0, pack(about))
         threading.Thread(target=self._beat, name="sidestream-beat", daemon=True).start()
-
-    def _reads_memory(self, address: int, expected: bytes) -> bool:
-        """Return whether the system lets this process read the memory of the trainer. Some security modules do not."""
-        found = ctypes.create_string_buffer(len(expected))
-        try:
-            read_memory(self._trainer, address, ctypes.addressof(found), len(expected))
-        except OSError:
-            return False
-        return found.raw == expected
 
     def _beat(self) -> None:
         with suppress(OSError):
             while True:
                 if not self._outbox.flush(_BEAT_S, _GATHER_S):
                     self._outbox.send_now(WorkerMessageKind.BEAT, 0)
-
-    def _answer(self, kind: WorkerMessageKind, number: int, body: bytes) -> None:
-        with suppress(OSError):  # the trainer has ended: the thread that reads notices it too, and ends this process
-            self._outbox.send_now(kind, number, body)
 
     def _map(self, message: WorkerMessage) -> None:
         assert message.descriptor is not None

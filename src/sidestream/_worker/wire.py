@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from .. import events
 from .._runtime.messages import Message, MessageDecoder, message_head
@@ -30,34 +30,20 @@ __all__ = [
     "UNUSED",
     "Channel",
     "Outbox",
-    "PackedPiece",
-    "PackedTable",
     "Unsendable",
     "WorkerMessage",
     "WorkerMessageKind",
     "head_and_rest",
     "pack",
     "pack_event",
-    "pack_fill",
     "unpack",
     "unpack_event",
-    "unpack_fill",
     "with_length",
 ]
-
-PackedPiece: TypeAlias = tuple[int, int, int, int]
-"""A copy: number of the memory, address in the trainer, offset in the memory, and bytes."""
-PackedTable: TypeAlias = tuple[int, int, int, bytes]
-"""Copies into an image: number of the memory, offset of the image in it, and the rows and columns of a
-``FillTable``."""
 
 READY = struct.Struct("<IIQQQ")  # file, window, number of the memory, offset in it, bytes
 UNUSED = struct.Struct("<II")  # file, window
 SUMS = struct.Struct("<IQ")  # file, bytes of CRCs
-_PIECES = struct.Struct("<I")
-_PIECE = struct.Struct("<QQQQ")
-_TABLE = struct.Struct("<QQI")
-_ROW_BYTES = 16
 _READ_BYTES = 256 << 10
 _EVENTS = ("Retried", "Throttled", "SlowPart")
 _MOST_BYTES = 1 << 62  # the other end is trusted
@@ -77,7 +63,6 @@ class WorkerMessageKind(IntEnum):
     READY = 7
     END = 8
     CANCEL = 9
-    FILL = 10
     # from the writer process
     UP = 20
     BEAT = 21
@@ -86,8 +71,6 @@ class WorkerMessageKind(IntEnum):
     DONE = 24
     FAILED = 25
     EVENT = 26
-    FILLED = 27
-    UNFILLED = 28
 
 
 class WorkerMessage(NamedTuple):
@@ -97,29 +80,6 @@ class WorkerMessage(NamedTuple):
     number: int
     body: bytes
     descriptor: int | None = None
-
-
-def pack_fill(pieces: Iterable[PackedPiece], tables: Iterable[PackedTable]) -> bytes:
-    """Return the body of a ``FILL``."""
-    packed = [_PIECE.pack(*piece) for piece in pieces]
-    parts = [_PIECES.pack(len(packed)), *packed]
-    for table in tables:
-        parts += [_TABLE.pack(*table[:3]), table[3]]
-    return b"".join(parts)
-
-
-def unpack_fill(body: bytes) -> tuple[list[PackedPiece], list[PackedTable]]:
-    """Return the pieces and tables in the body of a ``FILL``."""
-    (count,) = _PIECES.unpack_from(body)
-    at = _PIECES.size + count * _PIECE.size
-    pieces: list[PackedPiece] = list(_PIECE.iter_unpack(body[_PIECES.size : at]))
-    tables: list[PackedTable] = []
-    while at < len(body):
-        memory, offset, rows = _TABLE.unpack_from(body, at)
-        start = at + _TABLE.size
-        at = start + rows * _ROW_BYTES
-        tables.append((memory, offset, rows, body[start:at]))
-    return pieces, tables
 
 
 def with_length(head: bytes) -> bytes:

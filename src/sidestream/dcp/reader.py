@@ -21,7 +21,6 @@ from .._layout.values import allowed_types
 from .._load.device_streams import current_streams
 from .._load.open.manifest import all_there, open_manifest
 from .._load.operation import LoadLifecycle
-from .._load.planner.load import in_batches, metadata_of, read_bytes, targets_of, values_of
 from .._load.reader import Reader
 from .._runtime.threads import Deadline, io_threads
 from .._storage import RangeSource
@@ -29,6 +28,7 @@ from ..blocking import run_anywhere
 from ..errors import InvalidOptionError, SaveAbortedError
 from ..events import LoadContext
 from ..options import Storage, Trust, Verify, check_choice, check_timeout, check_verify, storage_of
+from .planned import in_batches, metadata_of, read_bytes, targets_of, values_of
 from .session import Address, Sessions, is_located
 from .stock_options import StockReaderOptions, check_stock_reader, one_url
 
@@ -230,7 +230,7 @@ class StorageReader(DcpStorageReader):
         entries = values_of(items, load.manifest, load.url)
         if not entries:
             return
-        read = partial(read_bytes, allow=self._allow, trust=self._trust, options="StorageReader")
+        read = partial(read_bytes, allow=self._allow, trust=self._trust)
         with all_there(load.url, "is missing"):
             found = run_anywhere(lambda: read(load.source, load.manifest, entries), load.deadline)
         for item in items:

@@ -20,10 +20,7 @@ from torch.futures import Future
 
 from .._layout.values import allowed_types
 from .._runtime.threads import Deadline, Stop, io_threads, time_limit
-from .._save.operation import RankReceipt, SaveOrder, Solo, check_shared
-from .._save.planner.independent import Independent
-from .._save.planner.items import Outgoing, warn_of_refused
-from .._save.planner.layout import PlannerLayout, receipt_for
+from .._save.operation import SaveOrder, Solo, check_shared
 from .._save.writer import write_files
 from .._storage import Kind, Location
 from .._storage.clients.requests import in_io_thread
@@ -32,7 +29,6 @@ from ..blocking import run_anywhere
 from ..errors import InvalidOptionError, SaveAbortedError, SidestreamError
 from ..options import (
     Durability,
-    IndependentPart,
     Storage,
     Trust,
     WriterChoice,
@@ -41,6 +37,8 @@ from ..options import (
     check_writer,
     storage_of,
 )
+from .items import Outgoing, warn_of_refused
+from .layout import PlannerLayout
 from .orders import SentOrder, forget_order, order_received
 from .session import Address, Sessions, is_located
 from .stock_options import StockWriterOptions, check_extensions, check_stock_writer, durability_of, one_url
@@ -92,9 +90,6 @@ class StorageWriter(DcpStorageWriter):
         writer: Threads or a writer process, as for ``sidestream.save``.
         storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
         storage: How the storage is reached.
-        part: The part of the save that this rank writes, for ``use_collectives=False`` with more than one rank. Such
-            ranks exchange no messages, no rank commits for all, and readers refuse the checkpoint until all parts are
-            there.
         safe_globals: The types that readers will pass as ``safe_globals``. No warning names their objects.
         trust: ``"pickle"`` if readers will pass ``trust="pickle"``. Then no value is named in a warning.
         **stock: Keywords of DCP's own writers. ``path`` is ``url``; ``sync_files`` and ``_extensions`` have their
@@ -120,7 +115,6 @@ class StorageWriter(DcpStorageWriter):
         writer: WriterChoice = "thread",
         storage_options: Mapping[str, Any] | None = None,
         storage: Storage | None = None,
-        part: IndependentPart | None = None,
         safe_globals: Iterable[type] = (),
         trust: Trust = "data",
         **stock: Unpack[StockWriterOptions],
@@ -130,9 +124,6 @@ class StorageWriter(DcpStorageWriter):
         url, durability = one_url("StorageWriter", url, stock), durability_of(durability, stock)
         extensions = tuple(extensions) + tuple(stock.get("_extensions") or ())
         check_extensions(extensions)
-        if part is not None and (overwrite or extensions or writer != "thread"):
-            raise InvalidOptionError("part= goes with none of overwrite=, extensions= and writer=")
-        self._part = part
         check_choice("durability", durability, Durability)
         check_choice("trust", trust, Trust)
         check_timeout(timeout_s)
@@ -163,14 +154,11 @@ class StorageWriter(DcpStorageWriter):
         """Check how the ranks save, and start the deadline of the save."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         together = kwargs.get("use_collectives", True)
-        if not together and ranks > 1 and self._part is None:
+        if not together and ranks > 1:
             raise InvalidOptionError(
-                "use_collectives=False: ranks that do not talk to each other cannot commit one checkpoint; leave it "
-                "out, or say which part of which save this is: "
-                "StorageWriter(url, part=sidestream.dcp.IndependentPart(...))"
+                "use_collectives=False: ranks that exchange no messages cannot commit one checkpoint; leave it out, or "
+                "save with torch.distributed.checkpoint.FileSystemWriter, whose files of ranks are read"
             )
-        if together and ranks > 1 and self._part is not None:
-            raise InvalidOptionError("part= is for dcp.save(use_collectives=False): here the ranks commit together")
         forget_order()
         session, location = self._sessions.current(), self._wanted()
         session.drop()
@@ -188,15 +176,13 @@ class StorageWriter(DcpStorageWriter):
             session.save_id = uuid.uuid4().hex
         save_id = session.used = session.save_id
         sent = [SentOrder(save_id, target, rank) for rank in range(len(plans))]
-        if self._part is not None:
-            sent = [replace(sent[0], rank=self._part.rank)]
         save.sent, save.alone = sent[0], len(plans) == 1
         order = save.order = self._order(save, sent[0], self._kind)
-        order.lifecycle.started(None if self._part is not None else len(plans))
-        order.lifecycle.planned(order.reported_id)
+        order.lifecycle.started(len(plans))
+        order.lifecycle.planned(order.save_id)
         try:
             with time_limit(save.deadline):
-                save.coordinator = self._coordinator(order)
+                save.coordinator = Solo(order)
                 order.make_attempt()
         except BaseException as error:
             order.lifecycle.failed(error, order.outcome)
@@ -213,8 +199,7 @@ class StorageWriter(DcpStorageWriter):
             raise InvalidOptionError(f"this rank saves to {save.location.name!r}, rank 0 to {meant}: pass the same URL")
         if save.order is None:
             save.order = self._order(save, sent, "joined")
-        if self._part is None:
-            self._sessions.current().save_id = sent.save_id
+        self._sessions.current().save_id = sent.save_id
         try:
             with time_limit(save.deadline):
                 results = self._write_items(save.order, sent.rank, plan, planner)
@@ -234,8 +219,8 @@ class StorageWriter(DcpStorageWriter):
         assert order is not None
         assert coordinator is not None
         layout = PlannerLayout(order, metadata)
-        receipt = receipt_for([result for each in results for result in each])
-        run_anywhere(lambda: _commit(order, coordinator, receipt, layout), save.deadline)
+        written = [result for each in results for result in each]
+        run_anywhere(lambda: _commit(order, coordinator, written, layout), save.deadline)
         # DCP returns this object, as it was written.
         vars(metadata).update(vars(layout.stock_metadata()))
         self._sessions.current().drop()
@@ -278,19 +263,9 @@ class StorageWriter(DcpStorageWriter):
             save.deadline,
             worker=worker,
             fall_back=fall_back,
-            part=self._part,
             kind=kind,
             own_id=sent.save_id,
         )
-
-    def _coordinator(self, order: SaveOrder) -> Solo:
-        """Return the coordinator of this rank, which commits. Raises ``CheckpointExistsError`` if the target of a part
-        has another save."""
-        if self._part is None:
-            return Solo(order)
-        independent = Independent(order)
-        independent.look(Stop())
-        return independent
 
     def _write_items(self, order: SaveOrder, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         outgoing = Outgoing(plan, planner, rank, self._extensions, order, allow=self._allow)
@@ -343,8 +318,9 @@ class _Session:
             save.cleanup()
 
 
-async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, layout: PlannerLayout) -> None:
+async def _commit(order: SaveOrder, coordinator: Solo, written: Sequence[WriteResult], layout: PlannerLayout) -> None:
     """Commit what all ranks have written."""
+    receipt = await layout.receipt(None, written)
     try:
         await check_shared(order, [receipt])
         order.lifecycle.written(receipt.nbytes)

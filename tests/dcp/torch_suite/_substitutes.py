@@ -87,7 +87,7 @@ class _Verbs:
         **options: Any,
     ) -> Any:
         url = _url_of(checkpoint_id, storage_writer, FileSystemWriter)
-        if url is None or options or getattr(storage_writer, "_extensions", ()):
+        if url is None or planner is not None or options or getattr(storage_writer, "_extensions", ()):
             return _Verbs.stock_save(
                 state_dict,
                 checkpoint_id=checkpoint_id,
@@ -101,9 +101,7 @@ class _Verbs:
         if group == "alone" or dist.get_rank(process_group) == 0:
             shutil.rmtree(url, ignore_errors=True)  # sidestream.save takes new directories only
         with _as_dcp_raises():
-            sidestream.blocking.save(
-                state_dict, url, process_group=group, options=sidestream.SaveOptions(planner=planner)
-            )
+            sidestream.blocking.save(state_dict, url, process_group=group)
         return StorageReader(url).read_metadata()
 
     @staticmethod
@@ -117,7 +115,7 @@ class _Verbs:
         no_dist: bool = False,
     ) -> None:
         url = _url_of(checkpoint_id, storage_reader, FileSystemReader)
-        if url is None:
+        if url is None or planner is not None:
             _Verbs.stock_load(
                 state_dict,
                 checkpoint_id=checkpoint_id,
@@ -129,12 +127,7 @@ class _Verbs:
             return
         group = _group(process_group, no_dist)
         with _as_dcp_raises():
-            if planner is not None:  # which says itself what may differ
-                sidestream.blocking.load(
-                    state_dict, url, process_group=group, options=sidestream.LoadOptions(planner=planner)
-                )
-            else:
-                sidestream.blocking.load(state_dict, url, allow_cast=True, allow_unexpected=True, process_group=group)
+            sidestream.blocking.load(state_dict, url, allow_cast=True, allow_unexpected=True, process_group=group)
 
     @staticmethod
     def save_state_dict(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import struct
 from array import array
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from ..._format.records import (
     CompositeEntry,
     DictKey,
     Key,
-    itemsize,
     name_problem,
 )
 from ..._runtime.steps import Steps, collected
@@ -31,7 +29,6 @@ from ..flatten import CompositeLeaf, Leaf, check_saved, leaves_of
 
 __all__ = ["Box", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "parse_rows", "unpack_boxes"]
 
-_MOST_FRAME_BYTES = 16384  # with the gap before an item
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -68,8 +65,6 @@ class Held(NamedTuple):
     items: tuple[Item, ...]
     raw_rows: bytes
     raw_boxes: bytes
-    most_bytes: int
-    """What the items have at most in files, without the plain values."""
     table: str
     """The digest of the rows, without the boxes."""
     digest: str
@@ -152,9 +147,7 @@ def _hold(leaves: Sequence[Leaf], composites: Mapping[str, CompositeEntry], capt
     raw_rows, raw_boxes = (yield from _pack_rows(rows)), (yield from _pack_boxes(len(rows), items))
     table = hashlib.blake2b(raw_rows, digest_size=16).hexdigest()
     digest = hashlib.blake2b(table.encode() + raw_boxes, digest_size=16).hexdigest()
-    payload = sum(math.prod(item.box[1]) * itemsize(rows[item.row].dtype) for item in items)
-    most_bytes = payload + len(items) * _MOST_FRAME_BYTES
-    return Held(tuple(rows), tuple(items), raw_rows, raw_boxes, most_bytes, table, digest)
+    return Held(tuple(rows), tuple(items), raw_rows, raw_boxes, table, digest)
 
 
 def _tensor_row(

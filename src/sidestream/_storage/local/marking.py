@@ -256,8 +256,7 @@ def _check_not_late(began: float, path: Path) -> None:
 
 class MarkedTransaction(LocalTransaction):
     """A ``Transaction`` whose directory is the target itself. Files of the kinds that keep their names (``"file"``,
-    ``"files"``, ``"part"``) are written where a ``LocalTransaction`` writes them. They are then moved one after the
-    other."""
+    ``"files"``) are written where a ``LocalTransaction`` writes them. They are then moved one after the other."""
 
     _appear = staticmethod(move_new)
     _sync = staticmethod(sync_names)
@@ -305,7 +304,7 @@ class MarkedTransaction(LocalTransaction):
 
     @property
     def _writes_last(self) -> bool:
-        return not self._carries_id and super()._writes_last
+        return not self._carries_id
 
     async def make_visible(self) -> None:
         if self.attempt.kind == "files":

@@ -12,7 +12,6 @@ import os
 import shutil
 import stat
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -224,8 +223,7 @@ class LocalTransaction(Transaction):
         self._root = root
         self._target = root / attempt.target
         self._hidden = root / attempt.name
-        self._in_target = self._carries_id or attempt.kind == "part"
-        self._directory = self._target if self._in_target else self._hidden
+        self._directory = self._target if self._carries_id else self._hidden
         self._made: os.stat_result | None = None  # the directory that this transaction has made, as it was then
         self._lock: AttemptLock | None = None
         self._new: list[Path] = []  # directories that were made down to the target
@@ -240,16 +238,13 @@ class LocalTransaction(Transaction):
         return await io_threads().run(read_tail, self._root / name, None, nbytes)
 
     def path_of(self, name: str = "") -> str:
-        directory = self.attempt.target if self._in_target else self.attempt.name
+        directory = self.attempt.target if self._carries_id else self.attempt.name
         return f"{directory}/{name}" if name else directory
 
     def write(self, files: Iterable[tuple[str, Body]], *, stop: Stop | None = None) -> None:
         attempt, stop = self.attempt, stop or Stop()
         stop.check()
-        if attempt.kind == "part":
-            with self._make_once():
-                self._make_target()
-        elif attempt.kind in ("joined", "joined_files") or self._made is not None:
+        if attempt.kind in ("joined", "joined_files") or self._made is not None:
             self._check_joined()
         else:
             self._make()
@@ -316,7 +311,7 @@ class LocalTransaction(Transaction):
     @property
     def _writes_last(self) -> bool:
         """Whether the last file is written like the others."""
-        return self.attempt.kind != "part"
+        return True
 
     def _write_files(self, files: CommitFiles | MakeFiles, stop: Stop) -> CommitFiles:
         """Write the files, and return them. The last one may be left to ``make_visible``."""
@@ -331,13 +326,6 @@ class LocalTransaction(Transaction):
         attempt = self.attempt
         if attempt.kind == "file":
             await io_threads().run(self._publish_file)
-            return
-        if attempt.kind == "part":
-            assert self._last is not None
-            stop, (name, pieces) = Stop(), self._last
-            await io_threads().run(self._publish_part, self._target / name, PiecesBody(pieces), stop, stop=stop)
-            self._names.clear()
-            self._last = None
             return
         names = frozenset(self._names)
         move: Step = move_there
@@ -367,11 +355,6 @@ class LocalTransaction(Transaction):
 
     def discard_here(self) -> None:
         if not self._end_making():
-            return
-        if self.attempt.kind == "part":  # other processes may write into the same directory
-            self._last = None
-            for name in tuple(self._names):  # a thread that was left behind may add a name meanwhile
-                unlink(self._directory / name)
             return
         # Only this process can publish an attempt that it has made. Any other attempt is renamed first, so that its
         # writer cannot publish what is left of it.
@@ -445,22 +428,3 @@ class LocalTransaction(Transaction):
         finally:
             shutil.rmtree(self._hidden, ignore_errors=True)
             self._close_lock()
-
-    def _publish_part(self, path: Path, body: Body, stop: Stop) -> None:
-        durability = self.attempt.durability
-        hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-        try:
-            write_file(hidden, body, durability, stop, preallocate=self._preallocates)
-            with os_errors_as("publishing", path):
-                if durability == "fsync":
-                    self._sync(path.parent)  # makes the names of the files durable before the last one appears
-                try:
-                    self._appear(hidden, path)
-                except FileExistsError as error:
-                    raise CheckpointExistsError(f"{path} exists already: save to a new directory") from error
-        finally:
-            with suppress(OSError):
-                hidden.unlink()
-        if durability == "fsync":
-            failed = "the part is committed, but the sync of its directory failed"
-            sync_visible(path.parent, path, failed, self._sync)

@@ -102,7 +102,7 @@ class ObjectTransaction(Transaction):
         attempt, bucket = self.attempt, self._bucket
         stop.check()
         _check_promises(bucket)
-        if not self._made and attempt.kind not in ("joined", "joined_files", "part"):
+        if not self._made and attempt.kind not in ("joined", "joined_files"):
             LoopCall(self._check_vacant).result(f"looking at {bucket.url}/{attempt.target}", stop)
         with self._make_once():
             self._made = True
@@ -389,7 +389,7 @@ class ObjectTransaction(Transaction):
         """Delete the files that this attempt wrote under names without its id. If another writer has committed files
         with these names, delete none."""
         bucket, attempt = self._bucket, self.attempt
-        shared = attempt.kind in ("files", "joined_files", "part")
+        shared = attempt.kind in ("files", "joined_files")
         committed = False
         if shared:
             listing = await bucket.listing(attempt.target)

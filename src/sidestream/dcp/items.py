@@ -14,25 +14,25 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..._format.checksum import crc32
-from ..._format.frame import frame_tensor
-from ..._format.records import DTYPES, Node
-from ..._format.shard import BlockSums, ShardLayout, lay_out
-from ..._format.torch_zip.file import check_value_item, open_value_item
-from ..._layout.save_layout import PlannedFiles, window_bytes_for, window_copies
-from ..._load.foreign.items import MAX_VALUE_BYTES
-from ..._runtime.threads import Steps, by_size, gathered, run_sliced, sliced
-from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, transformed_stream
-from ..._staging import AsyncStager, Captured, ImageLayout, Staging, capture
-from ..._storage import Body, BytesBody, ShardBody
-from ...errors import (
+from .._format.checksum import crc32
+from .._format.frame import frame_tensor
+from .._format.records import DTYPES, Node
+from .._format.shard import BlockSums, ShardLayout, lay_out
+from .._format.torch_zip.file import check_value_item, open_value_item
+from .._layout.save_layout import PlannedFiles, window_bytes_for, window_copies
+from .._load.foreign.items import MAX_VALUE_BYTES
+from .._runtime.threads import Steps, by_size, gathered, run_sliced, sliced
+from .._runtime.torch_probes import check_tensor, dtype_name, storage_key, transformed_stream
+from .._save.order import SaveOrder
+from .._staging import AsyncStager, Captured, ImageLayout, Staging, capture
+from .._storage import Body, BytesBody, ShardBody
+from ..errors import (
     CorruptCheckpointError,
     InvalidOptionError,
     UnsafeObjectError,
     UnsupportedCheckpointError,
     UnsupportedTensorError,
 )
-from ..order import SaveOrder
 from .metadata import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
 __all__ = ["Outgoing", "warn_of_refused"]
@@ -80,7 +80,7 @@ class Outgoing:
         self.opaque: dict[str, str] = {}
         """The same for values that the planner wrote in its own format."""
         self._allow = allow
-        self._tag = "" if order.part is None else f"-{order.part_id}"
+        self._tag = ""
         """The end of the names of the files. It is different for each attempt to write a part."""
         self._planner = planner
         self._rank = rank

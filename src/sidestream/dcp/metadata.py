@@ -18,25 +18,21 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..._format.checksum import crc32
-from ..._format.manifest import metadata_line, write_manifest
-from ..._format.marker import (
+from .._format.checksum import crc32
+from .._format.manifest import metadata_line, write_manifest
+from .._format.marker import (
     END,
     METADATA_NAME,
     Marker,
-    PartMarker,
     manifest_name,
     marker_attribute,
-    part_manifest_name,
-    part_metadata_name,
 )
-from ..._format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
-from ..._format.validate import validate
-from ..._layout.values import encode_value
-from ..._runtime.threads import Steps, gathered, run_sliced, sliced
-from ..._runtime.torch_probes import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
-from ...errors import InvalidOptionError, UnsafeObjectError
-from ...options import IndependentPart
+from .._format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
+from .._format.validate import validate
+from .._layout.values import encode_value
+from .._runtime.threads import Steps, gathered, run_sliced, sliced
+from .._runtime.torch_probes import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
+from ..errors import InvalidOptionError, UnsafeObjectError
 
 __all__ = [
     "PackedReceipt",
@@ -46,7 +42,6 @@ __all__ = [
     "as_stock",
     "complete",
     "files_of_commit",
-    "files_of_part",
 ]
 
 _VERSION = "1.0.0"
@@ -133,19 +128,6 @@ def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int) -> dict[
     place = len(raw), crc32(raw), about.step, about.generation, saved_at, len(last), crc32(last)
     marked = _marked(metadata, marker_attribute(Marker(about.save_id, *place)))
     return {manifest_name(about.save_id): raw, METADATA_NAME: marked}
-
-
-def files_of_part(
-    metadata: Metadata, about: Manifest, part: IndependentPart, part_id: str, saved_at: int
-) -> dict[str, bytes]:
-    """Return the manifest and the metadata of the part that one of several ranks has saved. Called in a worker thread.
-    Raises what ``files_of_commit`` raises, and ``InvalidOptionError`` if there would be no manifest."""
-    if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
-        raise InvalidOptionError("extensions are not there for ranks that save apart")
-    raw, _ = _manifest_of(metadata, about, partly=True)
-    marker = PartMarker(part.save_id, part.rank, part.world_size, part_id, len(raw), crc32(raw), saved_at)
-    marked = _marked(metadata, marker_attribute(marker))
-    return {part_manifest_name(part.rank, part_id): raw, part_metadata_name(part.rank): marked}
 
 
 def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[bytes, bytes]:

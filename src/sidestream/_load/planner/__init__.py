@@ -1,1 +1,0 @@
-"""Loads with torch's ``LoadPlanner``."""

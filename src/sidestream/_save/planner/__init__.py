@@ -1,1 +1,0 @@
-"""Saves with torch's ``SavePlanner``."""

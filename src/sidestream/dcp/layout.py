@@ -1,0 +1,41 @@
+"""``PlannerLayout``: the manifest and ``.metadata`` of items that a ``SavePlanner`` has planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._save.layouts import about_save, sidecar_files
+from .._save.operation import RankReceipt, SaveOrder
+from .metadata import as_stock, complete, files_of_commit
+
+__all__ = ["PlannerLayout"]
+
+
+class PlannerLayout:
+    """The layout of a save that a planner plans. The content of a receipt is its list of ``WriteResult``. ``metadata``
+    is that of the planner; ``files`` adds the places of all items."""
+
+    def __init__(self, order: SaveOrder, metadata: Metadata) -> None:
+        self._order = order
+        self.metadata = metadata
+
+    async def receipt(self, plan: None, written: Sequence[WriteResult]) -> RankReceipt:
+        """Return the receipt for these items, which all ranks have written. DCP has the plan."""
+        places = [result.storage_data for result in written]
+        sizes = {one.file: one.file_bytes for one in places}
+        return RankReceipt(sizes, written, {one.file: one.file_crc for one in places})
+
+    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
+        order = self._order
+        results = [receipt.content for receipt in receipts]
+        self.metadata = complete(self.metadata, results, order.location.url, order.save_id)
+        about = about_save(order, receipts)
+        files = files_of_commit(self.metadata, about, order.saved_at)
+        return {**sidecar_files(order), **{name: [content] for name, content in files.items()}}
+
+    def stock_metadata(self) -> Metadata:
+        """Return what was written to ``.metadata``, as stock DCP reads it. Called after the commit."""
+        return as_stock(self.metadata)
