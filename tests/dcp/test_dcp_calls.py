@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -205,7 +206,7 @@ def test_ranks_that_do_not_share_a_directory(tmp_path: Path) -> None:
     planner, (plan,), metadata = begun(writer, {"w": torch.ones(4)})
     results = writer.write_data(plan, planner).value()
     (attempt,) = tmp_path.iterdir()
-    (shard,) = attempt.iterdir()
+    (shard,) = attempt.glob("*.distcp")
     shard.unlink()
     with pytest.raises(StorageNotSharedError, match=shard.name):
         writer.finish(metadata, [results])
@@ -213,7 +214,7 @@ def test_ranks_that_do_not_share_a_directory(tmp_path: Path) -> None:
 
     planner, (plan,), metadata = begun(writer, {"w": torch.ones(4)})
     (attempt,) = tmp_path.iterdir()
-    attempt.rmdir()
+    shutil.rmtree(attempt)
     with pytest.raises(StorageNotSharedError):
         writer.write_data(plan, planner)
     assert list(tmp_path.iterdir()) == []
