@@ -474,7 +474,8 @@ async def test_every_difference_is_told_and_nothing_is_changed(tmp_path: Path) -
         target = {**fits, top: {**fits[top], name: other}}
         with pytest.raises(error, match=text) as raised:
             await sidestream.load(target, tmp_path / "c")
-        assert len(raised.value.args[0].splitlines()) == 2, "not once more for each part"
+        told = [line for line in raised.value.args[0].splitlines() if line.startswith(f"  {top}.{name}")]
+        assert len(told) == 1, "not once more for each part"
     with pytest.raises(DtypeMismatchError, match="low: dtype uint8 in the target, int4 saved"):
         await sidestream.load({**fits, "low": low("int4", 0).view(torch.uint8)}, tmp_path / "c")
     assert differ({"m": state(0)["model"], "s": sparse(0), "low": low("int4", 0)}, fits) == []

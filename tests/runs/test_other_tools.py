@@ -112,7 +112,7 @@ async def test_several_ranks_share_one_attempt(tmp_path: Path, name: str) -> Non
         transaction.write([(file, BytesBody(b"x"))])
     (hidden,) = tmp_path.iterdir()
     assert not taken(hidden.name)
-    assert sorted(path.name for path in hidden.iterdir()) == ["__0_0.distcp", "__1_0.distcp"]
+    assert sorted(path.name for path in hidden.glob("__*")) == ["__0_0.distcp", "__1_0.distcp"]
     await first.discard()
 
 
