@@ -147,7 +147,7 @@ async def read_bytes(
         values = await read_values(source, manifest, entries, allow)
     except UnsafeObjectError as error:
         error.add_note(
-            'StorageReader(safe_globals=[...]) takes its type, StorageReader(trust="pickle") gives its bytes away'
+            'StorageReader(safe_globals=[...]) takes its type, trust="pickle" hands its bytes to the planner'
         )
         raise
     return await io_threads().run(_saved, values)
