@@ -140,6 +140,7 @@ async def run(rank: Rank) -> None:
             "bad metadata on rank 1": lambda: saved(3, metadata=one_of(rank, 1, {"a": torch.ones(1)}, None)),
             "other metadata": lambda: saved(3, metadata={"rank": rank.number}),
             "a value on rank 1": lambda: saved(4, bad),
+            "save 4": lambda: saved(4),
             "steps": lambda: checkpoints.steps(),
             "latest": lambda: checkpoints.latest(),
             "metadata": lambda: checkpoints.read_metadata(3),

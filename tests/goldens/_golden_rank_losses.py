@@ -77,14 +77,13 @@ def save_dying(rank: Rank, here: bool) -> Any:
     )
 
 
-def write_dying(rank: Rank, here: bool) -> Any:
+async def write_dying(rank: Rank, here: bool) -> Any:
     def die(event: events.Event) -> None:
-        if isinstance(event, events.SavePlanned):
+        if here and isinstance(event, events.SavePlanned):
             os._exit(DIED)
 
-    if here:
-        events.observe(die).__enter__()
-    return sidestream.save(rank.state(), rank.folder / "bad", options=sidestream.SaveOptions(timeout_s=60.0))
+    with events.observe(die):
+        return await sidestream.save(rank.state(), rank.folder / "bad", options=sidestream.SaveOptions(timeout_s=60.0))
 
 
 def load_dying(rank: Rank, here: bool) -> Any:
