@@ -265,29 +265,6 @@ def test_dcp_saves_through_our_stagers(kind: str, tmp_path: Path) -> None:
     stager.close()
 
 
-class LazyStager:
-    """A stager in DCP's protocol that has copied only when it is told to synchronize."""
-
-    should_synchronize_after_execute = True
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        staged = {key: torch.empty_like(value) for key, value in state_dict.items()}
-        self._pairs = [(staged[key], value) for key, value in state_dict.items()]
-        return staged
-
-    def synchronize_staging(self) -> None:
-        for copy, source in self._pairs:
-            copy.copy_(source)
-
-
-async def test_a_foreign_stager_is_synchronized_where_it_asks_for_it(tmp_path: Path) -> None:
-    await sidestream.save({"t": torch.full((100,), 4.0)}, tmp_path / "c", stager=LazyStager())
-    assert ((await (await sidestream.open_checkpoint(tmp_path / "c")).tensor("t")) == 4.0).all()
-
-
 # --- every optimizer at the fence ---
 
 

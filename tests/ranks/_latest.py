@@ -7,12 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 from _cases import ROWS, die, placed, run, same
+from held import HeldStager
 from keywords import for_run, for_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -23,23 +23,18 @@ from sidestream.errors import RankFailuresError, SkippedError
 PATIENCE_S = 60.0
 
 
-class Held:
-    """A stager whose stages end when the test says so. ``begun``: the steps of the saves that this rank has begun."""
+class Held(HeldStager):
+    """A stager whose stages end when the test says so."""
 
-    def __init__(self) -> None:
-        self.begun: list[int] = []
-        self._stages: list[tuple[Future[Any], dict[str, Any]]] = []
+    @property
+    def begun(self) -> list[int]:
+        """The steps of the saves that this rank has begun."""
+        return [state["step"] for state in self.held]
 
-    def stage(self, state_dict: dict[str, Any]) -> Future[Any]:
-        future = Future[Any]()
-        self.begun.append(state_dict["step"])
-        self._stages.append((future, state_dict))
-        return future
-
-    def let_go(self, step: int) -> None:
-        for future, state in self._stages:
-            if state["step"] == step and not future.done():
-                future.set_result(state)
+    def let_go(self, step: int | None = None) -> None:
+        for number, begun in enumerate(self.begun):
+            if step in (None, begun):
+                super().let_go(number)
 
 
 class Counted:

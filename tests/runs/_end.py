@@ -15,7 +15,8 @@ import sys
 from typing import Any
 
 import torch
-from _run import Held, state_of
+from _run import state_of
+from held import HeldStager
 
 import sidestream
 
@@ -24,7 +25,7 @@ def say(what: str) -> None:
     print(what, flush=True)
 
 
-def listen(held: Held) -> None:
+def listen(held: HeldStager) -> None:
     """The stage in flight ends when the other side says so."""
     loop = asyncio.get_running_loop()
 
@@ -36,7 +37,7 @@ def listen(held: Held) -> None:
 
 
 async def main(run: str, way: str) -> None:
-    held = Held()
+    held = HeldStager()
     async with sidestream.Checkpointer(run, stager=held, lease_s=2) as checkpoints:
         if way.startswith("preempt"):
             prepare(checkpoints, way)
@@ -56,7 +57,7 @@ async def main(run: str, way: str) -> None:
 
 def prepare(checkpoints: sidestream.Checkpointer, way: str) -> None:
     def last() -> tuple[dict[str, Any], int] | None:
-        held.stage = lambda state: state  # the last save is not held up
+        held.holds = False  # the last save is not held up
         held.let_go()
         return {"t": torch.ones(10), "step": 3}, 3
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import sidestream
 
 PATIENCE_S = 120.0
 _SOURCE = str(Path(sidestream.__file__).parents[1])
+_TESTS = [str(folder) for folder in Path(__file__).parents[:2]]
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -61,27 +61,6 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], what: str) -> N
         await asyncio.sleep(0.02)
 
 
-class Held:
-    """A stager whose stages end when the test says so: a save that is in flight for as long as it is wanted."""
-
-    def __init__(self) -> None:
-        self.held: list[Future[Any]] = []
-
-    def stage(self, state_dict: dict[str, Any]) -> Future[Any]:
-        copied = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state_dict.items()}
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
-        self.held.append(future)
-        self._copies = [*getattr(self, "_copies", []), copied]
-        return future
-
-    def let_go(self, at: int | None = None) -> None:
-        """All of them, or the one that was begun ``at``-th."""
-        for number, (future, copied) in enumerate(zip(self.held, self._copies, strict=True)):
-            if not future.done() and at in (None, number):
-                future.set_result(copied)
-
-
 @contextmanager
 def process(code: str, *args: object) -> Iterator[subprocess.Popen[str]]:
     """A Python program beside this one; its lines come from ``stdout``. It is killed at the end."""
@@ -91,7 +70,10 @@ def process(code: str, *args: object) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([_SOURCE, str(Path(__file__).parent)])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([_SOURCE, str(Path(__file__).parent), str(Path(__file__).parents[1])]),
+        },
     )
     try:
         yield running

@@ -18,7 +18,8 @@ from typing import IO, Any
 
 import pytest
 import torch
-from _run import PATIENCE_S, Held, blank, is_state_of, line_of, process, save_steps, until
+from _run import PATIENCE_S, blank, is_state_of, line_of, process, save_steps, until
+from held import HeldStager
 
 import sidestream
 from sidestream.errors import InvalidOptionError, UnsafeObjectError
@@ -290,7 +291,7 @@ async def test_leaving_the_block_waits_for_the_last_save(tmp_path: Path) -> None
 
 
 async def test_a_second_ctrl_c_within_the_block_waits_for_no_save(tmp_path: Path) -> None:
-    held = Held()
+    held = HeldStager()
     with pytest.raises(KeyboardInterrupt):
         async with sidestream.Checkpointer(tmp_path, stager=held) as checkpoints:
             pending = await checkpoints.async_save({"w": torch.ones(3)}, step=1)

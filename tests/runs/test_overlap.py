@@ -10,7 +10,8 @@ import weakref
 from pathlib import Path
 
 import pytest
-from _run import PATIENCE_S, Held, leases_in, state_of, until
+from _run import PATIENCE_S, leases_in, state_of, until
+from held import HeldStager
 from keywords import for_run
 
 import sidestream
@@ -20,7 +21,7 @@ from sidestream.options import WhenFull
 
 
 async def test_wait(tmp_path: Path) -> None:
-    held = Held()
+    held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, slots=1, stager=held) as checkpoints:
         first = await checkpoints.async_save(state_of(1), step=1)
         second = asyncio.create_task(checkpoints.async_save(state_of(2), step=2))
@@ -34,7 +35,7 @@ async def test_wait(tmp_path: Path) -> None:
 
 
 async def test_skip(tmp_path: Path) -> None:
-    held = Held()
+    held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, slots=1, when_full="skip", stager=held) as checkpoints:
         first = await checkpoints.async_save(state_of(1), step=1)
         second = await checkpoints.async_save(state_of(2), step=2)
@@ -51,7 +52,7 @@ async def test_skip(tmp_path: Path) -> None:
 
 
 async def test_fail(tmp_path: Path) -> None:
-    held = Held()
+    held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, slots=1, when_full="fail", stager=held) as checkpoints:
         first = await checkpoints.async_save(state_of(1), step=1)
         with pytest.raises(TooManySavesError, match="step-2 was not saved"):
@@ -62,7 +63,7 @@ async def test_fail(tmp_path: Path) -> None:
 
 
 async def test_latest(tmp_path: Path) -> None:
-    held = Held()
+    held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held) as checkpoints:
         first = await checkpoints.async_save(state_of(1), step=1)
         await until(lambda: bool(held.held), "the first stage")
@@ -161,7 +162,7 @@ async def test_a_queued_save_has_its_place_from_its_call_on() -> None:
 
 
 async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: Path) -> None:
-    held = Held()
+    held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held) as checkpoints:
         first = await checkpoints.async_save(state_of(1), step=1)
         second = await checkpoints.async_save(state_of(2), step=2)
@@ -177,7 +178,7 @@ async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: P
 
 
 async def test_a_queued_save_keeps_no_state_once_it_has_been_copied(tmp_path: Path) -> None:
-    held = Held()
+    held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held) as checkpoints:
         first = await checkpoints.async_save(state_of(1), step=1)
         state = state_of(2)
@@ -195,7 +196,7 @@ async def test_a_queued_save_keeps_no_state_once_it_has_been_copied(tmp_path: Pa
 
 
 async def test_closing_waits_for_a_queued_save(tmp_path: Path) -> None:
-    held = Held()
+    held = HeldStager()
     checkpoints = sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held)
     async with checkpoints:
         await checkpoints.async_save(state_of(1), step=1)
@@ -259,7 +260,7 @@ async def test_options_are_checked(tmp_path: Path) -> None:
 
 async def test_two_writers_of_one_step(tmp_path: Path) -> None:
     """Both choose the first generation; one wins, the other is told, and both checkpoints are never mixed."""
-    ours, theirs = Held(), Held()
+    ours, theirs = HeldStager(), HeldStager()
     async with (
         sidestream.Checkpointer(tmp_path, stager=ours) as one,
         sidestream.Checkpointer(tmp_path, stager=theirs) as other,
@@ -284,7 +285,7 @@ async def test_two_writers_of_one_step(tmp_path: Path) -> None:
         assert (await _saved(one, ours, 5)).generation == 2
 
 
-async def _saved(checkpoints: sidestream.Checkpointer, held: Held, step: int) -> sidestream.SaveInfo:
+async def _saved(checkpoints: sidestream.Checkpointer, held: HeldStager, step: int) -> sidestream.SaveInfo:
     before = len(held.held)
     pending = await checkpoints.async_save(state_of(step), step=step)
     await until(lambda: len(held.held) > before, "the stage")

@@ -18,7 +18,8 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from _run import Held, blank, ended, flip, is_state_of, leases_in, line_of, process, save_steps, state_of, until
+from _run import blank, ended, flip, is_state_of, leases_in, line_of, process, save_steps, state_of, until
+from held import HeldStager
 
 import sidestream
 from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, SavedStep
@@ -504,7 +505,7 @@ async def test_an_attempt_of_the_dead_is_collected_and_one_of_the_living_is_not(
     tmp_path: Path, called: Callable[[str, str], str]
 ) -> None:
     """The living one is as old, and as silent, as the dead one: only its lease tells them apart."""
-    held = Held()
+    held = HeldStager()
     dead = tmp_path / called("step-1", "a" * 32)
     unleased = tmp_path / called("step-8", "b" * 32)
     foreign = tmp_path / called("weights", "c" * 32)
@@ -624,7 +625,7 @@ async def test_of_two_saves_that_overlap_the_one_begun_later_is_the_last(tmp_pat
     """Whichever ends first: after going back neither may go while it is the newest of what this process wrote."""
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await save_steps(checkpoints, 100)
-    held = Held()
+    held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1), stager=held) as checkpoints:
         begun = [await checkpoints.async_save(state_of(step), step=step) for step in (52, 53)]
         await until(lambda: len(held.held) == 2, "both stages")

@@ -1,0 +1,48 @@
+"""A stager whose stages end when the test says so."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import sidestream
+from sidestream._runtime.threads import TorchThreads
+from sidestream.errors import ClosedError
+
+__all__ = ["HeldStager"]
+
+
+class HeldStager(sidestream.AsyncStager):
+    """A stager that begins to plan and copy a state when ``let_go`` is called: a save that is in flight for as long as
+    the test wants. ``held`` has the state of each stage, in the order of the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._threads = TorchThreads("sidestream-stage", 16, self._idle)  # one for each stage that is held
+        self.held: list[Any] = []
+        self.holds = True
+        """Whether later stages are held."""
+        self._gates: list[threading.Event] = []
+
+    def launch(self, captured: Any, lay_out: Any, *args: Any, **options: Any) -> Any:
+        gate = threading.Event()
+        if not self.holds:
+            gate.set()
+        launched: list[Any] = []
+
+        def held(captured: Any) -> Any:
+            while not gate.wait(0.01):
+                if launched and launched[0].stop.is_set():
+                    raise ClosedError("the stage was given up while it was held")
+            return lay_out(captured)
+
+        self.held.append(captured.root)
+        self._gates.append(gate)
+        launched.append(super().launch(captured, held, *args, **options))
+        return launched[0]
+
+    def let_go(self, at: int | None = None) -> None:
+        """Let all stages go on, or the one that was begun ``at``-th."""
+        for number, gate in enumerate(list(self._gates)):
+            if at in (None, number):
+                gate.set()
