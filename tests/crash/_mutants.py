@@ -145,12 +145,12 @@ MUTANTS = (
            "            if not left or not lost or not os.path.isdir(hidden):\n", "            if True:\n", "rivals"),
     Mutant("a save that came after the rename is taken away", _LOCAL, "if made is None or _is(made, target):  #",
            "if True:  #", "rivals"),
-    Mutant("whatever has come meanwhile is replaced", _LOCAL, "                if not checked:\n",
-           "                if False:\n", "rivals"),
+    Mutant("whatever has come meanwhile is replaced", _LOCAL, "                check_use(target, use)\n",
+           "", "rivals"),
     # overwriting on object storage
     Mutant("a put on a condition has no condition", "_storage/object_store/bucket.py",
-           "                await engine.replace(key, memoryview(content), version)\n",
-           '                await engine.put(key, memoryview(content), mode="overwrite")\n', "object_store", "races"),
+           "_is_refused_as(engine.replace(key, memoryview(content), version), ",
+           '_is_refused_as(engine.put(key, memoryview(content), mode="overwrite"), ', "object_store", "races"),
     Mutant("old objects are deleted before the commit", _OBJECTS, "            await self._create(f",
            "            await (self._replaced and self._collect(self._replaced) or asyncio.sleep(0))\n"
            "            await self._create(f", "object_store"),
@@ -158,13 +158,12 @@ MUTANTS = (
     Mutant("what a dead save has left is not deleted", _OBJECTS, _FOUND,
            _FOUND.replace("ids - {save_id}", "{marked_id} - {None}"), "object_store"),
     Mutant("a lost answer is a lost race", "_storage/object_store/bucket.py",
-           "                if not await _has_replaced(engine, key, content[-4096:], version):\n",
-           "                if True:\n", "object_store", "lost answers"),
+           "            if refused and not await _has_replaced(engine, key, content[-4096:], version):\n",
+           "            if refused:\n", "object_store", "lost answers"),
     Mutant("a removal begins with the files", "_storage/object_store/store.py",
-           "                await self._bucket.delete(directory, [MARKER])\n",
-           "                await self._bucket.delete(directory, [one for one in "
-           "(await self._bucket.listing(directory)).files if one not in (MARKER, NOTE)])\n"
-           "                await self._bucket.delete(directory, [MARKER])\n", "object_store", "a removal"),
+           "                await bucket.delete(directory, [MARKER])\n",
+           "                await bucket.delete(directory, [one for one in files if one not in (MARKER, NOTE)])\n"
+           "                await bucket.delete(directory, [MARKER])\n", "object_store", "a removal"),
     Mutant("a load does not start over", "_load/operation.py",
            "            return lost and await self.target.replaced()\n", "            return False\n", "object_store",
            "overtaken"),
