@@ -88,23 +88,25 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
         """Return the report of the load; None if there is no step that the wish admits. Raises
         ``CorruptCheckpointError`` if the chosen step is damaged, and no older one is admitted or all are damaged."""
+        gone: SidestreamError | None = None
         while True:
             excluded = [step.name for step, _ in self._passed]
             chosen = await choose(self.store, self.leases, self.wish, excluded)
             if chosen is None:
                 self._give_up()
+                if gone is not None and gone.written:  # without an error the target would count as unchanged
+                    raise gone
                 return None
             step, lease = chosen
             try:
                 report = await self._load(step, state)
-            except (
-                CheckpointNotFoundError,
-                IncompleteCheckpointError,
-            ):  # deleted before it was leased, or by a process that ignores leases: choose again
+            except (CheckpointNotFoundError, IncompleteCheckpointError) as error:
+                gone = error  # deleted before it was leased, or by a process that ignores leases: choose again
                 continue
             except CorruptCheckpointError as error:
                 if lease is None and step.damage is None and await look_at(self.store, step) is None:
-                    continue  # deleted during the load, because this process could not put a lease
+                    gone = error  # deleted during the load, because this process could not put a lease
+                    continue
                 self._passed.append((step, error))
                 if not self.wish.or_older:
                     raise

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from weakref import WeakSet
 
@@ -43,6 +43,7 @@ class AttemptLock:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _NAME
+        self._descriptor: int | None = None
         self._descriptor = _acquire(self._path)
         _held.add(self)
 
@@ -81,9 +82,9 @@ def _acquire(path: Path) -> int | None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(descriptor, _place(descriptor))
     except OSError:
-        with suppress(OSError):
-            os.unlink(path)
-        os.close(descriptor)
+        for undo in (partial(os.unlink, path), partial(os.close, descriptor)):
+            with suppress(OSError):
+                undo()
         return None
     return descriptor
 
