@@ -79,19 +79,22 @@ async def test_only_what_is_committed_counts(tmp_path: Path) -> None:
         assert await checkpoints.steps() == [1]
 
 
+THREADS = sidestream.SaveOptions(writer="thread")  # a writer process does not write to memory://
+
+
 async def put_by_save(state: dict[str, Any], url: str, storage: sidestream.Storage) -> None:
-    await sidestream.save(state, url, metadata={"n": 5}, storage=storage)
+    await sidestream.save(state, url, metadata={"n": 5}, storage=storage, options=THREADS)
 
 
 async def put_by_convert(state: dict[str, Any], url: str, storage: sidestream.Storage) -> None:
-    await sidestream.save(state, f"{url}-seed", metadata={"n": 5}, storage=storage)
+    await sidestream.save(state, f"{url}-seed", metadata={"n": 5}, storage=storage, options=THREADS)
     await sidestream.convert(f"{url}-seed", url, storage=storage)
     await sidestream.remove(f"{url}-seed", storage=storage)
 
 
 async def put_by_copy(state: dict[str, Any], url: str, storage: sidestream.Storage) -> None:
     """A step of another run, in another generation."""
-    async with sidestream.Checkpointer(f"{url}-other", storage=storage) as other:
+    async with sidestream.Checkpointer(f"{url}-other", storage=storage, save=THREADS) as other:
         for generation in (1, 2):
             info = await other.save(state, step=80, metadata={"n": 5})
             assert info.generation == generation
@@ -103,10 +106,10 @@ async def put_by_copy(state: dict[str, Any], url: str, storage: sidestream.Stora
 async def test_a_checkpoint_belongs_to_a_run_by_its_name(put: Any, on: str, tmp_path: Path) -> None:
     run = str(tmp_path / "run") if on == "local" else f"memory://{tmp_path}/run"
     storage = sidestream.Storage()
-    async with sidestream.Checkpointer(run, storage=storage) as checkpoints:
+    async with sidestream.Checkpointer(run, storage=storage, save=THREADS) as checkpoints:
         await checkpoints.save({"n": 1}, step=1)
     await put({"n": 5}, f"{run}/step-5", storage)
-    async with sidestream.Checkpointer(run, keep=sidestream.KeepLast(2), storage=storage) as checkpoints:
+    async with sidestream.Checkpointer(run, keep=sidestream.KeepLast(2), storage=storage, save=THREADS) as checkpoints:
         assert await checkpoints.steps() == [1, 5]
         assert await checkpoints.latest() == 5
         state = {"n": 0}
