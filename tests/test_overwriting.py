@@ -225,7 +225,8 @@ async def test_a_copy_of_what_is_replaced_starts_over(
         if not other.done:
             break
     assert not other.done
-    assert seen == {1, 2} or (verb, at) == ("convert", "__0_0.distcp")  # which it need not open
+    # A conversion need not open the file of the values, and holds that of the tensors open.
+    assert seen == {1, 2} or (verb == "convert" and at.endswith(".distcp"))
 
 
 @pytest.mark.parametrize("verb", ["copy", "convert"])
