@@ -253,9 +253,7 @@ class SavePlan(PlannedFiles):
         return (yield from template.fill(dict(values), sums))
 
 
-def plan_save(
-    plans: PlanCache, budget_bytes: int, captured: Captured, *, shard_bytes: int = SHARD_BYTES
-) -> Steps[SavePlan]:
+def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> Steps[SavePlan]:
     """Plan the save of a captured state dict. Uses a cached layout if ``plans`` has one for tensors with the same look.
 
     The state is staged and written in windows. Several windows fit into ``budget_bytes``. The plan takes some 10 us per
@@ -268,8 +266,8 @@ def plan_save(
     leaves = partial(_leaves, captured.root, [])
     # The same tensors may have other names, and be converted to other dtypes under these.
     converted = (tuple(captured.dtypes.items()), outline.key) if captured.dtypes else ()
-    key = ("save", shard_bytes, budget_bytes, converted)
-    layout = yield from plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, shard_bytes, budget_bytes))
+    key = ("save", budget_bytes, converted)
+    layout = yield from plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, budget_bytes))
     description = yield from layout.describe(outline.key, leaves)
     items = ValueItems()
     entries: dict[str, ValueEntry | CompositeEntry] = {}
@@ -301,9 +299,7 @@ def window_bytes_for(total: int, budget_bytes: int) -> int:
     return max(wanted // BLOCK_BYTES, 1) * BLOCK_BYTES
 
 
-def _lay_out(
-    find: Callable[[], Steps[Sequence[Leaf]]], captured: Captured, shard_bytes: int, budget_bytes: int
-) -> Steps[_Layout]:
+def _lay_out(find: Callable[[], Steps[Sequence[Leaf]]], captured: Captured, budget_bytes: int) -> Steps[_Layout]:
     leaves = yield from find()
     copied = captured.held
     tensors = [leaf.value for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
@@ -331,7 +327,7 @@ def _lay_out(
         dtypes.append(dtype)
         shapes.append(shape)
         numbers.append(number)
-    shards = tuple((yield from lay_out(frames, shard_bytes, window_bytes)))
+    shards = tuple((yield from lay_out(frames, SHARD_BYTES, window_bytes)))
     placed = _Tensors(tuple(dtypes), tuple(shapes), tuple(numbers))
     windows = yield from _windows(shards, items, tensors, dtypes)
     return _Layout(shards, tuple(windows), placed)

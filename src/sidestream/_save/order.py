@@ -31,8 +31,6 @@ from ..options import Digest, Durability, FileSource, Outcome
 
 __all__ = ["Lifecycle", "SaveOrder", "unchecked"]
 
-_ID_CHARS = 16
-
 
 class Lifecycle:
     """The phases of one save: their times in seconds since the call, and an event for each.

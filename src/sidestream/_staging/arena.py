@@ -213,15 +213,13 @@ class Arena:
         stop: Stop,
         coming: Callable[[], Iterable[int]] = tuple,
         at_once: bool = False,
-        spare_offers: bool = False,
         drain: Drain | None = None,
     ) -> Allocation:
         """Wait for ``nbytes`` (rounded up to pages) and return them with undefined contents. Blocks: not for the loop.
 
         ``coming()`` returns the sizes of the leases that follow. If memory has to be mapped, memory for some of them is
         mapped too, and the budget that they need is left to them. ``at_once``: wait only for memory that is being
-        unmapped. ``spare_offers``: do not take offered memory back (``Allocation.offer``). ``drain`` returns how
-        long to wait for memory that is in use before new memory is mapped.
+        unmapped. ``drain`` returns how long to wait for memory that is in use before new memory is mapped.
 
         Raises ``ArenaExhaustedError`` at once if ``nbytes`` exceed the budget, and when ``deadline`` passes.
         Raises ``ClosedError`` when ``stop`` is set or the arena is closed meanwhile.
@@ -232,7 +230,7 @@ class Arena:
                 f"{size} bytes of staging memory are needed at once, the budget is {self.budget_bytes}: "
                 "raise budget_bytes= of the stager"
             )
-        request = _Request(size, coming, deadline, stop, at_once, spare_offers, drain)
+        request = _Request(size, coming, deadline, stop, at_once, drain)
         with stop.waking(self.wake):
             segment, start = self._acquire(request)
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
@@ -426,7 +424,7 @@ class Arena:
             if size > self.budget_bytes - self._kept:
                 raise self._exhausted(request)
             unmapping = self._leaving > self._kept and unmapped.remaining_s() > 0
-            if not unmapping and not request.spare_offers and self._take_back():
+            if not unmapping and self._take_back():
                 continue
             patience_s = request.deadline.remaining_s()
             if request.at_once or unmapping:
@@ -613,7 +611,6 @@ class _Request:
     deadline: Deadline
     stop: Stop
     at_once: bool
-    spare_offers: bool
     drain: Drain | None
 
 

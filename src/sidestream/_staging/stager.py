@@ -666,9 +666,7 @@ class AsyncStager:
             "choose another when_full="
         )
 
-    def _lease(
-        self, staging: Staging[Any], nbytes: int, coming: Callable[[], Iterable[int]], *, at_once: bool = False
-    ) -> Allocation:
+    def _lease(self, staging: Staging[Any], nbytes: int, coming: Callable[[], Iterable[int]]) -> Allocation:
         # The free memory may be fragmented. With "skip" and "fail" a stage does not wait for its first image either.
         refuse = self._when_full in ("skip", "fail") and not staging.committed
         device = staging.device
@@ -680,8 +678,7 @@ class AsyncStager:
                     deadline=staging.deadline,
                     stop=staging.stop,
                     coming=coming,
-                    at_once=at_once or refuse,
-                    spare_offers=at_once and not refuse,
+                    at_once=refuse,
                     drain=staging.drain,
                 )
         except ArenaExhaustedError as error:

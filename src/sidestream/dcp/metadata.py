@@ -124,17 +124,17 @@ def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int) -> dict[
     """
     if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
         return {METADATA_NAME: _pickled(metadata)}
-    raw, last = _manifest_of(metadata, about, partly=False)
+    raw, last = _manifest_of(metadata, about)
     place = len(raw), crc32(raw), about.step, about.generation, saved_at, len(last), crc32(last)
     marked = _marked(metadata, marker_attribute(Marker(about.save_id, *place)))
     return {manifest_name(about.save_id): raw, METADATA_NAME: marked}
 
 
-def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[bytes, bytes]:
+def _manifest_of(metadata: Metadata, about: Manifest) -> tuple[bytes, bytes]:
     """Return the manifest, and its last line."""
     receipts: _Receipts = {_place(index): receipt for index, receipt in metadata.storage_data.items()}
     manifest = _manifest(metadata, receipts, about)
-    run_sliced(validate(manifest, partly=partly))
+    run_sliced(validate(manifest))
     return b"".join(gathered(write_manifest(manifest, TORCH_VERSION))), metadata_line(manifest)
 
 

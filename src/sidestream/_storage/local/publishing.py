@@ -218,9 +218,9 @@ def _start_of(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def check_use(target: Path, use: Use, *, in_place: bool = False) -> None:
+def check_use(target: Path, use: Use) -> None:
     """Raise ``CheckpointExistsError`` if ``use`` may not take what lies at the target."""
-    if refused := refusal(look_at(target, in_place=in_place), use, target):
+    if refused := refusal(look_at(target), use, target):
         raise CheckpointExistsError(refused)
 
 
