@@ -22,6 +22,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from keywords import for_run
+from late_export import Late
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -331,25 +332,6 @@ async def test_a_checkpoint_that_is_replaced_while_it_is_exported(tmp_path: Path
                 await pending.exports[0]
     assert replaced
     assert sorted(os.listdir(tmp_path)) == ["last"]
-
-
-class Late:
-    """An export that begins when the test says so: between the commit and that, everything may happen."""
-
-    def __init__(self, export: HF) -> None:
-        self._export = export
-        self.begins = asyncio.Event()
-
-    def sink(self, **options: Any) -> Late:
-        self._sink = self._export.sink(**options)
-        return self
-
-    async def prepare(self, save: Any) -> None:
-        await self.begins.wait()
-        await self._sink.prepare(save)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sink, name)
 
 
 @pytest.mark.parametrize("after", ["replaced", "removed"])

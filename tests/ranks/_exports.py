@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from _cases import TIMEOUT_S, die, placed, run
 from keywords import for_run, for_save
+from late_export import Late
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -167,25 +168,6 @@ def exports_that_differ(rank: int, world: int, directory: Path) -> Any:
         return told
 
     return run(save())
-
-
-class Late:
-    """An export that rank 0 begins when it is told to. The other ranks open the checkpoint before that."""
-
-    def __init__(self, export: sidestream.HF) -> None:
-        self._export = export
-        self.begins = asyncio.Event()
-
-    def sink(self, **options: Any) -> Late:
-        self._sink = self._export.sink(**options)
-        return self
-
-    async def prepare(self, save: Any) -> None:
-        await self.begins.wait()
-        await self._sink.prepare(save)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sink, name)
 
 
 def export_of_a_replaced_checkpoint(rank: int, world: int, directory: Path) -> Any:
