@@ -157,7 +157,7 @@ async def test_rows_read_only_what_they_need(tmp_path: Path) -> None:
 
 
 async def test_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_plan.plan_save, "__kwdefaults__", {"shard_bytes": 1 << 20})
+    monkeypatch.setattr(save_plan, "SHARD_BYTES", 1 << 20)
     state = {f"t{index}": torch.randn(30_000 + index) for index in range(40)}
     async with sidestream.AsyncStager(budget_bytes=26 << 20) as stager:  # less than the state: it streams through
         await sidestream.save({**state, "more": torch.randn(6 << 20)}, tmp_path / "c", stager=stager)

@@ -44,7 +44,7 @@ async def test_many_saves_share_a_small_budget_and_a_load_goes_on_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More saves than there are threads, none of which has room for two: each gets its turn, and nobody starves."""
-    monkeypatch.setattr(save_plan.plan_save, "__kwdefaults__", {"shard_bytes": 1 << 20})
+    monkeypatch.setattr(save_plan, "SHARD_BYTES", 1 << 20)
     state = {f"t{index}": torch.full((1 << 18,), float(index)) for index in range(3)}
     await sidestream.save({"n": 1}, tmp_path / "small")
     async with sidestream.AsyncStager(budget_bytes=3 << 20) as stager:

@@ -114,7 +114,7 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
 async def test_the_fence_may_block_the_loop_while_a_save_larger_than_the_budget_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_plan.plan_save, "__kwdefaults__", {"shard_bytes": 256 * KIB})
+    monkeypatch.setattr(save_plan, "SHARD_BYTES", 256 * KIB)
     state = {f"t{index}": torch.full((50 * KIB,), float(index)) for index in range(20)}
     async with AsyncStager(budget_bytes=1 << 20, timeout_s=60.0) as stager:
         first = sidestream.async_save(state, tmp_path / "a", stager=stager)
@@ -131,7 +131,7 @@ async def test_the_fence_may_block_the_loop_while_a_save_larger_than_the_budget_
 
 
 async def test_a_snapshot_larger_than_the_budget_streams_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_plan.plan_save, "__kwdefaults__", {"shard_bytes": 256 * KIB})
+    monkeypatch.setattr(save_plan, "SHARD_BYTES", 256 * KIB)
     state = {f"t{index}": torch.full((50 * KIB,), float(index)) for index in range(20)}
     async with AsyncStager(budget_bytes=1 << 20, mode="eager", timeout_s=60.0) as stager:
         pending = sidestream.async_save(state, tmp_path / "a", stager=stager)
