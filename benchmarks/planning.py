@@ -28,7 +28,6 @@ from sidestream._format.records import Chunk, Manifest
 from sidestream._format.shared import PartName, Root, Shared, join, parse_part, write_part
 from sidestream._layout.sharded.assign import RankReport, assign
 from sidestream._layout.sharded.rank_table import Item, Row, _pack_boxes, _pack_rows, parse_rows
-from sidestream._runtime.threads import run_sliced
 from sidestream._runtime.torch_probes import TORCH_VERSION
 
 SHAPES = [(4096, 4096), (11008, 4096), (4096, 11008), (4096,), (32000, 4096), (1024, 4096), (128256, 512), (8192, 1024)]
@@ -56,7 +55,7 @@ def told_of(rows: Sequence[Row], rank: int, world: int) -> RankReport:
         box = box_of(row.shape, rank, world)
         if box[1][0]:
             items.append(Item(number, box, number, (0,) * len(row.shape)))
-    return RankReport("table", run_sliced(_pack_boxes(len(rows), items)))
+    return RankReport("table", _pack_boxes(len(rows), items))
 
 
 def chunks_of(rows: Sequence[Row], rank: int, world: int) -> list[tuple[int, str, Chunk]]:
@@ -88,21 +87,21 @@ def commit(shared: Shared, head: bytes, body: bytes, places: list[bytes], parts:
 
 def ours(world: int, tensors: int) -> dict[str, float]:
     rows = rows_of(tensors)
-    raw_rows = run_sliced(_pack_rows(rows))
+    raw_rows = _pack_rows(rows)
     told = [told_of(rows, rank, world) for rank in range(world)]
     seconds: dict[str, float] = {}
     gc.collect()
     start = time.perf_counter()
-    tables = {"table": run_sliced(parse_rows(raw_rows))}
-    shared, assignments = run_sliced(assign(told, tables))
+    tables = {"table": parse_rows(raw_rows)}
+    shared, assignments = assign(told, tables)
     packed = [assignment.pack() for assignment in assignments]
     start = timed(seconds, "first plan", start)
-    head, body = run_sliced(described(shared)), run_sliced(root_body(shared))
+    head, body = described(shared), root_body(shared)
     timed(seconds, "first files", start)
     chunks = [chunks_of(rows, rank, world) for rank in range(world)]
     start = time.perf_counter()
     raw_parts = [b"".join(write_part([(row, chunk) for row, _, chunk in one], [])) for one in chunks]
-    places = [run_sliced(places_of_chunks((fqn, chunk) for _, fqn, chunk in one)) for one in chunks]
+    places = [places_of_chunks((fqn, chunk) for _, fqn, chunk in one) for one in chunks]
     seconds["each rank's share"] = (time.perf_counter() - start) / world
     parts = [PartName(len(raw), crc32(raw)) for raw in raw_parts]
     start = time.perf_counter()
@@ -123,9 +122,9 @@ def ours(world: int, tensors: int) -> dict[str, float]:
     commit(shared, head, body, places, parts)
     timed(seconds, "steady files", start)
     start = time.perf_counter()
-    root = run_sliced(parse_manifest(raw))
+    root = parse_manifest(raw)
     assert isinstance(root, Root)
-    found = run_sliced(join(root, {world // 2: run_sliced(parse_part(raw_parts[world // 2]))}, set(range(tensors))))
+    found = join(root, {world // 2: parse_part(raw_parts[world // 2])}, set(range(tensors)))
     timed(seconds, "reading rank", start)
     assert len(found.entries) == tensors
     size = {"root MB": len(raw) / 1e6, ".metadata MB": sum(map(len, metadata)) / 1e6}

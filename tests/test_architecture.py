@@ -165,46 +165,14 @@ def upward_imports(sources: Mapping[str, str], rows: Rows) -> list[str]:
 
 
 def impure(sources: Mapping[str, str]) -> list[str]:
-    """Imports of threads and of GIL scheduling into rooms whose heavy functions return steps for others to run."""
+    """Imports of threads and of GIL scheduling into rooms that know nothing of threads but the points for pauses."""
     return [
-        f"{name}:{line}: imports {target}; return steps, or take a callback"
+        f"{name}:{line}: imports {target}; call pause_point(), or take a callback"
         for name, source in sources.items()
         if room_of(name) in PURE_ROOMS
         for line, target in imported(name, source, sources)
         if target in SCHEDULING
     ]
-
-
-def functions_of_steps(sources: Mapping[str, str]) -> set[str]:
-    """The dotted names of module-level functions that return steps; a function that is ``sliced`` runs its own."""
-    return {
-        f"{name}.{node.name}"
-        for name, source in sources.items()
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns).startswith("Steps[")
-        if not any(isinstance(one, ast.Name) and one.id == "sliced" for one in node.decorator_list)
-    }
-
-
-def dropped_steps(sources: Mapping[str, str]) -> list[str]:
-    """Calls of functions whose steps nobody runs: as a statement of their own, or given to ``Threads.run``."""
-    steps, found = functions_of_steps(sources), []
-    for name, source in sources.items():
-        known = {function.rpartition(".")[2] for function in steps if function.rpartition(".")[0] == name}
-        for node in nodes_of(source):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                base = name.split(".")[: (1 if is_package(name, sources) else 0) - node.level or None]
-                origin = ".".join([*base, *([node.module] if node.module else [])])
-                known |= {alias.asname or alias.name for alias in node.names if f"{origin}.{alias.name}" in steps}
-        for node in nodes_of(source):
-            dropped: ast.expr | None = None
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                dropped = node.value.func
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "run":
-                dropped = node.args[0] if node.args else None
-            if isinstance(dropped, ast.Name) and dropped.id in known:
-                found.append(f"{name}:{dropped.lineno}: nobody runs the steps of {dropped.id}()")
-    return found
 
 
 def edges(sources: Mapping[str, str]) -> dict[str, set[str]]:
@@ -338,11 +306,6 @@ def test_imports_point_down(sources: dict[str, str], rows: Rows) -> None:
 
 def test_formats_and_layouts_are_pure(sources: dict[str, str]) -> None:
     assert impure(sources) == []
-
-
-def test_all_steps_are_run(sources: dict[str, str]) -> None:
-    assert f"{PACKAGE}._format.validate.validate" in functions_of_steps(sources)
-    assert dropped_steps(sources) == []
 
 
 def test_depth(sources: dict[str, str]) -> None:
@@ -502,17 +465,6 @@ def test_catches_scheduling_in_a_pure_room(source: str) -> None:
     house = dict.fromkeys(("sidestream._runtime", *SCHEDULING), "")
     assert len(impure(house | {"sidestream._format.frame": source})) == 1
     assert impure(house | {"sidestream._load.frame": source}) == []
-
-
-@pytest.mark.parametrize("source", ["check(1)", "async def f(threads):\n    await threads.run(check, 1)"])
-def test_catches_steps_that_nobody_runs(source: str) -> None:
-    house = {"sidestream._format.frame": "def check(number: int) -> Steps[None]: ..."}
-    assert len(dropped_steps(house | {"sidestream._load.a": f"from .._format.frame import check\n{source}"})) == 1
-    assert len(dropped_steps({"sidestream._format.frame": f"{house['sidestream._format.frame']}\n{source}"})) == 1
-    for fine in ("run_sliced(check(1))", "async def f(threads):\n    await threads.run_sliced(check, 1)"):
-        assert dropped_steps(house | {"sidestream._load.a": f"from .._format.frame import check\n{fine}"}) == []
-    sliced = f"@sliced\n{house['sidestream._format.frame']}\n{source}"
-    assert dropped_steps({"sidestream._format.frame": sliced}) == []
 
 
 @pytest.mark.parametrize(

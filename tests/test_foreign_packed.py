@@ -16,7 +16,6 @@ from stock import blank, nested_state, stock_load, stock_save
 import sidestream
 from sidestream import errors
 from sidestream._format.transforms import unpack
-from sidestream._runtime.threads import run_sliced
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -199,14 +198,14 @@ def test_a_frame_that_asks_for_a_huge_window(package: str) -> None:
     frame = compressor.compress(b"x" * 100) + compressor.flush()
     assert zstandard.get_frame_parameters(frame).window_size == 1 << 27
     with pytest.raises(errors.CorruptCheckpointError, match="malformed zstd"):
-        run_sliced(unpack(frame, 1000))
+        unpack(frame, 1000)
 
 
 def test_several_frames(package: str) -> None:
-    assert run_sliced(unpack(bomb(10) + bomb(0) + zstandard.compress(b"end"), 13)) == bytes(10) + b"end"
-    assert run_sliced(unpack(b"", 0)) == b""
+    assert unpack(bomb(10) + bomb(0) + zstandard.compress(b"end"), 13) == bytes(10) + b"end"
+    assert unpack(b"", 0) == b""
     with pytest.raises(errors.CorruptCheckpointError):
-        run_sliced(unpack(bomb(10) + b"rest", 100))
+        unpack(bomb(10) + b"rest", 100)
 
 
 async def test_stock_reads_what_the_fixture_wrote(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from sidestream._format.records import Manifest
 from sidestream._format.shard import BlockSums
 from sidestream._layout.save_layout import SavePlan, plan_save
 from sidestream._layout.structure import outline_of
-from sidestream._runtime.threads import run_sliced
 from sidestream._runtime.torch_probes import lazy_bits
 from sidestream._staging import PlanCache, capture
 from sidestream.options import Digest
@@ -86,7 +85,7 @@ async def test_one_stager_for_states_that_look_alike(digest: Digest | None, tmp_
 
 
 def test_no_two_of_them_have_one_outline() -> None:
-    keys = {name: run_sliced(outline_of(capture(state).root)).key for name, state in STATES.items()}
+    keys = {name: outline_of(capture(state).root).key for name, state in STATES.items()}
     same = {(a, b) for a in keys for b in keys if a < b and keys[a] == keys[b]}
     # These differ in what the fingerprint of the tensors tells, or in a value.
     assert same == {
@@ -131,11 +130,11 @@ async def test_the_text_is_that_of_the_entries(name: str, tmp_path: Path) -> Non
     await sidestream.save(STATES[name], tmp_path / "c", metadata={"note": 1})
     (path,) = (tmp_path / "c").glob("manifest-*")
     raw = path.read_bytes()
-    manifest = run_sliced(parse_manifest(raw))
+    manifest = parse_manifest(raw)
     assert isinstance(manifest, Manifest)
     written = b"".join(write_manifest(manifest, torch.__version__))
     assert raw.splitlines()[1:] == written.splitlines()[1:]
-    assert run_sliced(describe(manifest.entries)).manifest(manifest, torch.__version__) == written
+    assert describe(manifest.entries).manifest(manifest, torch.__version__) == written
 
 
 async def test_it_is_rendered_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,11 +153,11 @@ async def test_it_is_rendered_in_a_thread(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_other_names_of_files_have_a_template_of_their_own() -> None:
     """On object storage they have the id of the save in them."""
-    plan = run_sliced(plan_save(PlanCache(), 1 << 30, capture(STATES["value first"])))
+    plan = plan_save(PlanCache(), 1 << 30, capture(STATES["value first"]))
     sums = [BlockSums([b"crcs"] * len(shard.items), [], [0] * len(shard.windows)) for shard in plan.shards]
     texts = []
     for save_id in ("one", "two", "one"):
-        described = run_sliced(plan.describe(sums, {name: f"{name}-{save_id}" for name in plan.files}))
+        described = plan.describe(sums, {name: f"{name}-{save_id}" for name in plan.files})
         texts.append((b"".join(described.lines), b"".join(described.places)))
     assert texts[0] == texts[2] != texts[1]
     assert [part.replace(b"-one", b"-two") for part in texts[0]] == list(texts[1])

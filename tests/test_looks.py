@@ -12,9 +12,9 @@ import torch
 from states import assert_same
 
 import sidestream
+from sidestream._runtime.pauses import pause_point
 from sidestream._runtime.rate import RateLimiter
-from sidestream._runtime.steps import Steps
-from sidestream._runtime.threads import Stop, run_sliced
+from sidestream._runtime.threads import Stop
 from sidestream._runtime.torch_probes import guard_of
 from sidestream._staging import AsyncStager, Copies, HostEngine, PlanCache, columns_of, plans
 from sidestream.errors import UnsupportedTensorError
@@ -55,11 +55,11 @@ LOOKS: dict[str, list[torch.Tensor]] = {
 
 
 def planned(cache: PlanCache, tensors: Sequence[torch.Tensor], plan: str) -> str:
-    def make() -> Steps[str]:
-        yield
+    def make() -> str:
+        pause_point()
         return plan
 
-    return run_sliced(cache.get_for([tensor.data for tensor in tensors], "key", make))
+    return cache.get_for([tensor.data for tensor in tensors], "key", make)
 
 
 @pytest.fixture(params=["guards", "no guards"])
@@ -117,10 +117,10 @@ def test_a_storage_that_has_grown_or_moved_is_found() -> None:
     ids=["apart", "tied", "two at one address", "next to each other", "empty"],
 )
 def test_storages_are_numbered_where_two_may_be_one(tensors: list[torch.Tensor], numbered: bool) -> None:
-    look = run_sliced(plans._Look.at(tensors))
+    look = plans._Look.at(tensors)
     assert look is not None
     assert look.numbered == numbered
-    assert run_sliced(look.matches(tensors))
+    assert look.matches(tensors)
 
 
 @pytest.mark.usefixtures("compared")

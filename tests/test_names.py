@@ -17,7 +17,6 @@ from states import assert_same
 import sidestream
 from sidestream import errors
 from sidestream._layout.names import new_dtypes, selected
-from sidestream._runtime.steps import at_once
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*"),
@@ -129,10 +128,10 @@ PATTERNS = ["b.*", "a.10", "a.[12]", "c", "*.3", "a.10", "a.?"]
 def test_a_selection_takes_what_one_of_its_patterns_matches() -> None:
     names = [f"{letter}.{number}" for letter in "dcba" for number in range(12)] + ["c", "a[1]", "*"]
     expected = [name for name in names if any(fnmatchcase(name, pattern) for pattern in PATTERNS)]
-    assert at_once(selected(iter(names), PATTERNS, "url")) == expected
-    assert at_once(selected(names, "c", "url")) == ["c"]
+    assert selected(iter(names), PATTERNS, "url") == expected
+    assert selected(names, "c", "url") == ["c"]
     with pytest.raises(errors.MissingKeysError, match=r"no name matches e, a\[1\], e\.\*; it has d\.0, "):
-        at_once(selected(names, ["e", *PATTERNS, "a[1]", "e.*"], "url"))
+        selected(names, ["e", *PATTERNS, "a[1]", "e.*"], "url")
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -140,7 +139,7 @@ def test_the_first_pattern_that_matches_gives_the_dtype(order: int) -> None:
     names = [f"{letter}.{number}" for letter in "dcba" for number in range(12)] + ["c"]
     dtypes = [torch.float16, torch.bfloat16, torch.float64]
     dtype = {pattern: dtypes[number % 3] for number, pattern in enumerate(PATTERNS[::order])}
-    found = at_once(new_dtypes([(name, "float32", (2,)) for name in names], dtype, "url"))
+    found = new_dtypes([(name, "float32", (2,)) for name in names], dtype, "url")
     for name in names:
         first = next((one for pattern, one in dtype.items() if fnmatchcase(name, pattern)), torch.float32)
         assert found.get(name, "float32") == str(first).removeprefix("torch.")

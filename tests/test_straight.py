@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from between_pauses import calls_between_pauses
 from hypothesis import given
 from hypothesis import strategies as st
 from late import late
@@ -25,7 +24,6 @@ from sidestream._load.jobs import Scratch
 from sidestream._load.new_tensors import new_tensors
 from sidestream._load.reader import Reader
 from sidestream._runtime import threads
-from sidestream._runtime.steps import at_once
 from sidestream._runtime.threads import Stop
 from sidestream.errors import CorruptCheckpointError, DeadlineExceededError, UnsupportedTensorError
 
@@ -182,7 +180,7 @@ def test_batches_and_spans() -> None:
     for fqn, tensor in tensors.items():
         payloads.append((at, tensor.nbytes, 0, bytes(4 * -(-tensor.nbytes // (1 << 20))), None, fqn))
         at += tensor.nbytes + (40_000 if fqn == "t300" else 700)
-    batches = at_once(straight_batches({"file": list(reversed(payloads))}))
+    batches = straight_batches({"file": list(reversed(payloads))})
     assert all(batch.nbytes == sum(one[1] for one in batch.payloads) <= 16 << 20 for batch in batches)
     assert sum(batch.nbytes for batch in batches) == sum(tensor.nbytes for tensor in tensors.values())
     reader = Reader(None, "always", straight=Straight(tensors))  # type: ignore[arg-type]
@@ -204,7 +202,7 @@ def test_removed_tensors_are_not_read() -> None:
     for fqn in ("a", "b"):
         assert straight.take([(fqn, torch.zeros(2), row)]) == {fqn}
     straight.remove({"a"})
-    (batch,) = at_once(straight_batches(straight.payloads))
+    (batch,) = straight_batches(straight.payloads)
     assert isinstance(batch, StraightBatch)
     assert [one[-1] for one in batch.payloads] == ["b"] == list(straight.tensors)
 
@@ -260,29 +258,12 @@ async def test_a_tensor_without_memory(tmp_path: Path) -> None:
         await sidestream.load({"a": torch._efficientzerotensor(3)}, tmp_path / "step")
 
 
-def calls_of_steps(steps: Iterator[None]) -> list[int]:
-    """Return how many functions each step calls."""
-    found = [0]
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        found[-1] += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        for _ in steps:
-            found.append(0)
-    finally:
-        sys.setprofile(before)
-    return found
-
-
 def test_many_views_of_one_array_are_not_compared_in_pairs() -> None:
     columns = torch.zeros(4, 256).unbind(1)
     tiles = [tile for row in torch.zeros(64, 64).split(4) for tile in row.split(4, 1)]
     for views in (columns, tiles):
-        assert at_once(matching._all_apart(views))
-        calls = calls_of_steps(matching._all_apart(views))
+        assert matching._all_apart(views)
+        calls = calls_between_pauses(partial(matching._all_apart, views))
         assert sum(calls) < 100 * len(views)
         assert max(calls) < 10 * len(views)
 
@@ -296,7 +277,7 @@ def test_views_that_are_held_apart_have_no_element_in_common(spans: list[tuple[t
     views = [numbers[top : top + height, left : left + width] for (top, height), (left, width) in spans]
     views.sort(key=torch.Tensor.data_ptr)
     met = torch.cat([view.reshape(-1) for view in views])
-    if at_once(matching._all_apart(views)):
+    if matching._all_apart(views):
         assert len(met.unique()) == len(met)
 
 

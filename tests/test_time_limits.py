@@ -12,15 +12,7 @@ from pathlib import Path
 import pytest
 
 from sidestream._runtime.tasks import supervise
-from sidestream._runtime.threads import (
-    Deadline,
-    Stop,
-    Threads,
-    current_deadline,
-    in_background,
-    time_limit,
-    yielding_gil,
-)
+from sidestream._runtime.threads import Deadline, Stop, Threads, current_deadline, in_background, paced, time_limit
 from sidestream._storage import locate_run
 from sidestream.errors import DeadlineExceededError
 
@@ -53,7 +45,7 @@ def until_stopped(stop: Stop) -> None:
 
 async def test_work_that_is_submitted_says_what_it_was(threads: Threads) -> None:
     def endless() -> None:
-        for _ in yielding_gil(itertools.count()):
+        for _ in paced(itertools.count()):
             pass
 
     with time_limit(Deadline.after(0.05)):

@@ -26,13 +26,10 @@ import sidestream
 from sidestream._format.checksum import block_crcs
 from sidestream._format.records import BLOCK_BYTES
 from sidestream._runtime import gil as _turns
+from sidestream._runtime import pauses as _pauses
 from sidestream._runtime import threads as _threads
-from sidestream._runtime.steps import Steps
-from sidestream._runtime.threads import (
-    Deadline,
-    Threads,
-    time_limit,
-)
+from sidestream._runtime.pauses import pause_point
+from sidestream._runtime.threads import Deadline, Threads, time_limit
 from sidestream.errors import DeadlineExceededError
 
 PATIENCE_S = 60.0
@@ -326,7 +323,9 @@ def test_a_thread_rests_after_each_slice(slice_s: float, rests: int, monkeypatch
     rested: list[int] = []
     done: list[int] = []
     monkeypatch.setattr(_threads, "yield_gil", lambda: rested.append(len(done)))
-    done.extend(_threads.yielding_gil(range(130), 32))
+    monkeypatch.setattr(_pauses._thread, "pause", _threads._pause)
+    monkeypatch.setattr(_pauses, "_left", 7)
+    done.extend(_threads.paced(range(130), 32))
     assert done == list(range(130))
     assert len(rested) == rests
 
@@ -337,14 +336,16 @@ def test_a_thread_rests_between_steps(slice_s: float, rests: list[int], monkeypa
     done: list[int] = []
     monkeypatch.setattr(_threads, "slice_s", lambda: slice_s)
     monkeypatch.setattr(_threads, "yield_gil", lambda: rested.append(len(done)))
+    monkeypatch.setattr(_pauses._thread, "pause", _threads._pause)
+    monkeypatch.setattr(_pauses, "_left", 7)
 
-    def work() -> Steps[str]:
+    def work() -> str:
         for number in range(20):
             done.append(number)
-            yield
+            pause_point()
         return "the result"
 
-    assert _threads.run_sliced(work()) == "the result"
+    assert work() == "the result"
     assert rested == rests
 
 

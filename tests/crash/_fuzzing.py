@@ -44,7 +44,6 @@ from sidestream._format.records import (
 from sidestream._format.safetensors.read import PREFIX_BYTES, header_bytes, parse_header
 from sidestream._format.torch_zip.file import open_tensor_item, open_value_item, read_torch_file
 from sidestream._format.validate import validate
-from sidestream._runtime.threads import run_sliced
 from sidestream.errors import SidestreamError
 
 HANG_S = 60
@@ -208,7 +207,7 @@ def _alter(content: Any, r: random.Random) -> None:
 
 
 def read_manifest(raw: bytes) -> None:
-    run_sliced(validate(run_sliced(parse_manifest(raw))))
+    validate(parse_manifest(raw))
 
 
 def metadata_input(r: random.Random) -> bytes:
@@ -218,14 +217,14 @@ def metadata_input(r: random.Random) -> bytes:
 
 
 def read_metadata(raw: bytes) -> None:
-    manifest = run_sliced(read_dcp_metadata(raw))
-    run_sliced(validate(replace(manifest, files={"__0_0.distcp": 1 << 20})))
+    manifest = read_dcp_metadata(raw)
+    validate(replace(manifest, files={"__0_0.distcp": 1 << 20}))
 
 
 def marker_input(r: random.Random) -> bytes:
     manifest = records(r)
     marker = Marker(_SAVE_ID, 100, 7, manifest.step, manifest.generation)
-    raw = run_sliced(describe(manifest.entries)).metadata(marker)[-600:]
+    raw = describe(manifest.entries).metadata(marker)[-600:]
     return other_bytes(raw, r) if r.random() < 0.9 else raw
 
 
@@ -253,7 +252,7 @@ def value_input(r: random.Random) -> bytes:
 
 
 def read_value(raw: bytes) -> None:
-    run_sliced(open_value_item(io.BytesIO(raw), len(raw)))
+    open_value_item(io.BytesIO(raw), len(raw))
 
 
 def safetensors_input(r: random.Random) -> bytes:
@@ -278,7 +277,7 @@ def safetensors_input(r: random.Random) -> bytes:
 def read_safetensors(raw: bytes) -> None:
     nbytes = header_bytes(bytearray(raw[:PREFIX_BYTES]), len(raw) - PREFIX_BYTES, "f.safetensors")
     header = bytearray(raw[PREFIX_BYTES : PREFIX_BYTES + nbytes])
-    run_sliced(parse_header(header, PREFIX_BYTES + nbytes, len(raw), "f.safetensors"))
+    parse_header(header, PREFIX_BYTES + nbytes, len(raw), "f.safetensors")
 
 
 def legacy_input(r: random.Random) -> bytes:
@@ -290,7 +289,7 @@ def legacy_input(r: random.Random) -> bytes:
 
 
 def read_legacy(raw: bytes) -> None:
-    run_sliced(read_torch_file(io.BytesIO(raw), len(raw), "f.pt"))
+    read_torch_file(io.BytesIO(raw), len(raw), "f.pt")
 
 
 TARGETS: dict[str, tuple[Callable[[random.Random], bytes], Callable[[bytes], object]]] = {

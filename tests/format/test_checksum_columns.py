@@ -13,7 +13,6 @@ from sidestream._format.frame import frame_tensor
 from sidestream._format.layout_bytes import pack_sums, unpack_sums
 from sidestream._format.records import BLOCK_BYTES, Chunk, Entry, TensorEntry, ValueEntry
 from sidestream._format.shard import BlockSums, ShardLayout, lay_out
-from sidestream._runtime.steps import at_once
 
 CHOICES = {
     "one block": [1],
@@ -26,7 +25,7 @@ CHOICES = {
 
 def layout_of(blocks: list[int]) -> ShardLayout:
     frames = [frame_tensor("uint8", (max(0, count * BLOCK_BYTES - 5),)) for count in blocks]
-    (layout,) = at_once(lay_out(frames, 1 << 50, BLOCK_BYTES))
+    (layout,) = lay_out(frames, 1 << 50, BLOCK_BYTES)
     return layout
 
 
@@ -44,7 +43,7 @@ def test_sums_of_a_shard_pass_through_a_message(name: str, digests: bool) -> Non
     for _ in range(2):  # the second time the layout knows how to cut
         sums = sums_of(layout, blocks, digests=digests)
         found = BlockSums([b""] * 700, [b""] * 700 if digests else [], [0] * len(layout.windows))
-        at_once(unpack_sums(layout, *pack_sums(sums), found))
+        unpack_sums(layout, *pack_sums(sums), found)
         assert found == sums
 
 
@@ -54,7 +53,7 @@ def test_sums_that_do_not_fit_are_refused() -> None:
     found = BlockSums([b""] * 300, [], [0] * len(layout.windows))
     for wrong in (packed[4:], packed + bytes(4)):
         with pytest.raises(ValueError, match="bytes of checksums"):
-            at_once(unpack_sums(layout, wrong, b"", found))
+            unpack_sums(layout, wrong, b"", found)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own items", "tied"])
@@ -72,8 +71,8 @@ def test_a_template_is_filled_with_the_checksums_of_each(name: str, digests: boo
         if number in (0, 7, 8, 2499):
             entries[f"v{number}"] = ValueEntry((f"v{number}",), "file", 0, 0, None)
     values = {fqn: entry for fqn, entry in entries.items() if isinstance(entry, ValueEntry)}
-    template = at_once(Template.of(entries.items(), {"uint8"}, items))
-    lines = b"".join(at_once(template.fill(values, [sums])).lines).splitlines()
+    template = Template.of(entries.items(), {"uint8"}, items)
+    lines = b"".join(template.fill(values, [sums]).lines).splitlines()
     tensors = [line for line in lines if line.startswith(b'["tensor"')]
     assert [json.loads(line)[2] for line in lines] == list(entries)
     for line, item in zip(tensors, items, strict=True):

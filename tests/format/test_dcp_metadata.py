@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 from sidestream._format.dcp.metadata import read_dcp_metadata
 from sidestream._format.records import DTYPES, Chunk, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from sidestream._format.validate import validate
-from sidestream._runtime.threads import run_sliced
 from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError, UnsupportedCheckpointError
 
 
@@ -36,10 +35,10 @@ def save(state: dict[str, Any], folder: Path, **options: Any) -> Manifest:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(single process|TypedStorage|no_dist).*")
         dcp.save(state, checkpoint_id=folder, no_dist=True, **options)
-    manifest = run_sliced(read_dcp_metadata((folder / ".metadata").read_bytes()))
+    manifest = read_dcp_metadata((folder / ".metadata").read_bytes())
     files = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
     manifest = replace(manifest, files=files)
-    run_sliced(validate(manifest))
+    validate(manifest)
     return manifest
 
 
@@ -123,7 +122,7 @@ def test_every_dtype(tmp_path: Path) -> None:
 
 
 def test_chunks_are_joined_with_their_locations() -> None:
-    manifest = run_sliced(read_dcp_metadata(pickled(small_metadata())))
+    manifest = read_dcp_metadata(pickled(small_metadata()))
     weight = manifest.entries["w"]
     assert isinstance(weight, TensorEntry)
     assert weight.chunks == (
@@ -141,12 +140,12 @@ def test_other_writers(protocol: int) -> None:
     metadata.version = None
     metadata.sidestream = {"save_id": "x", "nested": [1, (2.5, None)]}  # type: ignore[attr-defined]
     metadata.unknown = {"a": 1}  # type: ignore[attr-defined]
-    manifest = run_sliced(read_dcp_metadata(pickle.dumps(metadata, protocol)))
+    manifest = read_dcp_metadata(pickle.dumps(metadata, protocol))
     assert [entry.path for entry in manifest.entries.values()] == [("w",), ("v",)]
     assert manifest.save_id == ""
     for name in ("storage_meta", "version", "planner_data", "sidestream", "unknown"):
         delattr(metadata, name)
-    assert run_sliced(read_dcp_metadata(pickle.dumps(metadata, protocol))) == manifest
+    assert read_dcp_metadata(pickle.dumps(metadata, protocol)) == manifest
 
 
 def test_legacy_properties() -> None:
@@ -154,7 +153,7 @@ def test_legacy_properties() -> None:
     metadata.state_dict_metadata["w"].properties = LegacyProperties(dtype=torch.float16)  # type: ignore[union-attr]
     data = pickled(metadata)
     assert b"_shard" in data
-    entry = run_sliced(read_dcp_metadata(data)).entries["w"]
+    entry = read_dcp_metadata(data).entries["w"]
     assert isinstance(entry, TensorEntry)
     assert entry.dtype == "float16"
 
@@ -163,18 +162,18 @@ def test_what_is_not_supported() -> None:
     metadata = small_metadata()
     metadata.storage_data[MetadataIndex("w", [0, 0])].transform_descriptors = ["stream.zstd"]
     with pytest.raises(UnsupportedCheckpointError, match="'w'"):
-        run_sliced(read_dcp_metadata(pickled(metadata)))
+        read_dcp_metadata(pickled(metadata))
 
 
 def test_a_tensor_of_a_dtype_that_is_not_read_is_opaque() -> None:
     metadata = small_metadata()
     for dtype in (torch.qint8, torch.quint4x2, torch.uint3):
         metadata.state_dict_metadata["w"].properties.dtype = dtype  # type: ignore[union-attr]
-        entry = run_sliced(read_dcp_metadata(pickled(metadata))).entries["w"]
+        entry = read_dcp_metadata(pickled(metadata)).entries["w"]
         assert isinstance(entry, OpaqueEntry)
         assert entry.dtype == str(dtype).removeprefix("torch.")
     data = pickled(small_metadata()).replace(b"\x8c\x07float32", b"\x8c\x07float97")
-    assert isinstance(run_sliced(read_dcp_metadata(data)).entries["w"], OpaqueEntry)
+    assert isinstance(read_dcp_metadata(data).entries["w"], OpaqueEntry)
 
 
 def without_location(metadata: Metadata) -> None:
@@ -224,13 +223,13 @@ def test_damage(damage: Any) -> None:
     metadata = small_metadata()
     damage(metadata)
     with pytest.raises(CorruptCheckpointError):
-        run_sliced(read_dcp_metadata(pickled(metadata)))
+        read_dcp_metadata(pickled(metadata))
 
 
 def test_what_other_planners_note_leaves_the_names_as_paths() -> None:
     metadata = small_metadata()
     metadata.planner_data = ["of rank 0", {"of": "rank 1"}]
-    entries = run_sliced(read_dcp_metadata(pickled(metadata))).entries
+    entries = read_dcp_metadata(pickled(metadata)).entries
     assert {fqn: entry.path for fqn, entry in entries.items()} == {fqn: (fqn,) for fqn in entries}
 
 
@@ -248,11 +247,11 @@ def test_damaged_entries() -> None:
         metadata = small_metadata()
         setattr(metadata.state_dict_metadata["w"], name, value)
         with pytest.raises(CorruptCheckpointError) as caught:
-            run_sliced(read_dcp_metadata(pickled(metadata)))
+            read_dcp_metadata(pickled(metadata))
         assert caught.value.fqn == "w"
     for data in (pickle.dumps(None), pickle.dumps({}), pickled(StorageMeta())):
         with pytest.raises(CorruptCheckpointError):
-            run_sliced(read_dcp_metadata(data))
+            read_dcp_metadata(data)
 
 
 class Exec:
@@ -269,7 +268,7 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path) -> None:
         metadata = small_metadata()
         setattr(metadata, name, {"x": Exec(marker)})
         with pytest.raises(UnsafeObjectError, match="system"):
-            run_sliced(read_dcp_metadata(pickled(metadata)))
+            read_dcp_metadata(pickled(metadata))
     assert not marker.exists()
 
 
@@ -289,28 +288,28 @@ def test_shared_parts_cannot_make_the_walk_long() -> None:
     for bomb in bombs:
         data = pickled(bomb)
         with processor_budget(5), pytest.raises(CorruptCheckpointError):
-            run_sliced(read_dcp_metadata(data))
+            read_dcp_metadata(data)
 
 
 def test_truncation_at_every_byte() -> None:
     data = pickled(small_metadata())
     for end in range(len(data)):
         with pytest.raises(CorruptCheckpointError):
-            run_sliced(read_dcp_metadata(data[:end]))
+            read_dcp_metadata(data[:end])
 
 
 def test_mutations_end_in_a_manifest_or_a_typed_error() -> None:
     generator = random.Random(11)
     data = pickled(small_metadata())
     files = {"__0_0.distcp": 1000, "__1_0.distcp": 1000}
-    run_sliced(validate(replace(run_sliced(read_dcp_metadata(data)), files=files)))
+    validate(replace(read_dcp_metadata(data), files=files))
     sound = 0
     for _ in range(3000):
         mutated = bytearray(data)
         for _ in range(generator.randint(1, 3)):
             mutated[generator.randrange(len(mutated))] = generator.randrange(256)
         try:
-            run_sliced(validate(replace(run_sliced(read_dcp_metadata(bytes(mutated))), files=files)))
+            validate(replace(read_dcp_metadata(bytes(mutated)), files=files))
             sound += 1
         except SidestreamError:
             pass

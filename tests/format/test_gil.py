@@ -27,7 +27,7 @@ from sidestream._format.records import Chunk, Manifest, TensorEntry
 from sidestream._format.safetensors.read import manifest_of_headers, parse_header, shards_of
 from sidestream._format.validate import validate
 from sidestream._runtime import threads
-from sidestream._runtime.threads import run_sliced
+from sidestream._runtime.threads import in_background
 
 COUNT = 10_000
 
@@ -66,26 +66,26 @@ def test_others_get_their_turns(rests: list[None]) -> None:
     manifest = large_manifest()
     raw = b"".join(write_manifest(manifest, "2.13.0"))
     metadata = stock_metadata()
-    foreign = run_sliced(read_dcp_metadata(metadata))
+    foreign = read_dcp_metadata(metadata)
     foreign = replace(foreign, files=manifest.files)
     header = json.dumps(
         {f"t{i}": {"dtype": "F32", "shape": [16], "data_offsets": [64 * i, 64 * i + 64]} for i in range(COUNT)}
     ).encode()
-    slices = run_sliced(parse_header(header, 0, 64 * COUNT, "f"))
+    slices = parse_header(header, 0, 64 * COUNT, "f")
     works: dict[str, Callable[[], object]] = {
-        "manifest": lambda: run_sliced(parse_manifest(raw)),
-        "metadata": lambda: run_sliced(read_dcp_metadata(metadata)),
-        "described": lambda: run_sliced(describe(manifest.entries)),
-        "ours": lambda: run_sliced(validate(manifest)),
-        "theirs": lambda: run_sliced(validate(foreign)),
-        "ranks": lambda: run_sliced(merge_ranks([foreign, foreign])),
-        "shards": lambda: run_sliced(shards_of(foreign, foreign.files)),
-        "header": lambda: run_sliced(parse_header(header, 0, 64 * COUNT, "f")),
-        "headers": lambda: run_sliced(manifest_of_headers({"f": slices}, None)),
+        "manifest": lambda: parse_manifest(raw),
+        "metadata": lambda: read_dcp_metadata(metadata),
+        "described": lambda: describe(manifest.entries),
+        "ours": lambda: validate(manifest),
+        "theirs": lambda: validate(foreign),
+        "ranks": lambda: merge_ranks([foreign, foreign]),
+        "shards": lambda: shards_of(foreign, foreign.files),
+        "header": lambda: parse_header(header, 0, 64 * COUNT, "f"),
+        "headers": lambda: manifest_of_headers({"f": slices}, None),
     }
     turns = {}
     for name, work in works.items():
         rests.clear()
-        work()
+        in_background(work, "decode").result()
         turns[name] = len(rests)
     assert min(turns.values()) > 20, turns

@@ -26,7 +26,6 @@ from sidestream._format.records import (
 )
 from sidestream._format.rows import Rows
 from sidestream._format.validate import validate
-from sidestream._runtime.steps import at_once
 
 FILES = {"__0_0.distcp": 4 << 20, "__0_1.distcp": 1 << 20}
 KEYS: list[tuple[Any, ...]] = [("a",), ("m", "w"), ("o", DictKey(0), "e"), ("l", 3), ("n", DictKey(None))]
@@ -78,9 +77,9 @@ def written(one: Manifest) -> list[bytes]:
 def verdict(raw: bytes) -> object:
     """The entries, or the error with its text."""
     try:
-        found = at_once(parse_manifest(raw))
+        found = parse_manifest(raw)
         assert isinstance(found, Manifest)
-        at_once(validate(found))
+        validate(found)
     except Exception as error:
         return type(error), str(error)
     return {fqn: (type(entry), repr(entry)) for fqn, entry in found.entries.items()}
@@ -95,7 +94,7 @@ def without_rows(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> object:
 @pytest.mark.parametrize("digests", [False, True])
 def test_a_sound_manifest(digests: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = b"".join(written(manifest(digests)))
-    found = at_once(parse_manifest(raw))
+    found = parse_manifest(raw)
     assert isinstance(found, Manifest)
     rows = [fqn for fqn, entry in stored(found.entries).items() if isinstance(entry, tuple)]
     assert rows == ["a", "m.w", "o.0.e", "l.3", "n.None", "tied"]
@@ -162,7 +161,7 @@ def test_mutations(digests: bool, composite: bool, count: int, monkeypatch: pyte
 
 def test_rows_beside_composite_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = b"".join(written(manifest(composite=True)))
-    found = at_once(parse_manifest(raw))
+    found = parse_manifest(raw)
     assert isinstance(found, Manifest)
     rows = [fqn for fqn, entry in stored(found.entries).items() if isinstance(entry, tuple)]
     assert rows[-4:] == ["sum.indices", "sum.values", "low", "wrapper.inner"]

@@ -26,7 +26,6 @@ from hangs import processor_budget
 from sidestream._format.dcp.metadata import read_dcp_metadata
 from sidestream._format.records import DTYPES, Node, TensorEntry, ValueEntry, row_major_strides
 from sidestream._format.torch_zip.file import TensorPayload, open_tensor_item, open_value_item
-from sidestream._runtime.threads import run_sliced
 from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError, UnsupportedCheckpointError
 
 
@@ -56,7 +55,7 @@ def tensor_of(data: bytes) -> TensorPayload:
 
 
 def value_of(data: bytes) -> Node:
-    return run_sliced(open_value_item(Source(data), len(data)))
+    return open_value_item(Source(data), len(data))
 
 
 def zipped(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
@@ -151,7 +150,7 @@ def test_a_checkpoint_of_stock_dcp(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(single process|TypedStorage|no_dist).*")
         dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    entries = run_sliced(read_dcp_metadata((tmp_path / ".metadata").read_bytes())).entries
+    entries = read_dcp_metadata((tmp_path / ".metadata").read_bytes()).entries
     for fqn, entry in entries.items():
         if isinstance(entry, TensorEntry):
             (chunk,) = entry.chunks
@@ -506,7 +505,7 @@ def test_truncation_at_every_byte() -> None:
                 if opened is tensor_of:
                     open_tensor_item(io.BytesIO(item[:end]), len(item))
                 else:
-                    run_sliced(open_value_item(io.BytesIO(item[:end]), len(item)))
+                    open_value_item(io.BytesIO(item[:end]), len(item))
 
 
 def test_mutations_end_in_a_value_or_a_typed_error() -> None:

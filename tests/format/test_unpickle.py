@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from sidestream._format.pickles.unpickle import Global, Limits, Pairs, Persistent, PickledCall, decode
 from sidestream._format.records import MAX_INTEGER_BYTES
-from sidestream._runtime.threads import run_sliced
 from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError
 
 ALLOWED = frozenset(f"builtins.{name}" for name in ("set", "frozenset", "complex", "bytes", "bytearray")) | {
@@ -73,7 +72,7 @@ values = st.recursive(
 @given(value=values)
 def test_agrees_with_pickle(protocol: int, value: object) -> None:
     data = pickle.dumps(value, protocol)
-    result = rebuilt(run_sliced(decode(data, ALLOWED)))
+    result = rebuilt(decode(data, ALLOWED))
     assert result == value
     assert type(result) is type(value)
 
@@ -82,16 +81,16 @@ def test_long_containers_and_shared_parts() -> None:
     shared = {"k": "v" * 300}
     value = [list(range(5000)), {str(i): (i, shared) for i in range(3000)}, "\ud800", b"x" * 300]
     for protocol in (2, 4, 5):
-        assert rebuilt(run_sliced(decode(pickle.dumps(value, protocol), ALLOWED))) == value
+        assert rebuilt(decode(pickle.dumps(value, protocol), ALLOWED)) == value
 
 
 def test_records() -> None:
-    assert run_sliced(decode(b"\x80\x02cbuiltins\nset\n.", ALLOWED)) == Global("builtins.set")
-    assert run_sliced(decode(b"\x80\x02c__builtin__\nset\n.", ALLOWED)) == Global("builtins.set")
-    persistent = run_sliced(decode(b"\x80\x02K\x01Q.", ALLOWED))
+    assert decode(b"\x80\x02cbuiltins\nset\n.", ALLOWED) == Global("builtins.set")
+    assert decode(b"\x80\x02c__builtin__\nset\n.", ALLOWED) == Global("builtins.set")
+    persistent = decode(b"\x80\x02K\x01Q.", ALLOWED)
     assert isinstance(persistent, Persistent)
     assert persistent.id == 1
-    call = run_sliced(decode(b"\x80\x02cbuiltins\nset\n)R}b.", ALLOWED))
+    call = decode(b"\x80\x02cbuiltins\nset\n)R}b.", ALLOWED)
     assert isinstance(call, PickledCall)
     assert (call.function, call.args, call.items) == ("builtins.set", (), None)
     assert isinstance(call.state, Pairs)
@@ -120,7 +119,7 @@ def test_code_is_refused_by_name_and_not_run(protocol: int, tmp_path: Any) -> No
         except TypeError:  # a module as an argument cannot be pickled; the name comes first all the same
             data = b"\x80\x02cbuiltins\ngetattr\ncos\nsystem\n\x85R."
         with pytest.raises(UnsafeObjectError) as refused:
-            run_sliced(decode(data, ALLOWED))
+            decode(data, ALLOWED)
         assert name in str(refused.value)
     assert not marker.exists()
 
@@ -128,7 +127,7 @@ def test_code_is_refused_by_name_and_not_run(protocol: int, tmp_path: Any) -> No
 def test_dotted_name_does_not_reach_through_an_allowed_module() -> None:
     data = b"\x80\x04\x8c\x08builtins\x8c\x0aset.__init\x93."
     with pytest.raises(UnsafeObjectError, match=r"builtins\.set\.__init"):
-        run_sliced(decode(data, ALLOWED))
+        decode(data, ALLOWED)
 
 
 @pytest.mark.parametrize(
@@ -191,29 +190,29 @@ def test_dotted_name_does_not_reach_through_an_allowed_module() -> None:
 )
 def test_malformed(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError):
-        run_sliced(decode(data, ALLOWED))
+        decode(data, ALLOWED)
 
 
 def test_limits() -> None:
     data = pickle.dumps([1, 2, 3], 2)
     for limits in (Limits(total_bytes=len(data) - 1), Limits(opcodes=5), Limits(depth=0)):
         with pytest.raises(CorruptCheckpointError):
-            run_sliced(decode(data, ALLOWED, limits))
-    run_sliced(decode(data, ALLOWED, Limits(total_bytes=len(data), opcodes=20, depth=1)))
+            decode(data, ALLOWED, limits)
+    decode(data, ALLOWED, Limits(total_bytes=len(data), opcodes=20, depth=1))
     for bits in (71, 1 << 13):
         with pytest.raises(CorruptCheckpointError):
-            run_sliced(decode(pickle.dumps(1 << bits, 2), ALLOWED, Limits(integer_bytes=9) if bits == 71 else Limits()))
-    assert run_sliced(decode(pickle.dumps((1 << 63) + 1, 2), ALLOWED, Limits(integer_bytes=9))) == (1 << 63) + 1
+            decode(pickle.dumps(1 << bits, 2), ALLOWED, Limits(integer_bytes=9) if bits == 71 else Limits())
+    assert decode(pickle.dumps((1 << 63) + 1, 2), ALLOWED, Limits(integer_bytes=9)) == (1 << 63) + 1
 
 
 def test_memo_bombs_cost_nothing() -> None:
     bomb = b")q\x00" + b"h\x00\x86q\x00" * 90  # a tuple of 2**90 leaves; hashing it would never end
     with processor_budget(1):
-        assert isinstance(run_sliced(decode(b"\x80\x02" + bomb + b".", ALLOWED)), tuple)
-        assert isinstance(run_sliced(decode(b"\x80\x02}" + bomb + b"Ns.", ALLOWED)), Pairs)
-        assert isinstance(run_sliced(decode(b"\x80\x04\x8f(" + bomb + b"\x90.", ALLOWED)), PickledCall)
+        assert isinstance(decode(b"\x80\x02" + bomb + b".", ALLOWED), tuple)
+        assert isinstance(decode(b"\x80\x02}" + bomb + b"Ns.", ALLOWED), Pairs)
+        assert isinstance(decode(b"\x80\x04\x8f(" + bomb + b"\x90.", ALLOWED), PickledCall)
         with pytest.raises(CorruptCheckpointError, match="memo index 4294967295, but the next one is 0"):
-            run_sliced(decode(b"\x80\x02Nr\xff\xff\xff\xff.", ALLOWED))
+            decode(b"\x80\x02Nr\xff\xff\xff\xff.", ALLOWED)
 
 
 def test_deep_and_circular_values_are_refused() -> None:
@@ -228,8 +227,8 @@ def test_deep_and_circular_values_are_refused() -> None:
         b")" + b"Q" * 200 + b".",
     ):
         with pytest.raises(CorruptCheckpointError, match=r"deep|itself"):
-            run_sliced(decode(data, ALLOWED))
-        run_sliced(decode(data, ALLOWED, Limits(depth=None)))
+            decode(data, ALLOWED)
+        decode(data, ALLOWED, Limits(depth=None))
 
 
 @pytest.mark.parametrize("data", [b")" + b"\x85" * 100_000, b"]" * 100_000 + b"a" * 99_999], ids=["tuples", "lists"])
@@ -254,10 +253,10 @@ def _sample() -> bytes:
 
 def test_truncation_at_every_byte() -> None:
     for protocol in (2, 4, 5):
-        data = pickle.dumps(rebuilt(run_sliced(decode(_sample(), ALLOWED))), protocol)
+        data = pickle.dumps(rebuilt(decode(_sample(), ALLOWED)), protocol)
         for end in range(len(data)):
             with pytest.raises(CorruptCheckpointError):
-                run_sliced(decode(data[:end], ALLOWED))
+                decode(data[:end], ALLOWED)
 
 
 def test_mutations_end_in_a_value_or_a_typed_error() -> None:
@@ -268,7 +267,7 @@ def test_mutations_end_in_a_value_or_a_typed_error() -> None:
         for _ in range(generator.randint(1, 4)):
             mutated[generator.randrange(len(mutated))] = generator.randrange(256)
         with contextlib.suppress(SidestreamError):
-            run_sliced(decode(bytes(mutated), ALLOWED))
+            decode(bytes(mutated), ALLOWED)
 
 
 @settings(max_examples=300)
@@ -277,7 +276,7 @@ def test_mutations_end_in_a_value_or_a_typed_error() -> None:
                                  b"\x91", struct.pack("<cI", b"X", 2) + b"ab"])))  # fmt: skip
 def test_random_opcodes_end_in_a_value_or_a_typed_error(opcodes: list[bytes]) -> None:
     with contextlib.suppress(SidestreamError):
-        run_sliced(decode(b"\x80\x04" + b"".join(opcodes) + b".", ALLOWED))
+        decode(b"\x80\x04" + b"".join(opcodes) + b".", ALLOWED)
 
 
 def test_the_longest_integer_that_is_saved_is_read() -> None:
@@ -288,8 +287,8 @@ def test_the_longest_integer_that_is_saved_is_read() -> None:
 def test_a_long_text_is_decoded_as_at_once(shift: int) -> None:
     text = "a" * ((1 << 20) - shift) + "\ud800\U0001d11e" + "\u00e9\u20ac" * (1 << 18) + "\udc00"
     data = pickle.dumps(text, 2)
-    assert run_sliced(decode(data, ALLOWED)) == text
+    assert decode(data, ALLOWED) == text
     for right, wrong in ((b"\xf0\x9d\x84\x9e", b"\xf0\x9d\x84a"), (b"\xed\xb0\x80", b"aa\xed")):
         assert data.count(right) == 1
         with pytest.raises(CorruptCheckpointError, match="UnicodeDecodeError"):
-            run_sliced(decode(data.replace(right, wrong), ALLOWED))
+            decode(data.replace(right, wrong), ALLOWED)

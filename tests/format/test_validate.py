@@ -11,7 +11,6 @@ from sidestream._format import validate as limits
 from sidestream._format.cover import find_overlap
 from sidestream._format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
 from sidestream._format.validate import validate
-from sidestream._runtime.threads import run_sliced
 from sidestream.errors import CorruptCheckpointError, IncompleteTensorError, UnsupportedCheckpointError
 
 FILE = "__0_0.distcp"
@@ -35,44 +34,44 @@ def boxes(shape: tuple[int, ...], *parts: tuple[tuple[int, ...], tuple[int, ...]
 
 
 def test_sound_manifests() -> None:
-    run_sliced(validate(manifest()))
-    run_sliced(validate(boxes((), ((), ()))))
-    run_sliced(validate(boxes((0,))))
-    run_sliced(validate(boxes((0, 3), ((0, 0), (0, 3)))))
-    run_sliced(validate(boxes((4, 3), ((0, 0), (4, 3)))))
-    run_sliced(validate(boxes((4,), ((4,), (0,)), ((0,), (4,)))))  # a rank that has nothing of it
-    run_sliced(validate(boxes((4,), ((2,), (2,)), ((0,), (2,)))))
-    run_sliced(validate(boxes((4, 6), *(((row, column), (2, 2)) for row in (0, 2) for column in (0, 2, 4)))))
+    validate(manifest())
+    validate(boxes((), ((), ())))
+    validate(boxes((0,)))
+    validate(boxes((0, 3), ((0, 0), (0, 3))))
+    validate(boxes((4, 3), ((0, 0), (4, 3))))
+    validate(boxes((4,), ((4,), (0,)), ((0,), (4,))))  # a rank that has nothing of it
+    validate(boxes((4,), ((2,), (2,)), ((0,), (2,))))
+    validate(boxes((4, 6), *(((row, column), (2, 2)) for row in (0, 2) for column in (0, 2, 4))))
     pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
-    run_sliced(validate(boxes((3, 3), *pinwheel)))
+    validate(boxes((3, 3), *pinwheel))
     value = ValueEntry(("a", 0, DictKey(None)), FILE, 5000, 100)
-    run_sliced(validate(manifest(value, EmptyEntry(("b",)), tensor((2,), chunk((0,), (2,))))))
+    validate(manifest(value, EmptyEntry(("b",)), tensor((2,), chunk((0,), (2,)))))
 
 
 def test_tied_tensors_share_a_range_if_they_are_the_same() -> None:
     first = tensor((2,), chunk((0,), (2,)))
-    run_sliced(validate(replace(manifest(first, tensor((2,), chunk((0,), (2,)))), save_id="0" * 32)))
+    validate(replace(manifest(first, tensor((2,), chunk((0,), (2,)))), save_id="0" * 32))
     with pytest.raises(
         CorruptCheckpointError, match="overlap in"
     ):  # 500 views of one item are a bomb, not tied weights
-        run_sliced(validate(replace(manifest(first, tensor((1,), chunk((0,), (1,)))), save_id="0" * 32)))
+        validate(replace(manifest(first, tensor((1,), chunk((0,), (1,)))), save_id="0" * 32))
     with pytest.raises(CorruptCheckpointError, match="overlap in"):  # stock DCP shares nothing
-        run_sliced(validate(manifest(first, tensor((2,), chunk((0,), (2,))))))
+        validate(manifest(first, tensor((2,), chunk((0,), (2,)))))
 
 
 def test_shapes_that_no_memory_has() -> None:
     with pytest.raises(CorruptCheckpointError, match="impossible shape"):
-        run_sliced(validate(manifest(tensor((0, 1 << 62, 1 << 40)))))
+        validate(manifest(tensor((0, 1 << 62, 1 << 40))))
 
 
 @pytest.mark.parametrize(("second_at", "second_length"), [(999, 1000), (0, 999), (1, 1000), (100, 10), (0, 1001)])
 def test_overlapping_items(second_at: int, second_length: int) -> None:
     first = tensor((2,), chunk((0,), (2,)))
     with pytest.raises(CorruptCheckpointError, match="overlap in") as caught:
-        run_sliced(validate(manifest(first, tensor((2,), chunk((0,), (2,), second_at, second_length)))))
+        validate(manifest(first, tensor((2,), chunk((0,), (2,), second_at, second_length))))
     assert caught.value.file == FILE
     assert caught.value.fqn in ("e0", "e1")
-    run_sliced(validate(manifest(first, tensor((2,), chunk((0,), (2,), 1000, 1000)))))
+    validate(manifest(first, tensor((2,), chunk((0,), (2,), 1000, 1000))))
 
 
 @pytest.mark.parametrize(
@@ -83,40 +82,40 @@ def test_file_names(name: str) -> None:
     entry = ValueEntry(("v",), name, 0, 10)
     for files in ({name: 100}, {}):
         with pytest.raises(CorruptCheckpointError, match="not a plain file name") as caught:
-            run_sliced(validate(Manifest("", {"v": entry}, files)))
+            validate(Manifest("", {"v": entry}, files))
         assert caught.value.file == name
 
 
 def test_items_lie_within_files() -> None:
     for at, length in ((-1, 10), (0, -1), (95, 10), (0, 1 << 62), (1 << 62, 1)):
         with pytest.raises(CorruptCheckpointError, match="lies at") as caught:
-            run_sliced(validate(manifest(ValueEntry(("v",), FILE, at, length), size=100)))
+            validate(manifest(ValueEntry(("v",), FILE, at, length), size=100))
         assert (caught.value.file, caught.value.fqn) == (FILE, "e0")
     with pytest.raises(CorruptCheckpointError, match="missing"):
-        run_sliced(validate(Manifest("", {"v": ValueEntry(("v",), FILE, 0, 1)}, {})))
+        validate(Manifest("", {"v": ValueEntry(("v",), FILE, 0, 1)}, {}))
     with pytest.raises(CorruptCheckpointError, match="impossible size"):
-        run_sliced(validate(manifest(size=-1)))
+        validate(manifest(size=-1))
 
 
 def test_payload_lies_within_item() -> None:
     whole = chunk((0,), (200,), 100, 900)
     for offset in (None, 100, 200):
-        run_sliced(validate(manifest(tensor((200,), replace(whole, payload_offset=offset)))))
+        validate(manifest(tensor((200,), replace(whole, payload_offset=offset))))
     for offset in (99, 201, 0, -5, 1 << 70):
         with pytest.raises(CorruptCheckpointError, match="do not fit"):
-            run_sliced(validate(manifest(tensor((200,), replace(whole, payload_offset=offset)))))
+            validate(manifest(tensor((200,), replace(whole, payload_offset=offset))))
     with pytest.raises(CorruptCheckpointError, match="do not fit"):
-        run_sliced(validate(manifest(tensor((226,), replace(whole, sizes=(226,))))))
+        validate(manifest(tensor((226,), replace(whole, sizes=(226,)))))
 
 
 def test_checksums_match_payload() -> None:
     size = BLOCK_BYTES // 4 + 1
     two = Chunk((0,), (size,), FILE, 0, 1 << 30, 64, bytes(8))
-    run_sliced(validate(manifest(tensor((size,), two))))
-    run_sliced(validate(manifest(tensor((0,), Chunk((0,), (0,), FILE, 0, 1 << 30, 64, b"")))))
+    validate(manifest(tensor((size,), two)))
+    validate(manifest(tensor((0,), Chunk((0,), (0,), FILE, 0, 1 << 30, 64, b""))))
     for crcs in (b"", bytes(4), bytes(12), bytes(7)):
         with pytest.raises(CorruptCheckpointError, match="checksums"):
-            run_sliced(validate(manifest(tensor((size,), replace(two, crcs=crcs)))))
+            validate(manifest(tensor((size,), replace(two, crcs=crcs))))
 
 
 @pytest.mark.parametrize(
@@ -132,14 +131,14 @@ def test_checksums_match_payload() -> None:
 )
 def test_overlapping_chunks(shape: tuple[int, ...], parts: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
     with pytest.raises(CorruptCheckpointError, match="overlap") as caught:
-        run_sliced(validate(boxes(shape, *parts)))
+        validate(boxes(shape, *parts))
     assert caught.value.fqn == "e0"
 
 
 def test_holes_are_listed_together() -> None:
     holed = tensor((4,), chunk((0,), (3,)))
     with pytest.raises(IncompleteTensorError) as caught:
-        run_sliced(validate(manifest(holed, tensor((2,), chunk((0,), (2,), 5000)), tensor((4, 4)), tensor(()))))
+        validate(manifest(holed, tensor((2,), chunk((0,), (2,), 5000)), tensor((4, 4)), tensor(())))
     assert [line.split(":")[0] for line in caught.value.offenders] == ["e0", "e2", "e3"]
     assert "16 of 16" in caught.value.offenders[1]
 
@@ -147,31 +146,31 @@ def test_holes_are_listed_together() -> None:
 def test_chunks_lie_within_the_shape() -> None:
     for offsets, sizes in (((0,), (5,)), ((4,), (1,)), ((-1,), (2,)), ((2,), (-1,)), ((0, 0), (4, 1)), ((0,), (4, 1))):
         with pytest.raises(CorruptCheckpointError, match=r"reaches|dimensions"):
-            run_sliced(validate(manifest(tensor((4,), chunk(offsets, sizes)))))
+            validate(manifest(tensor((4,), chunk(offsets, sizes))))
     for shape in ((-1,), (1 << 61, 4), (1 << 70,), (1,) * 65):
         with pytest.raises(CorruptCheckpointError, match="impossible shape"):
-            run_sliced(validate(manifest(tensor(shape))))
+            validate(manifest(tensor(shape)))
 
 
 def test_claims_are_bounded_by_the_files() -> None:
     many = tensor((1000,), *(chunk((index,), (1,), 0, 100) for index in range(1000)), dtype="complex128")
     with pytest.raises(CorruptCheckpointError, match="claims more bytes"):
-        run_sliced(validate(manifest(many, size=100)))
+        validate(manifest(many, size=100))
 
 
 def test_dtypes_names_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedCheckpointError, match="qint8"):
-        run_sliced(validate(manifest(tensor((1,), dtype="qint8"))))
+        validate(manifest(tensor((1,), dtype="qint8")))
     for path in ((), ("a",) * 65, (-1,), (True,), ("a" * 5000,)):
         with pytest.raises(CorruptCheckpointError, match="path"):
-            run_sliced(validate(manifest(EmptyEntry(path))))
+            validate(manifest(EmptyEntry(path)))
     with pytest.raises(CorruptCheckpointError, match="characters"):
-        run_sliced(validate(Manifest("", {"x" * 5000: EmptyEntry(("x",))}, {})))
+        validate(Manifest("", {"x" * 5000: EmptyEntry(("x",))}, {}))
     for what in ("ENTRIES", "CHUNKS", "FILES"):
         with monkeypatch.context() as patch:
             patch.setattr(limits, f"MAX_{what}", 0)
             with pytest.raises(CorruptCheckpointError, match=f"1 {what.lower()}"):
-                run_sliced(validate(boxes((4,), ((0,), (4,)))))
+                validate(boxes((4,), ((0,), (4,))))
 
 
 def test_cover_agrees_with_counting() -> None:
@@ -194,10 +193,10 @@ def test_cover_agrees_with_counting() -> None:
 def test_many_chunks_take_little_time() -> None:
     count = 20_000
     with processor_budget(5):
-        run_sliced(validate(boxes((count,), *(((row,), (1,)) for row in range(count)))))
-        run_sliced(validate(boxes((8, count), *(((0, column), (8, 1)) for column in reversed(range(count))))))
+        validate(boxes((count,), *(((row,), (1,)) for row in range(count))))
+        validate(boxes((8, count), *(((0, column), (8, 1)) for column in reversed(range(count)))))
         grid = [((row, column, 0), (1, 1, 4)) for row in range(140) for column in range(140)]
-        run_sliced(validate(boxes((140, 140, 4), *grid)))
+        validate(boxes((140, 140, 4), *grid))
 
 
 def test_what_cannot_be_told_apart_ends_soon() -> None:
@@ -206,13 +205,13 @@ def test_what_cannot_be_told_apart_ends_soon() -> None:
     crossing = [((0, row), (count, 1)) if row % 2 else ((row, 0), (1, count)) for row in range(count)]
     with processor_budget(10):
         with pytest.raises(IncompleteTensorError):
-            run_sliced(validate(boxes((count, count + 1), *stairs)))
+            validate(boxes((count, count + 1), *stairs))
         with pytest.raises((CorruptCheckpointError, UnsupportedCheckpointError)):
-            run_sliced(validate(boxes((count, count), *crossing)))
+            validate(boxes((count, count), *crossing))
         rings = []
         for depth in range(count):  # a spiral of pinwheels: no straight cut separates any two
             low, high = depth, 4 * count - depth - 1
             rings += [((low, low), (1, high - low)), ((low, high), (high - low, 1))]
             rings += [((high, low + 1), (1, high - low)), ((low + 1, low), (high - low, 1))]
         with pytest.raises(UnsupportedCheckpointError, match="intricate"):
-            run_sliced(validate(boxes((4 * count, 4 * count), *rings)))
+            validate(boxes((4 * count, 4 * count), *rings))

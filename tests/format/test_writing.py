@@ -48,7 +48,7 @@ from sidestream._format.shared import line_of, value_line_of
 from sidestream._format.torch_zip.file import open_value_item
 from sidestream._format.values import node_bytes, pickle_node
 from sidestream._layout.values import decode_value, encode_value
-from sidestream._runtime.threads import Deadline, Stop, run_sliced, time_limit, wait_for_change
+from sidestream._runtime.threads import Deadline, Stop, time_limit, wait_for_change
 from sidestream.errors import (
     ClosedError,
     CorruptCheckpointError,
@@ -120,8 +120,8 @@ def test_values_are_what_torch_load_expects_and_what_we_read(value: object) -> N
     item = frame_value(*pickle_node(node))
     assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
     assert_same(value, torch.load(io.BytesIO(item), weights_only=False))
-    assert_same(value, run_sliced(decode_value(node, "v")))
-    assert run_sliced(open_value_item(io.BytesIO(item), len(item))) == node
+    assert_same(value, decode_value(node, "v"))
+    assert open_value_item(io.BytesIO(item), len(item)) == node
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_arrays_and_ordered_dicts_that_we_write_are_what_we_read(value: Any) -> 
     item = frame_value(*pickle_node(node))
     loaded = torch.load(io.BytesIO(item), weights_only=False)
     assert repr(loaded) == repr(value)
-    assert run_sliced(open_value_item(io.BytesIO(item), len(item))) == node
+    assert open_value_item(io.BytesIO(item), len(item)) == node
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_arrays_and_ordered_dicts_that_we_write_are_what_we_read(value: Any) -> 
 def test_arrays_that_make_no_sense(content: dict[str, Any]) -> None:
     item = frame_value(*pickle_node({"ndarray": content}))
     with pytest.raises((CorruptCheckpointError, UnsafeObjectError)):
-        run_sliced(open_value_item(io.BytesIO(item), len(item)))
+        open_value_item(io.BytesIO(item), len(item))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, (3 << 18) - 1, 3 << 18, (3 << 18) + 1, (3 << 19) + 2])
@@ -192,7 +192,7 @@ def test_padding_before_the_end_is_damage(cut: int) -> None:
 )
 def test_damaged_values(node: object) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"^v: "):
-        run_sliced(decode_value(node, "v"))  # type: ignore[arg-type]
+        decode_value(node, "v")  # type: ignore[arg-type]
 
 
 SIZES = st.lists(st.integers(0, 300_000) | st.integers(1 << 20, 5 << 20), min_size=1, max_size=12)
@@ -203,7 +203,7 @@ def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> Non
     """Items in order, aligned, apart; windows without holes, cut where they may be; sealed by threads in any order the
     image is the same, and no old byte is left in it."""
     frames = [frame_tensor("uint8", (size,)) for size in sizes]
-    for shard in run_sliced(lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES)):
+    for shard in lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
         assert shard.nbytes % PAGE_BYTES == 0
         check_windows(shard, window_blocks * BLOCK_BYTES)
         end = 0
@@ -239,7 +239,7 @@ def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> Non
 def test_a_window_is_shown_as_it_is_sealed(sizes: list[int], window_blocks: int) -> None:
     """Each byte once, in order, and in its final state; the checksums are the same."""
     frames = [frame_tensor("uint8", (size,)) for size in sizes]
-    for shard in run_sliced(lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES)):
+    for shard in lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
         images = [bytearray(random.Random(1).randbytes(shard.nbytes)) for _ in range(2)]
         sealers = [Sealer(shard), Sealer(shard)]
         shown = bytearray()
@@ -291,7 +291,7 @@ def seal_in_threads(sealer: Sealer, image: bytearray, windows: list[Window]) -> 
 
 
 def test_a_trailer_does_not_wait_for_ever() -> None:
-    (shard,) = run_sliced(lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20))
+    (shard,) = lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20)
     last = shard.windows[-1]
     view = memoryview(bytearray(last.end - last.start))
     with pytest.raises(DeadlineExceededError, match="checksums of the windows before"):
@@ -303,7 +303,7 @@ def test_a_trailer_does_not_wait_for_ever() -> None:
 
 
 def test_a_trailer_that_waits_is_stopped() -> None:
-    (shard,) = run_sliced(lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20))
+    (shard,) = lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20)
     last = shard.windows[-1]
     view = memoryview(bytearray(last.end - last.start))
     stop, waits = Stop(), threading.Event()
@@ -358,12 +358,12 @@ def example() -> Manifest:
 
 def test_manifest_round_trip_and_damage() -> None:
     raw = b"".join(write_manifest(example(), "2.13.0"))
-    assert run_sliced(parse_manifest(raw)) == example()
+    assert parse_manifest(raw) == example()
     for at in range(len(raw)):
         with pytest.raises(CorruptCheckpointError):
-            run_sliced(parse_manifest(raw[:at]))
+            parse_manifest(raw[:at])
     with pytest.raises(UnsupportedCheckpointError, match="upgrade"):
-        run_sliced(parse_manifest(raw.replace(b'"sidestream":1', b'"sidestream":5')))
+        parse_manifest(raw.replace(b'"sidestream":1', b'"sidestream":5'))
 
 
 @given(st.integers(0, 600), st.integers(0, 255))
@@ -371,13 +371,13 @@ def test_an_altered_manifest_parses_or_is_corrupt(at: int, byte: int) -> None:
     raw = bytearray(b"".join(write_manifest(example(), "2.13.0")))
     raw[at % len(raw)] = byte
     with suppress(CorruptCheckpointError, UnsupportedCheckpointError):
-        run_sliced(parse_manifest(bytes(raw)))
+        parse_manifest(bytes(raw))
 
 
 def test_metadata_is_what_dcp_unpickles_and_the_marker_stands_in_its_tail() -> None:
     manifest = example()
     marker = Marker(manifest.save_id, 123, 456, 3, 2)
-    raw = run_sliced(describe(manifest.entries)).metadata(marker)
+    raw = describe(manifest.entries).metadata(marker)
     metadata = pickle.loads(raw)
     assert set(metadata.state_dict_metadata) == {"a.0", "a.tied", "7.x"}
     tensor = metadata.state_dict_metadata["a.0"]
@@ -395,7 +395,7 @@ def test_metadata_is_what_dcp_unpickles_and_the_marker_stands_in_its_tail() -> N
 @given(st.integers(1, 250), st.integers(0, 255))
 def test_a_damaged_marker_is_never_another_one(back: int, byte: int) -> None:
     marker = Marker("ab" * 16, 123, 456, 3, 2)
-    raw = bytearray(run_sliced(describe({})).metadata(marker))
+    raw = bytearray(describe({}).metadata(marker))
     raw[-min(back, len(raw))] = byte
     try:
         found = find_marker(bytes(raw[-TAIL_BYTES:]))

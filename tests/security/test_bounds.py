@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -23,6 +23,7 @@ import pytest
 import torch
 import warm
 from _hostile import STATE, colliding, described, forged, item, opcodes, scattered, stock, with_records
+from between_pauses import calls_between_pauses
 from hangs import processor_budget
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -48,14 +49,8 @@ from sidestream._layout.hashed import check_hashes, fill, set_of
 from sidestream._layout.names import consistent
 from sidestream._layout.values import decode_value
 from sidestream._run.steps import Generations, list_generations, list_steps, named_steps
-from sidestream._runtime.steps import Steps
-from sidestream._runtime.threads import (
-    Deadline,
-    io_threads,
-    run_sliced,
-    time_limit,
-    yielding_gil,
-)
+from sidestream._runtime.pauses import pause_point
+from sidestream._runtime.threads import Deadline, io_threads, paced, time_limit
 from sidestream._storage import locate_run
 from sidestream.errors import (
     CorruptCheckpointError,
@@ -80,19 +75,17 @@ def test_keys_that_share_a_hash_are_refused_before_a_container_has_them(kind: st
     keys = (colliding()[kind] * 17)[:MANY]
     assert len({hash(key) for key in keys}) <= 4
     with processor_budget(SECONDS):
-        for steps in (check_hashes(keys), set_of(keys), fill({}, [(key, None) for key in keys])):
+        for check in (check_hashes, set_of, lambda keys: fill({}, [(key, None) for key in keys])):
             with pytest.raises(CorruptCheckpointError, match="same hash"):
-                run_sliced(steps)
+                check(keys)
 
 
 def test_numbers_that_nobody_chose_are_taken() -> None:
     powers = [2.0**exponent for exponent in range(-1000, 1000)]  # some 34 share a hash
     keys = [*range(-MANY, MANY), *powers, *(complex(number, 1) for number in range(MANY)), *map(str, range(MANY))]
     keys += list(itertools.product(range(20), repeat=3))
-    assert run_sliced(set_of(keys)) == set(keys)
-    assert list(run_sliced(fill({}, [(key, str(key)) for key in keys])).items()) == list(
-        {key: str(key) for key in keys}.items()
-    )
+    assert set_of(keys) == set(keys)
+    assert list(fill({}, [(key, str(key)) for key in keys]).items()) == list({key: str(key) for key in keys}.items())
 
 
 def test_an_object_that_was_allowed_gets_no_colliding_items() -> None:
@@ -100,7 +93,7 @@ def test_an_object_that_was_allowed_gets_no_colliding_items() -> None:
         "object": {"type": "x", "new": False, "args": [], "items": [[{"int": hex(n * MODULUS)}, 1] for n in range(999)]}
     }
     with pytest.raises(CorruptCheckpointError, match="same hash"):
-        run_sliced(decode_value(node, "v", {"x": dict}))
+        decode_value(node, "v", {"x": dict})
 
 
 async def test_colliding_keys_of_an_allowed_type_are_refused(tmp_path: Path) -> None:
@@ -116,11 +109,11 @@ async def test_colliding_keys_of_an_allowed_type_are_refused(tmp_path: Path) -> 
 def test_paths_of_colliding_keys_are_refused() -> None:
     leaves = [(("p", DictKey(number * MODULUS)), number) for number in range(MANY)]
     with processor_budget(SECONDS), pytest.raises(CorruptCheckpointError, match="same hash"):
-        run_sliced(assemble(leaves))
+        assemble(leaves)
     large = [(("p", DictKey(number + (1 << 100)), "x"), number) for number in range(MANY)]
-    assert len(run_sliced(assemble(large))["p"]) == MANY
+    assert len(assemble(large)["p"]) == MANY
     one = [(("p", DictKey(1 << 100), str(number)), number) for number in range(MANY)]
-    assert len(run_sliced(assemble(one))["p"][1 << 100]) == MANY
+    assert len(assemble(one)["p"][1 << 100]) == MANY
 
 
 async def test_colliding_offsets_in_metadata_cost_nothing(tmp_path: Path) -> None:
@@ -136,7 +129,7 @@ def test_colliding_offsets_in_a_metadata_that_is_compared_cost_nothing(tmp_path:
     offsets = [tuple((number >> bit & 1) * MODULUS for bit in range(15)) for number in range(MANY)]
     scattered(tmp_path / "c", offsets)
     with processor_budget(SECONDS / 6):
-        described = run_sliced(read_dcp_description((tmp_path / "c" / ".metadata").read_bytes()))
+        described = read_dcp_description((tmp_path / "c" / ".metadata").read_bytes())
     assert len(described.hints) == MANY + 1
     assert described.spare == {"w"}
 
@@ -148,18 +141,23 @@ def test_colliding_places_of_ranks_cost_nothing() -> None:
     part = b"".join(json.dumps([0, one, [1] * 15, "f", 0, 1, 0, ""]).encode() + b"\n" for one in bits)
     with processor_budget(SECONDS):
         again = replace(entry, chunks=tuple(replace(chunk) for chunk in chunks))
-        _, replicas = run_sliced(merge_ranks([Manifest("", {"t": one}, {}) for one in (entry, again)]))
+        _, replicas = merge_ranks([Manifest("", {"t": one}, {}) for one in (entry, again)])
         assert len(replicas) == MANY
-        assert len(run_sliced(parse_part(part)).chunks) == MANY
+        assert len(parse_part(part).chunks) == MANY
     with pytest.raises(CorruptCheckpointError):
-        run_sliced(parse_part(json.dumps([1 << 80, [0], [1], "f", 0, 1, 0, ""]).encode() + b"\n"))
+        parse_part(json.dumps([1 << 80, [0], [1], "f", 0, 1, 0, ""]).encode() + b"\n")
 
 
 def test_new_names_of_colliding_paths_cost_nothing() -> None:
     paths = {str(n): tuple(DictKey((n >> bit & 1) * MODULUS) for bit in range(10)) for n in range(1 << 10)}
     assert len(set(map(hash, paths.values()))) == 1
+
+    def refused() -> None:
+        with suppress(KeyCollisionError):
+            consistent(paths, "c")
+
     with processor_budget(SECONDS):
-        assert most_calls_of_a_step(consistent(paths, "c")) < 200
+        assert max(calls_between_pauses(refused)) < 200
 
 
 async def test_a_selection_of_colliding_paths_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +195,7 @@ def test_a_storage_that_many_small_tensors_share_is_read_once(tmp_path: Path, mo
 
     monkeypatch.setattr(TorchZip, "read", noted)
     raw = (tmp_path / "c.pt").read_bytes()
-    assert len(run_sliced(read_torch_file(io.BytesIO(raw), len(raw), "c.pt")).entries) == 2
+    assert len(read_torch_file(io.BytesIO(raw), len(raw), "c.pt").entries) == 2
     assert sorted(reads) == ["data.pkl", "data/0", "data/1"]
 
 
@@ -223,30 +221,16 @@ def test_a_dict_of_pairs_that_is_shared_is_not_walked_for_each_reference(last: b
     shared = b"(ccollections\nOrderedDict\n" + pairs + b"\x85Rq\x01" + b"h\x01" * (count - 1)
     pickled = b"\x80\x02}X\x01\x00\x00\x00a" + (holder + shared + b"e" if holder else shared + b"t") + b"s."
     raw = with_records(item(1), lambda name, old: pickled if name.endswith("data.pkl") else old)
+
+    def read() -> None:
+        with suppress(CorruptCheckpointError, KeyCollisionError, UnsafeObjectError):
+            read_torch_file(io.BytesIO(raw), len(raw), "c.pt")
+
     with processor_budget(SECONDS):
-        assert most_calls_of_a_step(read_torch_file(io.BytesIO(raw), len(raw), "c.pt")) < 20 * count
+        assert max(calls_between_pauses(read)) < 20 * count
 
 
 # --- 20,000 names ----------------------------------------------------------------------------------------------------
-
-
-def most_calls_of_a_step(steps: Steps[object]) -> int:
-    """Return the number of calls in the longest step, up to the end of ``steps`` or an error."""
-    calls = most = 0
-
-    def count(_: object, event: str, __: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        for _ in steps:
-            calls, most = 0, max(most, calls)
-    except (CorruptCheckpointError, KeyCollisionError, UnsafeObjectError):
-        pass
-    finally:
-        sys.setprofile(None)
-    return max(most, calls)
 
 
 @contextmanager
@@ -452,23 +436,23 @@ async def test_20_000_ranks(tmp_path: Path) -> None:
             assert await checkpoints.steps() == []
     names = [one.name for one in run.iterdir()]
     with short_turns():
-        assert len(await io_threads().run_sliced(rank_files, names)) == MANY
+        assert len(await io_threads().run(rank_files, names)) == MANY
 
 
 def test_20_000_ranks_of_as_many_saves() -> None:
     markers = {rank: PartMarker(f"save {rank}", rank, MANY, "0" * 16, 1, 0) for rank in range(MANY)}
     with processor_budget(SECONDS), pytest.raises(IncompleteCheckpointError) as raised:
-        run_sliced(whole(markers))
+        whole(markers)
     assert len(raised.value.others) == MANY - 1
     assert len(str(raised.value)) < 10_000
 
 
 def test_the_missing_ranks_of_ten_million() -> None:
     with processor_budget(5), pytest.raises(IncompleteCheckpointError) as raised:
-        run_sliced(whole({0: PartMarker("save", 0, 10_000_000, "0" * 16, 1, 0)}))
+        whole({0: PartMarker("save", 0, 10_000_000, "0" * 16, 1, 0)})
     assert raised.value.missing == tuple(range(1, (1 << 16) + 1))
     assert "and 9999979 more" in str(raised.value)
-    assert run_sliced(missing_ranks({1, 2}, 5)) == [0, 3, 4]
+    assert missing_ranks({1, 2}, 5) == [0, 3, 4]
 
 
 async def test_work_in_a_thread_ends_at_its_deadline() -> None:
@@ -477,7 +461,7 @@ async def test_work_in_a_thread_ends_at_its_deadline() -> None:
 
     def endless() -> None:
         try:
-            for _ in yielding_gil(itertools.count()):
+            for _ in paced(itertools.count()):
                 pass
         finally:
             ended.set()
@@ -490,15 +474,15 @@ async def test_work_in_a_thread_ends_at_its_deadline() -> None:
 async def test_steps_end_at_the_deadline_of_their_thread() -> None:
     ended = threading.Event()
 
-    def endless() -> Steps[None]:
+    def endless() -> None:
         try:
             while True:
-                yield
+                pause_point()
         finally:
             ended.set()
 
     with pytest.raises(DeadlineExceededError, match="endless"), time_limit(Deadline.after(0.2)):
-        await io_threads().run_sliced(endless)
+        await io_threads().run(endless)
     assert ended.wait(60)
 
 

@@ -32,15 +32,7 @@ from .._layout.objects import containers_of
 from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
-from .._runtime.threads import (
-    Deadline,
-    current_deadline,
-    gathered,
-    io_threads,
-    run_sliced,
-    time_limit,
-    yielding_gil,
-)
+from .._runtime.threads import Deadline, collected, current_deadline, io_threads, paced, time_limit
 from .._save.group import Group
 from .._save.layouts import commit_files, sidecar_files, with_sidecars
 from .._save.operation import RankReceipt, SaveOrder
@@ -302,7 +294,7 @@ class Selection:
 
     def stored_values(self) -> dict[str, ValueEntry]:
         """Return the values that have to be read, by their names in the source. Called in a worker thread."""
-        values = yielding_gil(self.values.values())
+        values = paced(self.values.values())
         return {fqn: entry for _, fqn, entry in values if isinstance(entry, ValueEntry)}
 
 
@@ -314,21 +306,21 @@ def _select(
     target: Format,
 ) -> Selection:
     entries, parts = source.entries, source.parts()
-    taken = run_sliced(selected((fqn for fqn in entries if fqn not in parts), select, source.url))
-    named = run_sliced(new_names(names, taken, source.url, identity=lambda fqn: _identity(fqn, source)))
+    taken = selected((fqn for fqn in entries if fqn not in parts), select, source.url)
+    named = new_names(names, taken, source.url, identity=lambda fqn: _identity(fqn, source))
     kept = [fqn for fqn in taken if named[fqn] is not None]
     _refuse_opaque(source, kept)
     if target != "dcp":
         _refuse_unusual(source, kept, target)
     paths = _paths(source, named)
     if names is not None or select is not None:
-        paths = run_sliced(consistent(paths, source.url))
+        paths = consistent(paths, source.url)
     named = _with_parts(source, named)
     order = list(dict.fromkeys(new for new in named.values() if new is not None))
     left_out = tuple(fqn for fqn in entries if fqn not in parts and named.get(fqn) is None)
     found = Selection(left_out, order)
     if names is None and source.manifest.containers:
-        holders = {holder for fqn in yielding_gil(order) for holder in containers_of(fqn)}
+        holders = {holder for fqn in paced(order) for holder in containers_of(fqn)}
         found.containers.update((fqn, kind) for fqn, kind in source.manifest.containers.items() if fqn in holders)
     tensors = (
         (new, entry.dtype, entry.shape)
@@ -338,9 +330,9 @@ def _select(
         and fqn not in parts
         and isinstance(entry := entries[fqn], TensorEntry)
     )
-    dtypes = run_sliced(new_dtypes(tensors, dtype, source.url))
+    dtypes = new_dtypes(tensors, dtype, source.url)
     cast, wholes = [], []
-    for fqn, new in yielding_gil(named.items()):
+    for fqn, new in paced(named.items()):
         entry = entries[fqn]
         if new is None or new in found.origin or fqn in source.refused:
             continue
@@ -380,7 +372,7 @@ def _is_infinite(step: Key) -> bool:
 def _paths(source: Source, named: Mapping[str, str | None]) -> dict[str, tuple[Key, ...]]:
     """Return the paths of the new names. If tied tensors have one name, it gets the path of the first one."""
     found: dict[str, tuple[Key, ...]] = {}
-    for fqn, new in yielding_gil(named.items()):
+    for fqn, new in paced(named.items()):
         if new is not None and new not in found:
             found[new] = renamed_path(source.entries[fqn].path, fqn, new)
     return found
@@ -390,7 +382,7 @@ def _with_parts(source: Source, named: Mapping[str, str | None]) -> dict[str, st
     """Return ``named`` with the names of parts, which begin with the name of their tensor. Raises
     ``KeyCollisionError``."""
     found: dict[str, str | None] = {}
-    for fqn, new in yielding_gil(named.items()):
+    for fqn, new in paced(named.items()):
         found[fqn] = new
         found.update((part, new and new + part[len(fqn) :]) for part in parts_of(fqn, source.entries))
     whole = {new for new in named.values() if new is not None}
@@ -440,7 +432,7 @@ def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
 
 
 def _total(selection: Selection) -> int:
-    distinct = dict(gathered((one.identity, one.nbytes) for one in selection.tensors))
+    distinct = dict(collected((one.identity, one.nbytes) for one in selection.tensors))
     return sum(distinct.values())
 
 
@@ -453,7 +445,7 @@ def _plan(
     """Plan the files. ``nodes`` are the values as data, by their names in the source."""
     window_bytes, shard_bytes = window_bytes_within(how.options.budget_bytes), how.options.max_shard_bytes
     tensors = selection.tensors
-    values = gathered(
+    values = collected(
         OutValue(fqn, path, None, empty=True) if isinstance(entry, EmptyEntry) else OutValue(fqn, path, nodes[old])
         for fqn, (path, old, entry) in selection.values.items()
     )
@@ -571,7 +563,7 @@ class _DividedFiles:
 def _digest(files: Sequence[TargetFile], selection: Selection) -> bytes:
     """Return a digest of what the files contain. Called in a worker thread."""
     layout = [[one.name, one.nbytes] for one in files]
-    tensors = gathered([one.fqn, one.dtype, selection.origin[one.fqn]] for one in selection.tensors)
+    tensors = collected([one.fqn, one.dtype, selection.origin[one.fqn]] for one in selection.tensors)
     content = [layout, tensors, selection.aliases]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).digest()
 

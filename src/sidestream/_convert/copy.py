@@ -24,16 +24,7 @@ from .._load.verify import Verification
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
-from .._runtime.threads import (
-    Deadline,
-    Steps,
-    Stop,
-    holding_gil,
-    io_threads,
-    sliced,
-    time_limit,
-    yielding_gil,
-)
+from .._runtime.threads import Deadline, Stop, holding_gil, io_threads, paced, pause_point, time_limit
 from .._save.operation import RankReceipt, SaveOrder
 from .._storage import ABANDONED_AFTER_S, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
@@ -247,19 +238,19 @@ async def _look(source: RangeSource, location: Location, manifest: Manifest) -> 
 
 
 def _names(manifest: Manifest) -> list[str]:
-    return [fqn for fqn, one in yielding_gil(manifest.entries.items()) if not isinstance(one, EmptyEntry)]
+    return [fqn for fqn, one in paced(manifest.entries.items()) if not isinstance(one, EmptyEntry)]
 
 
 def _gone(listed: Mapping[str, int], manifest: Manifest) -> str:
     """Return a file that existed when the checkpoint was opened and is not in the listing. Empty if there is none."""
     expected = [*manifest.files, *([METADATA_NAME] if manifest.own and not manifest.parts else [])]
-    return next((name for name in yielding_gil(expected) if name not in listed), "")
+    return next((name for name in paced(expected) if name not in listed), "")
 
 
 def _in_order(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
     """Return the files to copy. The file that makes them a checkpoint for readers is the last one."""
     # Without the files of uncommitted attempts, which have another id in their names on object storage.
-    sizes = {name: nbytes for name, nbytes in yielding_gil(listed.items()) if id_of(name) in (None, manifest.save_id)}
+    sizes = {name: nbytes for name, nbytes in paced(listed.items()) if id_of(name) in (None, manifest.save_id)}
     markers = [name for name in (METADATA_NAME, INDEX_NAME, part_metadata_name(0)) if name in sizes]
     last = markers[0] if markers else max(sizes, key=lambda name: sizes[name])
     return {**{name: nbytes for name, nbytes in sizes.items() if name != last}, last: sizes[last]}
@@ -310,14 +301,13 @@ def _ends(nbytes: int, pieces: Sequence[Piece], window_bytes: int) -> list[int]:
     return ends
 
 
-@sliced
-def _by_file(pieces: Iterable[Piece]) -> Steps[tuple[dict[str, list[Piece]], set[str]]]:
+def _by_file(pieces: Iterable[Piece]) -> tuple[dict[str, list[Piece]], set[str]]:
     """Return the pieces by file in order, and the FQNs of pieces that were left out because they overlap with others.
     Only a forged checkpoint has such pieces."""
     found: dict[str, list[Piece]] = {}
     left_out: set[str] = set()
     for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):
-        yield
+        pause_point()
         before = found.setdefault(piece.file, [])
         if before and piece.offset < before[-1].offset + before[-1].nbytes:
             left_out.add(piece.fqn)

@@ -25,7 +25,7 @@ from .._load.open.manifest import holds
 from .._load.open.steps import look_at, steps_among
 from .._runtime.memory_maps import MemoryMap
 from .._runtime.public import public
-from .._runtime.threads import Stop, current_deadline, io_threads, run_sliced
+from .._runtime.threads import Stop, current_deadline, io_threads
 from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
@@ -162,13 +162,13 @@ class _Candidate(NamedTuple):
 def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> Selection:
     """Select and name the tensors to write. Called in a worker thread. Raises ``MissingKeysError``,
     ``KeyCollisionError``, ``InvalidOptionError`` and ``UnsupportedTensorError``."""
-    taken = set(run_sliced(selected((one.fqn for one in candidates), export.select, url)))
+    taken = set(selected((one.fqn for one in candidates), export.select, url))
     identities = {one.fqn: one.identity for one in candidates}
     chosen = [one.fqn for one in candidates if one.fqn in taken]
-    named = run_sliced(new_names(export.names, chosen, url, identity=identities.__getitem__))
+    named = new_names(export.names, chosen, url, identity=identities.__getitem__)
     found = Selection(left_out=tuple(one.fqn for one in candidates if named.get(one.fqn) is None))
     tensors = ((new, one.dtype, one.shape) for one in candidates if (new := named.get(one.fqn)) is not None)
-    dtypes = run_sliced(new_dtypes(tensors, export.dtype, url))
+    dtypes = new_dtypes(tensors, export.dtype, url)
     first: dict[object, str] = {}
     cast: list[str] = []
     for one in candidates:

@@ -34,7 +34,7 @@ from .._load.open.manifest import all_there, open_manifest
 from .._load.reader import Reader, Wanted, whole
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Steps, gathered, holding_gil, io_threads, sliced, yielding_gil
+from .._runtime.threads import collected, holding_gil, io_threads, paced, pause_point
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Transaction, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpointError, allocating
@@ -88,7 +88,7 @@ class Source:
         """Return the FQNs of the parts of all composite tensors, with the outermost tensor of each. Called in a worker
         thread."""
         found: dict[str, str] = {}
-        for fqn, one in yielding_gil(self.entries.items()):
+        for fqn, one in paced(self.entries.items()):
             if isinstance(one, CompositeEntry):
                 for part in parts_of(fqn, self.entries):
                     found.setdefault(part, fqn)
@@ -152,20 +152,19 @@ async def _of_manifest(files: RangeSource, url: str, manifest: Manifest) -> Sour
     return await io_threads().run(_described, files, url, manifest, located, refused)
 
 
-@sliced
 def _described(
     files: RangeSource,
     url: str,
     manifest: Manifest,
     located: Mapping[str, TensorEntry],
     refused: Mapping[str, SidestreamError],
-) -> Steps[Source]:
+) -> Source:
     """Describe the checkpoint. Called in a worker thread."""
     entries: dict[str, Entry] = {}
     tensors: dict[str, SourceTensor] = {}
     unverified: set[str] = set()
     for fqn, entry in manifest.entries.items():
-        yield
+        pause_point()
         entries[fqn] = entry
         if not isinstance(entry, TensorEntry) or fqn in refused:
             continue
@@ -179,22 +178,20 @@ def _described(
     return Source(files, url, manifest, entries, tensors, refused, frozenset(unverified))
 
 
-@sliced
-def _encoded(values: Mapping[str, Any]) -> Steps[dict[str, Node]]:
+def _encoded(values: Mapping[str, Any]) -> dict[str, Node]:
     found: dict[str, Node] = {}
     for fqn, value in values.items():
-        yield
+        pause_point()
         found[fqn] = encode_value(value, fqn)
     return found
 
 
-@sliced
-def _check_views(manifest: Manifest, url: str) -> Steps[None]:
+def _check_views(manifest: Manifest, url: str) -> None:
     """Raise ``UnsupportedCheckpointError`` if views of the same storage would take far more bytes than the file has.
     Every target format stores each view separately."""
     distinct: dict[object, int] = {}
     for entry in manifest.entries.values():
-        yield
+        pause_point()
         if isinstance(entry, TensorEntry) and any(chunk.foreign is not None for chunk in entry.chunks):
             distinct[entry.dtype, entry.chunks] = entry.nbytes
     nbytes, there = sum(distinct.values()), sum(manifest.files.values())
@@ -277,14 +274,13 @@ class Pipeline:
 
         await in_parallel(pieces, work)
 
-    @sliced
-    def _checks(self) -> Steps[list[Piece]]:
+    def _checks(self) -> list[Piece]:
         """Return the payloads that are read in pieces and have one checksum, each of them once. Called in a worker
         thread."""
         pieces: list[Piece] = []
         seen: set[object] = set()
         for fqn in self.origin.values():
-            yield
+            pause_point()
             one = self.source.tensors[fqn]
             if one.straight is not None and one.located is not None:
                 pieces.extend(foreign_pieces(fqn, one.located, seen))
@@ -313,16 +309,15 @@ class Pipeline:
         if straight:
             await self._reader().read(straight, own=True)
 
-    @sliced
     def _targets(
         self, slices: Sequence[Slice], view: memoryview
-    ) -> Steps[tuple[list[Wanted], list[tuple[Slice, torch.Tensor]]]]:
+    ) -> tuple[list[Wanted], list[tuple[Slice, torch.Tensor]]]:
         """Return the targets that can be read piece by piece, and the slices of tensors that are read whole. Called in
         a worker thread."""
         straight: list[Wanted] = []
         others: list[tuple[Slice, torch.Tensor]] = []
         for one in slices:
-            yield
+            pause_point()
             if not one.nbytes:
                 continue
             fqn = self.origin[one.tensor.fqn]
@@ -367,5 +362,5 @@ class Pipeline:
 
 def _slices_of(file: TargetFile, index: int) -> tuple[list[Slice], int]:
     """Return the slices in a window of a file, and their size in bytes."""
-    slices = gathered(file.slices(index))
+    slices = collected(file.slices(index))
     return slices, sum(one.nbytes for one in slices)

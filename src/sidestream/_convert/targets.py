@@ -26,13 +26,7 @@ from .._format.safetensors.write import ALIGN_BYTES, Named, alignment, file_name
 from .._format.shard import Sealer, ShardLayout, lay_out, payloads_in
 from .._format.values import ValueItems, pickle_part
 from .._layout.assemble import assemble
-from .._runtime.threads import (
-    Stop,
-    holding_gil,
-    run_sliced,
-    wait_for_change,
-    yielding_gil,
-)
+from .._runtime.threads import Stop, holding_gil, paced, wait_for_change
 from .windows import WindowedFile
 
 __all__ = [
@@ -131,7 +125,7 @@ class Written:
         with self._changed:
             while self._turn != index:
                 wait_for_change(self._changed, stop, "the part of a file before")
-        for number, begin, nbytes, piece, at in yielding_gil(self._parts[index]):
+        for number, begin, nbytes, piece, at in paced(self._parts[index]):
             if isinstance(piece, OutTensor):
                 self._crcs[number] = crc32(view[at : at + nbytes], self._crcs.get(number, 0))
             else:
@@ -164,7 +158,7 @@ def torch_file(
     for value in values:
         pickled = EMPTY_DICT if value.empty else pickle_part(value.node, storages)
         leaves[value.fqn] = (value.path, _Pickled(pickled))
-    pickled = b"\x80\x02" + _pickle_tree(run_sliced(assemble(leaves[fqn] for fqn in order))) + b"."
+    pickled = b"\x80\x02" + _pickle_tree(assemble(leaves[fqn] for fqn in order)) + b"."
     archive = Archive(pickled, storages[len(first) :], [one.nbytes for one in first], _ALIGN_BYTES)
     pieces = [
         (offset, nbytes, first[content] if isinstance(content, int) else content)
@@ -261,7 +255,7 @@ class _DcpShard:
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
         wait = partial(wait_for_change, stop=stop, name="checksums of the windows before")
-        for _ in yielding_gil(self.sealer.seal(view, self.layout.windows[index], wait=wait)):
+        for _ in paced(self.sealer.seal(view, self.layout.windows[index], wait=wait)):
             stop.check()
 
 
@@ -282,7 +276,7 @@ class DcpTarget:
             distinct.setdefault(one.identity, one)
         items = list(distinct.values())
         frames = (frame_tensor(one.dtype, one.shape) for one in items)
-        layouts = run_sliced(lay_out(frames, shard_bytes, window_bytes))
+        layouts = lay_out(frames, shard_bytes, window_bytes)
         self.shards: list[_DcpShard] = []
         self._places: dict[object, tuple[int, int]] = {}
         for layout in layouts:
@@ -298,7 +292,7 @@ class DcpTarget:
                 continue
             place = contents.add(value.fqn, value.node)
             self._entries[value.fqn] = ValueEntry(value.path, "__0_0.distcp", *place, value.node)
-        run_sliced(contents.check())
+        contents.check()
         self.values = contents.content()
 
     @property

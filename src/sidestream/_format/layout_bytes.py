@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from .._runtime.steps import Steps, chunked, collected
+from .._runtime.pauses import chunked, collected, pause_point
 from .checksum import DIGEST_BYTES, block_count, pack_crcs, unpack_crcs
 from .frame import Frame
 from .shard import BlockSums, Placed, ShardLayout, Window
@@ -21,30 +21,30 @@ _FRAME = struct.Struct("<QIIII")  # bytes of the payload, header, trailer; where
 _ITEM = struct.Struct("<IQ")
 _WINDOW = struct.Struct("<QQII")
 _CRC_BYTES = 4
-_MANY = 256  # items of less than a microsecond in a step
+_MANY = 256  # items of less than a microsecond, between two points for pauses
 
 
-def pack_layout(layout: ShardLayout) -> Steps[bytes]:
+def pack_layout(layout: ShardLayout) -> bytes:
     """Encode ``layout``. The first time takes some microseconds for each item; ``layout`` keeps the result."""
     packed: bytes | None = layout.derived.get("packed")
     if packed is None:
-        packed = layout.derived["packed"] = yield from _pack(layout)
+        packed = layout.derived["packed"] = _pack(layout)
     return packed
 
 
-def _pack(layout: ShardLayout) -> Steps[bytes]:
+def _pack(layout: ShardLayout) -> bytes:
     numbers: dict[int, int] = {}
     frames: list[Frame] = []
     items = bytearray()
     for item in layout.items:
-        yield
+        pause_point()
         number = numbers.get(id(item.frame))
         if number is None:
             number = numbers[id(item.frame)] = len(frames)
             frames.append(item.frame)
         items += _ITEM.pack(number, item.item_offset)
     head = _HEAD.pack(layout.nbytes, len(frames), len(layout.items), len(layout.windows))
-    packed = yield from collected(_packed(frames))
+    packed = collected(_packed(frames))
     windows = (_WINDOW.pack(*window) for window in layout.windows)
     return b"".join(chain((head,), packed, (items,), windows))
 
@@ -76,16 +76,16 @@ def pack_sums(sums: BlockSums) -> tuple[bytes, bytes]:
     return b"".join([*sums.crcs, pack_crcs(sums.windows)]), b"".join(sums.digests)
 
 
-def unpack_sums(layout: ShardLayout, crcs: bytes, digests: bytes, into: BlockSums) -> Steps[None]:
+def unpack_sums(layout: ShardLayout, crcs: bytes, digests: bytes, into: BlockSums) -> None:
     """Decode what ``pack_sums`` has made into ``into``. Raises ``ValueError`` if it does not fit the layout."""
     end = max(0, len(crcs) - _CRC_BYTES * len(layout.windows))
     into.windows[:] = unpack_crcs(crcs[end:])
-    yield from _distribute(layout, crcs[:end], _CRC_BYTES, into.crcs)
+    _distribute(layout, crcs[:end], _CRC_BYTES, into.crcs)
     if into.digests:
-        yield from _distribute(layout, digests, DIGEST_BYTES, into.digests)
+        _distribute(layout, digests, DIGEST_BYTES, into.digests)
 
 
-def _distribute(layout: ShardLayout, packed: bytes, each_bytes: int, into: list[bytes]) -> Steps[None]:
+def _distribute(layout: ShardLayout, packed: bytes, each_bytes: int, into: list[bytes]) -> None:
     """Cut ``packed``, which has ``each_bytes`` for each block, into the bytes of each item."""
     cuts: list[struct.Struct] | None = layout.derived.get(f"cuts of {each_bytes}")
     if cuts is None:
@@ -93,7 +93,7 @@ def _distribute(layout: ShardLayout, packed: bytes, each_bytes: int, into: list[
         cuts = []
         for some in chunked(counts, _MANY):
             cuts.append(struct.Struct("<" + "".join([f"{each_bytes * count}s" for count in some])))
-            yield
+            pause_point()
         layout.derived[f"cuts of {each_bytes}"] = cuts
     total = sum(cut.size for cut in cuts)
     if total != len(packed):
@@ -103,5 +103,5 @@ def _distribute(layout: ShardLayout, packed: bytes, each_bytes: int, into: list[
     for cut in cuts:
         found += cut.unpack_from(packed, at)
         at += cut.size
-        yield
+        pause_point()
     into[:] = found

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar, cast, get_args
 
-from .._runtime.steps import Steps, chunked, collected
+from .._runtime.pauses import chunked, collected, pause_point
 from ..errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ..options import Digest
 from .records import (
@@ -99,10 +99,10 @@ def write_root(root: Root, torch_version: str, body: bytes) -> Iterator[bytes]:
     yield metadata_line(root.manifest)
 
 
-def root_body(shared: Shared) -> Steps[bytes]:
+def root_body(shared: Shared) -> bytes:
     """Return the lines of the patterns, and after them those of the rows."""
-    patterns = yield from collected(map(line_of, shared.patterns), 1)
-    rows = yield from collected(row_lines(shared))
+    patterns = collected(map(line_of, shared.patterns), 1)
+    rows = collected(row_lines(shared))
     return b"".join(patterns + rows)
 
 
@@ -164,7 +164,7 @@ def _entry(entry: Entry) -> tuple[object, ...]:
             raise TypeError("an entry that cannot be read cannot be written")
 
 
-def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
+def parse_manifest(raw: bytes | bytearray) -> Manifest | Root:
     """Parse a manifest. The content is not validated (``validate.py``). A ``Root`` has its entries in the parts of the
     ranks (``shared.py``).
 
@@ -186,14 +186,14 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
                 f"the manifest has digests of the unknown kind {digest!a:.40}: upgrade sidestream"
             )
         if head["sidestream"] in (_SHARED_VERSION, _SHARED_COMPOSITE_VERSION):
-            return (yield from _parse_root(head, lines[1:], digest, metadata))
+            return _parse_root(head, lines[1:], digest, metadata)
         files = _files(head)
         rows = Rows(files, digests=digest is not None, key_of=_parse_key)
         entries: dict[str, Entry | Row] = {}
         composite = head["sidestream"] == _COMPOSITE_VERSION
         for some in chunked(lines[1:], 16):
             entries.update([_parse_line(line.decode(), rows, composite) for line in some])
-            yield
+            pause_point()
         if len(entries) != head["entries"] or len(lines) - 1 != head["entries"]:
             raise CorruptCheckpointError(f"the manifest announces {head['entries']} entries and has {len(entries)}")
         planner = head.get("planner", "sidestream")
@@ -242,15 +242,15 @@ def _manifest(head: dict[str, Any], files: dict[str, int], digest: str | None, m
     return replace(made, sidecars=_sidecars(head), file_crcs=_file_crcs(head))
 
 
-def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, metadata: Node) -> Steps[Root]:
+def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, metadata: Node) -> Root:
     patterns, entries = _is(int, head["patterns"]), _is(int, head["entries"])
     if len(lines) != patterns + entries:
         raise CorruptCheckpointError(f"the manifest announces {patterns + entries} lines and has {len(lines)}")
     parts = tuple(PartName(_is(int, nbytes), _is(int, crc)) for nbytes, crc in head["parts"])
     composite = head["sidestream"] == _SHARED_COMPOSITE_VERSION
     rows = (_parse_row(json.loads(line.decode()), patterns, len(parts), composite) for line in lines[patterns:])
-    parsed = yield from collected(rows)
-    shared = Shared(tuple(parsed), (yield from parse_patterns(lines[:patterns], len(parts))))
+    parsed = collected(rows)
+    shared = Shared(tuple(parsed), parse_patterns(lines[:patterns], len(parts)))
     for row in shared.rows:
         boxes = shared.patterns[row.pattern] if row.kind == "tensor" else ()
         if any(len(one.offsets) != len(row.shape) for one in boxes[:1]):

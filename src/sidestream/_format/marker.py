@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 from zlib import crc32
 
-from .._runtime.steps import Steps, chunked, collected
+from .._runtime.pauses import chunked, collected, pause_point
 from ..errors import CorruptCheckpointError, IncompleteCheckpointError
 from .pickles import write as p
 
@@ -200,7 +200,7 @@ def find_part_marker(tail: bytes, rank: int) -> PartMarker | None:
     return marker
 
 
-def whole(found: Mapping[int, PartMarker | None]) -> Steps[list[PartMarker]]:
+def whole(found: Mapping[int, PartMarker | None]) -> list[PartMarker]:
     """Return the parts of a checkpoint, by rank. ``found`` has the marker of each part that exists, or None for a part
     of another writer. At least one marker is not None.
 
@@ -213,15 +213,15 @@ def whole(found: Mapping[int, PartMarker | None]) -> Steps[list[PartMarker]]:
         if one is not None and (one.save_id, one.world_size) == (save_id, world)
     }
     rest = sorted(found.keys() - mine.keys())
-    others = dict((yield from collected((rank, _description(found[rank], save_id)) for rank in rest)))
+    others = dict(collected((rank, _description(found[rank], save_id)) for rank in rest))
     there = sum(rank < world for rank in found)
     if there == world and not others:
         return [mine[rank] for rank in range(world)]
     problems = []
-    missing = yield from missing_ranks(found, world)
+    missing = missing_ranks(found, world)
     if missing:
         problems.append(f"the parts of {_ranks(missing, world - there)} are missing")
-    by_text = yield from _by_text(others)
+    by_text = _by_text(others)
     for other, ranks in by_text.items():
         problems.append(f"{_ranks(ranks, len(ranks))}: {other}")
     raise IncompleteCheckpointError(
@@ -232,7 +232,7 @@ def whole(found: Mapping[int, PartMarker | None]) -> Steps[list[PartMarker]]:
     )
 
 
-def missing_ranks(found: Container[int], world: int) -> Steps[list[int]]:
+def missing_ranks(found: Container[int], world: int) -> list[int]:
     """Return the ranks without a part. At most 65,536 are returned, because a file of a few bytes can claim millions of
     ranks."""
     missing: list[int] = []
@@ -240,15 +240,15 @@ def missing_ranks(found: Container[int], world: int) -> Steps[list[int]]:
         missing += [rank for rank in ranks if rank not in found]
         if len(missing) >= _MOST_MISSING:
             break
-        yield
+        pause_point()
     return missing[:_MOST_MISSING]
 
 
-def _by_text(others: Mapping[int, str]) -> Steps[dict[str, list[int]]]:
+def _by_text(others: Mapping[int, str]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for rank, text in others.items():
         found.setdefault(text, []).append(rank)
-        yield
+        pause_point()
     return dict(islice(found.items(), _SHOWN))
 
 

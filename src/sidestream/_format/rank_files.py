@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from .._runtime.steps import Steps, collected
+from .._runtime.pauses import collected, pause_point
 from ..errors import CorruptCheckpointError
 from .records import Chunk, Entry, Manifest, TensorEntry, ValueEntry, name_of
 
@@ -32,23 +32,23 @@ def is_rank_file(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def ranks_among(names: Iterable[str]) -> Steps[list[int]]:
+def ranks_among(names: Iterable[str]) -> list[int]:
     """Return the ranks that have a file among ``names``, in order."""
-    matches = yield from collected(map(_NAME.fullmatch, names), 64)
+    matches = collected(map(_NAME.fullmatch, names), 64)
     return sorted(int(match[1]) for match in matches if match)
 
 
-def rank_files(names: Iterable[str]) -> Steps[list[str]]:
+def rank_files(names: Iterable[str]) -> list[str]:
     """Return the files of the ranks among ``names``, in order. Raises ``CorruptCheckpointError`` if a rank is
     missing."""
-    ranks = yield from ranks_among(names)
+    ranks = ranks_among(names)
     for expected, rank in enumerate(ranks):
         if rank != expected:
             raise CorruptCheckpointError(f"__{expected}.metadata is missing, although there is __{rank}.metadata")
     return [f"__{rank}.metadata" for rank in ranks]
 
 
-def merge_ranks(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica]]]:
+def merge_ranks(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
     """Return the checkpoint that the ranks wrote together, and the replicas that a reader has to compare.
 
     Raises ``CorruptCheckpointError`` with FQN and rank if two ranks have different entries with one name.
@@ -58,7 +58,7 @@ def merge_ranks(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica
     replicas: list[Replica] = []
     for rank, part in enumerate(parts):
         for fqn, entry in part.entries.items():
-            yield
+            pause_point()
             first = entries.setdefault(fqn, entry)
             if _meaning(first) != _meaning(entry):
                 raise CorruptCheckpointError(
@@ -67,30 +67,30 @@ def merge_ranks(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica
                     fqn=fqn,
                 )
             if isinstance(entry, TensorEntry):
-                replicas += yield from _gather(fqn, entry, boxes.setdefault(fqn, {}))
+                replicas += _gather(fqn, entry, boxes.setdefault(fqn, {}))
             elif isinstance(entry, ValueEntry) and isinstance(first, ValueEntry) and first is not entry:
                 replicas.append(Replica(fqn, first, entry))
-    entries = yield from _with_chunks(entries, boxes)
+    entries = _with_chunks(entries, boxes)
     return Manifest(save_id="", entries=entries, files={}), replicas
 
 
-def _gather(fqn: str, entry: TensorEntry, boxes: dict[str, Chunk]) -> Steps[list[Replica]]:
+def _gather(fqn: str, entry: TensorEntry, boxes: dict[str, Chunk]) -> list[Replica]:
     """Add the chunks of a rank to ``boxes``, those of the ranks before. Returns the chunks that were there before."""
     found = []
     for chunk in entry.chunks:
-        yield
+        pause_point()
         first = boxes.setdefault(name_of(chunk.offsets, chunk.sizes), chunk)
         if first is not chunk:
             found.append(Replica(fqn, (entry, first), (entry, chunk)))
     return found
 
 
-def _with_chunks(entries: dict[str, Entry], boxes: Mapping[str, Mapping[str, Chunk]]) -> Steps[dict[str, Entry]]:
+def _with_chunks(entries: dict[str, Entry], boxes: Mapping[str, Mapping[str, Chunk]]) -> dict[str, Entry]:
     joined = (
         (fqn, replace(entry, chunks=tuple(boxes[fqn].values())) if isinstance(entry, TensorEntry) else entry)
         for fqn, entry in entries.items()
     )
-    return dict((yield from collected(joined)))
+    return dict(collected(joined))
 
 
 def _meaning(entry: Entry) -> object:

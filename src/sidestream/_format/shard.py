@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .._runtime.steps import Steps
+from .._runtime.pauses import pause_point
 from .checksum import Burst, DigestOf, block_count, block_crcs, combine, crc32, installed_digest, join_blocks, pack_crcs
 from .frame import Frame
 from .records import BLOCK_BYTES, Chunk
@@ -168,7 +168,7 @@ def payloads_in(layout: ShardLayout, window: Window) -> Iterator[tuple[int, int,
             yield number, start - window.start, end - start, start - payload
 
 
-def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> Steps[list[ShardLayout]]:
+def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> list[ShardLayout]:
     """Place the items in order. A new shard begins when the last one would grow beyond ``shard_bytes``.
 
     Payloads of 64 KiB and more begin on a page, for direct I/O and mmap. Smaller ones are aligned to 64 bytes. The gaps
@@ -178,7 +178,7 @@ def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> Ste
     shards: list[ShardLayout] = []
     shard = _Shard(window_bytes)
     for frame in frames:
-        yield
+        pause_point()
         if shard.items and shard.position + frame.item_bytes > shard_bytes:
             shards.append(shard.close())
             shard = _Shard(window_bytes)

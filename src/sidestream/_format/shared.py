@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
-from .._runtime.steps import Steps, collected
+from .._runtime.pauses import collected, pause_point
 from ..errors import CorruptCheckpointError
 from .records import (
     Chunk,
@@ -188,7 +188,7 @@ def _has_long_string(content: object) -> bool:
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
 
-def parse_part(raw: bytes | bytearray) -> Steps[RankPart]:
+def parse_part(raw: bytes | bytearray) -> RankPart:
     """Parse the part of a rank. Raises ``CorruptCheckpointError``."""
     chunks: dict[tuple[int, str], Chunk] = {}
     values: dict[int, tuple[str, int, int, Node]] = {}
@@ -197,7 +197,7 @@ def parse_part(raw: bytes | bytearray) -> Steps[RankPart]:
         raise CorruptCheckpointError("a part of the manifest is cut off")
     try:
         for line in lines:
-            yield
+            pause_point()
             row, offsets, *rest = json.loads(line.decode())
             if offsets is None:
                 file, offset, nbytes, node = rest
@@ -254,10 +254,10 @@ def row_lines(shared: Shared) -> Iterator[bytes]:
         yield line_of([row.kind, content, row.fqn, path])
 
 
-def parse_patterns(lines: Sequence[bytes], ranks: int) -> Steps[tuple[tuple[PlacedBox, ...], ...]]:
+def parse_patterns(lines: Sequence[bytes], ranks: int) -> tuple[tuple[PlacedBox, ...], ...]:
     """Parse the lines of patterns. Raises ``CorruptCheckpointError`` and what ``json`` raises."""
     patterns = (tuple(_placed(one, ranks) for one in json.loads(line.decode())) for line in lines)
-    return tuple((yield from collected(patterns, 1)))
+    return tuple(collected(patterns, 1))
 
 
 def _placed(one: Any, ranks: int) -> PlacedBox:
@@ -268,7 +268,7 @@ def _placed(one: Any, ranks: int) -> PlacedBox:
     return PlacedBox(rank, tuple(offsets), tuple(sizes))
 
 
-def join(root: Root, parts: Mapping[int, RankPart], wanted: Collection[int] | None = None) -> Steps[Manifest]:
+def join(root: Root, parts: Mapping[int, RankPart], wanted: Collection[int] | None = None) -> Manifest:
     """Join the root and the parts of all ranks to a manifest.
 
     With ``wanted``, only these rows have chunks, and only for the boxes of ranks in ``parts``. Raises
@@ -276,7 +276,7 @@ def join(root: Root, parts: Mapping[int, RankPart], wanted: Collection[int] | No
     """
     entries: dict[str, Entry] = {}
     for number, row in enumerate(root.shared.rows):
-        yield
+        pause_point()
         if row.fqn in entries:
             raise CorruptCheckpointError(f"the manifest has {row.fqn!r} twice", fqn=row.fqn)
         if row.kind == "tensor":

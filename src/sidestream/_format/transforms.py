@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from .._runtime.steps import Steps
+from .._runtime.pauses import pause_point
 from ..errors import CorruptCheckpointError, MissingExtraError, UnsupportedCheckpointError
 
 __all__ = [
@@ -71,18 +71,18 @@ class UnpackBudget:
         self._lock = threading.Lock()
         self._left = always_bytes
 
-    def unpack(self, raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
+    def unpack(self, raw: bytes | bytearray, most_bytes: int) -> bytearray:
         """Call ``unpack`` within the limits of the budget."""
         with self._lock:
             self._left += _RATIO * len(raw)
             most_bytes = min(most_bytes, self._left)
-        content = yield from unpack(raw, most_bytes)
+        content = unpack(raw, most_bytes)
         with self._lock:
             self._left -= len(content)
         return content
 
 
-def unpack(raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
+def unpack(raw: bytes | bytearray, most_bytes: int) -> bytearray:
     """Decompress zstd frames. The allocated memory grows with the decompressed content, not with what a header claims.
 
     Raises ``CorruptCheckpointError`` if ``raw`` is not zstd or expands to more than ``most_bytes``, and
@@ -93,7 +93,7 @@ def unpack(raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
     content = bytearray()
     try:
         for piece in frames(raw, window_bytes):
-            yield
+            pause_point()
             content += piece
             if len(content) > most_bytes:
                 raise CorruptCheckpointError(

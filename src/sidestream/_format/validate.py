@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import lt
 
-from .._runtime.steps import Steps, chunked
+from .._runtime.pauses import chunked, pause_point
 from ..errors import CorruptCheckpointError, IncompleteTensorError, UnsupportedCheckpointError
 from .checksum import DIGEST_BYTES, block_count
 from .cover import Box, TooIntricateError, find_overlap, volume
@@ -60,7 +60,7 @@ _MANY = 256
 _Range = tuple[int, int, str, object]
 
 
-def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
+def validate(manifest: Manifest, *, partly: bool = False) -> None:
     """Check a manifest. ``manifest.files`` has to hold the real sizes, and all fields have to have their declared
     types.
 
@@ -77,14 +77,14 @@ def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
     chunks are missing, and ``UnsupportedCheckpointError`` for an unknown dtype or for chunks that take too long to
     check.
     """
-    yield from _check_counts(manifest)
+    _check_counts(manifest)
     for name, size in manifest.files.items():
         _check_file(name, size)
     ranges: dict[str, list[_Range]] = {}
     holes: list[str] = []
-    rows, others = yield from _sorted_out(manifest.entries)
+    rows, others = _sorted_out(manifest.entries)
     for fqn, entry in others.items():
-        yield
+        pause_point()
         _check_names(fqn, entry)
         for file, start, length, content in _items(entry, manifest.own):
             if partly and not file:
@@ -101,29 +101,29 @@ def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
     _check_sidecars(manifest, {*rows, *ranges})
     tied: set[str] = set()
     for file, found in rows.items():
-        yield
+        pause_point()
         if not _lie_apart(found, ranges.get(file, [])):
             tied.add(file)
     ranges = {file: items for file, items in ranges.items() if file not in rows}
     for fqn, entry in manifest.entries.items() if tied else ():  # in order, for the files with overlapping items
-        yield
+        pause_point()
         for file, start, length, content in _items(entry, manifest.own):
             if file in tied:
                 ranges.setdefault(file, []).append((start, start + length, fqn, content))
     for file, items in ranges.items():
-        yield from _check_apart(file, items)
-    yield from _check_expansion(others.values())
+        _check_apart(file, items)
+    _check_expansion(others.values())
     if holes:
         listed = "; ".join(holes[:_HOLES_LISTED])
         raise IncompleteTensorError(f"{len(holes)} tensors of the checkpoint have holes: {listed}", holes)
 
 
-def check_patterns(root: Root, rows: Iterable[int]) -> Steps[None]:
+def check_patterns(root: Root, rows: Iterable[int]) -> None:
     """Check that the boxes of each of these rows cover its shape and do not overlap. Raises what ``validate``
     raises."""
     known: set[tuple[int, str]] = set()
     for number in rows:
-        yield
+        pause_point()
         row = root.shared.rows[number]
         layout = (row.pattern, name_of(row.shape))
         if layout in known:
@@ -139,7 +139,7 @@ _FileRows = tuple[list[int], list[int]]
 """The starts and the ends of the items of all rows in one file."""
 
 
-def _sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, _FileRows], dict[str, Entry]]]:
+def _sorted_out(entries: Mapping[str, Entry]) -> tuple[dict[str, _FileRows], dict[str, Entry]]:
     """Return the rows by file, and all other entries by FQN. The rows were checked when they were parsed, except for
     overlaps with other items."""
     rows: dict[str, _FileRows] = defaultdict(lambda: ([], []))
@@ -153,7 +153,7 @@ def _sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, _FileRows
                 ends.append(start + nbytes)
             else:
                 others[fqn] = entry
-        yield
+        pause_point()
     return rows, others
 
 
@@ -165,19 +165,19 @@ def _lie_apart(rows: _FileRows, items: list[_Range]) -> bool:
     return not any(map(lt, starts[1:], ends))
 
 
-def _check_counts(manifest: Manifest) -> Steps[None]:
+def _check_counts(manifest: Manifest) -> None:
     chunks = 0
     for entries in chunked(stored(manifest.entries).values(), _MANY):
         chunks += sum(len(entry.chunks) for entry in entries if isinstance(entry, TensorEntry | OpaqueEntry))
         chunks += sum(isinstance(entry, tuple) for entry in entries)
-        yield
+        pause_point()
     counts = (len(manifest.entries), MAX_ENTRIES, "entries"), (chunks, MAX_CHUNKS, "chunks")
     for count, most, what in (*counts, (len(manifest.files), MAX_FILES, "files")):
         if count > most:
             raise CorruptCheckpointError(f"the checkpoint claims {count} {what}, more than the {most} that are read")
 
 
-def _check_expansion(entries: Iterable[Entry]) -> Steps[None]:
+def _check_expansion(entries: Iterable[Entry]) -> None:
     packed = expanded = 0
     for entry in entries:
         if isinstance(entry, TensorEntry):
@@ -185,7 +185,7 @@ def _check_expansion(entries: Iterable[Entry]) -> Steps[None]:
                 if chunk.transform:
                     packed += chunk.item_bytes
                     expanded += math.prod(chunk.sizes) * itemsize(entry.dtype)
-        yield
+        pause_point()
     if expanded > may_expand(packed):
         raise UnsupportedCheckpointError(
             f"its compressed tensors have {packed} bytes and would expand to {expanded}, a ratio that this version "
@@ -226,11 +226,11 @@ def _check_names(fqn: str, entry: Entry) -> None:
     check_path(fqn, entry.path)
 
 
-def check_composites(manifest: Manifest) -> Steps[None]:
+def check_composites(manifest: Manifest) -> None:
     """Check the composite tensors of a manifest that is not validated yet. Raises ``CorruptCheckpointError`` and
     ``UnsupportedCheckpointError``."""
     for fqn, entry in manifest.entries.items():
-        yield
+        pause_point()
         if isinstance(entry, CompositeEntry):
             _check_names(fqn, entry)
             _check_composite(fqn, entry, manifest.entries)
@@ -297,12 +297,12 @@ def check_item(files: Mapping[str, int], fqn: str, file: str, start: int, length
         raise CorruptCheckpointError(f"{fqn!r} lies at {where}, which has {files[file]}", file=file, fqn=fqn)
 
 
-def _check_apart(file: str, items: list[_Range]) -> Steps[None]:
+def _check_apart(file: str, items: list[_Range]) -> None:
     """Raise ``CorruptCheckpointError`` if two items share bytes, unless they have the same range and key."""
     items.sort(key=lambda item: item[:2])
     reached: _Range = (0, 0, "", None)
     for item in items:
-        yield
+        pause_point()
         start, end, fqn, content = item
         if start == end or ((start, end) == reached[:2] and content is not None and content == reached[3]):
             continue

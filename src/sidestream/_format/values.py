@@ -25,7 +25,7 @@ import binascii
 import math
 from typing import Any
 
-from .._runtime.steps import Steps
+from .._runtime.pauses import pause_point
 from ..errors import CorruptCheckpointError, UnsafeObjectError
 from .frame import frame_value, tensor_pickle
 from .pickles import write as p
@@ -112,13 +112,13 @@ class ValueItems:
         self.nbytes += len(item)
         return offset, len(item)
 
-    def check(self) -> Steps[None]:
+    def check(self) -> None:
         """Raise ``UnsafeObjectError`` if the values alone make a manifest that no reader accepts."""
         if _MOST_TIMES * self.nbytes <= MAX_MANIFEST_BYTES:
             return
         left = MAX_MANIFEST_BYTES
         for (fqn, node), item in zip(self._values, self._items, strict=True):
-            yield
+            pause_point()
             left -= len(value_line_of(node, len(item)))
             if left < 0:
                 raise UnsafeObjectError(

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from .._format.records import DictKey, Key
 from .._runtime.containers import filled_like
-from .._runtime.steps import Steps
+from .._runtime.pauses import pause_point
 from ..errors import CorruptCheckpointError
 from .flatten import PlainPath
 from .hashed import MOST_ALIKE
@@ -32,7 +32,7 @@ def assemble(
     *,
     gaps: bool = False,
     like: _Like = _no_type,
-) -> Steps[dict[Any, Any]]:
+) -> dict[Any, Any]:
     """Return the state dict with these leaves. With ``gaps``, a list of which elements before others are missing
     becomes a dict by index. ``like`` returns a mapping for the path of a dict, which gets its type.
 
@@ -41,7 +41,7 @@ def assemble(
     root: dict[Any, Any] = {}
     alike: dict[tuple[int, bytes], int] = {}
     for path, value in leaves:
-        yield
+        pause_point()
         holder: dict[Any, Any] = root
         for depth, key in enumerate(path[:-1]):
             kind = _ListParts if type(path[depth + 1]) is int else dict

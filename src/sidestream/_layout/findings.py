@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from .._runtime.steps import Steps
 from ..errors import (
     DtypeMismatchError,
     MissingKeysError,
@@ -76,14 +75,14 @@ class Findings:
         else:
             self.add(UnexpectedKeysError, f"{fqn}: in the checkpoint, not in the {where}")
 
-    def raise_if_any(self, url: str, targets: Callable[[], Collection[str]], saved: Collection[str]) -> Steps[None]:
+    def raise_if_any(self, url: str, targets: Callable[[], Collection[str]], saved: Collection[str]) -> None:
         """Raise an error if there are findings. ``targets`` returns the names of the target, ``saved`` are those in the
         checkpoint."""
         if not self.offenders:
             return
         lines = [line for found in self.offenders.values() for line in found]
         kind = next(iter(self.offenders)) if len(self.offenders) == 1 else StateMismatchError
-        hint = (yield from prefix_hint(self.absent, targets(), saved)) if self.absent else ""
+        hint = prefix_hint(self.absent, targets(), saved) if self.absent else ""
         advice = [hint] if hint else [text for one, text in _ADVICE.items() if one in self.offenders]
         differences = "\n  ".join([listed(lines), *advice])
         raise kind(

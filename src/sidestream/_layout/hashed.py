@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
-from .._runtime.steps import Steps
+from .._runtime.pauses import pause_point
 from ..errors import CorruptCheckpointError
 
 __all__ = ["MOST_ALIKE", "check_hashes", "fill", "set_of"]
@@ -22,13 +22,13 @@ MOST_ALIKE = 256
 _M = TypeVar("_M", bound=MutableMapping[Any, Any])
 
 
-def check_hashes(keys: Sequence[Hashable]) -> Steps[None]:
+def check_hashes(keys: Sequence[Hashable]) -> None:
     """Raise ``CorruptCheckpointError`` if more than ``MOST_ALIKE`` of ``keys`` have the same hash."""
     if len(keys) <= MOST_ALIKE:
         return
     counts: dict[bytes, int] = {}
     for key in keys:
-        yield
+        pause_point()
         if type(key) is str:
             continue
         alike = hash(key).to_bytes(8, "little", signed=True)  # the hash of bytes depends on a secret of the process
@@ -39,29 +39,29 @@ def check_hashes(keys: Sequence[Hashable]) -> Steps[None]:
             )
 
 
-def fill(container: _M, pairs: Sequence[tuple[Hashable, object]]) -> Steps[_M]:
+def fill(container: _M, pairs: Sequence[tuple[Hashable, object]]) -> _M:
     """Set all ``pairs`` in order. Raises ``CorruptCheckpointError`` as ``check_hashes`` does, and ``TypeError`` for a
     key without a hash.
 
     An attacker can still choose keys with different hashes so that each insertion probes many slots. So a long
-    container is built with one key in each step, and a deadline can end it.
+    container is built with a point for pauses after each key, where a deadline can end it.
     """
-    yield from check_hashes([key for key, _ in pairs])
+    check_hashes([key for key, _ in pairs])
     long = len(pairs) > MOST_ALIKE
     for key, value in pairs:
         container[key] = value
         if long:
-            yield
+            pause_point()
     return container
 
 
-def set_of(elements: Sequence[Hashable]) -> Steps[set[Hashable]]:
+def set_of(elements: Sequence[Hashable]) -> set[Hashable]:
     """Build a set. Raises what ``fill`` raises."""
-    yield from check_hashes(elements)
+    check_hashes(elements)
     found: set[Hashable] = set()
     long = len(elements) > MOST_ALIKE
     for element in elements:
         found.add(element)
         if long:
-            yield
+            pause_point()
     return found

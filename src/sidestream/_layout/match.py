@@ -28,8 +28,8 @@ from .._format.records import (
     path_of,
     stored,
 )
+from .._runtime.pauses import chunked, collected, pause_point
 from .._runtime.public import shortened
-from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import Stateful, addresses, check_tensor, dtype_name, lazy_bits
 from ..errors import (
     KindMismatchError,
@@ -131,7 +131,7 @@ def match(
     *,
     others: bool = False,
     names: Names | None = None,
-) -> Steps[LoadPlan]:
+) -> LoadPlan:
     """Flatten the target and find its leaves in the checkpoint. ``others``: other ranks load with this one, so
     unexpected keys are recorded in the plan and are not an error. ``names`` maps names in ``state`` to names in the
     checkpoint.
@@ -142,7 +142,7 @@ def match(
     """
     saved_names, called = manifest.entries.keys(), Renamed(manifest)
     if names is not None:
-        called = yield from renamed(manifest, leaves_of(state, answers), names, url, same=_same, others=others)
+        called = renamed(manifest, leaves_of(state, answers), names, url, same=_same, others=others)
         manifest = called.manifest
     findings = Findings(tolerance, called, unexpected=[] if others else None)
     roots: dict[int, Leaf] = {}
@@ -153,18 +153,18 @@ def match(
     held: dict[str, list[tuple[str, Local]]] = {}
     values: list[tuple[Leaf, ValueEntry]] = []
     straight = Straight()
-    saved, parts = yield from saved_composites(manifest)
+    saved, parts = saved_composites(manifest)
     composites = CompositeTargets(manifest, findings, saved)
     found = stored(manifest.entries)
     inside = _Inside(manifest)
-    filled = (yield from _filled_by_others(leaves_of(state, answers), manifest)) if others else frozenset()
+    filled = _filled_by_others(leaves_of(state, answers), manifest) if others else frozenset()
     for leaves in chunked(leaves_of(state, answers), _FEW):
-        yield
+        pause_point()
         for root in leaves:
             if isinstance(root.value, StatefulRoot):
                 number = root.value.number
                 roots[number], owned[number] = root, []
-                taken_of[number] = yield from taken_by(root)
+                taken_of[number] = taken_by(root)
         plain = [
             leaf
             for leaf in leaves
@@ -208,23 +208,23 @@ def match(
                     held[fqn] = pieces
             elif owner is None:
                 _match_value(leaf, entry, manifest.exact, values, findings)
-    below = yield from _claimed(manifest, roots, owned)
-    statefuls = yield from in_turn(
+    below = _claimed(manifest, roots, owned)
+    statefuls = [
         _match_stateful(root, taken_of[number], owned[number], below[number], manifest, findings, parts)
         for number, root in roots.items()
-    )
+    ]
     asked.update(fqn for entries in below.values() for fqn in entries)
     asked.update(part for fqn in composites.met for part in parts_of(fqn, manifest.entries))
     top = {str(key) for key, _ in answers.items(state)}
-    rest = yield from _not_requested(called, asked, top, findings, parts)
-    local, extents = yield from _locals(tensors, held, straight, manifest)
+    rest = _not_requested(called, asked, top, findings, parts)
+    local, extents = _locals(tensors, held, straight, manifest)
     objects = (leaf for number, leaves in owned.items() if taken_of[number].whole for leaf in leaves)
-    for fqn in (yield from _sharing_of_objects(local, extents, objects, manifest)):
+    for fqn in _sharing_of_objects(local, extents, objects, manifest):
         del tensors[fqn], local[fqn]
-    leaders = yield from _tied(local, extents, manifest, findings)
-    shared = yield from _sharing(local, extents, dict.fromkeys(leaders.values()))
+    leaders = _tied(local, extents, manifest, findings)
+    shared = _sharing(local, extents, dict.fromkeys(leaders.values()))
     _check_fresh(statefuls, tensors)
-    yield from findings.raise_if_any(url, lambda: _names_in(state, answers), saved_names)
+    findings.raise_if_any(url, lambda: _names_in(state, answers), saved_names)
     new = dict.fromkeys(part for leaf in composites.sparse for part in parts_of(leaf.fqn, manifest.entries))
     made = dict.fromkeys(leaf.fqn for leaf in composites.sparse)
     for entries in (stateful.entries for stateful in statefuls if stateful is not None):
@@ -233,7 +233,7 @@ def match(
             made.update(
                 (fqn, None) for fqn, entry in some if isinstance(entry, CompositeEntry) and fqn not in composites.wholes
             )
-            yield
+            pause_point()
     return LoadPlan(
         names=called,
         tensors=tensors,
@@ -288,7 +288,7 @@ def _locals(
     held: Mapping[str, Iterable[tuple[str, Local]]],
     straight: Straight,
     manifest: Manifest,
-) -> Steps[tuple[dict[str, Local], _Extents]]:
+) -> tuple[dict[str, Local], _Extents]:
     """Return the memory of the tensors that are not ``straight``, and its extents. Tensors that share memory are
     removed from ``straight`` first. ``held`` has the pieces of tensors that are known already."""
 
@@ -300,30 +300,30 @@ def _locals(
                         name += "+"  # noqa: PLW2901  # an entry of its own has the name of this part
                     yield name, piece
 
-    local = dict((yield from collected(others())))
-    extents = yield from _extents(local)
-    shared = yield from straight.shared(extents.values())
+    local = dict(collected(others()))
+    extents = _extents(local)
+    shared = straight.shared(extents.values())
     if not shared:
         return local, extents
     straight.remove(shared)
-    local = dict((yield from collected(others())))
-    return local, (yield from _extents(local))
+    local = dict(collected(others()))
+    return local, _extents(local)
 
 
 def _sharing_of_objects(
     local: Mapping[str, Local], extents: _Extents, leaves: Iterable[Leaf], manifest: Manifest
-) -> Steps[set[str]]:
+) -> set[str]:
     """Return the names of those ``leaves`` of objects that share memory with other tensors of the target and were not
     saved so. The object gets what was saved in new memory."""
-    placed = yield from collected((*extent, name) for name, extent in extents.items())
-    groups = [group for group in (yield from _separated(placed)) if len(group) > 1]
+    placed = collected((*extent, name) for name, extent in extents.items())
+    groups = [group for group in _separated(placed) if len(group) > 1]
     if not groups:
         return set()
     whole = (leaf.fqn for leaf in leaves if leaf.whole is None and not _has_shards(leaf.value))
-    names = set((yield from collected(whole)))
+    names = set(collected(whole))
     found: set[str] = set()
     for group in groups:
-        yield
+        pause_point()
         mine = [name for name in group if name in names]
         if mine and not _saved_tied([local[name] for name in group], manifest):
             found.update(mine[len(mine) == len(group) :])  # one of them may keep the memory
@@ -338,12 +338,12 @@ def _saved_tied(pieces: Sequence[Local], manifest: Manifest) -> bool:
     return same and exact and all(_same_content(manifest, one.fqn, first.fqn) for one in others)
 
 
-def _extents(local: Mapping[str, Local]) -> Steps[_Extents]:
+def _extents(local: Mapping[str, Local]) -> _Extents:
     pieces = ((name, one.tensor) for name, one in local.items())
-    return dict((yield from collected((name, addresses(tensor)) for name, tensor in pieces if tensor.numel())))
+    return dict(collected((name, addresses(tensor)) for name, tensor in pieces if tensor.numel()))
 
 
-def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> Steps[frozenset[str]]:
+def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> frozenset[str]:
     """Return the empty dicts of this rank that are not empty in the checkpoint. Other ranks request their contents."""
     empty: dict[PlainPath, str] = {}
     for some in chunked(leaves, 16):
@@ -352,14 +352,14 @@ def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> Steps[froze
             for leaf in some
             if leaf.owner is None and leaf.kind == "empty" and leaf.fqn not in manifest.entries
         )
-        yield
+        pause_point()
     if not empty:
         return frozenset()
     found: set[str] = set()
     for entry in stored(manifest.entries).values():
         path = plain_path(path_of(entry))
         found.update(empty[path[:depth]] for depth in range(1, len(path)) if path[:depth] in empty)
-        yield
+        pause_point()
     return frozenset(found)
 
 
@@ -382,13 +382,13 @@ def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str,
 
 def _not_requested(
     called: Renamed, asked: set[str], top: set[str], findings: Findings, parts: frozenset[str]
-) -> Steps[tuple[str, ...]]:
+) -> tuple[str, ...]:
     """Return the keys of the checkpoint that are not requested. Below top-level keys of the target they are findings.
     Parts are requested with their tensor. A tensor is also requested by all of its parts, as stock DCP does."""
     rest = []
     for number, (fqn, entry) in enumerate(stored(called.manifest.entries).items()):
         if number % 64 == 0:
-            yield
+            pause_point()
         if fqn in asked or fqn in parts:
             continue
         if isinstance(entry, CompositeEntry) and asked.issuperset(parts_of(fqn, called.manifest.entries)):
@@ -446,9 +446,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _tied(
-    tensors: Mapping[str, Local], extents: _Extents, manifest: Manifest, findings: Findings
-) -> Steps[dict[str, str]]:
+def _tied(tensors: Mapping[str, Local], extents: _Extents, manifest: Manifest, findings: Findings) -> dict[str, str]:
     """Return the leader of each tensor. Tied tensors must have been saved with the same bytes; for other writers that
     is only known when they are read. Row-major tensors that overlap in another way are findings, because one would be
     read over the other. ``_sharing`` finds other overlaps."""
@@ -457,7 +455,7 @@ def _tied(
     row_major: list[tuple[int, int, str]] = []
     exact = manifest.exact and not manifest.ranks
     for fqn, (whole, tensor, box) in tensors.items():
-        yield
+        pause_point()
         view = (_view(tensor), box) if fqn in extents else fqn
         leaders[fqn] = leader = first.setdefault(view, fqn)
         if leader != fqn and exact and not _same_content(manifest, whole, tensors[leader].fqn):
@@ -475,21 +473,19 @@ def _tied(
     return leaders
 
 
-def _sharing(
-    tensors: Mapping[str, Local], extents: _Extents, names: Iterable[str]
-) -> Steps[tuple[tuple[str, ...], ...]]:
+def _sharing(tensors: Mapping[str, Local], extents: _Extents, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of ``names`` of tensors that may share elements with each other, or have elements that share
     memory."""
-    placed = yield from collected((*extents[name], name) for name in names if name in extents)
-    groups = yield from _separated(placed)
+    placed = collected((*extents[name], name) for name in names if name in extents)
+    groups = _separated(placed)
     found: list[tuple[str, ...]] = []
     for group in groups:
-        if not (yield from _all_apart([tensors[name].tensor for name in group])):
+        if not _all_apart([tensors[name].tensor for name in group]):
             found.append(tuple(group))
     return tuple(found)
 
 
-def _all_apart(tensors: Sequence[torch.Tensor]) -> Steps[bool]:
+def _all_apart(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether these tensors certainly have no element in common, and each has none twice. They are sorted by
     address. Several must be boxes of one array."""
     first = tensors[0]
@@ -499,12 +495,12 @@ def _all_apart(tensors: Sequence[torch.Tensor]) -> Steps[bool]:
         return False
     boxes: list[_Box] = []
     for one in tensors:
-        yield
+        pause_point()
         box = _box_in(one, first.data_ptr())
         if box is None or one.stride() != first.stride() or one.itemsize != first.itemsize:
             return False
         boxes.append(box)
-    return (yield from _cut_apart(boxes))
+    return _cut_apart(boxes)
 
 
 def _is_distinct(tensor: torch.Tensor) -> bool:
@@ -538,14 +534,14 @@ def _box_in(tensor: torch.Tensor, begin: int) -> _Box | None:
     return [*box, (offset, offset + 1)]
 
 
-def _cut_apart(boxes: list[_Box]) -> Steps[bool]:
+def _cut_apart(boxes: list[_Box]) -> bool:
     """Return whether all boxes can be separated by cuts in one dimension at a time, each through the whole of a part.
     That takes some sorting, and no comparison of all pairs."""
     uncut = [boxes]
     while uncut:
         some = uncut.pop()
         for dimension in range(len(some[0])):
-            parts = yield from _separated([(*box[dimension], box) for box in some])
+            parts = _separated([(*box[dimension], box) for box in some])
             if len(parts) > 1:
                 break
         else:
@@ -554,7 +550,7 @@ def _cut_apart(boxes: list[_Box]) -> Steps[bool]:
     return True
 
 
-def _separated(extents: list[tuple[int, int, T]]) -> Steps[list[list[T]]]:
+def _separated(extents: list[tuple[int, int, T]]) -> list[list[T]]:
     """Return the groups of what has a start and an end, such that extents of different groups do not overlap."""
     groups: list[list[T]] = []
     reached = 0
@@ -564,7 +560,7 @@ def _separated(extents: list[tuple[int, int, T]]) -> Steps[list[list[T]]]:
                 groups.append([])
             groups[-1].append(one)
             reached = max(reached, end)
-        yield
+        pause_point()
     return groups
 
 
@@ -585,7 +581,7 @@ def _match_stateful(
     manifest: Manifest,
     findings: Findings,
     parts: frozenset[str],
-) -> Steps[StatefulLoad | None]:
+) -> StatefulLoad | None:
     """Return what an object gets of the entries ``below`` it. None if there are none. The object itself checks whether
     something is missing; of a module only the plain values."""
     empty = [leaf for leaf in leaves if leaf.kind == "empty"]
@@ -597,7 +593,7 @@ def _match_stateful(
         for entry in below.values():
             path = plain_path(entry.path)
             saved.update(path[:depth] for depth in range(len(path) + 1) if path[:depth] in ours)
-            yield
+            pause_point()
         below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)
     instance = root.value.instance
     compared = (torch.Tensor, CompositeLeaf)
@@ -605,7 +601,7 @@ def _match_stateful(
         for leaf in leaves:
             if isinstance(leaf.value, compared) and (taken.whole or taken.apart(leaf.fqn)):
                 findings.add_missing(leaf.fqn)
-        keys = yield from collected((fqn.partition(".")[0] for fqn in manifest.entries), _MANY)  # makes no entries
+        keys = collected((fqn.partition(".")[0] for fqn in manifest.entries), _MANY)  # makes no entries
         found = shortened(sorted(set(keys)))
         findings.add_missing(root.fqn, f"nothing of it in the checkpoint, whose keys are {found}")
         return None
@@ -617,28 +613,28 @@ def _match_stateful(
     kept: list[Leaf] = []
     entries = below
     if taken.whole:
-        kept = yield from kept_of(absent, len(root.path), below.values())
+        kept = kept_of(absent, len(root.path), below.values())
         findings.missing.extend(leaf.fqn for leaf in kept)
     else:
         findings.missing.extend(leaf.fqn for leaf in absent if leaf.fqn not in tensors and not taken.apart(leaf.fqn))
-        entries = yield from _of_module(taken, leaves, below, findings, parts)
+        entries = _of_module(taken, leaves, below, findings, parts)
     for some in chunked(entries.items(), _MANY):
         findings.opaque += [fqn for fqn, entry in some if isinstance(entry, OpaqueEntry) and fqn not in tensors]
-        yield
+        pause_point()
     lenient = not taken.whole and (accepted or findings.tolerance.unexpected) is not None
-    containers, integer_keys = root.value.containers, (yield from _integer_keys(leaves))
+    containers, integer_keys = root.value.containers, _integer_keys(leaves)
     return StatefulLoad(instance, root.fqn, root.path, entries, tuple(kept), containers, integer_keys, lenient)
 
 
 def _of_module(
     taken: Taken, leaves: list[Leaf], below: dict[str, Entry], findings: Findings, parts: frozenset[str]
-) -> Steps[dict[str, Entry]]:
+) -> dict[str, Entry]:
     """Return the entries that a module takes."""
     known = {leaf.fqn for leaf in leaves}
     entries: dict[str, Entry] = {}
     extra_states = set(taken.extra_states)
     for fqn, entry in below.items():
-        yield
+        pause_point()
         if extra_states:
             extra_states.difference_update(containers_of(fqn))
         if fqn in known or fqn in parts or taken.apart(fqn):
@@ -713,7 +709,7 @@ def _match_value(
 
 def _claimed(
     manifest: Manifest, roots: Mapping[int, Leaf], owned: Mapping[int, list[Leaf]]
-) -> Steps[dict[int, dict[str, Entry]]]:
+) -> dict[int, dict[str, Entry]]:
     """Return, for each ``Stateful``, all entries below its path, and the entries of its own leaves. For a writer that
     saved no paths, an entry gets the path of the leaf with its name."""
     below: dict[int, dict[str, Entry]] = {number: {} for number in roots}
@@ -723,7 +719,7 @@ def _claimed(
     lengths = sorted({len(prefix) for prefix in prefixes})
     own_leaves = {leaf.fqn: leaf for leaves in owned.values() for leaf in leaves}
     for fqn, one in stored(manifest.entries).items():
-        yield
+        pause_point()
         path = plain_path(path_of(one))
         number = next((prefixes[path[:n]] for n in lengths if path[:n] in prefixes), None)
         if number is None and fqn not in own_leaves:
@@ -736,10 +732,10 @@ def _claimed(
     return below
 
 
-def _integer_keys(leaves: list[Leaf]) -> Steps[frozenset[PlainPath]]:
+def _integer_keys(leaves: list[Leaf]) -> frozenset[PlainPath]:
     is_integer: Callable[[Key], bool] = lambda key: isinstance(key, DictKey) and type(key.value) is int  # noqa: E731
     found: set[PlainPath] = set()
     for leaf in leaves:
         found.update(plain_path(leaf.path[:depth]) for depth, key in enumerate(leaf.path) if is_integer(key))
-        yield
+        pause_point()
     return frozenset(found)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._format.records import DictKey, Entries, Entry, Key, Manifest, Row, path_of, stored
-from .._runtime.steps import Steps, collected
+from .._runtime.pauses import collected, pause_point
 from .._runtime.torch_probes import dtype_from_name, dtype_name, view_key
 from .._staging import Captured, Composite
 from ..errors import InvalidOptionError, KeyCollisionError, MissingKeysError, UnsupportedTensorError, listed
@@ -54,17 +54,17 @@ def castable(saved: str, wanted: str) -> bool:
     return True
 
 
-def selected(names: Iterable[str], select: str | Collection[str] | None, url: str) -> Steps[list[str]]:
+def selected(names: Iterable[str], select: str | Collection[str] | None, url: str) -> list[str]:
     """Return the ``names`` that match one of the patterns in ``select`` (``"model.*"``), in their order. With None,
     return all. Raises ``MissingKeysError`` for a pattern that matches nothing."""
-    names = yield from collected(names)
+    names = collected(names)
     if select is None:
         return names
     given: Any = select
     patterns: list[Any] = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise InvalidOptionError(f'select={select!r} has to be patterns of names, such as "model.*"')
-    plain, globs = yield from _by_kind(patterns)
+    plain, globs = _by_kind(patterns)
     unused = dict.fromkeys(patterns)
     found: list[str] = []
     there: list[str] = []
@@ -77,10 +77,10 @@ def selected(names: Iterable[str], select: str | Collection[str] | None, url: st
             if (not taken or pattern in unused) and matches(name):
                 taken = True
                 unused.pop(pattern, None)
-            yield
+            pause_point()
         if taken:
             found.append(name)
-        yield
+        pause_point()
     if unused or not patterns:
         has = ", ".join(there[:_FEW]) + (", ..." if len(there) > _FEW else "") or "no names"
         raise MissingKeysError(
@@ -94,7 +94,7 @@ _log = logging.getLogger("sidestream")
 _WILDCARD = re.compile(r"[*?\[]")
 
 
-def _by_kind(patterns: Iterable[str]) -> Steps[tuple[dict[str, int], dict[str, Callable[[str], object]]]]:
+def _by_kind(patterns: Iterable[str]) -> tuple[dict[str, int], dict[str, Callable[[str], object]]]:
     """Return the patterns without wildcards, each with the number of the others before it, and the others, each with
     the function that matches a name. A pattern without wildcards matches the one name that is equal to it."""
     plain: dict[str, int] = {}
@@ -104,7 +104,7 @@ def _by_kind(patterns: Iterable[str]) -> Steps[tuple[dict[str, int], dict[str, C
             plain[pattern] = len(globs)
         else:
             globs[pattern] = re.compile(translate(pattern)).match
-        yield
+        pause_point()
     return plain, globs
 
 
@@ -115,7 +115,7 @@ def new_names(
     *,
     identity: Callable[[str], object] | None = None,
     others: bool = False,
-) -> Steps[dict[str, str | None]]:
+) -> dict[str, str | None]:
     """Return the new name of each of ``fqns``, in their order. None for an entry that is left out.
 
     Names with one ``identity`` are tied, and may get one new name. ``others``: a mapping may contain names of other
@@ -129,7 +129,7 @@ def new_names(
         found[fqn] = new = fqn if names is None else _new_name(names, fqn)
         if new is not None:
             taken.setdefault(new, []).append(fqn)
-        yield
+        pause_point()
     if isinstance(names, Mapping) and not others and not names.keys() <= found.keys():
         unknown = [str(name) for name in names if name not in found]
         rest = f", and {len(unknown) - _FEW} more" if len(unknown) > _FEW else ""
@@ -140,7 +140,7 @@ def new_names(
     for new, olds in taken.items():
         if len(olds) > 1 and (identity is None or len({identity(old) for old in olds}) > 1):
             collisions.append(f"{new}: the name of {', '.join(olds)}")
-        yield
+        pause_point()
     if collisions:
         raise KeyCollisionError(f"{url}: names= gives one name to several entries:\n  {listed(collisions)}")
     return found
@@ -183,7 +183,7 @@ def renamed_path(path: tuple[Key, ...], old: str, new: str, *, nested: bool = Fa
     return (new,)
 
 
-def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> Steps[dict[str, tuple[Key, ...]]]:
+def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> dict[str, tuple[Key, ...]]:
     """Return the path of each FQN, after some entries were renamed or left out. A list with other entries than its
     first elements becomes a dict with the same keys. Raises ``KeyCollisionError`` if an entry has the path of a
     container of others."""
@@ -195,7 +195,7 @@ def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> Steps[dict[str
             containers.add(place)
             if type(key) is int:
                 lists.setdefault(place, set())
-        yield
+        pause_point()
     for fqn, path in paths.items():
         *outer, own = places.of(path)
         if own in containers:
@@ -203,12 +203,12 @@ def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> Steps[dict[str
         for place, key in zip(outer, path, strict=True) if lists else ():
             if place in lists:
                 lists[place].add(repr(key))
-        yield
+        pause_point()
     broken = {place for place, keys in lists.items() if keys != {repr(index) for index in range(len(keys))}}
     found: dict[str, tuple[Key, ...]] = {}
     for fqn, path in paths.items():
         found[fqn] = path if not broken else tuple(map(_plain, path, map(broken.__contains__, places.of(path))))
-        yield
+        pause_point()
     return found
 
 
@@ -233,7 +233,7 @@ def _plain(key: Key, broken: bool) -> Key:
 
 def new_dtypes(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], dtype: Dtypes | None, url: str, *, others: bool = False
-) -> Steps[dict[str, str]]:
+) -> dict[str, str]:
     """Return the new dtype of each tensor that ``dtype=`` converts. ``tensors`` are names, dtypes and shapes.
     ``others``: patterns may match names of other ranks.
 
@@ -245,7 +245,7 @@ def new_dtypes(
     if dtype is None:
         return {}
     by_pattern = dtype if isinstance(dtype, Mapping) else {"*": dtype}
-    plain, globs = yield from _by_kind(by_pattern)
+    plain, globs = _by_kind(by_pattern)
     unused = dict.fromkeys(pattern for pattern in by_pattern if pattern != "*")
     found: dict[str, str] = {}
     for name, saved, shape in tensors:
@@ -265,7 +265,7 @@ def new_dtypes(
                 )
             if wanted != saved:
                 found[name] = wanted
-        yield
+        pause_point()
     if absent := [pattern for pattern in unused if pattern in plain and not others]:
         raise InvalidOptionError(f"{url}: dtype= has names of no dense tensor: {', '.join(map(repr, absent))}")
     if unused and not others:
@@ -311,7 +311,7 @@ def renamed(
     *,
     same: Callable[[Any, Any], bool],
     others: bool,
-) -> Steps[Renamed]:
+) -> Renamed:
     """Return ``manifest`` with the names of the target, which has these ``leaves``. ``same(a, b)`` returns whether two
     values of the target are the same memory.
 
@@ -325,7 +325,7 @@ def renamed(
             roots[leaf.value.number] = leaf
         else:
             known[leaf.fqn] = leaf
-        yield
+        pause_point()
     leaders: list[Leaf] = []
 
     def identity(fqn: str) -> object:
@@ -336,23 +336,23 @@ def renamed(
         return leader.fqn
 
     wholes = [fqn for fqn, leaf in known.items() if leaf.whole is None]
-    named = yield from new_names(names, wholes, url, identity=identity, others=others)
+    named = new_names(names, wholes, url, identity=identity, others=others)
     wanted: dict[str, str | None] = {}
     for fqn, leaf in known.items():  # the name of a part begins with the name of its tensor
         whole = None if leaf.whole is None else wanted[leaf.whole]
         wanted[fqn] = named[fqn] if leaf.whole is None else whole and whole + fqn[len(leaf.whole) :]
-        yield
+        pause_point()
     asking: dict[str, list[str]] = {}
     for fqn, new in wanted.items():
         if new is not None:
             asking.setdefault(new, []).append(fqn)
-    claims = yield from _claims(roots, known, wanted, manifest)
+    claims = _claims(roots, known, wanted, manifest)
     saved = {fqn: new for fqn, new in wanted.items() if new != fqn}
     found: dict[str, Entry | Row] = {}
     rest: dict[str, tuple[Key, ...]] = {}
     tops = {new.split(".")[0] for new in asking if new not in manifest.entries}
     for fqn, one in stored(manifest.entries).items():
-        yield
+        pause_point()
         path = path_of(one)
         if fqn in asking:
             tops.add(path_text(path[:1]))
@@ -375,7 +375,7 @@ def renamed(
 
 def _claims(
     roots: Mapping[int, Leaf], known: Mapping[str, Leaf], wanted: Mapping[str, str | None], manifest: Manifest
-) -> Steps[dict[str, Leaf]]:
+) -> dict[str, Leaf]:
     """Return the objects and the empty dicts of the target by their names in the checkpoint. Entries below such a name
     belong to them."""
     below: dict[int, set[str | None]] = {number: set() for number in roots}
@@ -388,7 +388,7 @@ def _claims(
             below[leaf.owner].add(new[: len(new) - len(rest)] if new is not None and fits else None)
         elif leaf.kind == "empty" and new is not None and new not in manifest.entries:
             claims[new] = leaf
-        yield
+        pause_point()
     for number, root in roots.items():
         prefixes = below[number]
         prefix = next(iter(prefixes)) if len(prefixes) == 1 else None
@@ -411,36 +411,30 @@ def _at(one: Entry | Row, path: tuple[Key, ...]) -> Entry | Row:
     return (*one[:-1], path) if isinstance(one, tuple) else replace(one, path=path)
 
 
-def renamed_state(
-    captured: Captured, names: Names | None, dtype: Dtypes | None, url: str, *, others: bool
-) -> Steps[Captured]:
+def renamed_state(captured: Captured, names: Names | None, dtype: Dtypes | None, url: str, *, others: bool) -> Captured:
     """Return ``captured`` with the new name of every leaf, and with the dtypes of tensors that are converted while they
     are staged. The parts of a tensor that consists of others stay below it, and keep their dtypes. ``others``: a
     mapping may contain names of other ranks.
 
     Raises ``KeyCollisionError``, ``InvalidOptionError``, ``UnsupportedTensorError``, and what ``leaves_of`` raises.
     """
-    found = yield from collected(leaves_of(captured.root))
+    found = collected(leaves_of(captured.root))
     leaves = {leaf.fqn: leaf for leaf in found if leaf.whole is None}
     root, containers = captured.root, captured.containers
     if names is not None:
-        named = yield from new_names(names, leaves, url, identity=lambda fqn: _identity(leaves[fqn]), others=others)
+        named = new_names(names, leaves, url, identity=lambda fqn: _identity(leaves[fqn]), others=others)
         first: dict[str, Leaf] = {}
         for fqn, new in named.items():
             if new is not None:
                 first.setdefault(new, leaves[fqn])  # the first of tied tensors with one name
-            yield
-        moved = yield from collected(
-            (new, renamed_path(leaf.path, leaf.fqn, new, nested=True)) for new, leaf in first.items()
-        )
-        paths = yield from consistent(dict(moved), url)
+            pause_point()
+        moved = collected((new, renamed_path(leaf.path, leaf.fqn, new, nested=True)) for new, leaf in first.items())
+        paths = consistent(dict(moved), url)
         values = ((path, first[new].value) for new, path in paths.items())
-        root = yield from assemble(
-            (path, one.composite if isinstance(one, CompositeLeaf) else one) for path, one in values
-        )
+        root = assemble((path, one.composite if isinstance(one, CompositeLeaf) else one) for path, one in values)
         leaves, containers = first, {}  # they have the names of before
     tensors = ((fqn, *look) for fqn, leaf in leaves.items() if (look := _dtype_and_shape(leaf.value)) is not None)
-    dtypes = yield from new_dtypes(tensors, dtype, url, others=others)
+    dtypes = new_dtypes(tensors, dtype, url, others=others)
     return replace(captured, root=root, dtypes=dtypes, containers=containers)
 
 

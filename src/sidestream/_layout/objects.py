@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._format.records import Entry
-from .._runtime.steps import Steps
+from .._runtime.pauses import pause_point
 from .flatten import Leaf, StatefulRoot, plain_path
 
 __all__ = ["Taken", "containers_of", "kept_of", "taken_by"]
@@ -51,7 +51,7 @@ def containers_of(fqn: str) -> Iterator[str]:
         end = fqn.rfind(".", 0, end)
 
 
-def taken_by(root: Leaf) -> Steps[Taken]:
+def taken_by(root: Leaf) -> Taken:
     """Return what the object at ``root`` takes. Looks at the modules in it, and calls none of their methods."""
     found: StatefulRoot = root.value
     instance = found.instance
@@ -61,7 +61,7 @@ def taken_by(root: Leaf) -> Steps[Taken]:
     extra_states: set[str] = set()
     stack: list[tuple[str, Any]] = [(root.fqn, instance)]
     while stack:
-        yield
+        pause_point()
         fqn, module = stack.pop()
         if _loads_itself(module):
             names.add(fqn)
@@ -97,16 +97,16 @@ def _module_of(hook: Any) -> str:
     return getattr(hook, "__module__", None) or ""
 
 
-def kept_of(leaves: Iterable[Leaf], depth: int, saved: Iterable[Entry]) -> Steps[list[Leaf]]:
+def kept_of(leaves: Iterable[Leaf], depth: int, saved: Iterable[Entry]) -> list[Leaf]:
     """Return those of ``leaves`` that an object may keep: below a key of its state dict of which nothing was saved. The
     value of any other key is what was saved. ``depth`` is that of the object, and ``saved`` is all that it gets."""
     keys: set[str | int] = set()
     for entry in saved:
         keys.update(plain_path(entry.path[depth : depth + 1]))
-        yield
+        pause_point()
     kept: list[Leaf] = []
     for leaf in leaves:
         if keys.isdisjoint(plain_path(leaf.path[depth : depth + 1])):
             kept.append(leaf)
-        yield
+        pause_point()
     return kept

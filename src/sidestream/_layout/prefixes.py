@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from .._runtime.steps import Steps
+from .._runtime.pauses import pause_point
 from ..options import add_prefix, strip_prefix
 
 __all__ = ["prefix_hint"]
@@ -21,23 +21,23 @@ _Inserted = tuple[int, tuple[str, ...]]
 """The position of a prefix in a name, and the prefix."""
 
 
-def prefix_hint(absent: Sequence[str], targets: Collection[str], saved: Collection[str]) -> Steps[str]:
+def prefix_hint(absent: Sequence[str], targets: Collection[str], saved: Collection[str]) -> str:
     """Return advice if all ``absent`` names of a target are names of the checkpoint with one prefix added or removed.
     Otherwise return an empty text. ``targets`` are all names of the target.
 
     A prefix is at the same depth of every name: ``module.`` of ``model.module.weight``. The advice names the call of
     ``add_prefix`` or ``strip_prefix`` that makes the target fit, if there is one.
     """
-    found = yield from _prefix(absent, saved)
+    found = _prefix(absent, saved)
     adds = found is not None
     if found is None:
-        found = yield from _prefix_to_leave_out(absent, saved)
+        found = _prefix_to_leave_out(absent, saved)
     if found is None:
         return ""
     at, prefix = found
     dotted = ".".join(prefix) + "."
     heads = sorted({"".join(f"{part}." for part in name.split(".")[:at]) for name in absent})
-    call = yield from _call(add_prefix if adds else strip_prefix, dotted, heads, (absent, targets, saved))
+    call = _call(add_prefix if adds else strip_prefix, dotted, heads, (absent, targets, saved))
     name = (_with if adds else _without)(absent[0], at, prefix)
     names = f"the checkpoint has all of these names {'with' if adds else 'without'} the prefix {dotted!r} ({name!r})"
     wrapped = f"{names}, which wrappers such as DataParallel and torch.compile add"
@@ -56,7 +56,7 @@ def _call(
     dotted: str,
     heads: Sequence[str],
     found: tuple[Collection[str], Collection[str], Collection[str]],
-) -> Steps[str]:
+) -> str:
     """Return advice to load with ``names=``, which is ``function`` of the prefix after each of ``heads``. Empty if the
     target would not fit then either. ``found`` has the absent names, those of the target and those of the
     checkpoint."""
@@ -72,7 +72,7 @@ def _call(
         if new in saved and new in taken:
             return ""
         taken.add(new)
-        yield
+        pause_point()
     after = "" if list(heads) == [""] else f", after={_quoted(heads)}"
     return f"pass names=sidestream.{function.__name__}({_quoted([dotted])}{after}) to the load"
 
@@ -82,27 +82,27 @@ def _quoted(names: Sequence[str]) -> str:
     return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
 
 
-def _prefix(absent: Sequence[str], saved: Collection[str]) -> Steps[_Inserted | None]:
-    for inserted in (yield from _insertions(absent[0], saved)):
-        if (yield from _all(_with(name, *inserted) in saved for name in absent)):
+def _prefix(absent: Sequence[str], saved: Collection[str]) -> _Inserted | None:
+    for inserted in _insertions(absent[0], saved):
+        if _all(_with(name, *inserted) in saved for name in absent):
             return inserted
     return None
 
 
-def _all(answers: Iterable[bool]) -> Steps[bool]:
+def _all(answers: Iterable[bool]) -> bool:
     for answer in answers:
         if not answer:
             return False
-        yield
+        pause_point()
     return True
 
 
-def _insertions(name: str, saved: Collection[str]) -> Steps[list[_Inserted]]:
+def _insertions(name: str, saved: Collection[str]) -> list[_Inserted]:
     """Return a few of the insertions that change ``name`` to a saved name."""
     parts = name.split(".")
     found: list[_Inserted] = []
     for other in saved:
-        yield
+        pause_point()
         if not other.endswith(parts[-1]):
             continue
         longer = other.split(".")
@@ -117,12 +117,12 @@ def _insertions(name: str, saved: Collection[str]) -> Steps[list[_Inserted]]:
     return found
 
 
-def _prefix_to_leave_out(absent: Sequence[str], saved: Collection[str]) -> Steps[_Inserted | None]:
+def _prefix_to_leave_out(absent: Sequence[str], saved: Collection[str]) -> _Inserted | None:
     parts = absent[0].split(".")
     for length in range(1, min(_MOST_PARTS, len(parts) - 1) + 1):
         for at in range(len(parts) - length):
             prefix = tuple(parts[at : at + length])
-            if (yield from _all(_without(name, at, prefix) in saved for name in absent)):
+            if _all(_without(name, at, prefix) in saved for name in absent):
                 return at, prefix
     return None
 

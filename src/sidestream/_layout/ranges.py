@@ -19,7 +19,7 @@ import torch
 
 from .._format.checksum import DIGEST_BYTES
 from .._format.records import BLOCK_BYTES, Chunk, ForeignPayload, Row, TensorEntry, itemsize
-from .._runtime.steps import Steps, by_size, chunked
+from .._runtime.pauses import by_size, chunked, pause_point
 from .._runtime.torch_probes import PLAIN_TENSORS, dtype_name, has_shards, on_host_as_is
 
 __all__ = [
@@ -247,18 +247,18 @@ def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(operator.sub, a, b))
 
 
-def batches(parts: Iterable[P]) -> Steps[list[list[P]]]:
+def batches(parts: Iterable[P]) -> list[list[P]]:
     """Group parts by file and offset. Many small ones are read with one call, a large one by itself."""
     by_file: dict[str, list[P]] = {}
     for one in parts:
         by_file.setdefault(one.file, []).append(one)
-        yield
+        pause_point()
     found: list[list[P]] = []
     for of_file in by_file.values():
         of_file.sort(key=attrgetter("offset"))
         for some in by_size(of_file, attrgetter("nbytes"), PIECE_BYTES, _MOST_PARTS):
             found.append(some)
-            yield
+            pause_point()
     return found
 
 
@@ -311,7 +311,7 @@ class Straight:
             self.payloads.setdefault(file, []).append((offset, nbytes, 0, crcs, digests, fqn))
         return taken
 
-    def shared(self, others: Collection[tuple[int, int]]) -> Steps[set[str]]:
+    def shared(self, others: Collection[tuple[int, int]]) -> set[str]:
         """Return the FQNs of tensors that share memory with each other, or with one of ``others``, which are start and
         end addresses."""
         starts = sorted([*self.starts, *(start for start, _ in others)])
@@ -327,7 +327,7 @@ class Straight:
                     found.update((name, holder))
                 if end > reached:
                     reached, holder = end, name
-            yield
+            pause_point()
         return found - {""}
 
     def remove(self, fqns: set[str]) -> None:
@@ -346,14 +346,14 @@ class StraightBatch:
     nbytes: int
 
 
-def straight_batches(payloads: Mapping[str, list[Payload]]) -> Steps[list[StraightBatch]]:
+def straight_batches(payloads: Mapping[str, list[Payload]]) -> list[StraightBatch]:
     """Group the payloads of each file by offset, with at most 16 MiB in a batch. Larger payloads are cut at blocks."""
     found: list[StraightBatch] = []
     for file, of_file in payloads.items():
         of_file.sort()
         for some in by_size(_cut(of_file), itemgetter(1), PIECE_BYTES, _MOST_PARTS):
             found.append(StraightBatch(file, some, sum(map(itemgetter(1), some))))
-            yield
+            pause_point()
     return found
 
 

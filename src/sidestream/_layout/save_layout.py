@@ -27,7 +27,7 @@ from .._format.records import (
 )
 from .._format.shard import BlockSums, ShardLayout, Window, lay_out, payloads_in
 from .._format.values import ValueItems
-from .._runtime.steps import Steps, chunked, collected, in_turn
+from .._runtime.pauses import chunked, collected, pause_point
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_key, view_key
 from .._staging import (
     Captured,
@@ -66,7 +66,7 @@ _BUDGET_WINDOWS = 4  # in a small budget, so that some are staged while others a
 
 _RANK = 0
 _VALUES_FILE = f"__{_RANK}_0.distcp"
-_EVERY = 128  # items of less than a microsecond, in each step
+_EVERY = 128  # items of less than a microsecond, between two points for pauses
 
 
 def shard_name(index: int) -> str:
@@ -94,10 +94,10 @@ class _Window(NamedTuple):
     sources: tuple[int, ...]
     columns: Columns
 
-    def over(self, tensors: Sequence[torch.Tensor]) -> Steps[ImageLayout]:
+    def over(self, tensors: Sequence[torch.Tensor]) -> ImageLayout:
         sources: Sequence[torch.Tensor] = tensors
         if self.sources != tuple(range(len(tensors))):
-            sources = yield from collected(map(tensors.__getitem__, self.sources), _EVERY)
+            sources = collected(map(tensors.__getitem__, self.sources), _EVERY)
         return ImageLayout(self.nbytes, Copies(self.columns, sources))
 
 
@@ -113,12 +113,12 @@ class _Layout:
     tensors: _Tensors
     newest: tuple[tuple[Any, ...], _Description] | None = None
 
-    def images(self, tensors: Sequence[torch.Tensor]) -> Steps[list[ImageLayout]]:
+    def images(self, tensors: Sequence[torch.Tensor]) -> list[ImageLayout]:
         """Return the images of ``tensors``."""
         images = (window.over(tensors) for window in self.windows)
-        return (yield from in_turn(images))
+        return list(images)
 
-    def describe(self, outline: tuple[Any, ...], leaves: Callable[[], Steps[Sequence[Leaf]]]) -> Steps[_Description]:
+    def describe(self, outline: tuple[Any, ...], leaves: Callable[[], Sequence[Leaf]]) -> _Description:
         """Describe a state dict with these tensors. Raises ``UnsafeObjectError``, ``KeyCollisionError`` and
         ``InvalidOptionError``."""
         newest = self.newest  # read once, because another save may replace it meanwhile
@@ -126,14 +126,14 @@ class _Layout:
             fqns: list[str] = []
             paths: list[tuple[Key, ...]] = []
             kinds: list[LeafKind] = []
-            for some in chunked((yield from leaves()), _EVERY):
+            for some in chunked(leaves(), _EVERY):
                 for leaf in some:
                     if problem := name_problem(leaf.fqn, leaf.path):
                         raise InvalidOptionError(problem)
                 fqns += [leaf.fqn for leaf in some]
                 paths += [leaf.path for leaf in some]
                 kinds += [leaf.kind for leaf in some]
-                yield
+                pause_point()
             description = _Description(self.shards, self.tensors, tuple(fqns), tuple(paths), tuple(kinds))
             newest = self.newest = (outline, description)
         return newest[1]
@@ -155,13 +155,13 @@ class _Description:
         kinds = zip(self.fqns, self.paths, self.kinds, strict=True)
         return ((fqn, path) for fqn, path, kind in kinds if kind in ("value", "composite"))
 
-    def template(self, names: Mapping[str, str]) -> Steps[Template]:
+    def template(self, names: Mapping[str, str]) -> Template:
         """Return the template for shards with the names in ``names``."""
         key = tuple(names.values())
         found = self.templates.get(key)
         if found is None:
             self.templates.clear()  # names with the id of a save are not used again
-            found = yield from Template.of(self._blank(names), set(self.tensors.dtypes), self.tensors.items)
+            found = Template.of(self._blank(names), set(self.tensors.dtypes), self.tensors.items)
             self.templates[key] = found
         return found
 
@@ -240,20 +240,20 @@ class SavePlan(PlannedFiles):
     def _composites(self) -> dict[str, CompositeEntry]:
         return {fqn: one for fqn, one in self.value_entries.items() if isinstance(one, CompositeEntry)}
 
-    def describe(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Steps[Described]:
+    def describe(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Described:
         """Render the entries. ``sums`` has the checksums of each shard, and ``names`` the name of each of the ``files``
         in the committed checkpoint."""
         shards = {name: names[name] for name in map(shard_name, range(len(self.shards)))}
         file = names.get(_VALUES_FILE, "")
-        values = yield from collected(
+        values = collected(
             (fqn, replace(entry, file=file) if isinstance(entry, ValueEntry) else entry)
             for fqn, entry in self.value_entries.items()
         )
-        template = yield from self.description.template(shards)
-        return (yield from template.fill(dict(values), sums))
+        template = self.description.template(shards)
+        return template.fill(dict(values), sums)
 
 
-def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> Steps[SavePlan]:
+def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
     """Plan the save of a captured state dict. Uses a cached layout if ``plans`` has one for tensors with the same look.
 
     The state is staged and written in windows. Several windows fit into ``budget_bytes``. The plan takes some 10 us per
@@ -261,14 +261,14 @@ def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> Steps[
     item. Raises ``UnsafeObjectError``, ``UnsupportedTensorError``, ``KeyCollisionError`` or ``InvalidOptionError`` with
     the FQN.
     """
-    outline = yield from outline_of(captured.root)
+    outline = outline_of(captured.root)
     tensors = outline.tensors
     leaves = partial(_leaves, captured.root, [])
     # The same tensors may have other names, and be converted to other dtypes under these.
     converted = (tuple(captured.dtypes.items()), outline.key) if captured.dtypes else ()
     key = ("save", budget_bytes, converted)
-    layout = yield from plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, budget_bytes))
-    description = yield from layout.describe(outline.key, leaves)
+    layout = plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, budget_bytes))
+    description = layout.describe(outline.key, leaves)
     items = ValueItems()
     entries: dict[str, ValueEntry | CompositeEntry] = {}
     if outline.values:
@@ -278,17 +278,17 @@ def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> Steps[
             else:
                 node = _encode(fqn, value)
                 entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(fqn, node), node)
-            yield
-        yield from items.check()
-    images = yield from layout.images(tensors)
+            pause_point()
+        items.check()
+    images = layout.images(tensors)
     content = items.content()
     return SavePlan(_RANK, description.shards, tuple(images), content, description, entries, captured.containers)
 
 
-def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Steps[Sequence[Leaf]]:
+def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Sequence[Leaf]:
     """Return ``found``. The first call fills it with the leaves of ``root``."""
     if not found:
-        found += yield from collected(leaves_of(root))
+        found += collected(leaves_of(root))
     return found
 
 
@@ -299,8 +299,8 @@ def window_bytes_for(total: int, budget_bytes: int) -> int:
     return max(wanted // BLOCK_BYTES, 1) * BLOCK_BYTES
 
 
-def _lay_out(find: Callable[[], Steps[Sequence[Leaf]]], captured: Captured, budget_bytes: int) -> Steps[_Layout]:
-    leaves = yield from find()
+def _lay_out(find: Callable[[], Sequence[Leaf]], captured: Captured, budget_bytes: int) -> _Layout:
+    leaves = find()
     copied = captured.held
     tensors = [leaf.value for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
     window_bytes = window_bytes_for(sum(map(attrgetter("nbytes"), tensors)), budget_bytes)
@@ -311,7 +311,7 @@ def _lay_out(find: Callable[[], Steps[Sequence[Leaf]]], captured: Captured, budg
     frames: list[Frame] = []
     known: dict[tuple[object, ...], int] = {}
     for leaf in leaves:
-        yield
+        pause_point()
         tensor = leaf.value
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -327,25 +327,25 @@ def _lay_out(find: Callable[[], Steps[Sequence[Leaf]]], captured: Captured, budg
         dtypes.append(dtype)
         shapes.append(shape)
         numbers.append(number)
-    shards = tuple((yield from lay_out(frames, SHARD_BYTES, window_bytes)))
+    shards = tuple(lay_out(frames, SHARD_BYTES, window_bytes))
     placed = _Tensors(tuple(dtypes), tuple(shapes), tuple(numbers))
-    windows = yield from _windows(shards, items, tensors, dtypes)
+    windows = _windows(shards, items, tensors, dtypes)
     return _Layout(shards, tuple(windows), placed)
 
 
 def _windows(
     shards: Sequence[ShardLayout], items: Sequence[int], tensors: Sequence[torch.Tensor], dtypes: Sequence[str]
-) -> Steps[list[_Window]]:
+) -> list[_Window]:
     windows: list[_Window] = []
     before = 0  # items in the shards before
     for shard in shards:
         for window in shard.windows:
-            pieces = yield from collected(payloads_in(shard, window))
+            pieces = collected(payloads_in(shard, window))
             numbers, offsets, sizes, skips = zip(*pieces, strict=True) if pieces else ((),) * 4
             sources = tuple(items[before + number] for number in numbers)
-            into = tuple((yield from collected((converted_to(tensors[one], dtypes[one]) for one in sources), _EVERY)))
+            into = tuple(collected((converted_to(tensors[one], dtypes[one]) for one in sources), _EVERY))
             copies = zip(map(tensors.__getitem__, sources), offsets, sizes, repeat(None), skips, into)
-            starts = yield from collected(_start(Copy(*copy)) for copy in copies)
+            starts = collected(_start(Copy(*copy)) for copy in copies)
             columns = columns_of(offsets, sizes, starts, skips, into)
             windows.append(_Window(window.end - window.start, sources, columns))
         before += len(shard.items)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._runtime.steps import Steps, collected
+from .._runtime.pauses import collected, pause_point
 from .flatten import is_value, leaves_of
 
 __all__ = ["Outline", "outline_of"]
@@ -38,16 +38,16 @@ class _Unusual(Exception):
     """The state dict has a value that ``leaves_of`` has to handle."""
 
 
-def outline_of(root: dict[Any, Any]) -> Steps[Outline]:
+def outline_of(root: dict[Any, Any]) -> Outline:
     """Return the outline of a captured state dict. Raises what ``leaves_of`` raises, for a state dict that needs it."""
     key: list[Any] = []
     tensors: list[torch.Tensor] = []
     values: list[Any] = []
     try:
-        yield from _look(root, key, tensors, values)
+        _look(root, key, tensors, values)
     except _Unusual:
-        leaves = yield from collected(leaves_of(root))
-        names = yield from collected((leaf.fqn, leaf.path, leaf.kind) for leaf in leaves)
+        leaves = collected(leaves_of(root))
+        names = collected((leaf.fqn, leaf.path, leaf.kind) for leaf in leaves)
         return Outline(
             tuple(names),
             [leaf.value for leaf in leaves if leaf.kind == "tensor"],
@@ -56,8 +56,8 @@ def outline_of(root: dict[Any, Any]) -> Steps[Outline]:
     return Outline(tuple(key), tensors, values)
 
 
-def _look(node: dict[Any, Any], key: list[Any], tensors: list[torch.Tensor], values: list[Any]) -> Steps[None]:
-    yield
+def _look(node: dict[Any, Any], key: list[Any], tensors: list[torch.Tensor], values: list[Any]) -> None:
+    pause_point()
     kinds = set(map(type, node))
     key += (len(node), *node)
     if not kinds <= _KEYS:
@@ -68,10 +68,10 @@ def _look(node: dict[Any, Any], key: list[Any], tensors: list[torch.Tensor], val
         key.append(_TENSORS)
         tensors += node.values()
     else:
-        yield from _look_at(node.values(), key, tensors, values)
+        _look_at(node.values(), key, tensors, values)
 
 
-def _look_at(items: Iterable[Any], key: list[Any], tensors: list[torch.Tensor], values: list[Any]) -> Steps[None]:
+def _look_at(items: Iterable[Any], key: list[Any], tensors: list[torch.Tensor], values: list[Any]) -> None:
     for item in items:
         kind = type(item)
         if kind is torch.Tensor:
@@ -80,11 +80,11 @@ def _look_at(items: Iterable[Any], key: list[Any], tensors: list[torch.Tensor], 
         elif kind is dict:
             key.append(_DICT if item else _EMPTY)
             if item:
-                yield from _look(item, key, tensors, values)
+                _look(item, key, tensors, values)
         elif kind is list and not is_value(item):
             key += (_LIST, len(item))
-            yield
-            yield from _look_at(item, key, tensors, values)
+            pause_point()
+            _look_at(item, key, tensors, values)
         elif kind is list or kind in _LEAVES:
             key.append(_VALUE)
             values.append(item)

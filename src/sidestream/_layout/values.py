@@ -24,7 +24,7 @@ from .._format.manifest import metadata_line
 from .._format.marker import MAX_METADATA_BYTES
 from .._format.records import DTYPES, MAX_INTEGER_BYTES, Manifest, Node, node_of_bytes
 from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
-from .._runtime.steps import Steps, at_once
+from .._runtime.pauses import pause_point
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, plain_bytes
 from .._staging import Composite
 from ..errors import CorruptCheckpointError, InvalidOptionError, UnsafeObjectError, UnsupportedCheckpointError
@@ -56,19 +56,19 @@ def allowed_types(safe_globals: Iterable[type]) -> Allowed:
     return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
 
 
-def _rebuild(content: Any, allow: Allowed) -> Steps[Any]:
+def _rebuild(content: Any, allow: Allowed) -> Any:
     """Make the object of an ``object`` node.
 
     Raises ``UnsafeObjectError`` if its type is not allowed. Raises ``UnsupportedCheckpointError`` if the type does not
     accept what was saved. Its own exception is the cause.
     """
     kind = lookup(content["type"], allow)
-    args = yield from _decode_all(content["args"], allow)
-    elements = yield from _decode_all(content.get("elements", ()), allow)
-    flat = yield from _decode_all(chain.from_iterable((key, value) for key, value in content.get("items", ())), allow)
+    args = _decode_all(content["args"], allow)
+    elements = _decode_all(content.get("elements", ()), allow)
+    flat = _decode_all(chain.from_iterable((key, value) for key, value in content.get("items", ())), allow)
     items = list(zip(flat[::2], flat[1::2], strict=True))
-    yield from check_hashes(flat[::2])
-    (state,) = yield from _decode_all([content.get("state")], allow)
+    check_hashes(flat[::2])
+    (state,) = _decode_all([content.get("state")], allow)
     try:
         instance = kind.__new__(kind, *args) if content["new"] else kind(*args)
         for element in elements:
@@ -248,11 +248,11 @@ def _encode_numpy(value: Any, fqn: str, numpy: Any) -> Node:
     return {"numpy": {"dtype": value.dtype.str, "data": data}}
 
 
-def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Steps[Any]:
+def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Any:
     """Make a new value from a node, equal to the encoded one and of the same type. Raises ``CorruptCheckpointError``
     for an invalid node, and ``UnsafeObjectError`` and ``UnsupportedCheckpointError`` for objects (see ``_rebuild``)."""
     try:
-        return (yield from _decode(node, allow))
+        return _decode(node, allow)
     except (UnsafeObjectError, UnsupportedCheckpointError) as error:
         error.within(fqn).about(fqn=fqn)
         raise
@@ -264,27 +264,27 @@ def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Step
         ) from None
 
 
-def _decode(node: Node, allow: Allowed) -> Steps[Any]:
+def _decode(node: Node, allow: Allowed) -> Any:
     kind, content = node_kind(node)
     if kind == "scalar":
         return content
     match kind:
         case "list" | "tuple":
-            items = yield from _decode_all(content, allow)
+            items = _decode_all(content, allow)
             return items if kind == "list" else tuple(items)
         case "set" | "frozenset":
-            elements = yield from set_of((yield from _decode_all(content, allow)))
+            elements = set_of(_decode_all(content, allow))
             return elements if kind == "set" else frozenset(elements)
         case "dict" | "ordered_dict":
-            flat = yield from _decode_all(chain.from_iterable((key, value) for key, value in content), allow)
+            flat = _decode_all(chain.from_iterable((key, value) for key, value in content), allow)
             pairs = list(zip(flat[::2], flat[1::2], strict=True))
-            return (yield from fill({} if kind == "dict" else OrderedDict(), pairs))
+            return fill({} if kind == "dict" else OrderedDict(), pairs)
         case "int":
             return int(content, 16)
         case "float":
             return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
         case "complex":
-            real, imaginary = yield from _decode_all(content, allow)
+            real, imaginary = _decode_all(content, allow)
             return complex(real, imaginary)
         case "bytes":
             return node_bytes(content)
@@ -308,7 +308,7 @@ def _decode(node: Node, allow: Allowed) -> Steps[Any]:
         case "numpy":
             return _decode_numpy(content["dtype"], [], content["data"])[()]
         case "object":
-            return (yield from _rebuild(content, allow))
+            return _rebuild(content, allow)
         case "type":
             return lookup(content, allow)
         case "member":
@@ -317,12 +317,12 @@ def _decode(node: Node, allow: Allowed) -> Steps[Any]:
     raise CorruptCheckpointError(f"a value of the unknown kind {kind!r}")
 
 
-def _decode_all(nodes: Iterable[Node], allow: Allowed) -> Steps[list[Any]]:
+def _decode_all(nodes: Iterable[Node], allow: Allowed) -> list[Any]:
     found: list[Any] = []
     for number, node in enumerate(nodes, 1):
-        found.append(node if type(node) in _SCALARS else (yield from _decode(node, allow)))
+        found.append(node if type(node) in _SCALARS else _decode(node, allow))
         if not number % _NODES_IN_A_STEP:
-            yield
+            pause_point()
     return found
 
 
@@ -416,7 +416,7 @@ def decode_metadata(node: Node) -> dict[str, Any]:
     if node is None:
         return {}
     _check_keys(node)
-    metadata = at_once(decode_value(node, "metadata"))  # it has at most 256 KiB
+    metadata = decode_value(node, "metadata")  # it has at most 256 KiB
     if not isinstance(metadata, dict) or not all(isinstance(key, str) for key in metadata):
         raise CorruptCheckpointError("the metadata in the manifest is not a mapping with string keys")
     return metadata

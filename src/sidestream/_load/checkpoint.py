@@ -34,14 +34,7 @@ from .._layout.ranges import Box
 from .._layout.values import Allowed, allowed_types, decode_metadata
 from .._runtime.public import Displayed, Table, public, readable_bytes
 from .._runtime.tasks import running_loop
-from .._runtime.threads import (
-    Deadline,
-    Steps,
-    io_threads,
-    run_sliced,
-    sliced,
-    time_limit,
-)
+from .._runtime.threads import Deadline, io_threads, pause_point, time_limit
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import Location, RangeSource, locate_directory
 from ..errors import CorruptCheckpointError, InvalidOptionError, MissingKeysError, UnsupportedCheckpointError
@@ -448,7 +441,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         source = files.source
         kinds = await io_threads().run(_by_kind, entries)
         fqns, composites = kinds.tensors, kinds.composites
-        await io_threads().run_sliced(check_types, entries, composites, self._allow)
+        await io_threads().run(check_types, entries, composites, self._allow)
         await self._refuse(source, kinds.opaque)
         dtypes = {} if dtype is None else await io_threads().run(_converted, kinds, dtype, self.url)
         values = await read_values(source, self._manifest, kinds.values, self._allow, self._trust)
@@ -477,7 +470,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
 
         def build() -> Mapping[str, Any]:
             with streams.current():
-                return leaves.new_child(run_sliced(build_composites(entries, composites, leaves, self._allow)))
+                return leaves.new_child(build_composites(entries, composites, leaves, self._allow))
 
         return await io_threads().run(build)
 
@@ -521,15 +514,14 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
                         raise replaced(self.url) from error
                     raise
 
-    @sliced
-    def _selected(self, select: str | Collection[str] | None) -> Steps[Mapping[str, Entry]]:
+    def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
         entries = self._manifest.entries
         if select is None:
             return entries
         found, parts = stored(entries), all_parts(entries)
         chosen: dict[str, Entry | Row] = {}
-        for fqn in (yield from selected((fqn for fqn in entries if fqn not in parts), select, self.url)):
-            yield
+        for fqn in selected((fqn for fqn in entries if fqn not in parts), select, self.url):
+            pause_point()
             chosen.update((name, found[name]) for name in (fqn, *parts_of(fqn, entries)))
         return Entries(chosen)
 
@@ -578,12 +570,11 @@ def _memory(memory: object) -> torch.device | None:
     raise InvalidOptionError(f'memory={memory!r} has to be "host", "mapped" or a torch.device')
 
 
-@sliced
-def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) -> Steps[list[Wanted]]:
+def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) -> list[Wanted]:
     """Return one read for each piece of mapped memory, to verify it."""
     wanted: dict[int, Wanted] = {}
     for fqn, tensor in mapped.items():
-        yield
+        pause_point()
         if id(tensor) not in wanted:
             entry = entries[fqn]
             assert isinstance(entry, TensorEntry)
@@ -601,11 +592,10 @@ class _Kinds:
     opaque: dict[str, OpaqueEntry] = field(default_factory=dict)
 
 
-@sliced
-def _by_kind(entries: Mapping[str, Entry]) -> Steps[_Kinds]:
+def _by_kind(entries: Mapping[str, Entry]) -> _Kinds:
     kinds = _Kinds()
     for fqn, one in stored(entries).items():
-        yield
+        pause_point()
         if isinstance(one, (tuple, TensorEntry)):
             kinds.tensors[fqn] = one
         elif isinstance(one, ValueEntry):
@@ -617,14 +607,13 @@ def _by_kind(entries: Mapping[str, Entry]) -> Steps[_Kinds]:
     return kinds
 
 
-@sliced
-def _converted(kinds: _Kinds, dtype: Dtypes, url: str) -> Steps[dict[str, str]]:
+def _converted(kinds: _Kinds, dtype: Dtypes, url: str) -> dict[str, str]:
     """Return the new dtypes of the tensors that are converted. Parts of composite tensors keep their dtype."""
     parts = all_parts(kinds.composites)
     looks = (
         (fqn, *(one[:2] if isinstance(one, tuple) else (one.dtype, one.shape))) for fqn, one in kinds.tensors.items()
     )
-    return (yield from new_dtypes((look for look in looks if look[0] not in parts), dtype, url))
+    return new_dtypes((look for look in looks if look[0] not in parts), dtype, url)
 
 
 def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any], some: bool) -> dict[Any, Any]:
@@ -632,7 +621,7 @@ def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any], some: bool)
     elements."""
     parts = all_parts(entries)
     named = ((path_of(one), leaves.get(fqn, {})) for fqn, one in stored(entries).items() if fqn not in parts)
-    return run_sliced(assemble(named, gaps=some))
+    return assemble(named, gaps=some)
 
 
 def _indices(composites: Mapping[str, CompositeEntry]) -> set[str]:

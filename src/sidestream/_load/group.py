@@ -14,7 +14,7 @@ from .._format.validate import check_composites, check_patterns, validate
 from .._group import Operation
 from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
-from .._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
+from .._runtime.threads import collected, io_threads, pause_point
 from .._storage import Location, RangeSource
 from ..errors import StorageNotSharedError, UnexpectedKeysError, listed
 from .open.manifest import naming, open_root, read_parts
@@ -57,21 +57,20 @@ async def open_outline(location: Location) -> tuple[RangeSource, ManifestOutline
 
 
 def _outline(root: Root) -> Manifest:
-    manifest = run_sliced(join(root, {}, ()))
-    run_sliced(check_composites(manifest))
+    manifest = join(root, {}, ())
+    check_composites(manifest)
     return manifest
 
 
-@sliced
-def _needed(root: Root, plan: LoadPlan, values: Iterable[str]) -> Steps[tuple[set[int], set[int]]]:
-    numbers = dict(gathered((row.fqn, number) for number, row in enumerate(root.shared.rows)))
+def _needed(root: Root, plan: LoadPlan, values: Iterable[str]) -> tuple[set[int], set[int]]:
+    numbers = dict(collected((row.fqn, number) for number, row in enumerate(root.shared.rows)))
     rows: set[int] = set()
     ranks: set[int] = set()
     known: dict[tuple[int, Box | None], frozenset[int]] = {}
     wanted: list[tuple[str, Box | None]] = [(one.fqn, one.box) for one in plan.local.values()]
     wanted += [(fqn, None) for fqn in plan.new]
     for fqn, box in wanted:
-        yield
+        pause_point()
         number = numbers[plan.names.saved_name(fqn)]
         rows.add(number)
         pattern = root.shared.rows[number].pattern
@@ -88,9 +87,9 @@ def _needed(root: Root, plan: LoadPlan, values: Iterable[str]) -> Steps[tuple[se
 
 
 def _join(root: Root, parts: Mapping[int, RankPart], rows: set[int]) -> Manifest:
-    manifest = run_sliced(join(root, parts, rows))
-    run_sliced(check_patterns(root, rows))
-    run_sliced(validate(manifest, partly=True))
+    manifest = join(root, parts, rows)
+    check_patterns(root, rows)
+    validate(manifest, partly=True)
     return manifest
 
 
@@ -127,14 +126,13 @@ async def agree_on(
     await operation.aexchange("match again", b"", refuse)  # rank 0 raises: storage is not shared
 
 
-@sliced
-def _masks(manifest: Manifest, plan: LoadPlan) -> Steps[tuple[int, int]]:
+def _masks(manifest: Manifest, plan: LoadPlan) -> tuple[int, int]:
     """Return the unexpected and the requested entries as sets of bits, by the position of the entry."""
     found = set(plan.unexpected)
     outside = set(plan.not_requested)
     bits = bytearray(len(manifest.entries) // 8 + 1), bytearray(len(manifest.entries) // 8 + 1)
     for position, fqn in enumerate(manifest.entries):
-        yield
+        pause_point()
         if fqn in found:
             bits[0][position // 8] |= 1 << position % 8
         elif fqn not in outside:

@@ -11,7 +11,7 @@ import torch
 
 from .._format.records import Entry, ForeignPayload, TensorEntry, row_major_strides, stored
 from .._layout.ranges import Straight
-from .._runtime.threads import Steps, gathered, sliced
+from .._runtime.threads import collected, pause_point
 from .._runtime.torch_probes import dtype_from_name
 from ..errors import allocating
 from .reader import Wanted, whole
@@ -29,7 +29,6 @@ class NewTensors:
     straight: Straight = field(default_factory=Straight)
 
 
-@sliced
 def new_tensors(
     entries: Mapping[str, Entry],
     fqns: Iterable[str],
@@ -37,7 +36,7 @@ def new_tensors(
     dtypes: Mapping[str, str] = MappingProxyType({}),
     *,
     straight: bool = False,
-) -> Steps[NewTensors]:
+) -> NewTensors:
     """Allocate memory for tensors that have none yet. Called in a worker thread. Raises ``OutOfMemoryError``.
 
     Tied tensors (one item in the file) share memory. Views of one storage share memory too, and their storage is read
@@ -48,7 +47,7 @@ def new_tensors(
     storages: dict[tuple[str, int], list[str]] = {}
     rows = stored(entries) if straight and device is None else {}
     for fqn in fqns:
-        yield
+        pause_point()
         row = rows.get(fqn)
         if isinstance(row, tuple) and fqn not in dtypes:
             dtype, shape, _, file, start, _, payload, *_ = row
@@ -73,19 +72,16 @@ def new_tensors(
             new.wanted.append(Wanted(fqn, entry, whole(entry), shared[identity]))
         new.tensors[fqn] = shared[identity]
     for views in storages.values():
-        yield
+        pause_point()
         _add_views(new, entries, views, device)
     return new
 
 
-@sliced
-def _add_views(
-    new: NewTensors, entries: Mapping[str, Entry], fqns: list[str], device: torch.device | None
-) -> Steps[None]:
+def _add_views(new: NewTensors, entries: Mapping[str, Entry], fqns: list[str], device: torch.device | None) -> None:
     """Add the tensors of one storage. If they are all the same view, only its elements are kept."""
     views = [entry for fqn in fqns if isinstance(entry := entries[fqn], TensorEntry)]
     first = views[0]
-    if all(gathered(one.dtype == first.dtype and one.chunks == first.chunks for one in views)):
+    if all(collected(one.dtype == first.dtype and one.chunks == first.chunks for one in views)):
         tensor = _new(fqns[0], first.shape, first.dtype, device)
         new.tensors.update(dict.fromkeys(fqns, tensor))
         new.wanted.append(Wanted(fqns[0], first, whole(first), tensor))
@@ -98,7 +94,7 @@ def _add_views(
     memory = _new(fqns[0], storage.shape, storage.dtype, device)
     new.wanted.append(Wanted(fqns[0], storage, whole(storage), memory))
     for fqn, view in zip(fqns, views, strict=True):
-        yield
+        pause_point()
         dtype = dtype_from_name(view.dtype)
         elements = memory[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
         payload = view.chunks[0].foreign

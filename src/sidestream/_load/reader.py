@@ -30,7 +30,7 @@ from .._layout.ranges import (
 )
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Steps, Stop, chunked, clear_gradually, gathered, io_threads, sliced, yielding_gil
+from .._runtime.threads import Stop, chunked, clear_gradually, collected, io_threads, paced, pause_point
 from .._runtime.torch_probes import copyable, dtype_from_name, lazy_bits
 from .._staging import move_small
 from .._storage import RangeSource, ReadRange
@@ -218,7 +218,7 @@ class Reader:
         them. Raises ``ClosedError`` once ``stop`` is set."""
         tensors = self.straight.tensors
         source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)) - span[0][0], span[0][0]
-        for some in yielding_gil(chunked(span, _MANY), 1):
+        for some in paced(chunked(span, _MANY), 1):
             stop.check()
             offsets, sizes, starts, crcs, digests, fqns = zip(*some, strict=True)
             if self.verify == "always":
@@ -239,16 +239,15 @@ class Reader:
             move_small(map(source.__add__, offsets), addresses, sizes)
 
 
-@sliced
 def _plan(
     straight: Straight, targets: Mapping[str, Wanted], found: Mapping[str, TensorEntry], verified: bool
-) -> Steps[tuple[list[_Batch], int]]:
+) -> tuple[list[_Batch], int]:
     ranges: list[Range] = []
     for fqn, one in targets.items():
-        yield
+        pause_point()
         entry = found.get(fqn, one.entry)
         ranges.extend(plan_ranges(fqn, entry, one.box, row_major=one.takes_bytes, verified=verified))
-    planned: list[_Batch] = [*(yield from straight_batches(straight.payloads)), *(yield from batches(ranges))]
+    planned: list[_Batch] = [*straight_batches(straight.payloads), *batches(ranges)]
     return planned, sum(map(_nbytes, planned))
 
 
@@ -261,7 +260,7 @@ def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
     them is not installed."""
     found = [
         (one, chunk)
-        for one in yielding_gil(targets.values())
+        for one in paced(targets.values())
         for chunk in one.entry.chunks
         if chunk.transform and overlaps(chunk, one.box)
     ]
@@ -271,11 +270,11 @@ def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
 
 
 def _entries(targets: Mapping[str, Wanted]) -> dict[str, TensorEntry]:
-    return dict(gathered((fqn, one.entry) for fqn, one in targets.items()))
+    return dict(collected((fqn, one.entry) for fqn, one in targets.items()))
 
 
 def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
-    return dict(gathered((one.fqn, one) for one in wanted))
+    return dict(collected((one.fqn, one) for one in wanted))
 
 
 def _buffers(batch: list[Range], targets: Mapping[str, Wanted], scratch: Scratch) -> tuple[list[memoryview], Memory]:

@@ -25,7 +25,7 @@ from .._layout.match import LoadPlan, StatefulLoad, match
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.containers import empty_container
 from .._runtime.state_dict_calls import call_load_state_dict, key_order
-from .._runtime.threads import Steps, clear_gradually, gathered, io_threads, run_sliced, sliced, yielding_gil
+from .._runtime.threads import clear_gradually, collected, io_threads, paced, pause_point
 from .._runtime.torch_probes import addresses, copyable, neg_view, plain_bytes
 from .._storage import Location, RangeSource
 from ..errors import LoadStateDictError, StateMismatchError, allocating, listed
@@ -60,17 +60,14 @@ class Handover:
     statefuls: tuple[tuple[StatefulLoad, dict[Any, Any]], ...]
 
 
-@sliced
-def prepare(
-    plan: LoadPlan, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, own: bool
-) -> Steps[Handover]:
+def prepare(plan: LoadPlan, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, own: bool) -> Handover:
     """Return the values and state dicts to hand over. Called in a thread before anything is read into ``tensors``, and
     again if composite tensors were made from what was read. Raises ``CorruptCheckpointError`` for paths that contradict
     each other."""
     plain: list[tuple[Leaf, Any]] = []
     assigned: list[tuple[Leaf, Any]] = []
     for leaf, _ in plan.values:
-        yield
+        pause_point()
         (plain if type(leaf.holder) in _PLAIN else assigned).append((leaf, values[leaf.fqn]))
     statefuls = [(stateful, _state_dict(stateful, values, tensors, own, plan)) for stateful in plan.statefuls]
     assigned.sort(key=lambda one: _order(one[0].path))
@@ -136,7 +133,7 @@ def _state_dict(
         recorded = empty_container(saved.get(".".join(map(str, full)))) if saved else None
         return stateful.containers.get(full) if recorded is None else recorded
 
-    return run_sliced(assemble(((path, value) for path, value in below if path), like=like))
+    return assemble(((path, value) for path, value in below if path), like=like)
 
 
 def _with_integer_keys(path: tuple[Key, ...], stateful: StatefulLoad) -> tuple[Key, ...]:
@@ -326,8 +323,7 @@ class StateTarget:
         """Return the plan, the devices of its tensors, and the values that it needs."""
         tolerance, names = self.request.tolerance, self.request.options.names
         found, url, others = self._manifest, self.location.url, self.together is not None
-        steps = match(self.state, self._answers, found, url, tolerance, others=others, names=names)
-        plan = run_sliced(steps)
+        plan = match(self.state, self._answers, found, url, tolerance, others=others, names=names)
         return plan, _devices(plan), _value_entries(plan)
 
     def _build(self) -> None:
@@ -336,7 +332,7 @@ class StateTarget:
         plan, values = prepared.plan, prepared.values
         entries = plan.names.manifest.entries
         parts = {**prepared.fresh, **plan.tensors}
-        made = run_sliced(build_composites(entries, plan.composites, parts, self.request.allowed))
+        made = build_composites(entries, plan.composites, parts, self.request.allowed)
         handover = prepare(plan, values, {**parts, **plan.wholes, **made}, own=self._manifest.exact)
         self._prepared = replace(prepared, handover=handover)
         self._made = made
@@ -349,7 +345,7 @@ class StateTarget:
     def _prepare(self, plan: LoadPlan, reader: Reader, values: Mapping[str, Any]) -> _Prepared:
         manifest = plan.names.manifest
         entries = manifest.entries
-        run_sliced(check_types(entries, plan.composites, self.request.allowed))
+        check_types(entries, plan.composites, self.request.allowed)
         new = new_tensors(entries, plan.new)
         fresh = new.tensors
         places = {leader: plan.local[leader].tensor for leader in plan.leaders.values()}
@@ -359,13 +355,13 @@ class StateTarget:
         if self.request.options.atomic:
             copied |= reader.straight.tensors
         distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed(places.items())}
-        wanted = gathered(self._want(plan, fqn, tensor) for fqn, tensor in reversed(distinct.values()))
+        wanted = collected(self._want(plan, fqn, tensor) for fqn, tensor in reversed(distinct.values()))
         wanted += new.wanted
         blank = dict.fromkeys(plan.composites, torch.empty(0))  # replaced when they are made
         there = {**fresh, **plan.tensors, **plan.wholes, **blank}
         handover = prepare(plan, values, there, own=manifest.exact)
         inside = {part for fqn in (*plan.wholes, *plan.composites) for part in parts_of(fqn, entries)}
-        names = (fqn for fqn in yielding_gil(entries) if fqn not in inside)
+        names = (fqn for fqn in paced(entries) if fqn not in inside)
         loaded = tuple(fqn for fqn in names if fqn in there or fqn in values)
         return _Prepared(plan, reader, places, wanted, copied, fresh, values, handover, loaded)
 
@@ -391,15 +387,14 @@ def _check_left(missing: list[str], unexpected: list[str], tolerance: Tolerance)
 def _empty(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return new memory for tensors that are read before the target is changed."""
     with allocating("memory to load into before the target is changed"):
-        return dict(gathered((fqn, torch.empty(one.shape, dtype=one.dtype)) for fqn, one in tensors.items()))
+        return dict(collected((fqn, torch.empty(one.shape, dtype=one.dtype)) for fqn, one in tensors.items()))
 
 
-@sliced
-def _copy_all(prepared: _Prepared) -> Steps[None]:
+def _copy_all(prepared: _Prepared) -> None:
     plan, reader = prepared.plan, prepared.reader
     with reader.streams.current():
         for fqn, source in prepared.copied.items():
-            yield
+            pause_point()
             target = plan.local[fqn].tensor if fqn in plan.local else plan.straight.tensors[fqn]
             with torch.inference_mode(target.is_inference()), torch.no_grad():
                 copyable(target).copy_(copyable(source))
@@ -415,7 +410,7 @@ def _saved_apart(plan: LoadPlan, tied: Mapping[str, str]) -> dict[str, str]:
         assert isinstance(entry, TensorEntry)
         return entry.dtype, entry.chunks
 
-    return {fqn: leader for fqn, leader in yielding_gil(tied.items()) if place(fqn) != place(leader)}
+    return {fqn: leader for fqn, leader in paced(tied.items()) if place(fqn) != place(leader)}
 
 
 def _compare_ties(tied: Mapping[str, str], aside: Mapping[str, Wanted]) -> None:
@@ -465,25 +460,24 @@ def _laid_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _opaque(plan: LoadPlan) -> dict[str, OpaqueEntry]:
     entries = plan.names.manifest.entries
-    return of_kind({fqn: entries[fqn] for fqn in yielding_gil(plan.opaque)}, OpaqueEntry)
+    return of_kind({fqn: entries[fqn] for fqn in paced(plan.opaque)}, OpaqueEntry)
 
 
 def _value_entries(plan: LoadPlan) -> dict[str, ValueEntry]:
-    found = dict(gathered((leaf.fqn, entry) for leaf, entry in plan.values))
+    found = dict(collected((leaf.fqn, entry) for leaf, entry in plan.values))
     for stateful in plan.statefuls:
-        entries = yielding_gil(stateful.entries.items())
+        entries = paced(stateful.entries.items())
         found.update((fqn, entry) for fqn, entry in entries if isinstance(entry, ValueEntry))
     return found
 
 
 def _devices(plan: LoadPlan) -> set[torch.device]:
-    return set(gathered(one.tensor.device for one in plan.local.values()))
+    return set(collected(one.tensor.device for one in plan.local.values()))
 
 
-@sliced
-def _count_versions(plan: LoadPlan) -> Steps[None]:
+def _count_versions(plan: LoadPlan) -> None:
     """Increment the versions of the tensors that were written to, for autograd."""
     tensors = chain(plan.straight.tensors.values(), (one.tensor for one in plan.local.values()))
     while some := list(islice(tensors, 64)):
         torch.autograd.graph.increment_version(list(filterfalse(torch.Tensor.is_inference, some)))
-        yield
+        pause_point()

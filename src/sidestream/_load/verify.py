@@ -39,16 +39,14 @@ from .._runtime.public import Displayed, Table, public, readable_bytes
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import (
     Deadline,
-    Steps,
     Stop,
+    collected,
     current_deadline,
-    gathered,
     holding_gil,
     io_threads,
-    run_sliced,
-    sliced,
+    paced,
+    pause_point,
     time_limit,
-    yielding_gil,
 )
 from .._storage import Location, RangeSource, ReadRange, locate_directory
 from ..errors import (
@@ -258,7 +256,7 @@ class Verification:
         unverified = self.unverified - damaged.keys() - unreadable
         fqns = (
             fqn
-            for fqn, one in yielding_gil(stored(manifest.entries).items())
+            for fqn, one in paced(stored(manifest.entries).items())
             if isinstance(one, (tuple, TensorEntry, ValueEntry))
         )
         apart = unverified | unreadable | self._sharing(damaged.keys() | self._unread)
@@ -281,14 +279,14 @@ class Verification:
         places = {place for fqn in fqns for place in _places(entries.get(fqn))}
         if not places:
             return fqns
-        return fqns | {fqn for fqn, one in yielding_gil(entries.items()) if not places.isdisjoint(_places(one))}
+        return fqns | {fqn for fqn, one in paced(entries.items()) if not places.isdisjoint(_places(one))}
 
     async def run(self, planned: Callable[[], object]) -> None:
         """Read and compare everything. ``planned`` is called before the first payload is read."""
         threads = io_threads()
         whole = await threads.run(self._whole_items)
         pieces = await self.plan()
-        runs = await threads.run_sliced(batches, pieces)
+        runs = await threads.run(batches, pieces)
         opaque_bytes = sum(chunk.item_bytes for _, chunk in self._opaque)
         counted = await threads.run(_bytes_of, pieces, whole)
         self.total_bytes = self.done_bytes + counted + opaque_bytes
@@ -348,7 +346,7 @@ class Verification:
         if not self.manifest.exact or self.manifest.ranks:
             return None
         marker = find_marker(tail)
-        return None if marker is None else run_sliced(metadata_of(self.manifest.entries, marker))
+        return None if marker is None else metadata_of(self.manifest.entries, marker)
 
     async def _compare_parts(self) -> None:
         """Compare the metadata that stock DCP reads with the manifest, for each part that a rank has saved without the
@@ -366,11 +364,10 @@ class Verification:
                     self._note(difference, name)
                 self.done_bytes += len(raw)
 
-    @sliced
-    def _plan_own(self, pieces: list[Piece]) -> Steps[None]:
+    def _plan_own(self, pieces: list[Piece]) -> None:
         seen: set[Chunk] = set()
         for fqn, entry in self.manifest.entries.items():
-            yield
+            pause_point()
             with self._noting(fqn):
                 if isinstance(entry, TensorEntry) and not seen.issuperset(entry.chunks):
                     seen.update(entry.chunks)
@@ -380,14 +377,13 @@ class Verification:
         for name, entry in self.manifest.sidecars.items():
             pieces.extend(sidecar_pieces(name, entry))
 
-    @sliced
-    def _plan_foreign(self, found: Mapping[str, TensorEntry], pieces: list[Piece]) -> Steps[None]:
+    def _plan_foreign(self, found: Mapping[str, TensorEntry], pieces: list[Piece]) -> None:
         """Plan the reads of a foreign checkpoint. ``found`` has the tensors whose zips could be opened. Called in a
         worker thread."""
         if not self.manifest.checked:
             self.unverified.update(self.manifest.entries)
         for fqn, entry in self.manifest.entries.items():
-            yield
+            pause_point()
             if not isinstance(entry, TensorEntry):
                 continue
             if any(map(has_no_checksum, entry.chunks)):
@@ -398,7 +394,7 @@ class Verification:
     def _sort_out(self, errors: Mapping[str, Unlocated]) -> None:
         """Record damage. Put tensors of a kind that this version does not read aside, to be compared as a whole. Called
         in a worker thread."""
-        for fqn, error in yielding_gil(errors.items()):
+        for fqn, error in paced(errors.items()):
             with self._noting(fqn):
                 if not isinstance(error, UnsupportedCheckpointError):
                     raise error
@@ -408,14 +404,13 @@ class Verification:
                 whole = isinstance(entry, TensorEntry)  # compressed ones are checked with those of other tensors
                 self._opaque.extend((fqn, chunk) for chunk in entry.chunks if not (whole and chunk.transform))
 
-    @sliced
-    def _whole_items(self) -> Steps[list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]]:
+    def _whole_items(self) -> list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]:
         """Return the items of other writers that are read as a whole: values, including those that DCP's planner has
         pickled in a checkpoint of sidestream, and compressed items. Called in a worker thread."""
         found: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]] = []
         if not self.manifest.exact:
             for fqn, entry in self.manifest.entries.items():
-                yield
+                pause_point()
                 if isinstance(entry, ValueEntry) and not entry.inline:
                     found.append((fqn, entry, entry))
                 elif isinstance(entry, TensorEntry):
@@ -511,7 +506,7 @@ def _places(entry: Entry | None) -> Iterator[object]:
 
 
 def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk | ValueEntry]]) -> int:
-    return sum(gathered(piece.nbytes for piece in pieces)) + sum(gathered(item.item_bytes for _, _, item in whole))
+    return sum(collected(piece.nbytes for piece in pieces)) + sum(collected(item.item_bytes for _, _, item in whole))
 
 
 def _differences(
@@ -520,12 +515,12 @@ def _differences(
     """Return the places where ``.metadata`` contradicts the manifest. ``attribute`` is the name of the attribute that
     points to the manifest."""
     try:
-        metadata = run_sliced(read_dcp_description(raw))
+        metadata = read_dcp_description(raw)
     except UnsupportedCheckpointError as error:
         if not manifest.exact:
             raise
         return [CorruptCheckpointError(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
-    compared = gathered(compare_metadata(manifest, metadata))
+    compared = collected(compare_metadata(manifest, metadata))
     found = [one for one in compared if one is not None]
     pointer = metadata.attributes.get(attribute)
     if pointer is None or not raw.endswith(attribute_end(attribute, pointer)):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from .._load.open.steps import Step, look_at, steps_among
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import current_deadline, io_threads, yielding_gil
+from .._runtime.threads import current_deadline, io_threads, paced
 from .._storage import MARKER, Store
 from ..errors import InvalidOptionError
 
@@ -136,4 +136,4 @@ async def check_run(store: Store) -> None:
 
 def _has_own_manifest(names: Iterable[str]) -> bool:
     """Return whether the names include a manifest of sidestream. Called in a worker thread."""
-    return any(_MANIFEST.fullmatch(name) for name in yielding_gil(names))
+    return any(_MANIFEST.fullmatch(name) for name in paced(names))

@@ -17,13 +17,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, InvalidStateError
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
 from itertools import repeat, starmap
 from operator import attrgetter
@@ -34,12 +34,11 @@ import anyio
 from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, allocating, mark_stuck
 from .abandoned import put_back, take_abandoned, waiting_for_thread
 from .gil import give_turns, holding_gil, slice_s, stop_turns, yield_gil
-from .steps import Steps, by_size, chunked, collected
+from .pauses import by_size, chunked, collected, pace_this_thread, paced, pause_if_due, pause_point
 
 __all__ = [
     "Condition",
     "Deadline",
-    "Steps",
     "Stop",
     "ThreadFuture",
     "Threads",
@@ -47,23 +46,23 @@ __all__ = [
     "by_size",
     "chunked",
     "clear_gradually",
+    "collected",
     "current_deadline",
     "doing",
     "end_abandoned",
-    "gathered",
     "holding_gil",
     "in_background",
     "interpreter_ends",
     "io_threads",
+    "paced",
+    "pause_if_due",
+    "pause_point",
     "read_threads",
     "release_in_background",
     "result_of",
-    "run_sliced",
-    "sliced",
     "time_limit",
     "wait_for_change",
     "write_threads",
-    "yielding_gil",
 ]
 
 with suppress(ImportError):
@@ -77,8 +76,7 @@ _GRACE_S = 5.0
 """How long past the deadline ``Threads.wait`` waits for a thread that was signalled to stop, before it leaves the
 thread in its system call."""
 
-_STEPS_PER_CLOCK = 8  # between two readings of the clock
-_DROPPED_AT_ONCE = 32  # objects whose memory is freed within one step
+_DROPPED_AT_ONCE = 32  # objects whose memory is freed between two points for pauses
 
 _TORCH_WORK_S = 3.0
 """How long the interpreter waits at its end for work that calls torch. A process must end within 5 s, also while its
@@ -362,15 +360,6 @@ class Threads(Executor):
         future = self.submit(lambda: _within(work, fn, *args))
         return await self.wait(future, work, stop=stop, idle=idle)
 
-    async def run_sliced(
-        self,
-        fn: Callable[[*Ts], Steps[T]],
-        *args: *Ts,
-    ) -> T:
-        """Run the steps that ``fn`` returns in a thread, in slices of time, and return their result, as ``run``
-        does."""
-        return await self.run(sliced(fn), *args)
-
     async def wait(
         self,
         future: Future[T],
@@ -465,10 +454,12 @@ def wait_for_change(changed: threading.Condition, stop: Stop, name: str) -> None
 
 
 class _Work:
-    """The work of a thread. ``str()`` says what it does at the moment."""
+    """The work of a thread. ``str()`` says what it does at the moment. ``slice_began_at`` is when the work or its last
+    pause ended its wait for the GIL, in ``time.perf_counter`` seconds."""
 
     def __init__(self, name: str) -> None:
         self.doing = name
+        self.slice_began_at = time.perf_counter()
 
     def __str__(self) -> str:
         return self.doing
@@ -498,6 +489,7 @@ def doing(what: str) -> Iterator[None]:
 def _within(work: _Work, fn: Callable[[*Ts], T], *args: *Ts) -> T:
     """Call ``fn`` in a thread. A failed allocation raises a typed error."""
     _current.work = work
+    work.slice_began_at = time.perf_counter()
     with allocating(str(work)):
         return fn(*args)
 
@@ -521,65 +513,20 @@ class TorchThreads(Threads):
         return partial(_resolve, left)
 
 
-class _Pause:
-    """The end of each slice of time in which a worker thread holds the GIL. Raises ``DeadlineExceededError`` inside of
-    ``Threads.run`` when the deadline of that call has passed, because an event loop can stop waiting for a thread but
-    cannot stop it.
+def _pause() -> None:
+    """Release the GIL in a worker thread if its slice of time (``slice_s()``) is over. Raises ``DeadlineExceededError``
+    inside of ``Threads.run`` when the deadline of that call has passed, because an event loop can stop waiting for a
+    thread but cannot stop it.
 
     Without slices, pure Python holds the GIL for one switch interval (5 ms) after the other, and the loop waits for
     each. ``sleep(0)`` releases the GIL for too short a time for another thread to acquire it.
     """
-
-    def __init__(self) -> None:
-        self._yielded_at = time.perf_counter()
-
-    def if_due(self) -> None:
-        """Release the GIL if the slice (``slice_s()``) is over."""
-        if time.perf_counter() - self._yielded_at > slice_s():
-            if (deadline := _deadline.get()) is not None:
-                deadline.check(str(_current.work))
-            yield_gil()
-            self._yielded_at = time.perf_counter()
-
-
-def run_sliced(steps: Steps[T]) -> T:
-    """Run ``steps`` to the end in a worker thread, in slices of time, and return their result."""
-    pause = _Pause()
-    try:
-        while True:
-            for _ in range(_STEPS_PER_CLOCK):
-                next(steps)
-            pause.if_due()
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    finally:
-        steps.close()
-
-
-def sliced(fn: Callable[P, Steps[T]]) -> Callable[P, T]:
-    """Make a function that is called in a worker thread from one that returns steps."""
-
-    @wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        return run_sliced(fn(*args, **kwargs))
-
-    return run
-
-
-def gathered(items: Iterable[T], every: int = 32) -> list[T]:
-    """Return a list of ``items`` in a worker thread, in slices of time."""
-    return run_sliced(collected(items, every))
-
-
-def yielding_gil(items: Iterable[T], every: int = 32) -> Iterator[T]:
-    """Iterate over ``items`` in a worker thread, in slices of time. The clock is read once for every ``every`` items; a
-    pause costs about as much as a hundred of them."""
-    pause = _Pause()
-    for number, item in enumerate(items, 1):
-        yield item
-        if number % every == 0:
-            pause.if_due()
+    work = _current.work
+    if time.perf_counter() - work.slice_began_at > slice_s():
+        if (deadline := _deadline.get()) is not None:
+            deadline.check(str(work))
+        yield_gil()
+        work.slice_began_at = time.perf_counter()
 
 
 class _Emptied(Protocol):
@@ -588,15 +535,14 @@ class _Emptied(Protocol):
     def popitem(self) -> object: ...
 
 
-@sliced
-def clear_gradually(*containers: _Emptied | list[Any]) -> Steps[None]:
-    """Empty containers in a worker thread, in slices of time. Freeing 10,000 records at once would hold the GIL for
+def clear_gradually(*containers: _Emptied | list[Any]) -> None:
+    """Empty containers, with pauses. Freeing 10,000 records at once would hold the GIL for
     milliseconds."""
     for container in containers:
         drop = container.pop if isinstance(container, list) else container.popitem
         while len(container):
             deque(starmap(drop, repeat((), min(_DROPPED_AT_ONCE, len(container)))), maxlen=0)
-            yield
+            pause_point()
 
 
 @dataclass(slots=True)
@@ -638,6 +584,7 @@ def _resolve(future: Future[None]) -> None:
 
 def _serve(work: queue.SimpleQueue[_WorkItem | None], lock: threading.Lock, idle: _Idle, lull: Lull | None) -> None:
     """Do the work of a pool. A thread keeps no reference to the pool, which ends its threads when it is freed."""
+    pace_this_thread(_pause)
     while True:
         try:
             item = work.get(timeout=None if lull is None else lull.due_s())

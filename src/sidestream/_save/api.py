@@ -17,7 +17,7 @@ from .._layout.values import copy_value, encode_metadata
 from .._runtime.caller import in_calling_thread
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded, running_loop
-from .._runtime.threads import Deadline, io_threads, run_sliced
+from .._runtime.threads import Deadline, io_threads
 from .._staging import AsyncStager, Captured, PlanCache, capture
 from .._storage import Location, check_sources, locate_directory
 from .._worker.client import Worker, choose_worker
@@ -366,4 +366,4 @@ async def _prewarm_for(stager: AsyncStager, state: Mapping[str, Any], plan: LayO
 
 def plan_alone(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
     """Plan the save of one process, in a thread."""
-    return run_sliced(plan_save(plans, budget_bytes, captured))
+    return plan_save(plans, budget_bytes, captured)

@@ -12,7 +12,7 @@ from functools import partial
 
 from .._group import Operation, Stopped, has_ended
 from .._load.open.steps import read_marker
-from .._runtime.threads import Deadline, Steps, io_threads, sliced, time_limit
+from .._runtime.threads import Deadline, io_threads, pause_point, time_limit
 from .._storage import run_without_loop
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
 from ..options import Outcome
@@ -247,12 +247,11 @@ def _pack(receipt: RankReceipt, layout: SharedLayout, seconds: Mapping[str, floa
     return join_pieces(head, layout.pack(receipt))
 
 
-@sliced
-def _unpack(packed: Sequence[bytes], layout: SharedLayout) -> Steps[list[tuple[RankReceipt, Mapping[str, float]]]]:
+def _unpack(packed: Sequence[bytes], layout: SharedLayout) -> list[tuple[RankReceipt, Mapping[str, float]]]:
     """Return the receipts of all ranks, and the times of their phases. Called in a worker thread."""
     received = []
     for rank, raw in enumerate(packed):
-        yield
+        pause_point()
         head, content = split_pieces(raw, 2)
         told = json.loads(head)
         receipt = RankReceipt(told["files"], layout.unpack(rank, content), told["crcs"])

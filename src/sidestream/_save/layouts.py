@@ -29,7 +29,7 @@ from .._layout.save_layout import SavePlan
 from .._layout.sharded.assign import Assignment, RankReport, assign
 from .._layout.sharded.rank_layout import RankPlan, encode_values, lay_out_rank, replica_digests
 from .._layout.sharded.rank_table import Row, local_table, parse_rows
-from .._runtime.threads import Steps, gathered, io_threads, run_sliced
+from .._runtime.threads import collected, io_threads, pause_point
 from .._runtime.torch_probes import TORCH_VERSION
 from .._staging import Captured, PlanCache
 from ..errors import InvalidOptionError, SidestreamError
@@ -120,8 +120,8 @@ class AgreedLayout:
         """Return the plan of this rank. Called in the stager's thread. Raises ``Stopped`` if another rank has
         failed."""
         operation = self._operation
-        table = run_sliced(local_table(plans, captured))
-        values = run_sliced(encode_values(table))
+        table = local_table(plans, captured)
+        values = encode_values(table)
         agreements = _agreements(operation)
         known = agreements.known  # what other saves drop while this one is planned stays usable
         heard: _Heard = _Heard(known)
@@ -139,7 +139,7 @@ class AgreedLayout:
         if answer["detail"]:
             rows, digests = table.held.raw_rows if answer["rows"] else b"", json.dumps(dict(values.digests)).encode()
             # Replicas are compared in the first save of a state dict, not in each one: it takes time for each tensor.
-            replicas = b"" if answer["agreement"] in known else run_sliced(replica_digests(table)).tobytes()
+            replicas = b"" if answer["agreement"] in known else replica_digests(table).tobytes()
             detail = join_pieces(rows, table.held.raw_boxes, digests, replicas)
             raw = operation.exchange("assign", detail, lambda parts: self._second(heard, parts))
             if raw:
@@ -147,9 +147,7 @@ class AgreedLayout:
         if agreement is None:
             agreement = known[answer["agreement"]]
         agreements.put(agreement)
-        plan = run_sliced(
-            lay_out_rank(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
-        )
+        plan = lay_out_rank(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
         self._planned = Planned(plan, agreement, answer["layout"], heard.fragments, captured.containers)
         operation.first = answer["first"]
         operation.step = "write"
@@ -188,14 +186,14 @@ class AgreedLayout:
         tables: dict[str, Sequence[Row]] = {}
         for table, (rows, *_) in zip(heard.tables, details, strict=True):
             if table not in tables:
-                tables[table] = run_sliced(parse_rows(rows))
+                tables[table] = parse_rows(rows)
         _compare_values([tables[table] for table in heard.tables], [json.loads(values) for _, _, values, _ in details])
         if heard.known:
             return b""
         self._compare_replicas(heard.tables, tables, [replicas for *_, replicas in details])
         ranks = [RankReport(table, boxes) for table, (_, boxes, *_) in zip(heard.tables, details, strict=True)]
-        shared, assignments = run_sliced(assign(ranks, tables))
-        body, head = run_sliced(root_body(shared)), run_sliced(described(shared))
+        shared, assignments = assign(ranks, tables)
+        body, head = root_body(shared), described(shared)
         heard.made = Agreement(heard.name, assignments[0], shared, body, head)
         return [assignment.pack() for assignment in assignments]
 
@@ -204,7 +202,7 @@ class AgreedLayout:
     ) -> None:
         """Log a warning for small tensors of one name that differ between ranks, once for each set of names. The save
         continues: the buffers of a DDP model differ too, and it does not matter which of them is saved."""
-        differ = run_sliced(_differing_replicas(table_of, tables, told))
+        differ = _differing_replicas(table_of, tables, told)
         warned = _agreements(self._operation).warned
         if differ and differ.keys() not in warned:
             warned.append(differ.keys())
@@ -325,7 +323,7 @@ def _compare_values(tables: Sequence[Sequence[Row]], digests: Sequence[Mapping[s
 
 def _differing_replicas(
     table_of: Sequence[str], tables: Mapping[str, Sequence[Row]], told: Sequence[bytes]
-) -> Steps[dict[str, tuple[int, int]]]:
+) -> dict[str, tuple[int, int]]:
     """Return the names of the tensors that differ, each with two ranks. ``told`` has the digests of each rank. If many
     ranks with the same table differ, only the first of them are compared."""
     distinct: dict[str, dict[bytes, int]] = {}
@@ -339,7 +337,7 @@ def _differing_replicas(
     for table, of_table in distinct.items() if several else ():
         for raw, rank in of_table.items():
             for row, digest in zip(tables[table], array("Q", raw), strict=True):
-                yield
+                pause_point()
                 if digest and first.setdefault(row.fqn, (rank, digest))[1] != digest:
                     differ.setdefault(row.fqn, (first[row.fqn][0], rank))
     return differ
@@ -353,7 +351,7 @@ def _listed(differ: Mapping[str, tuple[int, int]]) -> str:
 def commit_files(manifest: Manifest, saved_at: int, described: Described | None = None) -> dict[str, list[bytes]]:
     """Return the files of the manifest and of the marker for ``manifest``. If ``described`` is given, it has the
     entries in place of ``manifest``. Called in a worker thread."""
-    described = run_sliced(describe(manifest.entries)) if described is None else described
+    described = describe(manifest.entries) if described is None else described
     raw = described.manifest(manifest, TORCH_VERSION)
     return {
         manifest_name(manifest.save_id): [raw],
@@ -380,7 +378,7 @@ class NativeLayout:
         files = {names[name]: nbytes for name, nbytes in plan.files.items()}
 
         def content() -> tuple[dict[str, int], Described, Mapping[str, str]]:
-            return _file_crcs(plan, written, names), run_sliced(plan.describe(written, names)), plan.containers
+            return _file_crcs(plan, written, names), plan.describe(written, names), plan.containers
 
         return RankReceipt(files, content)
 
@@ -445,7 +443,7 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
     0. ``layout`` is the digest of these places. ``stable`` says that they are valid for the next save too."""
     plan = planned.plan
     names = {name: order.transaction.committed_name(name) for name in plan.files}
-    chunks = gathered(plan.chunks(sums, names))
+    chunks = collected(plan.chunks(sums, names))
     values = [
         (row, fqn, names[plan.values_file], offset, nbytes, node)
         for row, fqn, offset, nbytes, node in plan.value_places
@@ -454,7 +452,7 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
         [(row, chunk) for row, _, chunk in chunks],
         [(row, file, offset, nbytes, node) for row, _, file, offset, nbytes, node in values],
     )
-    part = b"".join(gathered(lines))
+    part = b"".join(collected(lines))
     # On object storage names contain the id of the save, so the places are new in each save.
     stable = all(name == published for name, published in names.items())
     new = not stable or planned.known_layout != plan.layout.digest
@@ -462,7 +460,7 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
     facts = {"new": new, "stable": stable, "layout": layout, "part": name, "containers": planned.containers}
     content = join_pieces(
         json.dumps(facts).encode(),
-        run_sliced(places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks)) if new else b"",
+        places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks) if new else b"",
         places_of_values((fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values),
     )
     crcs = _file_crcs(plan, sums, names)

@@ -21,15 +21,7 @@ from .._format.shard import BlockSums, ShardLayout
 from .._layout.names import renamed_state
 from .._layout.save_layout import PlannedFiles
 from .._runtime.caller import withdraw_if_interrupted
-from .._runtime.threads import (
-    Deadline,
-    Stop,
-    release_in_background,
-    result_of,
-    run_sliced,
-    time_limit,
-    write_threads,
-)
+from .._runtime.threads import Deadline, Stop, release_in_background, result_of, time_limit, write_threads
 from .._staging import AsyncStager, Captured, PlanCache, SnapshotReader, Staging, borrow, give_back
 from .._storage import Body, BytesBody, ShardBody
 from ..errors import (
@@ -230,7 +222,7 @@ def saved_as(lay_out: LayOut, options: SaveOptions, url: str, *, others: bool) -
         return lay_out
 
     def renamed(plans: PlanCache, budget_bytes: int, captured: Captured) -> object:
-        captured = run_sliced(renamed_state(captured, names, dtype, url, others=others))
+        captured = renamed_state(captured, names, dtype, url, others=others)
         return lay_out(plans, budget_bytes, captured)
 
     return renamed

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .._runtime.rate import RateLimiter
-from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, yielding_gil
+from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, paced
 from .._runtime.torch_probes import extent_bytes, lazy_bits, neg_view, storage_key
 from ..errors import (
     ArenaExhaustedError,
@@ -418,7 +418,7 @@ class DeviceEngine:
         try:
             self.driver.enter(part.side.device)
             self.driver.synchronize(part.end)
-            for copy in yielding_gil(part.scatter, _EVERY):
+            for copy in paced(part.scatter, _EVERY):
                 self._scatter(part, copy, stop)
         except BaseException as failure:
             error = translated(failure, f"while waiting for copies from {part.side.device}", part.stage.names)

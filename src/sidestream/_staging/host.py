@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from .._runtime.rate import RateLimiter
-from .._runtime.threads import Stop, TorchThreads, yielding_gil
+from .._runtime.threads import Stop, TorchThreads, paced
 from .._runtime.torch_probes import convert_all, copyable, extent_bytes, lazy_bits
 from ..errors import ClosedError, UnsupportedTensorError
 from .image import Copies, Copy
@@ -72,7 +72,7 @@ class HostEngine:
             self._helpers.close()
 
     def _work(self, crew: _Crew, base: int, pace: RateLimiter, stop: Stop) -> None:
-        breath = yielding_gil(itertools.repeat(None), every=1)
+        breath = paced(itertools.repeat(None), every=1)
         while (index := crew.take()) is not None:
             try:
                 stop.check()

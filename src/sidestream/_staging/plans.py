@@ -10,21 +10,21 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from .._runtime.steps import Steps
+from .._runtime.pauses import pause_point
 from .._runtime.torch_probes import guard_of, lazy_bits
 
 __all__ = ["PlanCache", "fingerprint"]
 
 T = TypeVar("T")
 _KEPT = 4
-_SOME = 64  # tensors: a step of some 100 us, and they stay in the processor's cache from one column to the next
+_SOME = 64  # tensors: some 100 us of work, and they stay in the processor's cache from one column to the next
 _STORAGE, _ADDRESS = torch.Tensor.untyped_storage, torch.Tensor.data_ptr
 _OFFSET: Callable[[torch.Tensor], Any] = torch.Tensor.storage_offset
 _NESTED = attrgetter("is_nested")
 _BYTES, _BEGIN, _KEY = torch.UntypedStorage.nbytes, torch.UntypedStorage.data_ptr, attrgetter("_cdata")
 
 
-def fingerprint(tensors: Iterable[torch.Tensor]) -> Steps[tuple[Hashable, ...]]:
+def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
     """Return what a layout depends on: dtype, shape, strides, storage, and place in it of every tensor.
 
     A tensor that was replaced, resized or moved changes the fingerprint, so a plan is applied only to the tensors that
@@ -34,7 +34,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> Steps[tuple[Hashable, ...]]:
     seen: list[Hashable] = []  # flat, because a tuple per tensor would be one more object for the garbage collector
     storages: dict[int, int] = {}
     for tensor in tensors:
-        yield
+        pause_point()
         if tensor.layout is not torch.strided or tensor.is_nested:
             seen.append(tensor.layout)
             continue
@@ -62,7 +62,7 @@ class _Look:
     other one does: no two tensors at the same addresses can then share a storage."""
 
     @classmethod
-    def at(cls, tensors: Sequence[torch.Tensor]) -> Steps[_Look | None]:
+    def at(cls, tensors: Sequence[torch.Tensor]) -> _Look | None:
         """Return the look of ``tensors``. None if they cannot be compared in this way."""
         look, storages, begins = cls(count=len(tensors)), dict[int, int](), set[int]()
         for start in range(0, len(tensors), _SOME):
@@ -75,12 +75,12 @@ class _Look:
             look.guards.append(guard)
             look.columns.append(_columns(some, start, storages))
             begins.update(map(_BEGIN, map(_STORAGE, some)))
-            yield
+            pause_point()
         if len(begins) == len(tensors) and all(0 not in addresses for addresses, *_ in look.columns):
             look.numbered, look.columns = False, [(*columns, []) for *columns, _ in look.columns]
         return look
 
-    def matches(self, tensors: Sequence[torch.Tensor]) -> Steps[bool]:
+    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether ``tensors`` have the same look as those of ``at``."""
         if len(tensors) != self.count:
             return False
@@ -91,7 +91,7 @@ class _Look:
             # A comparison with a nested tensor would end the process: an exception of C++ leaves the guard.
             if any(map(_NESTED, some)) or not guard(some) or _columns(some, start, storages) != columns:
                 return False
-            yield
+            pause_point()
         return True
 
 
@@ -123,26 +123,25 @@ class PlanCache:
         self.made: int = 0
         """How many plans had to be made."""
 
-    def get(self, key: Hashable, make: Callable[[], Steps[T]]) -> Steps[T]:
-        """Return the plan for ``key``. If it is not cached, ``make`` makes it in steps."""
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the plan for ``key``. If it is not cached, ``make`` makes it."""
         for kept in list(self._kept):
             if kept.look is None and kept.key == key:
                 known: T = self._used(kept)
                 return known
-        made = yield from make()
-        return self._added(_Kept(key, None, made))
+        return self._added(_Kept(key, None, make()))
 
-    def get_for(self, tensors: Sequence[torch.Tensor], key: Hashable, make: Callable[[], Steps[T]]) -> Steps[T]:
-        """Return the plan for ``key`` and tensors with the look of ``tensors``. If it is not cached, ``make`` makes it
-        in steps."""
+    def get_for(self, tensors: Sequence[torch.Tensor], key: Hashable, make: Callable[[], T]) -> T:
+        """Return the plan for ``key`` and tensors with the look of ``tensors``. If it is not cached, ``make`` makes
+        it."""
         for kept in list(self._kept):
-            if kept.look is not None and kept.key == key and (yield from kept.look.matches(tensors)):
+            if kept.look is not None and kept.key == key and kept.look.matches(tensors):
                 known: T = self._used(kept)
                 return known
-        look = yield from _Look.at(tensors)
+        look = _Look.at(tensors)
         if look is None:
-            return (yield from self.get((key, (yield from fingerprint(tensors))), make))
-        made = yield from make()
+            return self.get((key, fingerprint(tensors)), make)
+        made = make()
         return self._added(_Kept(key, look, made))
 
     def _used(self, kept: _Kept[T]) -> T:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._runtime.public import public
-from .._runtime.threads import Steps, gathered, run_sliced, yielding_gil
+from .._runtime.threads import collected, paced, pause_point
 from .._runtime.torch_probes import attributes_of, check_tensor, lazy_bits, storage_key, with_attributes
 from .arena import Allocation
 from .captured import Captured, Composite
@@ -71,7 +71,7 @@ class StagePlan:
     def build(self, leases: Sequence[Allocation]) -> StagedState:
         """Build the state dict over ``leases``, each of which has been filled according to its image."""
         slots: dict[tuple[int, int], torch.Tensor] = {}
-        tensors = gathered(_tensor(view, leases, slots) for view in self.views)
+        tensors = collected(_tensor(view, leases, slots) for view in self.views)
         return StagedState(_filled(self.root, tensors))
 
 
@@ -118,15 +118,15 @@ def plan_stage(plans: PlanCache, captured: Captured) -> StagePlan:
     Tensors that share a storage also share it in the copy. Bytes to which no tensor refers are not copied. Only the
     copies of the plan refer to sources. Raises ``UnsupportedTensorError`` for a tensor that cannot be staged.
     """
-    root = _template(captured.root, "", yielding_gil(itertools.count(), _EVERY), captured.held)
-    return run_sliced(_planned(plans, root, captured.tensors))
+    root = _template(captured.root, "", paced(itertools.count(), _EVERY), captured.held)
+    return _planned(plans, root, captured.tensors)
 
 
-def _planned(plans: PlanCache, root: Any, tensors: list[torch.Tensor]) -> Steps[StagePlan]:
-    views, images = yield from plans.get_for(tensors, "stage", lambda: _place(tensors))
+def _planned(plans: PlanCache, root: Any, tensors: list[torch.Tensor]) -> StagePlan:
+    views, images = plans.get_for(tensors, "stage", lambda: _place(tensors))
     layouts: list[ImageLayout] = []
     for image in images:
-        layouts.append((yield from image.over(tensors)))
+        layouts.append(image.over(tensors))
     return StagePlan(root, views, tuple(layouts))
 
 
@@ -172,11 +172,11 @@ class _Image:
     nbytes: int
     places: tuple[_Place, ...]
 
-    def over(self, tensors: Sequence[torch.Tensor]) -> Steps[ImageLayout]:
+    def over(self, tensors: Sequence[torch.Tensor]) -> ImageLayout:
         copies: list[Copy] = []
         for place in self.places:
             copies.append(Copy(tensors[place[0]], *place[1:]))
-            yield
+            pause_point()
         return ImageLayout(self.nbytes, tuple(copies))
 
 
@@ -205,12 +205,12 @@ class _Images:
         self._places, self._position = [], 0
 
 
-def _place(tensors: list[torch.Tensor]) -> Steps[tuple[tuple[_View, ...], tuple[_Image, ...]]]:
+def _place(tensors: list[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[_Image, ...]]:
     views: dict[int, _View] = {}
     images = _Images()
-    runs = yield from _runs(tensors)
+    runs = _runs(tensors)
     for run in sorted(runs, key=lambda run: run.members[0]):
-        yield
+        pause_point()
         nbytes = run.end - run.start
         image, start = images.place(run.members[0], nbytes, run.start)
         for index in run.members:
@@ -235,12 +235,12 @@ class _Run:
     members: list[int]
 
 
-def _runs(tensors: list[torch.Tensor]) -> Steps[list[_Run]]:
+def _runs(tensors: list[torch.Tensor]) -> list[_Run]:
     """Group tensors by storage, and join tensors whose bytes overlap. Empty tensors are left out. So are lazily
     conjugated and negated ones, because their values are not the bytes of their storage."""
     storages: dict[int, list[tuple[int, int, int]]] = {}
     for index, tensor in enumerate(tensors):
-        yield
+        pause_point()
         if tensor.numel() == 0 or lazy_bits(tensor):
             continue
         start = int(tensor.storage_offset()) * tensor.itemsize
@@ -258,7 +258,7 @@ def _runs(tensors: list[torch.Tensor]) -> Steps[list[_Run]]:
                 continue
             current = _Run(start, end, [index])
             runs.append(current)
-        yield
+        pause_point()
     return runs
 
 

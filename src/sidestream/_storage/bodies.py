@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from .._format.checksum import digest_of
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window
-from .._runtime.threads import Stop, holding_gil, wait_for_change, yielding_gil
+from .._runtime.threads import Stop, holding_gil, paced, wait_for_change
 from ..options import Digest
 
 __all__ = ["Body", "BytesBody", "FilePart", "Image", "PiecesBody", "ShardBody", "ShowingPart"]
@@ -157,7 +157,7 @@ class _WindowPart:
     def take_showing(self, stop: Stop, seen: Callable[[memoryview], object] | None) -> memoryview:
         view = self.image.wait(self.nbytes, stop=stop)
         wait = partial(wait_for_change, stop=stop, name="checksums of the windows before")
-        for _ in yielding_gil(self.sealer.seal(view, self.window, wait=wait, seen=seen), every=1):
+        for _ in paced(self.sealer.seal(view, self.window, wait=wait, seen=seen), every=1):
             stop.check()
         return view[: self.nbytes]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from .._format.layout_bytes import pack_layout, unpack_sums
 from .._runtime.error_data import error_from
-from .._runtime.threads import Deadline, Stop, run_sliced
+from .._runtime.threads import Deadline, Stop
 from .._staging import Allocation
 from .._storage import Attempt, Body, BytesBody, ShardBody, StoreAddress, Transaction
 from ..errors import ClosedError, InvalidOptionError, SidestreamError, WriterProcessError, without_frames
@@ -163,7 +163,7 @@ def _settle(file: _File) -> None:
     if isinstance(body, ShardBody) and file.sums is not None:
         _, crc_bytes = SUMS.unpack_from(file.sums)
         crcs, digests = file.sums[SUMS.size : SUMS.size + crc_bytes], file.sums[SUMS.size + crc_bytes :]
-        run_sliced(unpack_sums(body.layout, crcs, digests, body.sums))
+        unpack_sums(body.layout, crcs, digests, body.sums)
     file.sums = None
 
 
@@ -212,7 +212,7 @@ class _Exchange(WorkerRequest):
         self._sent.append(file)
         if isinstance(body, ShardBody):
             head = pack([file.name, body.digest])
-            packed = run_sliced(pack_layout(body.layout))
+            packed = pack_layout(body.layout)
             self._held.append((WorkerMessageKind.SHARD_FILE, with_length(head) + packed))
             self._send_windows(file, index, body.images)
         else:

@@ -21,7 +21,7 @@ from .._format.shard import BlockSums, ShardLayout, lay_out
 from .._format.torch_zip.file import check_value_item, open_value_item
 from .._layout.save_layout import PlannedFiles, window_bytes_for, window_copies
 from .._load.foreign.items import MAX_VALUE_BYTES
-from .._runtime.threads import Steps, by_size, gathered, run_sliced, sliced
+from .._runtime.threads import by_size, collected, pause_point
 from .._runtime.torch_probes import check_tensor, dtype_name, storage_key, transformed_stream
 from .._save.order import SaveOrder
 from .._staging import AsyncStager, Captured, ImageLayout, Staging, capture
@@ -167,14 +167,12 @@ class Outgoing:
         if nbytes > MAX_VALUE_BYTES:
             self.refused[fqn] = f"it has {nbytes} bytes, more than the {MAX_VALUE_BYTES} that are read"
         elif nbytes > _NODE_BYTES:
-            checked = check_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow)
-            self._try(fqn, lambda: run_sliced(checked))
+            self._try(fqn, lambda: check_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow))
         else:
             try:
-                return run_sliced(open_value_item(io.BytesIO(data.getbuffer()), nbytes))
+                return open_value_item(io.BytesIO(data.getbuffer()), nbytes)
             except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError):
-                opened = open_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow)
-                self._try(fqn, lambda: run_sliced(opened))
+                self._try(fqn, lambda: open_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow))
         return {"stored": "pickle"}
 
     def _try(self, fqn: str, read: Callable[[], object]) -> None:
@@ -231,12 +229,11 @@ def _receipts(
         yield item, TensorReceipt(name, shard.nbytes, file_crc, *place, packed, dtype)
 
 
-@sliced
-def _plan_group(items: Sequence[WriteItem], captured: Captured) -> Steps[PlannedFiles]:
+def _plan_group(items: Sequence[WriteItem], captured: Captured) -> PlannedFiles:
     """Return the file of a group. Called in the stager's thread."""
     tensors = list(captured.root.values())
     for item, tensor in zip(items, tensors, strict=True):
-        yield
+        pause_point()
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedTensorError(
                 f"{item.index.fqn}: cannot save {tensor.kind}; save the tensors that it is made of"
@@ -244,10 +241,10 @@ def _plan_group(items: Sequence[WriteItem], captured: Captured) -> Steps[Planned
         _check(tensor, item, held=bool(captured.held) and storage_key(tensor) in captured.held)
     frames = (frame_tensor(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
     window_bytes = window_bytes_for(sum(tensor.nbytes for tensor in tensors), _BUDGET_BYTES)
-    (shard,) = yield from lay_out(frames, _NO_LIMIT, window_bytes)
+    (shard,) = lay_out(frames, _NO_LIMIT, window_bytes)
     as_they_are = [None] * len(tensors)
     images = tuple(
-        ImageLayout(window.end - window.start, tuple(gathered(window_copies(shard, window, 0, tensors, as_they_are))))
+        ImageLayout(window.end - window.start, tuple(collected(window_copies(shard, window, 0, tensors, as_they_are))))
         for window in shard.windows
     )
     return PlannedFiles(0, (shard,), images, b"")

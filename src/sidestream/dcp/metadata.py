@@ -30,7 +30,7 @@ from .._format.marker import (
 from .._format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
 from .._format.validate import validate
 from .._layout.values import encode_value
-from .._runtime.threads import Steps, gathered, run_sliced, sliced
+from .._runtime.threads import collected, pause_point
 from .._runtime.torch_probes import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
 from ..errors import InvalidOptionError, UnsafeObjectError
 
@@ -134,8 +134,8 @@ def _manifest_of(metadata: Metadata, about: Manifest) -> tuple[bytes, bytes]:
     """Return the manifest, and its last line."""
     receipts: _Receipts = {_place(index): receipt for index, receipt in metadata.storage_data.items()}
     manifest = _manifest(metadata, receipts, about)
-    run_sliced(validate(manifest))
-    return b"".join(gathered(write_manifest(manifest, TORCH_VERSION))), metadata_line(manifest)
+    validate(manifest)
+    return b"".join(collected(write_manifest(manifest, TORCH_VERSION))), metadata_line(manifest)
 
 
 def _marked(metadata: Metadata, attribute: bytes) -> bytes:
@@ -161,13 +161,12 @@ def _reduced(properties: Any) -> tuple[Any, ...]:
     return make, args, state[:_PROPERTIES]
 
 
-@sliced
-def _manifest(metadata: Metadata, receipts: _Receipts, about: Manifest) -> Steps[Manifest]:
+def _manifest(metadata: Metadata, receipts: _Receipts, about: Manifest) -> Manifest:
     noted = metadata.planner_data
     paths = noted if type(noted) is dict else {}
     entries: dict[str, Entry] = {}
     for fqn, described in metadata.state_dict_metadata.items():
-        yield
+        pause_point()
         path = paths[fqn] if _is_path(paths.get(fqn)) else (fqn,)
         if isinstance(described, TensorStorageMetadata):
             chunks = tuple(_chunk(fqn, one.offsets, one.sizes, described, receipts) for one in described.chunks)
@@ -206,7 +205,7 @@ def _only_paths(metadata: Metadata) -> bool:
     noted = metadata.planner_data
     if type(noted) is not dict or not noted.keys() <= metadata.state_dict_metadata.keys():
         return False
-    return all(gathered(map(_is_path, noted.values())))
+    return all(collected(map(_is_path, noted.values())))
 
 
 def _is_path(path: object) -> bool:

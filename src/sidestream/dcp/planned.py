@@ -41,7 +41,7 @@ from .._layout.ranges import Box
 from .._layout.values import Allowed, decode_value
 from .._load.foreign.items import read_as_saved, read_values
 from .._load.reader import Wanted
-from .._runtime.threads import by_size, io_threads, run_sliced, yielding_gil
+from .._runtime.threads import by_size, io_threads, paced
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_info
 from .._storage import RangeSource
 from ..errors import (
@@ -183,7 +183,7 @@ def _missing(url: str, item: ReadItem) -> MissingKeysError:
 
 
 def in_batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
-    return by_size(yielding_gil(items), lambda item: math.prod(item.lengths), _BATCH_BYTES // 4)
+    return by_size(paced(items), lambda item: math.prod(item.lengths), _BATCH_BYTES // 4)
 
 
 # --- the metadata for planners ---
@@ -197,7 +197,7 @@ def metadata_of(manifest: Manifest, url: str) -> Metadata:
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, object] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for fqn, entry in yielding_gil(manifest.entries.items()):
+    for fqn, entry in paced(manifest.entries.items()):
         if isinstance(entry, OpaqueEntry) and not entry.dtype:
             continue
         if isinstance(entry, TensorEntry | OpaqueEntry):
@@ -210,7 +210,7 @@ def metadata_of(manifest: Manifest, url: str) -> Metadata:
         else:
             continue
         paths[fqn] = tuple(map(_step, entry.path))
-    noted = paths if manifest.planner_data is None else run_sliced(decode_value(manifest.planner_data, "planner_data"))
+    noted = paths if manifest.planner_data is None else decode_value(manifest.planner_data, "planner_data")
     meta = StorageMeta(checkpoint_id=url, save_id=manifest.save_id or None)
     return Metadata(described, noted, places, meta, _VERSION)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..._runtime.steps import Steps, chunked, collected
+from ..._runtime.pauses import chunked, collected, pause_point
 from ...errors import CorruptCheckpointError
 from ..pickles.tensors import DtypeNames, is_dtype
 from ..pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
@@ -67,7 +67,7 @@ class _Location:
     """The number that it gives its chunk."""
 
 
-def read_dcp_metadata(data: bytes | bytearray) -> Steps[Manifest]:
+def read_dcp_metadata(data: bytes | bytearray) -> Manifest:
     """Return the checkpoint that a ``.metadata`` file describes. It has an empty ``save_id`` and no ``files``, and has
     not been validated.
 
@@ -77,13 +77,13 @@ def read_dcp_metadata(data: bytes | bytearray) -> Steps[Manifest]:
     Raises ``CorruptCheckpointError`` if the file is malformed or has no location for a chunk, ``UnsafeObjectError`` if
     it names a type that is not part of the format, and ``UnsupportedCheckpointError`` for unknown transforms.
     """
-    metadata = _attributes((yield from decode(data, _GLOBALS, _LIMITS)), f"{_METADATA}.Metadata")
-    locations = yield from _locations(metadata.get("storage_data"))
-    entries = yield from _entries(metadata, locations)
+    metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
+    locations = _locations(metadata.get("storage_data"))
+    entries = _entries(metadata, locations)
     for value in metadata.values():  # to free 10,000 records at once would hold the GIL for milliseconds
         while isinstance(value, Pairs) and value.flat:
             del value.flat[-_FREED_IN_A_STEP:]
-            yield
+            pause_point()
     return Manifest(save_id="", entries=entries, files={})
 
 
@@ -107,16 +107,16 @@ class DcpDescription:
     hints: Mapping[_Index, object]
 
 
-def read_dcp_description(data: bytes | bytearray) -> Steps[DcpDescription]:
+def read_dcp_description(data: bytes | bytearray) -> DcpDescription:
     """Parse ``data``. Raises what ``read_dcp_metadata`` raises."""
-    metadata = _attributes((yield from decode(data, _GLOBALS, _LIMITS)), f"{_METADATA}.Metadata")
-    locations = yield from _locations(metadata.get("storage_data"))
-    hints = yield from collected((index, one.hint) for index, one in locations.items() if index[1])
-    entries = yield from _entries(metadata, locations)
-    paths = (yield from _paths(metadata.get("planner_data"))) or {}
+    metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
+    locations = _locations(metadata.get("storage_data"))
+    hints = collected((index, one.hint) for index, one in locations.items() if index[1])
+    entries = _entries(metadata, locations)
+    paths = _paths(metadata.get("planner_data")) or {}
     meta = metadata.get("storage_meta")
     described = _pairs(metadata.get("state_dict_metadata"), "state_dict_metadata")
-    properties = yield from collected(_properties(*one) if _is_tensor(one[1]) else None for one in described)
+    properties = collected(_properties(*one) if _is_tensor(one[1]) else None for one in described)
     return DcpDescription(
         entries=entries,
         attributes={name: one for name, one in metadata.items() if one is None or isinstance(one, str)},
@@ -128,12 +128,12 @@ def read_dcp_description(data: bytes | bytearray) -> Steps[DcpDescription]:
     )
 
 
-def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location]) -> Steps[dict[str, Entry]]:
+def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location]) -> dict[str, Entry]:
     """Return the entries, and remove their locations from ``locations``."""
-    paths = yield from _paths(metadata.get("planner_data"))
+    paths = _paths(metadata.get("planner_data"))
     entries: dict[str, Entry] = {}
     for key, described in _pairs(metadata.get("state_dict_metadata"), "state_dict_metadata"):
-        yield
+        pause_point()
         fqn = _fqn(key)
         if fqn in entries:
             raise CorruptCheckpointError(f".metadata: {fqn!r} is described twice", fqn=fqn)
@@ -142,7 +142,7 @@ def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location])
             where = _take(locations, fqn, None)
             entries[fqn] = ValueEntry(path, where.file, where.offset, where.length, transform=where.transform)
         else:
-            entries[fqn] = yield from _tensor_entry(fqn, path, described, locations)
+            entries[fqn] = _tensor_entry(fqn, path, described, locations)
     return entries
 
 
@@ -162,7 +162,7 @@ def _properties(key: object, described: object) -> tuple[str, tuple[object, ...]
 
 def _tensor_entry(
     fqn: str, path: tuple[Key, ...], described: object, locations: dict[_Index, _Location]
-) -> Steps[TensorEntry | OpaqueEntry]:
+) -> TensorEntry | OpaqueEntry:
     attributes = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn)
     chunks = attributes.get("chunks")
     if not isinstance(chunks, list):
@@ -170,7 +170,7 @@ def _tensor_entry(
     dtype = _dtype(attributes.get("properties"), fqn)
     shape = _dims(attributes.get("size"), fqn)
     kind = TensorEntry if dtype in DTYPES else OpaqueEntry
-    found = yield from collected(_chunk(fqn, chunk, locations) for chunk in chunks)
+    found = collected(_chunk(fqn, chunk, locations) for chunk in chunks)
     return kind(path, dtype, shape, tuple(found))
 
 
@@ -204,10 +204,10 @@ def _dtype(properties: object, fqn: str) -> str:
     return dtype.name.removeprefix("torch.")
 
 
-def _locations(storage_data: object) -> Steps[dict[_Index, _Location]]:
+def _locations(storage_data: object) -> dict[_Index, _Location]:
     locations: dict[_Index, _Location] = {}
     for key, value in _pairs(storage_data, "storage_data"):
-        yield
+        pause_point()
         index = _attributes(key, f"{_METADATA}.MetadataIndex")
         fqn = _fqn(index.get("fqn"))
         offset = index.get("offset")
@@ -224,13 +224,13 @@ def _locations(storage_data: object) -> Steps[dict[_Index, _Location]]:
     return locations
 
 
-def _paths(planner_data: object) -> Steps[dict[str, object] | None]:
+def _paths(planner_data: object) -> dict[str, object] | None:
     if not isinstance(planner_data, Pairs):  # missing, or data of a planner other than that of DCP
         return None
     found: dict[str, object] = {}
     for pairs in chunked(_pairs(planner_data, "planner_data"), _MANY):
         found.update((key, path) for key, path in pairs if isinstance(key, str))
-        yield
+        pause_point()
     return found
 
 
@@ -290,14 +290,14 @@ def _pairs(value: object, what: str) -> Pairs:
 # --- tensors that this version cannot read ---
 
 
-def with_opaque_entries(manifest: Manifest) -> Steps[Manifest]:
+def with_opaque_entries(manifest: Manifest) -> Manifest:
     """Return a foreign manifest in which each tensor whose item is too small for its elements is an ``OpaqueEntry``.
 
     Stock DCP writes such an item for a tensor subclass (of torchao, for instance): ``.metadata`` has the dtype that the
     subclass reports, and the item holds the tensors that it wraps. A damaged ``.metadata`` may look the same. The item
     distinguishes the two cases when the tensor is read.
     """
-    entries = yield from collected((fqn, _opaque_if_small(entry)) for fqn, entry in manifest.entries.items())
+    entries = collected((fqn, _opaque_if_small(entry)) for fqn, entry in manifest.entries.items())
     return replace(manifest, entries=dict(entries))
 
 

@@ -20,7 +20,7 @@ from functools import lru_cache
 from struct import Struct
 from typing import TypeAlias
 
-from ..._runtime.steps import Steps, chunked, collected
+from ..._runtime.pauses import chunked, collected, pause_point
 from ..manifest import entry_line, head_line, line_around_checksums, metadata_line
 from ..marker import Marker, marker_attribute
 from ..pickles import write as p
@@ -198,7 +198,7 @@ def path_item(key: Key) -> bytes:
     return p.text(key) if isinstance(key, str) else p.integer(key)
 
 
-_MANY = 1024  # of steps that take 0.1 us
+_MANY = 1024  # items that take 0.1 us each, between two points for pauses
 _CRC_BYTES = 4
 
 
@@ -222,23 +222,23 @@ class Described:
         return b"".join([*self.places, *metadata_end(marker)])
 
 
-def describe(entries: Mapping[str, Entry]) -> Steps[Described]:
+def describe(entries: Mapping[str, Entry]) -> Described:
     """Render the entries for both files."""
-    lines = yield from collected((entry_line(fqn, entry) for fqn, entry in entries.items()), 1)
+    lines = collected((entry_line(fqn, entry) for fqn, entry in entries.items()), 1)
     composite = any(isinstance(one, CompositeEntry) for one in stored(entries).values())
-    return Described(len(entries), lines, (yield from _places(entries)), composite)
+    return Described(len(entries), lines, _places(entries), composite)
 
 
-def metadata_of(entries: Mapping[str, Entry], marker: Marker) -> Steps[bytes]:
+def metadata_of(entries: Mapping[str, Entry], marker: Marker) -> bytes:
     """Return the ``.metadata`` of a checkpoint with these entries."""
-    return b"".join([*(yield from _places(entries)), *metadata_end(marker)])
+    return b"".join([*_places(entries), *metadata_end(marker)])
 
 
-def _places(entries: Mapping[str, Entry]) -> Steps[list[bytes]]:
+def _places(entries: Mapping[str, Entry]) -> list[bytes]:
     head = MetadataHead(_dtypes_of(stored(entries).values()))
     places: list[bytes] = []
     for fqn, entry in entries.items():
-        yield
+        pause_point()
         head.add(fqn, entry)
         places.append(places_of(fqn, entry))
     return [*head.pieces(), *places]
@@ -259,7 +259,7 @@ class Template:
         self._head = b""
 
     @classmethod
-    def of(cls, entries: Iterable[tuple[str, Entry]], dtypes: Iterable[str], items: Sequence[int]) -> Steps[Template]:
+    def of(cls, entries: Iterable[tuple[str, Entry]], dtypes: Iterable[str], items: Sequence[int]) -> Template:
         """Render ``entries``, whose tensors have these ``dtypes``. ``items`` has, for each tensor in order, the index
         of the item with its checksums. The template does not refer to ``entries``, because the garbage collector would
         traverse 10,000 of them repeatedly."""
@@ -268,7 +268,7 @@ class Template:
         line = b""
         places: list[bytes] = []
         for fqn, entry in entries:
-            yield
+            pause_point()
             made._count += 1
             head.add(fqn, entry)
             if isinstance(entry, ValueEntry | CompositeEntry):
@@ -289,12 +289,12 @@ class Template:
         made._head = b"".join(head.pieces())
         return made
 
-    def fill(self, values: Mapping[str, ValueEntry | CompositeEntry], sums: Sequence[BlockSums]) -> Steps[Described]:
+    def fill(self, values: Mapping[str, ValueEntry | CompositeEntry], sums: Sequence[BlockSums]) -> Described:
         """Fill the holes. ``values`` has the values and composite tensors in the order of the entries. Takes some 0.2
         us for each tensor."""
-        checksums = yield from _encoded(sums)
+        checksums = _encoded(sums)
         if not self._in_order:
-            checksums = yield from collected(map(checksums.__getitem__, self._items), _MANY)
+            checksums = collected(map(checksums.__getitem__, self._items), _MANY)
         holes: list[bytes] = []
         done = 0  # tensors
         for hole, (fqn, value) in zip(self._values, values.items(), strict=True):
@@ -302,9 +302,9 @@ class Template:
             holes += checksums[done : done + before]
             holes.append(entry_line(fqn, value))
             done += before
-            yield
+            pause_point()
         holes += checksums[done:]
-        places = yield from collected(map(places_of, values.keys(), values.values()))
+        places = collected(map(places_of, values.keys(), values.values()))
         written = [self._head, *_woven(self._places, places)]
         return Described(self._count, _woven(self._lines, holes), written, self._composite)
 
@@ -315,17 +315,17 @@ def _woven(pieces: Sequence[bytes], holes: Sequence[bytes]) -> list[bytes]:
     return woven
 
 
-def _encoded(sums: Iterable[BlockSums]) -> Steps[list[bytes]]:
+def _encoded(sums: Iterable[BlockSums]) -> list[bytes]:
     """Return the checksums of each item as they are between the quotation marks of a line."""
     found: list[bytes] = []
     for one in sums:
         if one.digests:
             both = zip(map(_base64, one.crcs), map(_base64, one.digests), strict=True)
-            found += yield from collected((crcs + b'","' + digests for crcs, digests in both), _MANY // 4)
+            found += collected((crcs + b'","' + digests for crcs, digests in both), _MANY // 4)
         else:
             for some in chunked(one.crcs, _MANY):
                 found += _encoded_crcs(some)
-                yield
+                pause_point()
     return found
 
 
@@ -351,33 +351,33 @@ def _base64(raw: bytes | bytearray) -> bytes:
     return b2a_base64(raw, newline=False)
 
 
-def described(shared: Shared) -> Steps[bytes]:
+def described(shared: Shared) -> bytes:
     """Return the beginning of the file, up to the places. It is the same in every save of one plan."""
     head = MetadataHead(row.dtype for row in shared.rows if row.kind == "tensor")
     first = NAMES.first_dtype + len(head.dtypes)  # the memo index of the first list of chunks
     known: dict[int, int] = {}
     for row in shared.rows:
-        yield
+        pause_point()
         if row.kind == "tensor":
             if row.pattern in known:
                 chunks = b"j" + struct.pack("<I", known[row.pattern])
             else:
                 known[row.pattern] = first + len(known)
                 boxes = (chunk_at(one.offsets, one.sizes) for one in shared.patterns[row.pattern])
-                chunks = p.list_of((yield from collected(boxes))) + _MEMOIZE
+                chunks = p.list_of(collected(boxes)) + _MEMOIZE
             head.put(row.fqn, row.path, tensor_of(head.dtypes[written_dtype(row.dtype)], row.shape, chunks))
         elif row.kind == "value":  # DCP knows no others
             head.put(row.fqn, row.path, NAMES.value + _NEW)
     return b"".join(head.pieces())
 
 
-def places_of_chunks(chunks: Iterable[tuple[str, Chunk]]) -> Steps[bytes]:
+def places_of_chunks(chunks: Iterable[tuple[str, Chunk]]) -> bytes:
     """Return the places of the chunks of one rank. ``chunks`` has pairs of FQN and chunk."""
     places = (
         index_of(p.text(fqn), chunk.offsets, None) + info_of(chunk.file, chunk.item_offset, chunk.item_bytes)
         for fqn, chunk in chunks
     )
-    return b"".join((yield from collected(places)))
+    return b"".join(collected(places))
 
 
 def places_of_values(values: Iterable[tuple[str, str, int, int]]) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Container, Iterator, Sequence
 
-from ..._runtime.steps import Steps
+from ..._runtime.pauses import pause_point
 from ...errors import CorruptCheckpointError
 from .machine import Global, Limits, Machine, Pairs, Persistent, PickledCall
 from .opcodes import HANDLERS
@@ -25,7 +25,7 @@ _STOP = ord(".")
 _STEP = 256  # opcodes, each of which takes a fraction of a microsecond
 
 
-def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _DEFAULT_LIMITS) -> Steps[object]:
+def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _DEFAULT_LIMITS) -> object:
     """Decode ``data`` to None, bool, int, float, str, bytes, bytearray, list, tuple and the records of ``machine``.
 
     Unless ``limits.depth`` is None, no container in the result contains itself, and containers are nested at most that
@@ -35,7 +35,7 @@ def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _D
     for everything else: a truncated or malformed pickle, one beyond the limits, an opcode of another protocol, trailing
     bytes.
     """
-    result, end = yield from decode_next(data, 0, allowed, limits)
+    result, end = decode_next(data, 0, allowed, limits)
     if end != len(data):
         raise CorruptCheckpointError(f"malformed pickle near byte {end}: other bytes follow its end", offset=end)
     return result
@@ -43,7 +43,7 @@ def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _D
 
 def decode_next(
     data: bytes | bytearray, start: int, allowed: Container[str], limits: Limits = _DEFAULT_LIMITS
-) -> Steps[tuple[object, int]]:
+) -> tuple[object, int]:
     """Decode the pickle that begins at byte ``start``, as ``decode`` does. Other data may follow. Returns the result
     and the end of the pickle."""
     if len(data) > limits.total_bytes:
@@ -51,21 +51,21 @@ def decode_next(
     machine = Machine(data, allowed, limits)
     machine.position = start
     try:
-        result = yield from _run(machine, limits.opcodes)
+        result = _run(machine, limits.opcodes)
     except (IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
         raise CorruptCheckpointError(
             f"malformed pickle near byte {machine.position}: {type(error).__name__}", offset=machine.position
         ) from None
     if limits.depth is not None:
-        yield from _check_nesting(result, limits.depth)
+        _check_nesting(result, limits.depth)
     return result, machine.position
 
 
-def _run(machine: Machine, opcodes: int) -> Steps[object]:
+def _run(machine: Machine, opcodes: int) -> object:
     data = machine.data
     handlers = HANDLERS
     for done in range(0, opcodes, _STEP):
-        yield
+        pause_point()
         for _ in range(min(_STEP, opcodes - done)):
             opcode = data[machine.position]
             machine.position += 1
@@ -83,7 +83,7 @@ _NESTING = (list, tuple, Pairs, PickledCall, Persistent)
 _NESTING_TYPES = frozenset(_NESTING)
 
 
-def _check_nesting(root: object, limit: int) -> Steps[None]:
+def _check_nesting(root: object, limit: int) -> None:
     """Raise ``CorruptCheckpointError`` if a container contains itself or is nested deeper than ``limit``. Every part is
     visited once at most, and nothing below the limit."""
     if type(root) not in _NESTING_TYPES:
@@ -93,7 +93,7 @@ def _check_nesting(root: object, limit: int) -> Steps[None]:
     outer = 0  # the parts whose height is 0
     todo = [root]
     while todo:
-        yield
+        pause_point()
         part = todo[-1]
         key = id(part)
         height = heights.get(key)

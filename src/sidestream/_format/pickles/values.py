@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence, Set
 from itertools import chain
 from typing import Any
 
-from ..._runtime.steps import Steps
+from ..._runtime.pauses import pause_point
 from ...errors import CorruptCheckpointError, UnsafeObjectError
 from ..records import MAX_RANK, SLICE_BYTES, Node, itemsize, node_of_bytes
 from .machine import Global, Pairs, Persistent, PickledCall
@@ -22,7 +22,7 @@ from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor
 
 __all__ = ["DICTS", "FILE_GLOBALS", "VALUE_GLOBALS", "ValueBudget", "node_of", "pairs_of", "value_globals"]
 
-_PARTS_IN_A_STEP = 64
+_PARTS_PER_PAUSE = 64
 _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMPY_KINDS = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 _DEVICE_TYPE = re.compile("[a-z0-9_]{1,32}")
@@ -109,7 +109,7 @@ def node_of(
     budget: ValueBudget,
     read_payload: Callable[[StoredTensor], bytes],
     allow: Set[str] = frozenset(),
-) -> Steps[Node]:
+) -> Node:
     """Convert ``value``, a result of ``unpickle.decode``, to a ``Node``. Its size is taken from ``budget``.
 
     ``read_payload`` returns the bytes of the storage of a tensor inside the value. Types are allowed by their qualified
@@ -128,10 +128,10 @@ class _Translator:
         self._read_payload = read_payload
         self._allow = allow
 
-    def node(self, value: object) -> Steps[Node]:
+    def node(self, value: object) -> Node:
         self._budget.spend_part()
-        if not self._budget.parts_left % _PARTS_IN_A_STEP:
-            yield
+        if not self._budget.parts_left % _PARTS_PER_PAUSE:
+            pause_point()
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
@@ -142,27 +142,27 @@ class _Translator:
         if isinstance(value, float):
             return value if math.isfinite(value) else {"float": str(value)}
         if isinstance(value, list):
-            return {"list": (yield from self._nodes(value))}
+            return {"list": self._nodes(value)}
         if isinstance(value, tuple):
-            return {"tuple": (yield from self._nodes(value))}
+            return {"tuple": self._nodes(value)}
         if isinstance(value, Pairs):
-            return {"dict": (yield from self._pairs(value))}
+            return {"dict": self._pairs(value)}
         if isinstance(value, bytes | bytearray):
             return {"bytes" if isinstance(value, bytes) else "bytearray": self._base64(value)}
         if isinstance(value, Global) and is_dtype(value.name):
             return {"dtype": value.name.removeprefix("torch.")}
         if isinstance(value, PickledCall):
-            return (yield from self._call(value))
+            return self._call(value)
         if isinstance(value, Global):
             if value.name in self._allow:
                 return {"type": value.name}
             raise UnsafeObjectError(f"the value holds {value.name} itself, which is not read as data")
         raise _malformed("a storage outside of a tensor" if isinstance(value, Persistent) else "an unknown object")
 
-    def _call(self, call: PickledCall) -> Steps[Node]:
+    def _call(self, call: PickledCall) -> Node:
         name = call.function
         if name in self._allow:
-            return (yield from self._object(call))
+            return self._object(call)
         if call.elements is not None:
             raise _malformed(f"{name} with elements")
         if name in TENSOR_REBUILDERS:
@@ -170,9 +170,9 @@ class _Translator:
         if name in _RECONSTRUCT:
             return self._ndarray(call)
         if name == "collections.OrderedDict":
-            return (yield from self._ordered_dict(call))
+            return self._ordered_dict(call)
         if name in DICTS and (pairs := pairs_of(call)) is not None:
-            return {"dict": (yield from self._pairs(pairs))}
+            return {"dict": self._pairs(pairs)}
         if name in _BYTES_IO:
             return self._bytes_io(call)
         if name == "numpy.dtype":
@@ -183,9 +183,9 @@ class _Translator:
             return self._numpy_scalar(call)
         match name.removeprefix("builtins."), call.args:
             case ("set" | "frozenset") as kind, (list(elements),):
-                return {kind: (yield from self._hashable_nodes(elements))}
+                return {kind: self._hashable_nodes(elements)}
             case "complex", (float(real), float(imaginary)):
-                return {"complex": (yield from self._nodes((real, imaginary)))}
+                return {"complex": self._nodes((real, imaginary))}
             case (("_codecs.encode" | "bytes"), _):
                 return {"bytes": self._base64(_bytes_of(call))}
             case "bytearray", ():
@@ -195,7 +195,7 @@ class _Translator:
             case "bytearray", (str(content), str(encoding)):
                 return {"bytearray": self._base64(_encode(content, encoding))}
             case "torch.Size", (tuple(sizes),) if all(type(size) is int and abs(size) < 1 << 63 for size in sizes):
-                return {"size": (yield from self._nodes(sizes))}
+                return {"size": self._nodes(sizes)}
             case "torch.device", (str(device),) if _DEVICE.fullmatch(device):
                 return {"device": device}
             case "numpy.array", (PickledCall("numpy.ndarray", (tuple(shape), str(dtype), content), None, None, None),):
@@ -212,16 +212,16 @@ class _Translator:
             raise UnsafeObjectError(f"the value asks for {name}, which is not among the types read as data")
         raise _malformed(f"{name} with arguments that it does not take")
 
-    def _object(self, call: PickledCall) -> Steps[Node]:
+    def _object(self, call: PickledCall) -> Node:
         """Return the arguments and the state from which pickle would make an object of an allowed type."""
         content: dict[str, Node] = {"type": call.function, "new": call.new}
-        content["args"] = yield from self._nodes(call.args)
+        content["args"] = self._nodes(call.args)
         if call.elements is not None:
-            content["elements"] = yield from self._nodes(call.elements)
+            content["elements"] = self._nodes(call.elements)
         if call.items is not None:
-            content["items"] = yield from self._pairs(call.items)
+            content["items"] = self._pairs(call.items)
         if call.state is not None:
-            content["state"] = yield from self.node(call.state)
+            content["state"] = self.node(call.state)
         return {"object": content}
 
     def _long(self, value: int) -> Node:
@@ -229,13 +229,13 @@ class _Translator:
         self._spend(len(digits))
         return {"int": digits}
 
-    def _ordered_dict(self, call: PickledCall) -> Steps[Node]:
+    def _ordered_dict(self, call: PickledCall) -> Node:
         # the state dict of a module has the versions of its parts in an attribute, which a value does not need
         match call.args, call.state:
             case (), None | Pairs(["_metadata", _]):
-                return {"ordered_dict": (yield from self._pairs(call.items or Pairs()))}
+                return {"ordered_dict": self._pairs(call.items or Pairs())}
             case (list(pairs),), None if call.items is None and all(map(_is_pair, pairs)):
-                return {"ordered_dict": (yield from self._pairs(Pairs(list(chain.from_iterable(pairs)))))}
+                return {"ordered_dict": self._pairs(Pairs(list(chain.from_iterable(pairs))))}
         raise UnsafeObjectError("the value holds a collections.OrderedDict with attributes, which is not read as data")
 
     def _bytes_io(self, call: PickledCall) -> Node:
@@ -285,21 +285,21 @@ class _Translator:
             raise _malformed(f"a numpy scalar of {len(data)} bytes")
         return {"numpy": {"dtype": spelled, "data": self._base64(data)}}
 
-    def _nodes(self, values: Sequence[object]) -> Steps[list[Node]]:
+    def _nodes(self, values: Sequence[object]) -> list[Node]:
         nodes: list[Node] = []
         for value in values:
-            nodes.append((yield from self.node(value)))
+            nodes.append(self.node(value))
         return nodes
 
-    def _hashable_nodes(self, values: Sequence[object]) -> Steps[list[Node]]:
-        nodes = yield from self._nodes(values)
+    def _hashable_nodes(self, values: Sequence[object]) -> list[Node]:
+        nodes = self._nodes(values)
         if not all(map(_hashable, nodes)):
             raise _malformed("a dict key or set element that cannot be hashed")
         return nodes
 
-    def _pairs(self, pairs: Pairs) -> Steps[list[Node]]:
-        keys = yield from self._hashable_nodes(pairs.flat[::2])
-        values = yield from self._nodes(pairs.flat[1::2])
+    def _pairs(self, pairs: Pairs) -> list[Node]:
+        keys = self._hashable_nodes(pairs.flat[::2])
+        values = self._nodes(pairs.flat[1::2])
         return [[key, value] for key, value in zip(keys, values, strict=True)]
 
     def _base64(self, content: bytes | bytearray) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..._runtime.steps import Steps, collected
+from ..._runtime.pauses import collected, pause_point
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ..records import MAX_RANK, Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, itemsize
 
@@ -91,7 +91,7 @@ def header_bytes(prefix: bytes | bytearray, available: int, file: str) -> int:
     return nbytes
 
 
-def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str) -> Steps[Header]:
+def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str) -> Header:
     """Return the tensors of a file by name. Their elements lie between byte ``start`` and ``file_bytes``, the end of
     the file.
 
@@ -102,7 +102,7 @@ def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str)
         content = _parse_json(raw)
         extra = content.pop("__metadata__", {})
         sharding = _parse_json(extra.get("DCP_SHARDING_INFO", "{}"))
-        slices = yield from collected((name, _slice(name, one, sharding, start, file)) for name, one in content.items())
+        slices = collected((name, _slice(name, one, sharding, start, file)) for name, one in content.items())
         header = dict(slices)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, (CorruptCheckpointError, UnsupportedCheckpointError)):
@@ -165,7 +165,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # --- shards beside a .metadata --------------------------------------------------------------------------------------
 
 
-def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> Steps[dict[str, int]]:
+def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the files of a stock checkpoint that hold safetensors, and the offset of these in each file. Byte items
     come before them.
 
@@ -177,7 +177,7 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> Steps[dict[str, i
     found: dict[str, int] = {}
     ends: dict[str, tuple[bool, int]] = {}  # of files with compressed items: whether all have bare sizes, and their end
     for fqn, entry in manifest.entries.items():
-        yield
+        pause_point()
         if not isinstance(entry, TensorEntry):
             continue
         for chunk in entry.chunks:
@@ -196,12 +196,12 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> Steps[dict[str, i
     return found
 
 
-def locate_shards(manifest: Manifest, headers: Mapping[str, Header]) -> Steps[Manifest]:
+def locate_shards(manifest: Manifest, headers: Mapping[str, Header]) -> Manifest:
     """Return the manifest with the places of the tensors in these files. Raises ``CorruptCheckpointError`` if a header
     contradicts the manifest."""
     entries: dict[str, Entry] = {}
     for fqn, entry in manifest.entries.items():
-        yield
+        pause_point()
         entries[fqn] = entry
         if isinstance(entry, TensorEntry) and any(chunk.file in headers for chunk in entry.chunks):
             chunks = [_locate(fqn, entry.dtype, chunk, headers.get(chunk.file)) for chunk in entry.chunks]
@@ -238,7 +238,7 @@ def parse_index(raw: bytes | bytearray) -> dict[str, str]:
         raise CorruptCheckpointError(f"{INDEX_NAME} is malformed ({type(error).__name__})", file=INDEX_NAME) from None
 
 
-def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] | None) -> Steps[Manifest]:
+def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] | None) -> Manifest:
     """Return the checkpoint that the files form together. With an ``index``, it has only the tensors in the index. One
     that its file lacks is damaged, and the others are read.
 
@@ -248,7 +248,7 @@ def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] 
     entries: dict[str, Entry] = {}
     for file, header in headers.items():
         for fqn, found in header.items():
-            yield
+            pause_point()
             if index is not None and index.get(fqn) != file:
                 continue
             chunk = Chunk(found.offsets, found.sizes, file, found.start, found.nbytes, payload_offset=found.start)
@@ -262,7 +262,7 @@ def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] 
             reached = tuple(map(max, entry.shape, shape))
             entries[fqn] = replace(entry, shape=reached, chunks=(*entry.chunks, chunk))
     for fqn, file in (index or {}).items():
-        yield
+        pause_point()
         if fqn not in entries:
             why = CorruptCheckpointError(f"it is in {INDEX_NAME}, but not in {file}, which that names", file=file)
             entries[fqn] = OpaqueEntry((fqn,), "", (), (), why)

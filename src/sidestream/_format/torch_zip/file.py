@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
-from ..._runtime.steps import Steps, at_once
+from ..._runtime.pauses import pause_point
 from ...errors import CorruptCheckpointError, KeyCollisionError, UnsafeObjectError, UnsupportedCheckpointError
 from ..pickles.tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, read_tensor
 from ..pickles.unpickle import Global, Limits, Pairs, Persistent, PickledCall, decode
@@ -87,7 +87,7 @@ def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "need
     archive = TorchZip(source, item_bytes)
     pickled = archive.read("data.pkl", _TENSOR_PICKLE_BYTES)
     try:
-        tensor = read_tensor(at_once(decode(pickled, TENSOR_GLOBALS, _TENSOR_LIMITS)))
+        tensor = read_tensor(decode(pickled, TENSOR_GLOBALS, _TENSOR_LIMITS))
     except UnsafeObjectError:
         kind = _other_kind(pickled)
         if kind is None:
@@ -110,7 +110,7 @@ def _foreign_payload(tensor: StoredTensor, crc: int | None) -> ForeignPayload:
 
 def open_value_item(
     source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset(), budget: ValueBudget | None = None
-) -> Steps[Node]:
+) -> Node:
     """Return the value of an item as a ``Node``. ``source`` is seekable and holds only the item, of ``item_bytes``.
 
     The size of the ``Node`` is taken from ``budget``, which grows in proportion to ``item_bytes``, or from a budget for
@@ -119,7 +119,7 @@ def open_value_item(
     """
     archive = TorchZip(source, item_bytes)
     pickled = archive.read("data.pkl", item_bytes)
-    value = yield from decode(pickled, value_globals(allow))
+    value = decode(pickled, value_globals(allow))
     budget = ValueBudget() if budget is None else budget
     budget.grant(len(pickled), item_bytes)
     payloads: dict[str, bytes] = {}
@@ -130,7 +130,7 @@ def open_value_item(
             payloads[record] = archive.read(record, item_bytes)
         return payloads[record]
 
-    return (yield from node_of(value, budget, read_payload, allow))
+    return node_of(value, budget, read_payload, allow)
 
 
 class _AnyName:
@@ -144,7 +144,7 @@ def _other_kind(pickled: bytes) -> str | None:
     """Return the kind of tensor that the pickle of an item rebuilds, for tensors that are not dense. None if it is not
     a tensor."""
     try:
-        root = at_once(decode(pickled, _AnyName(), _TENSOR_LIMITS))
+        root = decode(pickled, _AnyName(), _TENSOR_LIMITS)
     except CorruptCheckpointError:
         return None
     if isinstance(root, PickledCall) and root.function == _SUBCLASS and len(root.args) > 1:
@@ -154,14 +154,14 @@ def _other_kind(pickled: bytes) -> str | None:
     return _OTHER_KINDS.get(root.function) if isinstance(root, PickledCall) else None
 
 
-def check_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset()) -> Steps[None]:
+def check_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset()) -> None:
     """Raise ``UnsafeObjectError`` if the pickle of an item names a type that is neither data nor in ``allow``.
 
     This is cheaper than ``open_value_item`` but incomplete: a pickle with very many opcodes is not examined.
     """
     archive = TorchZip(source, item_bytes)
     try:
-        yield from decode(archive.read("data.pkl", item_bytes), value_globals(allow), Limits(opcodes=_CHECKED_OPCODES))
+        decode(archive.read("data.pkl", item_bytes), value_globals(allow), Limits(opcodes=_CHECKED_OPCODES))
     except CorruptCheckpointError:
         return
 
@@ -194,7 +194,7 @@ _TENSORS = TENSOR_REBUILDERS | _OPAQUE.keys() | {_SPARSE, _SUBCLASS, "torch._uti
 _NAME_CHARS_A_BYTE = 16  # a name repeats the keys of all enclosing containers, which are in the pickle once
 
 
-def read_torch_file(source: BinaryIO, file_bytes: int, name: str) -> Steps[Manifest]:
+def read_torch_file(source: BinaryIO, file_bytes: int, name: str) -> Manifest:
     """Return the manifest of the file ``name``, of ``file_bytes``. It is not validated yet. Payloads of tensors are
     read only inside of tuples and sets.
 
@@ -204,7 +204,7 @@ def read_torch_file(source: BinaryIO, file_bytes: int, name: str) -> Steps[Manif
     """
     source.seek(0)
     older = is_older(source.read(32))
-    storages = yield from read_legacy(source, file_bytes) if older else _read_zip(source, file_bytes)
+    storages = read_legacy(source, file_bytes) if older else _read_zip(source, file_bytes)
     root = storages.root
     budget = ValueBudget()
     budget.grant(storages.pickle_bytes, min(file_bytes, _MOST_VALUES_BYTES))
@@ -213,14 +213,14 @@ def read_torch_file(source: BinaryIO, file_bytes: int, name: str) -> Steps[Manif
         raise UnsupportedCheckpointError("the file holds something else than a dict")
     found: dict[str, Entry] = {}
     for path, value, composite in _with_parts(_leaves((), root)):
-        yield
+        pause_point()
         fqn = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
         if fqn in found or len(fqn) > MAX_FQN_CHARS:
             raise KeyCollisionError(f"two entries of the file are named {fqn[:200]!r}, or this name is too long")
         budget.spend_part()  # containers may be shared, so a small pickle may have very many leaves
         budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
         try:
-            found[fqn] = composite or (yield from _leaf(payloads, path, value, budget, name))
+            found[fqn] = composite or _leaf(payloads, path, value, budget, name)
         except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
             error.within(fqn).about(fqn=fqn)
             raise
@@ -245,10 +245,10 @@ class _ZipFile:
         return self.archive.read(_record(self.archive, stored), most_bytes)
 
 
-def _read_zip(source: BinaryIO, file_bytes: int) -> Steps[_ZipFile]:
+def _read_zip(source: BinaryIO, file_bytes: int) -> _ZipFile:
     archive = TorchZip(source, file_bytes)
     pickled = archive.read("data.pkl", _MOST_PICKLE_BYTES)
-    root = yield from decode(pickled, _ZIP_GLOBALS)
+    root = decode(pickled, _ZIP_GLOBALS)
     return _ZipFile(root, len(pickled), archive)
 
 
@@ -275,7 +275,7 @@ class _Payloads:
         return found
 
 
-def _leaf(payloads: _Payloads, path: tuple[Key, ...], value: object, budget: ValueBudget, file: str) -> Steps[Entry]:
+def _leaf(payloads: _Payloads, path: tuple[Key, ...], value: object, budget: ValueBudget, file: str) -> Entry:
     if isinstance(value, PickledCall) and value.function in TENSOR_REBUILDERS:
         stored = read_tensor(value)
         if math.prod(stored.shape) * itemsize(stored.dtype) > stored.storage_bytes:
@@ -290,7 +290,7 @@ def _leaf(payloads: _Payloads, path: tuple[Key, ...], value: object, budget: Val
     pairs = pairs_of(value)
     if pairs is not None and not len(pairs):
         return EmptyEntry(path)
-    return ValueEntry(path, file, 0, 0, (yield from node_of(value, budget, payloads.read)))
+    return ValueEntry(path, file, 0, 0, node_of(value, budget, payloads.read))
 
 
 def _opaque(path: tuple[Key, ...], call: PickledCall) -> OpaqueEntry:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from ..._runtime.steps import Steps
+from ..._runtime.pauses import pause_point
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ..pickles.tensors import PickledStorage, StoredTensor, read_storage
 from ..pickles.unpickle import Pairs, decode_next, persistent_in
@@ -52,41 +52,41 @@ class LegacyFile:
         return self.source.read(stored.storage_bytes)
 
 
-def read_legacy(source: BinaryIO, file_bytes: int) -> Steps[LegacyFile]:
+def read_legacy(source: BinaryIO, file_bytes: int) -> LegacyFile:
     """Read a file of ``file_bytes``. Of the storages only the sizes are read.
 
     Raises ``CorruptCheckpointError``, ``UnsafeObjectError`` for objects that are more than data, and
     ``UnsupportedCheckpointError`` for a file of a big-endian machine and for views of storages, which torch 0.4
     wrote."""
-    root, keys, end = yield from _read_pickles(source, min(file_bytes, _MOST_PICKLE_BYTES))
+    root, keys, end = _read_pickles(source, min(file_bytes, _MOST_PICKLE_BYTES))
     storages: dict[str, PickledStorage] = {}
     for one in persistent_in(root):
-        yield
+        pause_point()
         storage = read_storage(one)
         if storages.setdefault(storage.key, storage) != storage:
             raise CorruptCheckpointError(f"the storage {storage.key[:80]!r} has two sizes or types")
-    starts = yield from _starts(source, file_bytes, end, keys, storages)
+    starts = _starts(source, file_bytes, end, keys, storages)
     return LegacyFile(root, end, source, starts)
 
 
-def _read_pickles(source: BinaryIO, most_bytes: int) -> Steps[tuple[object, list[str], int]]:
+def _read_pickles(source: BinaryIO, most_bytes: int) -> tuple[object, list[str], int]:
     """Decode the pickles. Their length is not known before, so more of the file is read until they are complete."""
     nbytes = min(most_bytes, _FIRST_BYTES)
     while nbytes < most_bytes:
         source.seek(0)
         try:
-            return (yield from _pickles(source.read(nbytes)))
+            return _pickles(source.read(nbytes))
         except CorruptCheckpointError:
             nbytes = min(most_bytes, 16 * nbytes)
     source.seek(0)
-    return (yield from _pickles(source.read(nbytes)))
+    return _pickles(source.read(nbytes))
 
 
-def _pickles(data: bytes) -> Steps[tuple[object, list[str], int]]:
+def _pickles(data: bytes) -> tuple[object, list[str], int]:
     """Return the object, the keys of the storages, and the end of the pickles."""
     end, parts = 0, []
     for _ in range(5):
-        part, end = yield from decode_next(data, end, FILE_GLOBALS)
+        part, end = decode_next(data, end, FILE_GLOBALS)
         parts.append(part)
     magic, protocol, machine, root, keys = parts
     if magic != _MAGIC or protocol != _PROTOCOL:
@@ -103,11 +103,11 @@ def _pickles(data: bytes) -> Steps[tuple[object, list[str], int]]:
 
 def _starts(
     source: BinaryIO, file_bytes: int, end: int, keys: list[str], storages: Mapping[str, PickledStorage]
-) -> Steps[dict[str, int]]:
+) -> dict[str, int]:
     """Return the offset of each storage. The number of elements in the file has to be the one in the pickle."""
     starts: dict[str, int] = {}
     for key in keys:
-        yield
+        pause_point()
         storage = storages.get(key)
         if storage is None:
             raise CorruptCheckpointError(

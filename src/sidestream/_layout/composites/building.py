@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..._format.records import SPARSE_PARTS, CompositeEntry, Entry
-from ..._runtime.steps import Steps
+from ..._runtime.pauses import pause_point
 from ..._runtime.torch_probes import dtype_from_name, dtype_name
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError, UnsupportedTensorError, out_of_memory
 from ..values import decode_value
@@ -17,11 +17,11 @@ from .types import KnownTypes, type_of
 __all__ = ["build_composites", "check_types", "fill_sparse"]
 
 
-def check_types(entries: Mapping[str, Entry], fqns: Iterable[str], allowed: Mapping[str, type]) -> Steps[None]:
+def check_types(entries: Mapping[str, Entry], fqns: Iterable[str], allowed: Mapping[str, type]) -> None:
     """Raise ``UnsafeObjectError`` for the first of the composite tensors ``fqns`` whose type must not be
     constructed."""
     for fqn in fqns:
-        yield
+        pause_point()
         entry = entries[fqn]
         assert isinstance(entry, CompositeEntry)
         if entry.type not in SPARSE_PARTS:
@@ -30,7 +30,7 @@ def check_types(entries: Mapping[str, Entry], fqns: Iterable[str], allowed: Mapp
 
 def build_composites(
     entries: Mapping[str, Entry], fqns: Iterable[str], tensors: Mapping[str, torch.Tensor], allowed: Mapping[str, type]
-) -> Steps[dict[str, torch.Tensor]]:
+) -> dict[str, torch.Tensor]:
     """Return the composite tensors ``fqns`` over their parts, which are among ``tensors`` or among ``fqns`` themselves.
 
     Raises ``CorruptCheckpointError`` for parts that do not form a sparse tensor, ``UnsafeObjectError`` and
@@ -38,12 +38,12 @@ def build_composites(
     """
     made: dict[str, torch.Tensor] = {}
     for fqn in sorted(fqns, key=len, reverse=True):  # parts of others come first
-        yield
+        pause_point()
         entry = entries[fqn]
         assert isinstance(entry, CompositeEntry)
         names = {part: f"{fqn}.{part}" for part in entry.parts}
         parts = {part: made[name] if name in made else tensors[name] for part, name in names.items()}
-        context = yield from decode_value(entry.context, fqn, KnownTypes(fqn, allowed))
+        context = decode_value(entry.context, fqn, KnownTypes(fqn, allowed))
         if entry.type in SPARSE_PARTS:
             made[fqn] = _sparse(fqn, entry, parts, context)
         else:

@@ -17,7 +17,7 @@ from ..._format.records import (
     ValueEntry,
     stored,
 )
-from ..._runtime.steps import Steps, chunked
+from ..._runtime.pauses import chunked, pause_point
 from ...errors import KindMismatchError, ShapeMismatchError, StateMismatchError
 from ..findings import Findings, dtype_fits
 from ..flatten import CompositeLeaf, Leaf
@@ -28,7 +28,7 @@ __all__ = ["CompositeTargets", "kind_of", "saved_composites"]
 _MANY = 256
 
 
-def saved_composites(manifest: Manifest) -> Steps[tuple[frozenset[str], frozenset[str]]]:
+def saved_composites(manifest: Manifest) -> tuple[frozenset[str], frozenset[str]]:
     """Return the FQNs of the composite tensors in the checkpoint, and those of their parts."""
     wholes: list[str] = []
     parts: list[str] = []
@@ -37,7 +37,7 @@ def saved_composites(manifest: Manifest) -> Steps[tuple[frozenset[str], frozense
             if type(entry) is CompositeEntry:
                 wholes.append(fqn)
                 parts += [f"{fqn}.{part}" for part in entry.parts]
-        yield
+        pause_point()
     return frozenset(wholes), frozenset(parts)
 
 

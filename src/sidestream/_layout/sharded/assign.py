@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..._format.cover import TooIntricateError, find_overlap, volume
 from ..._format.records import Key, itemsize
 from ..._format.shared import PlacedBox, Shared, SharedRow
-from ..._runtime.steps import Steps, collected
+from ..._runtime.pauses import collected, pause_point
 from ...errors import InvalidOptionError, UnsupportedCheckpointError
 from .rank_table import Box, Row, boxes_of, unpack_boxes
 
@@ -94,7 +94,7 @@ class _Assigning:
     turn: int = 0
 
 
-def assign(ranks: Sequence[RankReport], tables: Mapping[str, Sequence[Row]]) -> Steps[tuple[Shared, list[Assignment]]]:
+def assign(ranks: Sequence[RankReport], tables: Mapping[str, Sequence[Row]]) -> tuple[Shared, list[Assignment]]:
     """Return the rows of all ranks together, and the assignment of each rank.
 
     Each box is written once. If several ranks have a box, they share a large one, which is cut along its first
@@ -105,52 +105,52 @@ def assign(ranks: Sequence[RankReport], tables: Mapping[str, Sequence[Row]]) -> 
     cohorts = [[rank for rank, report in enumerate(ranks) if report.table == digest] for digest in digests]
     boxes: list[list[list[bytes]]] = []
     for cohort in cohorts:
-        boxes.append((yield from collected((boxes_of(ranks[rank].boxes) for rank in cohort), 1)))
+        boxes.append(collected((boxes_of(ranks[rank].boxes) for rank in cohort), 1))
     world = len(ranks)
     work = _Assigning(
         ranks, [tables[digest] for digest in digests], cohorts, boxes, [0] * world, [{} for _ in ranks],
         [[] for _ in ranks], [digests.index(report.table) for report in ranks],
     )  # fmt: skip
-    merged = yield from _merge(work.tables)
-    groups, others = yield from _groups(work, merged)
+    merged = _merge(work.tables)
+    groups, others = _groups(work, merged)
     patterns: dict[tuple[object, ...], int] = {}
     placed: list[tuple[PlacedBox, ...]] = []
     of_row: dict[int, int] = {}
     by_size = sorted(groups, key=lambda group: -math.prod(group.row.shape) * itemsize(group.row.dtype))
     for group in by_size:
-        yield from _place_group(work, group, patterns, placed, of_row)
+        _place_group(work, group, patterns, placed, of_row)
     for number, where in others:
         of_row[number] = min(work.cohorts[table][0] for table, _ in where)
         work.values[of_row[number]].append(number)
-    rows = yield from collected(
+    rows = collected(
         SharedRow(row.kind, row.fqn, row.path, row.dtype, row.shape, of_row.get(number, -1), row.composite)
         for number, (row, _) in enumerate(merged.values())
     )
-    return Shared(tuple(rows), tuple(placed)), (yield from collected(_assignments(work, merged), 1))
+    return Shared(tuple(rows), tuple(placed)), collected(_assignments(work, merged), 1)
 
 
-def _merge(tables: Sequence[Sequence[Row]]) -> Steps[dict[str, tuple[Row, list[tuple[int, int]]]]]:
+def _merge(tables: Sequence[Sequence[Row]]) -> dict[str, tuple[Row, list[tuple[int, int]]]]:
     """Return each row, with the tables that have it and its index in each. Raises ``InvalidOptionError`` if the tables
     have different rows of one name."""
     merged: dict[str, tuple[Row, list[tuple[int, int]]]] = {}
     for table, rows in enumerate(tables):
         for number, row in enumerate(rows):
-            yield
+            pause_point()
             first, where = merged.setdefault(row.fqn, (row, []))
             if first[:5] != row[:5] or repr(first.composite) != repr(row.composite):  # 1 and True are equal
                 raise InvalidOptionError(
                     f"{row.fqn}: {_described(first)} to some ranks, {_described(row)} to others; rename one of them"
                 )
             where.append((table, number))
-    yield from _check_composites(merged)
-    return (yield from _without_shells(merged))
+    _check_composites(merged)
+    return _without_shells(merged)
 
 
-def _check_composites(merged: Mapping[str, tuple[Row, list[tuple[int, int]]]]) -> Steps[None]:
+def _check_composites(merged: Mapping[str, tuple[Row, list[tuple[int, int]]]]) -> None:
     """Raise ``InvalidOptionError`` for a composite tensor that is a container to other ranks."""
     composites = {row.path: (row, where) for row, where in merged.values() if row.composite is not None}
     for row, where in merged.values() if composites else ():
-        yield
+        pause_point()
         for depth in range(1, len(row.path)):
             whole, there = composites.get(row.path[:depth], (None, []))
             if whole is not None and not {table for table, _ in where} <= {table for table, _ in there}:
@@ -161,12 +161,12 @@ def _check_composites(merged: Mapping[str, tuple[Row, list[tuple[int, int]]]]) -
 
 def _without_shells(
     merged: dict[str, tuple[Row, list[tuple[int, int]]]],
-) -> Steps[dict[str, tuple[Row, list[tuple[int, int]]]]]:
+) -> dict[str, tuple[Row, list[tuple[int, int]]]]:
     """Return ``merged`` without the empty dicts that are not empty on other ranks. Raises ``InvalidOptionError`` for a
     leaf that is a container on other ranks, and for a dict that is a list on others."""
     containers: dict[tuple[Key, ...], tuple[bool, str]] = {}  # whether it is a list, and the FQN of a leaf in it
     for row, _ in merged.values():
-        yield
+        pause_point()
         for depth in range(len(row.path) - 1, 0, -1):
             path, is_list = row.path[:depth], type(row.path[depth]) is int
             known, inner = containers.setdefault(path, (is_list, row.fqn))
@@ -178,7 +178,7 @@ def _without_shells(
                 break
     shells = []
     for fqn, (row, _) in merged.items():
-        yield
+        pause_point()
         if row.path not in containers or row.composite is not None:
             continue
         if row.kind == "empty" and not containers[row.path][0]:
@@ -205,11 +205,11 @@ def _described(row: Row) -> str:
 
 def _groups(
     work: _Assigning, merged: Mapping[str, tuple[Row, list[tuple[int, int]]]]
-) -> Steps[tuple[list[_Group], list[tuple[int, list[tuple[int, int]]]]]]:
+) -> tuple[list[_Group], list[tuple[int, list[tuple[int, int]]]]]:
     found: dict[tuple[object, ...], _Group] = {}
     others = []
     for number, (row, where) in enumerate(merged.values()):
-        yield
+        pause_point()
         if row.kind != "tensor":
             if row.kind == "value":
                 others.append((number, where))
@@ -230,10 +230,10 @@ def _place_group(
     patterns: dict[tuple[object, ...], int],
     placed: list[tuple[PlacedBox, ...]],
     of_row: dict[int, int],
-) -> Steps[None]:
+) -> None:
     sets: dict[Box, list[_Holder]] = {}
     for holder in _holders(work, group):
-        yield
+        pause_point()
         sets.setdefault(holder.box, []).append(holder)
     _check_cover(group.row, list(sets))
     size = itemsize(group.row.dtype)
@@ -242,7 +242,7 @@ def _place_group(
         if len(holders) == 1:
             work.load[holders[0].rank] += math.prod(box[1]) * size * len(group.members)
     for number, where in group.members:
-        yield
+        pause_point()
         chosen: dict[Box, tuple[PlacedBox, ...]] = {}
         for box, holders in shared.items():
             order = _order(work, box, holders, where, several=len(shared) > 1)

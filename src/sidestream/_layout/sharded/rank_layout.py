@@ -17,7 +17,7 @@ from ..._format.frame import Frame, frame_tensor
 from ..._format.records import Chunk, Node
 from ..._format.shard import BlockSums, ShardLayout, lay_out
 from ..._format.values import ValueItems
-from ..._runtime.steps import Steps, collected
+from ..._runtime.pauses import collected, pause_point
 from ..._runtime.torch_probes import view_key
 from ..._staging import ImageLayout, PlanCache
 from ..save_layout import SHARD_BYTES, PlannedFiles, converted_to, window_bytes_for, window_copies
@@ -94,13 +94,13 @@ class RankPlan(PlannedFiles):
             yield row, fqn, placed.chunk(offsets, sizes, file, crcs[item], digests[item] if digests else None)
 
 
-def encode_values(table: LocalTable) -> Steps[EncodedValues]:
+def encode_values(table: LocalTable) -> EncodedValues:
     """Encode the plain values of a table. Raises ``UnsafeObjectError`` with the FQN."""
     nodes: dict[int, Node] = {}
     digests: dict[int, str] = {}
     nbytes = 0
     for number, leaf in table.values.items():
-        yield
+        pause_point()
         node = nodes[number] = encode_value(leaf.value, leaf.fqn)
         raw = json.dumps(node).encode()
         digests[number] = hashlib.blake2b(raw, digest_size=8).hexdigest()
@@ -109,20 +109,20 @@ def encode_values(table: LocalTable) -> Steps[EncodedValues]:
     return EncodedValues(nodes, digests, digest, nbytes)
 
 
-def replica_digests(table: LocalTable) -> Steps[array[int]]:
+def replica_digests(table: LocalTable) -> array[int]:
     """Return a digest for each row of a table: not zero for a small tensor in host memory that this rank has as a
     whole. If there are many, those of the smallest. Equal tensors have equal digests."""
     found = array("Q", bytes(8 * len(table.held.rows)))
     whole: list[tuple[int, int, torch.Tensor]] = []
     for item in table.held.items:
-        yield
+        pause_point()
         source, shape = table.sources[item.tensor], table.held.rows[item.row].shape
         plain = source.is_cpu and source.is_contiguous() and not (source.is_conj() or source.is_neg())
         if plain and 0 < source.nbytes <= _SMALL_BYTES and item.box[1] == shape == tuple(source.shape):
             whole.append((source.nbytes, item.row, source))
     left = _COMPARED_BYTES
     for nbytes, row, source in sorted(whole, key=lambda one: one[0]):
-        yield
+        pause_point()
         left -= nbytes
         if left < 0:
             break
@@ -139,13 +139,13 @@ def lay_out_rank(
     values: EncodedValues,
     agreement: str,
     assignment: Assignment,
-) -> Steps[RankPlan]:
+) -> RankPlan:
     """Plan the files of this rank. Equal assignments have an equal ``agreement``."""
     total = sum(source.nbytes for source in table.sources)
     window_bytes = window_bytes_for(total, budget_bytes)
     key = ("rank", agreement, window_bytes, table.key)
-    layout = yield from plans.get(key, lambda: _lay_out(table, assignment, window_bytes))
-    tensors = yield from collected(_tensor(table.sources[source.tensor], source) for source in layout.sources)
+    layout = plans.get(key, lambda: _lay_out(table, assignment, window_bytes))
+    tensors = collected(_tensor(table.sources[source.tensor], source) for source in layout.sources)
     items = ValueItems()
     places: list[tuple[int, str, int, int, Node]] = []
     for number in assignment.values:
@@ -153,8 +153,8 @@ def lay_out_rank(
         row = number if assignment.places is None else assignment.places[number]
         fqn = table.held.rows[number].fqn
         places.append((row, fqn, *items.add(fqn, node), node))
-    yield from items.check()
-    images = yield from _images(layout, tensors)
+    items.check()
+    images = _images(layout, tensors)
     return RankPlan(rank, layout.shards, tuple(images), items.content(), layout, tuple(places))
 
 
@@ -166,26 +166,26 @@ def _tensor(source: torch.Tensor, piece: _Source) -> torch.Tensor:
     return source
 
 
-def _images(layout: RankLayout, tensors: Sequence[torch.Tensor]) -> Steps[list[ImageLayout]]:
+def _images(layout: RankLayout, tensors: Sequence[torch.Tensor]) -> list[ImageLayout]:
     images: list[ImageLayout] = []
     dtypes = [source.dtype for source in layout.sources]
     before = 0
     for shard in layout.shards:
         for window in shard.windows:
-            copies = yield from collected(window_copies(shard, window, before, tensors, dtypes))
+            copies = collected(window_copies(shard, window, before, tensors, dtypes))
             images.append(ImageLayout(window.end - window.start, tuple(copies)))
         before += len(shard.items)
     return images
 
 
-def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> Steps[RankLayout]:
+def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> RankLayout:
     rows, items = table.held.rows, table.held.items
     sources: list[_Source] = []
     frames: list[Frame] = []
     known: dict[tuple[object, ...], int] = {}
     taken: list[tuple[int, Box, int]] = []  # row of the table, box, number of the source
     for number, item in enumerate(items):
-        yield
+        pause_point()
         offsets, sizes, start = *item.box, item.start
         if number in assignment.pieces:
             first, count = assignment.pieces[number]
@@ -206,13 +206,13 @@ def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> St
             sources.append(_Source(item.tensor, start, sizes, whole, converted_to(tensor, dtype)))
             frames.append(frame_tensor(dtype, sizes))
         taken.append((item.row, (offsets, sizes), known[identity]))
-    shards = tuple((yield from lay_out(frames, SHARD_BYTES, window_bytes)))
+    shards = tuple(lay_out(frames, SHARD_BYTES, window_bytes))
     where = [(shard, item) for shard, layout in enumerate(shards) for item in range(len(layout.items))]
     placed = (
         _Place(row if assignment.places is None else assignment.places[row], rows[row].fqn, box, *where[source])
         for row, box, source in taken
     )
-    places = tuple((yield from collected(placed)))
+    places = tuple(collected(placed))
     layout = [(place, shards[place.shard].items[place.item].item_offset) for place in places]
     digest = hashlib.blake2b(repr(layout).encode(), digest_size=16).hexdigest()
     return RankLayout(shards, tuple(sources), places, digest)

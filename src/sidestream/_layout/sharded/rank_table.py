@@ -20,7 +20,7 @@ from ..._format.records import (
     Key,
     name_problem,
 )
-from ..._runtime.steps import Steps, collected
+from ..._runtime.pauses import collected, pause_point
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from ..._staging import Captured, Composite, PlanCache, fingerprint
 from ...errors import CorruptCheckpointError, InvalidOptionError, UnsupportedTensorError
@@ -80,15 +80,15 @@ class LocalTable:
     key: Hashable
 
 
-def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
+def local_table(plans: PlanCache, captured: Captured) -> LocalTable:
     """Make the table of this rank. Raises ``UnsupportedTensorError``, ``KeyCollisionError``, ``UnsafeObjectError`` and
     ``InvalidOptionError`` with the FQN."""
-    leaves = yield from collected(leaves_of(captured.root))
+    leaves = collected(leaves_of(captured.root))
     sources: list[torch.Tensor] = []
     shardings: list[Hashable] = []
     composites: dict[str, CompositeEntry] = {}
     for leaf in leaves:
-        yield
+        pause_point()
         if isinstance(leaf.value, torch.Tensor):
             sources.append(leaf.value)
         elif isinstance(leaf.value, CompositeLeaf):
@@ -103,8 +103,8 @@ def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
     converted = tuple(captured.dtypes.items())
     described = tuple([json.dumps(entry.content) for entry in composites.values()])
     paths = tuple([leaf.path for leaf in leaves])
-    key = (paths, kinds, described, tuple(shardings), converted, (yield from fingerprint(sources)))
-    held = yield from plans.get(("table", key), lambda: _hold(leaves, composites, captured))
+    key = (paths, kinds, described, tuple(shardings), converted, fingerprint(sources))
+    held = plans.get(("table", key), lambda: _hold(leaves, composites, captured))
     values = {number: leaf for number, leaf in enumerate(leaves) if held.rows[number].kind == "value"}
     return LocalTable(held, sources, values, key)
 
@@ -119,13 +119,13 @@ def _refused(fqn: str, composite: Composite) -> UnsupportedTensorError:
     )
 
 
-def _hold(leaves: Sequence[Leaf], composites: Mapping[str, CompositeEntry], captured: Captured) -> Steps[Held]:
+def _hold(leaves: Sequence[Leaf], composites: Mapping[str, CompositeEntry], captured: Captured) -> Held:
     rows: list[Row] = []
     items: list[Item] = []
     known: dict[tuple[object, ...], int] = {}
     number = 0  # of the next source
     for leaf in leaves:
-        yield
+        pause_point()
         value = leaf.value
         if problem := name_problem(leaf.fqn, leaf.path):
             raise InvalidOptionError(problem)
@@ -144,7 +144,7 @@ def _hold(leaves: Sequence[Leaf], composites: Mapping[str, CompositeEntry], capt
             rows.append(Row(leaf.kind, leaf.fqn, leaf.path, entry.dtype, entry.shape, composite=entry))
         else:
             rows.append(Row(leaf.kind, leaf.fqn, leaf.path))
-    raw_rows, raw_boxes = (yield from _pack_rows(rows)), (yield from _pack_boxes(len(rows), items))
+    raw_rows, raw_boxes = _pack_rows(rows), _pack_boxes(len(rows), items)
     table = hashlib.blake2b(raw_rows, digest_size=16).hexdigest()
     digest = hashlib.blake2b(table.encode() + raw_boxes, digest_size=16).hexdigest()
     return Held(tuple(rows), tuple(items), raw_rows, raw_boxes, table, digest)
@@ -183,7 +183,7 @@ def _tensor_row(
 # --- as bytes, for rank 0 -------------------------------------------------------------------------------------------
 
 
-def _pack_rows(rows: Sequence[Row]) -> Steps[bytes]:
+def _pack_rows(rows: Sequence[Row]) -> bytes:
     lines = (
         json.dumps(
             [row.kind, row.fqn, [{"key": key.value} if isinstance(key, DictKey) else key for key in row.path]]
@@ -193,13 +193,13 @@ def _pack_rows(rows: Sequence[Row]) -> Steps[bytes]:
         )
         for row in rows
     )
-    return "\n".join((yield from collected(lines))).encode()
+    return "\n".join(collected(lines)).encode()
 
 
-def parse_rows(raw: bytes) -> Steps[list[Row]]:
+def parse_rows(raw: bytes) -> list[Row]:
     """Decode the rows that ``_pack_rows`` has made on another rank."""
     lines = raw.decode().split("\n") if raw else []
-    return (yield from collected(_parse_row(json.loads(line)) for line in lines))
+    return collected(_parse_row(json.loads(line)) for line in lines)
 
 
 def _parse_row(line: list[Any]) -> Row:
@@ -214,7 +214,7 @@ def _parse_row(line: list[Any]) -> Row:
     return Row(kind, fqn, keys, dtype, tuple(shape), tie)
 
 
-def _pack_boxes(rows: int, items: Sequence[Item]) -> Steps[bytes]:
+def _pack_boxes(rows: int, items: Sequence[Item]) -> bytes:
     """Encode the boxes of each row: their number, and the boxes. Before them is the offset of each row, so that rank 0
     can separate the rows of a thousand ranks without decoding them."""
     of_row: list[list[Item]] = [[] for _ in range(rows)]
@@ -222,7 +222,7 @@ def _pack_boxes(rows: int, items: Sequence[Item]) -> Steps[bytes]:
         of_row[item.row].append(item)
     starts, body = array("I", [0]), bytearray()
     for here in of_row:
-        yield
+        pause_point()
         body += struct.pack("<H", len(here))
         for item in here:
             body += struct.pack(f"<{2 * len(item.box[0])}q", *item.box[0], *item.box[1])

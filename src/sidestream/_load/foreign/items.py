@@ -21,17 +21,7 @@ from ..._format.torch_zip.file import Records, TensorPayload, open_tensor_item, 
 from ..._format.torch_zip.zip import TorchZip, is_older, is_zip
 from ..._format.transforms import TENSORS_ALWAYS_BYTES, VALUES_ALWAYS_BYTES, UnpackBudget, may_expand, require, unpack
 from ..._layout.values import NOTHING_ALLOWED, Allowed, decode_value
-from ..._runtime.threads import (
-    Steps,
-    Stop,
-    clear_gradually,
-    current_deadline,
-    io_threads,
-    read_threads,
-    run_sliced,
-    sliced,
-    yielding_gil,
-)
+from ..._runtime.threads import Stop, clear_gradually, current_deadline, io_threads, paced, pause_point, read_threads
 from ..._storage import RangeSource, ReadRange
 from ...errors import (
     ClosedError,
@@ -124,7 +114,7 @@ async def locate_all(
 
 def of_kind(entries: Mapping[str, Entry], kind: type[K]) -> dict[str, K]:
     """Return the entries of this kind. Called in a worker thread."""
-    return {fqn: entry for fqn, entry in yielding_gil(entries.items()) if isinstance(entry, kind)}
+    return {fqn: entry for fqn, entry in paced(entries.items()) if isinstance(entry, kind)}
 
 
 _Item: TypeAlias = tuple[str, int, TensorEntry, Chunk]
@@ -152,13 +142,12 @@ class _Locating:
     failed: dict[tuple[str, int], Unlocated] = field(default_factory=dict)
     alone: list[_Zips] = field(default_factory=list)
 
-    @sliced
-    def together(self) -> Steps[list[_Zips]]:
+    def together(self) -> list[_Zips]:
         """Return what is to be read. Called in a worker thread."""
         items: list[_Item] = []
         for fqn, entry in self.entries.items():
             for number, chunk in enumerate(entry.chunks):
-                yield
+                pause_point()
                 if _is_closed(chunk):
                     item = (fqn, number, entry, chunk)
                     if chunk.item_bytes:
@@ -168,7 +157,7 @@ class _Locating:
         items.sort(key=lambda item: (item[3].file, item[3].item_offset))
         found: list[_Zips] = []
         for item in items:
-            yield
+            pause_point()
             if not (found and _join(found[-1], item[3])):
                 found.append(_zips(item))
             else:
@@ -202,7 +191,7 @@ class _Locating:
     def _arrived(self, zips: _Zips, parts: Sequence[memoryview], earlier: Iterator[object], stop: Stop | None) -> None:
         if next(earlier, None) is not None:
             return
-        for item in yielding_gil(zips.items, _AT_A_TIME):
+        for item in paced(zips.items, _AT_A_TIME):
             if stop is not None:
                 stop.check()
             chunk = item[3]
@@ -230,14 +219,13 @@ class _Locating:
         clear_gradually(together, self.alone, self.opened, self.failed)
         return found
 
-    @sliced
-    def _results(self) -> Steps[tuple[dict[str, TensorEntry], dict[str, Unlocated]]]:
+    def _results(self) -> tuple[dict[str, TensorEntry], dict[str, Unlocated]]:
         found: dict[str, TensorEntry] = {}
         errors: dict[str, Unlocated] = {}
         for fqn, entry in self.entries.items():
             chunks: list[Chunk] = []
             for number, chunk in enumerate(entry.chunks):
-                yield
+                pause_point()
                 if (fqn, number) in self.failed:
                     errors.setdefault(fqn, self.failed[fqn, number])
                 elif (fqn, number) in self.opened:
@@ -301,7 +289,7 @@ def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> 
 
 
 def _unpacked(entry: TensorEntry, chunk: Chunk, raw: bytearray) -> bytearray:
-    return run_sliced(unpack(raw, math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES))
+    return unpack(raw, math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES)
 
 
 def _open_unpacked(entry: TensorEntry, chunk: Chunk, content: bytearray) -> Chunk:
@@ -331,20 +319,18 @@ async def refuse_opaque(
         raise why.within(url, (several.format(len(opaque)) if len(opaque) > 1 else "") + end)
 
 
-@sliced
-def _as_tensors(entries: Mapping[str, OpaqueEntry]) -> Steps[dict[str, TensorEntry]]:
+def _as_tensors(entries: Mapping[str, OpaqueEntry]) -> dict[str, TensorEntry]:
     tensors: dict[str, TensorEntry] = {}
     for fqn, entry in entries.items():
-        yield
+        pause_point()
         tensors[fqn] = TensorEntry(entry.path, entry.dtype, entry.shape, entry.chunks)
     return tensors
 
 
-@sliced
-def _opaque_errors(entries: Mapping[str, OpaqueEntry], errors: Mapping[str, Unlocated]) -> Steps[dict[str, Unlocated]]:
+def _opaque_errors(entries: Mapping[str, OpaqueEntry], errors: Mapping[str, Unlocated]) -> dict[str, Unlocated]:
     found: dict[str, Unlocated] = {}
     for fqn, entry in entries.items():
-        yield
+        pause_point()
         refusal = entry.refusal(fqn) or errors.get(fqn)
         found[fqn] = refusal or UnsupportedCheckpointError(
             f"{fqn}: it was saved with dtype {entry.dtype}, which this version does not read; load it with "
@@ -379,14 +365,14 @@ async def check_item_records(
                 _check_records(content)
                 _open_unpacked(entry, item, content)
                 return True
-            content = run_sliced(budgets.values.unpack(raw, MAX_VALUE_BYTES)) if item.transform else raw
+            content = budgets.values.unpack(raw, MAX_VALUE_BYTES) if item.transform else raw
             bare = item.node == _BARE
             if is_older(content) or (bare and not is_zip(content)):
                 return False
             _check_records(content)
             if not bare:
                 with suppress(UnsafeObjectError), budgets.decoding:
-                    run_sliced(open_value_item(io.BytesIO(content), len(content), budget=budgets.parts))
+                    open_value_item(io.BytesIO(content), len(content), budget=budgets.parts)
             return True
 
     return await io_threads().run(check)
@@ -400,7 +386,7 @@ async def check_opaque_item(source: RangeSource, fqn: str, chunk: Chunk, budgets
 
         def check_unpacked() -> None:
             with _about(chunk, fqn):
-                _check_records(run_sliced(budgets.tensors.unpack(raw, may_expand(len(raw)))))
+                _check_records(budgets.tensors.unpack(raw, may_expand(len(raw))))
 
         await io_threads().run(check_unpacked)
         return
@@ -447,18 +433,17 @@ class ValueBudgets:
     decoding: threading.Lock = field(default_factory=threading.Lock)
 
 
-@sliced
-def _inline_values(entries: Mapping[str, ValueEntry], own: bool) -> Steps[tuple[dict[str, Any], dict[str, ValueEntry]]]:
+def _inline_values(entries: Mapping[str, ValueEntry], own: bool) -> tuple[dict[str, Any], dict[str, ValueEntry]]:
     """Return the values that the manifest contains, and the entries of the others. Raises ``MissingExtraError``."""
     values: dict[str, Any] = {}
     rest: dict[str, ValueEntry] = {}
     for fqn, one in entries.items():
-        yield
+        pause_point()
         if one.inline or (own and not is_stored(one.node)):
-            values[fqn] = yield from decode_value(one.node, fqn)
+            values[fqn] = decode_value(one.node, fqn)
         else:
             rest[fqn] = one
-    if any(one.transform for one in yielding_gil(rest.values())):
+    if any(one.transform for one in paced(rest.values())):
         require()
     return values, rest
 
@@ -486,14 +471,14 @@ def _open_value(
     raw: bytearray, fqn: str, entry: ValueEntry, allow: Allowed, trust: Trust, budgets: ValueBudgets
 ) -> Any:
     with _about(entry, fqn):
-        content = run_sliced(budgets.values.unpack(raw, MAX_VALUE_BYTES)) if entry.transform else raw
+        content = budgets.values.unpack(raw, MAX_VALUE_BYTES) if entry.transform else raw
         if trust == "pickle":
             return _unpickle(content)
         try:
-            node = run_sliced(open_value_item(io.BytesIO(content), len(content), frozenset(allow), budgets.parts))
+            node = open_value_item(io.BytesIO(content), len(content), frozenset(allow), budgets.parts)
         except UnsafeObjectError as error:
             raise error.reworded(lambda text: text + _OBJECTS) from None
-    return run_sliced(decode_value(node, fqn, allow))
+    return decode_value(node, fqn, allow)
 
 
 def _unpickle(content: bytearray) -> Any:
@@ -511,7 +496,7 @@ async def read_as_saved(source: RangeSource, entry: ValueEntry) -> bytes:
     raw = await read_item(source, entry)
 
     def checked() -> bytes:
-        content = run_sliced(unpack(raw, _MOST_SAVED_BYTES)) if entry.transform else raw
+        content = unpack(raw, _MOST_SAVED_BYTES) if entry.transform else raw
         if is_zip(content):
             _check_records(content)  # torch does not verify checksums
         return bytes(content)

@@ -56,7 +56,7 @@ from ..._format.transforms import require
 from ..._format.validate import check_item
 from ..._layout.ranges import PIECE_BYTES
 from ..._runtime.tasks import in_parallel
-from ..._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced, yielding_gil
+from ..._runtime.threads import collected, io_threads, paced, pause_point
 from ..._storage import RangeSource, ReadRange
 from ...errors import (
     CorruptCheckpointError,
@@ -87,7 +87,7 @@ __all__ = [
 async def read_part_markers(source: RangeSource, names: Mapping[str, int]) -> dict[int, PartMarker | None]:
     """Return the marker of the part of each rank that is among the files ``names``; None for a part of another writer.
     Raises ``CorruptCheckpointError``."""
-    ranks = await io_threads().run_sliced(ranks_among, names)
+    ranks = await io_threads().run(ranks_among, names)
     found: dict[int, PartMarker | None] = dict.fromkeys(ranks)
 
     async def read(rank: int) -> None:
@@ -101,11 +101,11 @@ async def read_part_markers(source: RangeSource, names: Mapping[str, int]) -> di
 async def is_whole(source: RangeSource, names: Mapping[str, int]) -> bool:
     """Return whether the files are a checkpoint in parts that sidestream wrote. Raises ``IncompleteCheckpointError``
     and ``CorruptCheckpointError``."""
-    ranks = await io_threads().run_sliced(ranks_among, names)
+    ranks = await io_threads().run(ranks_among, names)
     first = {part_metadata_name(rank): 0 for rank in ranks[:1]}
     for one in (await read_part_markers(source, first)).values():
         if one is not None and one.world_size != len(ranks):  # reading the others would not change that
-            missing = await io_threads().run_sliced(missing_ranks, frozenset(ranks), one.world_size)
+            missing = await io_threads().run(missing_ranks, frozenset(ranks), one.world_size)
             raise IncompleteCheckpointError(
                 f"the save {one.save_id!r} of {one.world_size} ranks, each by itself, is not whole: there are parts of "
                 f"{len(ranks)} ranks",
@@ -113,7 +113,7 @@ async def is_whole(source: RangeSource, names: Mapping[str, int]) -> bool:
                 missing=missing,
             )
     markers = await read_part_markers(source, names)
-    return any(markers.values()) and bool(await io_threads().run_sliced(whole, markers))
+    return any(markers.values()) and bool(await io_threads().run(whole, markers))
 
 
 async def read_apart(
@@ -121,7 +121,7 @@ async def read_apart(
 ) -> Manifest:
     """Return the manifest of the checkpoint that the parts form, not validated yet. Raises
     ``IncompleteCheckpointError`` and ``CorruptCheckpointError``."""
-    found = await io_threads().run_sliced(whole, markers)
+    found = await io_threads().run(whole, markers)
     read: dict[int, Manifest] = {}
 
     async def work(marker: PartMarker) -> None:
@@ -144,15 +144,14 @@ async def read_apart(
     )
 
 
-@sliced
-def _merged(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica], dict[str, int]]]:
+def _merged(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica], dict[str, int]]:
     """Merge the parts. Also returns the items that remain to be compared byte by byte, and the files of all parts.
     Raises ``CorruptCheckpointError`` if the checksums of the parts differ."""
-    manifest, replicas = yield from merge_ranks(parts)
-    files = dict(gathered(named for part in parts for named in part.files.items()))
+    manifest, replicas = merge_ranks(parts)
+    files = dict(collected(named for part in parts for named in part.files.items()))
     left = []
     for replica in replicas:
-        yield
+        pause_point()
         first, other = replica.first, replica.other
         if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
             if first.node != other.node:
@@ -197,7 +196,7 @@ async def read_own_manifest(
     def parse() -> Manifest | Root:
         if crc32(raw) != marker.manifest_crc:
             raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the marker", file=name)
-        manifest = run_sliced(parse_manifest(raw))
+        manifest = parse_manifest(raw)
         if not belongs(manifest):
             raise CorruptCheckpointError(f"{name} belongs to another save than the marker", file=name)
         return manifest
@@ -205,12 +204,11 @@ async def read_own_manifest(
     return await io_threads().run(parse)
 
 
-@sliced
-def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> Steps[None]:
+def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
     """Raise ``CorruptCheckpointError`` for a file that is missing or does not have the size that was saved. Called in a
     worker thread."""
     for file, nbytes in saved.items():
-        yield
+        pause_point()
         if found.get(file) != nbytes:
             raise CorruptCheckpointError(f"{file} has {found.get(file, 0)} bytes, but {nbytes} were saved", file=file)
 
@@ -231,7 +229,7 @@ def is_foreign(sizes: Mapping[str, int]) -> bool:
     """Return whether a directory without ``.metadata`` is a checkpoint of another writer: of stock DCP with ranks that
     did not communicate, or of safetensors files. A directory with a manifest is always an attempt of sidestream. Called
     in a worker thread."""
-    ours = any(gathered(name.startswith("manifest-") for name in sizes))
+    ours = any(collected(name.startswith("manifest-") for name in sizes))
     return not ours and any(name.endswith(SUFFIX) or is_rank_file(name) for name in sizes)
 
 
@@ -241,7 +239,7 @@ async def read_foreign_manifest(source: RangeSource, sizes: Mapping[str, int]) -
     Raises ``CorruptCheckpointError``, ``UnsafeObjectError``, ``UnsupportedCheckpointError``, ``MissingExtraError``.
     """
     threads = io_threads()
-    ranks = [] if METADATA_NAME in sizes else await threads.run_sliced(rank_files, sizes)
+    ranks = [] if METADATA_NAME in sizes else await threads.run(rank_files, sizes)
     if METADATA_NAME in sizes:
         manifest = await _read_metadata(source, METADATA_NAME, sizes)
     elif ranks:
@@ -263,16 +261,15 @@ async def _read_metadata(source: RangeSource, name: str, sizes: Mapping[str, int
     if not shards:
         return manifest
     headers = {file: await _read_header(source, file, start, sizes[file]) for file, start in shards}
-    return await threads.run_sliced(locate_shards, manifest, headers)
+    return await threads.run(locate_shards, manifest, headers)
 
 
-@sliced
-def _stock_metadata(raw: bytearray) -> Steps[Manifest]:
+def _stock_metadata(raw: bytearray) -> Manifest:
     """Check the paths in ``planner_data``. DCP makes the FQN from the path by joining its steps with dots. Tensors are
     found by name, so if the two differ the path was altered."""
-    manifest = run_sliced(read_dcp_metadata(raw))
+    manifest = read_dcp_metadata(raw)
     for fqn, entry in manifest.entries.items():
-        yield
+        pause_point()
         if ".".join(map(str, entry.path)) != fqn:
             raise CorruptCheckpointError(
                 f"the path of {fqn!r} in planner_data does not match its name: {ascii(entry.path)[:200]}", fqn=fqn
@@ -283,12 +280,12 @@ def _stock_metadata(raw: bytearray) -> Steps[Manifest]:
 def _present_shards(manifest: Manifest, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return the shard files that are present. ``validate`` reports a shard file that is missing or whose name is not
     plain."""
-    return [(file, start) for file, start in run_sliced(shards_of(manifest, sizes)).items() if file in sizes]
+    return [(file, start) for file, start in shards_of(manifest, sizes).items() if file in sizes]
 
 
 async def _read_ranks(source: RangeSource, names: list[str], sizes: Mapping[str, int]) -> Manifest:
     parts = [await _read_metadata(source, name, sizes) for name in names]
-    manifest, replicas = await io_threads().run_sliced(merge_ranks, parts)
+    manifest, replicas = await io_threads().run(merge_ranks, parts)
     for replica in replicas:
         for item in (replica.first, replica.other):
             place = item if isinstance(item, ValueEntry) else item[1]
@@ -313,14 +310,13 @@ async def _read_safetensors(source: RangeSource, sizes: Mapping[str, int]) -> Ma
     else:
         files = await threads.run(_files_without_index, sizes)
     headers = {file: await _read_header(source, file, 0, sizes[file]) for file in files}
-    return await threads.run_sliced(manifest_of_headers, headers, index)
+    return await threads.run(manifest_of_headers, headers, index)
 
 
-@sliced
-def _files_of_index(index: Mapping[str, str], sizes: Mapping[str, int]) -> Steps[list[str]]:
+def _files_of_index(index: Mapping[str, str], sizes: Mapping[str, int]) -> list[str]:
     files = sorted(set(index.values()))
     for file in files:
-        yield
+        pause_point()
         if file not in sizes:
             raise CorruptCheckpointError(
                 f"{file!r} is listed in {INDEX_NAME} but is missing from the directory", file=file
@@ -328,15 +324,14 @@ def _files_of_index(index: Mapping[str, str], sizes: Mapping[str, int]) -> Steps
     return files
 
 
-@sliced
-def _files_without_index(sizes: Mapping[str, int]) -> Steps[list[str]]:
+def _files_without_index(sizes: Mapping[str, int]) -> list[str]:
     """Return the files of a directory without an index. The index is written last; if it is missing, the names of the
     files say how many there should be. Ranks (shards in the names of stock DCP) need not each have a part of every
     file."""
-    files = sorted(name for name in yielding_gil(sizes) if name.endswith(SUFFIX))
+    files = sorted(name for name in paced(sizes) if name.endswith(SUFFIX))
     checked: set[tuple[str, str]] = set()
     for name in files:
-        yield
+        pause_point()
         match = _ONE_OF_MANY.fullmatch(name)
         if match is None or (match[1], match[2]) in checked:
             continue
@@ -352,7 +347,7 @@ def _files_without_index(sizes: Mapping[str, int]) -> Steps[list[str]]:
 def _wanted(stem: str, count: str) -> Iterator[str]:
     """Return the expected names in order. The search for a missing name ends after at most as many steps as there are
     files."""
-    return (f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in yielding_gil(range(1, int(count) + 1)))
+    return (f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in paced(range(1, int(count) + 1)))
 
 
 async def _read_header(source: RangeSource, file: str, start: int, file_bytes: int) -> Header:
@@ -368,7 +363,7 @@ async def _read_header(source: RangeSource, file: str, start: int, file_bytes: i
         with allocating(f"reading the header of {file}"):
             raw = bytearray(nbytes)
         await source.read(file, [ReadRange(begin, memoryview(raw))])
-        return await io_threads().run_sliced(parse_header, raw, begin + len(raw), file_bytes, file)
+        return await io_threads().run(parse_header, raw, begin + len(raw), file_bytes, file)
     except CorruptCheckpointError as error:
         what = await find_other_kind(source, file, file_bytes)
         if what is None or start:
@@ -385,9 +380,9 @@ async def find_other_kind(source: RangeSource, file: str, nbytes: int) -> str | 
 
 
 def _with_files(manifest: Manifest, sizes: Mapping[str, int]) -> Manifest:
-    manifest = run_sliced(with_opaque_entries(manifest))
-    used = set(gathered(file for entry in manifest.entries.values() for file in _files(entry)))
-    return replace(manifest, files={name: nbytes for name, nbytes in yielding_gil(sizes.items()) if name in used})
+    manifest = with_opaque_entries(manifest)
+    used = set(collected(file for entry in manifest.entries.values() for file in _files(entry)))
+    return replace(manifest, files={name: nbytes for name, nbytes in paced(sizes.items()) if name in used})
 
 
 def _files(entry: Entry) -> Iterator[str]:
@@ -424,11 +419,10 @@ class _Content:
         self._name = name
         self._pages = self._empty = 0
 
-    @sliced
-    def take(self, piece: bytearray) -> Steps[None]:
+    def take(self, piece: bytearray) -> None:
         """Take bytes as they arrive. Called in a thread of the store."""
         for start in range(0, len(piece), _PAGE_BYTES):
-            yield
+            pause_point()
             self._pages += 1
             self._empty += piece[start : start + _PAGE_BYTES] == _EMPTY_PAGE
         if self._empty > max(_MOST_EMPTY_PAGES, self._pages // 2):
@@ -452,13 +446,13 @@ async def read_file_manifest(source: RangeSource, name: str, nbytes: int) -> Man
     Raises ``CorruptCheckpointError``, ``UnsafeObjectError``, ``UnsupportedCheckpointError``, ``KeyCollisionError``."""
     if name.endswith(SUFFIX):
         header = await _read_header(source, name, 0, nbytes)
-        manifest = await io_threads().run_sliced(manifest_of_headers, {name: header}, None)
+        manifest = await io_threads().run(manifest_of_headers, {name: header}, None)
         return replace(manifest, files={name: nbytes})
     reader = SourceFile(source, name, nbytes)
 
     def read(file: BinaryIO) -> Manifest:
         try:
-            return run_sliced(read_torch_file(file, nbytes, name))
+            return read_torch_file(file, nbytes, name)
         except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
             what = other_zip(file, nbytes)
             if what is None and isinstance(error, UnsafeObjectError):

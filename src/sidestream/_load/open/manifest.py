@@ -15,7 +15,7 @@ from ..._format.records import Manifest
 from ..._format.shared import RankPart, Root, join, parse_part
 from ..._format.validate import validate
 from ..._layout.values import decode_metadata
-from ..._runtime.threads import io_threads, run_sliced, yielding_gil
+from ..._runtime.threads import io_threads, paced
 from ..._storage import Location, RangeSource, Store, parse_step, step_name
 from ...errors import CheckpointNotFoundError, CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
 from ..foreign.manifests import (
@@ -77,11 +77,11 @@ async def what_is_there(store: Store, name: str, url: str, files: Mapping[str, i
 
 
 def _first_visible(names: Iterable[str]) -> list[str]:
-    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in yielding_gil(names) if not one.startswith(".")))
+    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in paced(names) if not one.startswith(".")))
 
 
 def _first_files(names: Iterable[str]) -> list[str]:
-    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in yielding_gil(names) if one.endswith(TORCH_SUFFIXES)))
+    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in paced(names) if one.endswith(TORCH_SUFFIXES)))
 
 
 def _steps(steps: Sequence[Step]) -> str:
@@ -217,7 +217,7 @@ async def _read_single(source: RangeSource, location: Location) -> Manifest:
     store, name, url = location.store, location.name, location.url
     try:
         manifest = await read_file_manifest(source, name, await source.size(name))
-        await io_threads().run_sliced(validate, manifest)
+        await io_threads().run(validate, manifest)
     except FileNotFoundError as error:
         what = await what_is_there(store, name, url, {}) if store.capabilities.listing else ""
         raise CheckpointNotFoundError(
@@ -287,8 +287,8 @@ async def read_manifest(source: RangeSource, location: Location) -> Manifest:
 async def _whole(source: RangeSource, url: str, root: Root) -> Manifest:
     with naming(url):
         parts = await read_parts(source, root, range(len(root.parts)))
-        manifest = await io_threads().run_sliced(join, root, parts)
-        await io_threads().run_sliced(validate, manifest)
+        manifest = await io_threads().run(join, root, parts)
+        await io_threads().run(validate, manifest)
     return manifest
 
 
@@ -322,7 +322,7 @@ async def read_root(
         else:
             manifest = await _own_manifest_listed(source, marker, sizes)
         if isinstance(manifest, Manifest):
-            await io_threads().run_sliced(validate, manifest)
+            await io_threads().run(validate, manifest)
     return _numbered(manifest, location.name)
 
 
@@ -373,7 +373,7 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
 def _parse_part(name: str, raw: bytearray, crc: int) -> RankPart:
     if crc32(raw) != crc:
         raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the manifest", file=name)
-    return run_sliced(parse_part(raw))
+    return parse_part(raw)
 
 
 @contextmanager
@@ -406,7 +406,7 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
         files = _head(manifest).files
         await io_threads().run(check_sizes, files, {file: await source.size(file) for file in files})
         if isinstance(manifest, Manifest):
-            await io_threads().run_sliced(validate, manifest)
+            await io_threads().run(validate, manifest)
     return manifest
 
 

@@ -9,7 +9,7 @@ from mmap import mmap
 import torch
 
 from ..._format.records import Entry, Manifest, TensorEntry, itemsize
-from ..._runtime.threads import Steps, gathered, io_threads, sliced
+from ..._runtime.threads import collected, io_threads, pause_point
 from ..._runtime.torch_probes import dtype_from_name
 from ..._storage import RangeSource
 
@@ -29,11 +29,10 @@ async def map_tensors(source: RangeSource, manifest: Manifest, fqns: Iterable[st
     return await io_threads().run(_over, entries, files)
 
 
-@sliced
-def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> Steps[dict[str, TensorEntry]]:
+def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> dict[str, TensorEntry]:
     found = {}
     for fqn in fqns:
-        yield
+        pause_point()
         entry = entries[fqn]
         assert isinstance(entry, TensorEntry)
         if not math.prod(entry.shape) or len(entry.chunks) != 1:
@@ -47,16 +46,15 @@ def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> Steps[dict[s
 
 
 def _files(entries: Mapping[str, TensorEntry]) -> list[str]:
-    return list(dict.fromkeys(gathered(entry.chunks[0].file for entry in entries.values())))
+    return list(dict.fromkeys(collected(entry.chunks[0].file for entry in entries.values())))
 
 
-@sliced
-def _over(entries: Mapping[str, TensorEntry], files: Mapping[str, mmap]) -> Steps[dict[str, torch.Tensor]]:
+def _over(entries: Mapping[str, TensorEntry], files: Mapping[str, mmap]) -> dict[str, torch.Tensor]:
     """Return tensors over the mapped files. Each tensor keeps its file mapped."""
     shared: dict[object, torch.Tensor] = {}
     tensors = {}
     for fqn, entry in entries.items():
-        yield
+        pause_point()
         (chunk,) = entry.chunks
         identity = (entry.dtype, chunk)
         if identity not in shared:

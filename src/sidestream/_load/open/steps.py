@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, is_complete
-from ..._runtime.threads import gathered, io_threads, yielding_gil
+from ..._runtime.threads import collected, io_threads, paced
 from ..._storage import LocalStore, RangeSource, Store, is_unfinished, parse_step
 from ...errors import CorruptCheckpointError, IncompleteCheckpointError
 from ..foreign.manifests import is_whole
@@ -133,11 +133,11 @@ async def newest_committed(store: Store, run: str, names: Iterable[str]) -> list
 
 def steps_among(names: Iterable[str]) -> list[Step]:
     """Return the steps, newest step and highest generation first. Called in a worker thread."""
-    parsed = gathered((parse_step(name), name) for name in names)
+    parsed = collected((parse_step(name), name) for name in names)
     found = (Step(*order, name) for order, name in parsed if order is not None)
     return sorted(found, key=lambda each: each.order, reverse=True)
 
 
 def own_manifest_among(names: Iterable[str]) -> str | None:
     """Return the first name of a manifest, which only sidestream writes; None if there is none."""
-    return next((name for name in yielding_gil(names) if name.startswith("manifest-")), None)
+    return next((name for name in paced(names) if name.startswith("manifest-")), None)
