@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from .._group import Deadline, Operation, prepare_together, stoppable
+from .._layout.save_layout import plan_save
 from .._layout.values import encode_metadata
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from .._save.api import (
@@ -30,7 +31,6 @@ from .._save.api import (
     SaveProgress,
     SaveWork,
     Worker,
-    plan_alone,
     prewarm,
     saved_as,
     start_save,
@@ -386,7 +386,7 @@ class Saves:
     async def prewarm(self, state: Mapping[str, Any] | int | None) -> None:
         """Do ``Checkpointer.prewarm``, or ``reserve`` if ``state`` is a number of bytes."""
         run, options = self._run, self.options
-        alone = saved_as(plan_alone, options, run.url, others=False)
+        alone = saved_as(plan_save, options, run.url, others=False)
         with run.time_limit():
             await run.store.connect()
             await prewarm(state, self._stager, self._worker, plan=alone if run.together() is None else None)

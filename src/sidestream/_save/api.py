@@ -12,13 +12,13 @@ from typing import Any
 
 from .._format.records import Node
 from .._group import Member, Operation, deadline_of, group_of
-from .._layout.save_layout import SavePlan, plan_save
+from .._layout.save_layout import plan_save
 from .._layout.values import copy_value, encode_metadata
 from .._runtime.caller import in_calling_thread
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded, running_loop
 from .._runtime.threads import Deadline, io_threads
-from .._staging import AsyncStager, Captured, PlanCache, capture
+from .._staging import AsyncStager, Captured, capture
 from .._storage import Location, check_sources, locate_directory
 from .._worker.client import Worker, choose_worker
 from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError
@@ -43,7 +43,6 @@ __all__ = [
     "async_save",
     "check_stager",
     "completed",
-    "plan_alone",
     "prewarm",
     "save",
     "saved_as",
@@ -312,7 +311,7 @@ def _started(
 ) -> SaveOperation:
     """Launch the copies of ``start_save``."""
     if order.operation is None:
-        lay_out = saved_as(plan_alone, options, order.location.url, others=False)
+        lay_out = saved_as(plan_save, options, order.location.url, others=False)
         stage = Stage(order, captured, stager, lay_out, len(exports))
         return SaveOperation(
             order=order,
@@ -362,8 +361,3 @@ async def _prewarm_for(stager: AsyncStager, state: Mapping[str, Any], plan: LayO
     if plan is not None and not captured.sharded:
         with suppress(InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError):  # as above
             await io_threads().run(plan, stager.plans, stager.budget_bytes, captured)
-
-
-def plan_alone(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
-    """Plan the save of one process, in a thread."""
-    return plan_save(plans, budget_bytes, captured)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from .._runtime.rate import RateLimiter
-from .._runtime.threads import Stop, TorchThreads, paced
+from .._runtime.threads import Stop, TorchThreads, pause_if_due
 from .._runtime.torch_probes import convert_all, copyable, extent_bytes, lazy_bits
 from ..errors import ClosedError, UnsupportedTensorError
 from .image import Copies, Copy
@@ -72,14 +71,13 @@ class HostEngine:
             self._helpers.close()
 
     def _work(self, crew: _Crew, base: int, pace: RateLimiter, stop: Stop) -> None:
-        breath = paced(itertools.repeat(None), every=1)
         while (index := crew.take()) is not None:
             try:
                 stop.check()
                 unit = crew.units[index]
                 self._make(unit, base, pace, stop)
                 if len(unit) > 1:  # a unit of one large copy has released the GIL already
-                    next(breath)
+                    pause_if_due()
             except BaseException as error:
                 crew.fail(error)
                 return
