@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestream._format.checksum import crc32
-from sidestream._format.dcp.write import described, metadata_end, places_of_chunks
+from sidestream._format.dcp import described, metadata_end, places_of_chunks
 from sidestream._format.frame import frame_tensor
 from sidestream._format.manifest import parse_manifest, root_body, write_root
 from sidestream._format.marker import Marker

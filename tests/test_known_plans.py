@@ -13,7 +13,7 @@ import torch
 from states import assert_same
 
 import sidestream
-from sidestream._format.dcp.write import Described, describe
+from sidestream._format.dcp import Described, describe
 from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.records import Manifest
 from sidestream._format.shard import BlockSums

@@ -16,9 +16,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from ._foreign.manifests import read_file
 from ._format.marker import METADATA_NAME, manifest_name, part_name
 from ._format.records import Manifest
-from ._load.foreign.manifests import read_file
 from ._load.open.manifest import read_manifest
 from ._load.verify import VerifyReport, verify_manifest
 from ._runtime.tasks import running_loop

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from sidestream._format.dcp.write import Template
+from sidestream._format.dcp import Template
 from sidestream._format.frame import frame_tensor
 from sidestream._format.layout_bytes import pack_sums, unpack_sums
 from sidestream._format.records import BLOCK_BYTES, Chunk, Entry, TensorEntry, ValueEntry

@@ -26,8 +26,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import assert_same, filled, raw_bytes
 
+from sidestream._foreign.torch_zip.file import open_value_item
 from sidestream._format import checksum
-from sidestream._format.dcp.write import describe
+from sidestream._format.dcp import describe
 from sidestream._format.frame import frame_tensor, frame_value
 from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.marker import TAIL_BYTES, Marker, find_marker
@@ -45,7 +46,6 @@ from sidestream._format.records import (
 )
 from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, lay_out
 from sidestream._format.shared import line_of, value_line_of
-from sidestream._format.torch_zip.file import open_value_item
 from sidestream._format.values import node_bytes, pickle_node
 from sidestream._layout.values import decode_value, encode_value
 from sidestream._runtime.threads import Deadline, Stop, time_limit, wait_for_change

@@ -37,13 +37,13 @@ from torch.distributed.checkpoint.metadata import (
 
 import sidestream
 from sidestream import errors
-from sidestream._format.dcp.metadata import read_dcp_description
+from sidestream._foreign.dcp_metadata import read_dcp_description
+from sidestream._foreign.rank_files import merge_ranks, rank_files
+from sidestream._foreign.torch_zip.file import read_torch_file
+from sidestream._foreign.torch_zip.zip import TorchZip
 from sidestream._format.marker import PartMarker, marker_attribute, missing_ranks, whole
-from sidestream._format.rank_files import merge_ranks, rank_files
 from sidestream._format.records import Chunk, DictKey, Manifest, TensorEntry
 from sidestream._format.shared import parse_part
-from sidestream._format.torch_zip.file import read_torch_file
-from sidestream._format.torch_zip.zip import TorchZip
 from sidestream._layout.assemble import assemble
 from sidestream._layout.hashed import check_hashes, fill, set_of
 from sidestream._layout.names import consistent

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from .._foreign.manifests import TORCH_SUFFIXES
 from .._format.records import (
     SUB_BYTE_DTYPES,
     CompositeEntry,
@@ -25,11 +26,10 @@ from .._format.records import (
     name_problem,
     parts_of,
 )
-from .._format.safetensors.read import INDEX_NAME, SUFFIX
+from .._format.safetensors import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together, stoppable
 from .._layout.names import consistent, new_dtypes, new_names, renamed_path, selected
 from .._layout.objects import containers_of
-from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, collected, current_deadline, io_threads, paced, time_limit

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from .._foreign.manifests import MOST_METADATA_BYTES, read_file
 from .._format.checksum import crc32
 from .._format.marker import METADATA_NAME, part_metadata_name
 from .._format.records import EmptyEntry, Manifest
-from .._format.safetensors.read import INDEX_NAME
+from .._format.safetensors import INDEX_NAME
 from .._layout.checks import Piece
 from .._layout.ranges import PIECE_BYTES
-from .._load.foreign.manifests import MOST_METADATA_BYTES, read_file
-from .._load.jobs import Scratch
 from .._load.open.manifest import all_there
 from .._load.verify import Verification
 from .._runtime.caller import run_in_calling_thread
@@ -26,7 +25,16 @@ from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, holding_gil, io_threads, paced, pause_point, time_limit
 from .._save.operation import RankReceipt, SaveOrder
-from .._storage import ABANDONED_AFTER_S, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
+from .._storage import (
+    ABANDONED_AFTER_S,
+    Location,
+    RangeSource,
+    ReadRange,
+    Scratch,
+    Transaction,
+    id_of,
+    locate_directory,
+)
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout, storage_of
 from .operation import from_one_checkpoint, run_here

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._format.records import CompositeEntry
-from .._format.safetensors.read import INDEX_NAME, SUFFIX
+from .._format.safetensors import INDEX_NAME, SUFFIX
 from .._format.shard import payloads_in
 from .._group import Operation, prepare_together
 from .._layout.names import new_dtypes, new_names, selected

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .._foreign.items import locate_all, read_values
 from .._format.records import (
     CompositeEntry,
     Entry,
@@ -28,15 +29,13 @@ from .._format.records import (
 from .._layout.checks import Piece, foreign_pieces, has_no_checksum
 from .._layout.ranges import PIECE_BYTES, Box
 from .._layout.values import encode_value
-from .._load.foreign.items import locate_all, read_values
-from .._load.jobs import Scratch
 from .._load.open.manifest import all_there, open_manifest
 from .._load.reader import Reader, Wanted, whole
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import collected, holding_gil, io_threads, paced, pause_point
 from .._runtime.torch_probes import dtype_from_name
-from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Transaction, locate_directory
+from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Scratch, Transaction, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpointError, allocating
 from ..options import Progress, Storage, Verify
 from .targets import Slice, TargetFile

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .._format.checksum import crc32
 from .._format.frame import Archive, frame_tensor, tensor_pickle
-from .._format.pickles.write import EMPTY_DICT, dict_of, list_of
+from .._format.pickles import EMPTY_DICT, dict_of, list_of
 from .._format.records import (
     BLOCK_BYTES,
     CompositeEntry,
@@ -21,8 +21,16 @@ from .._format.records import (
     TensorEntry,
     ValueEntry,
 )
-from .._format.safetensors.read import INDEX_NAME
-from .._format.safetensors.write import ALIGN_BYTES, Named, alignment, file_names, header_of, index_of, shards_of_sizes
+from .._format.safetensors import (
+    ALIGN_BYTES,
+    INDEX_NAME,
+    Named,
+    alignment,
+    file_names,
+    header_of,
+    index_of,
+    shards_of_sizes,
+)
 from .._format.shard import Sealer, ShardLayout, lay_out, payloads_in
 from .._format.values import ValueItems, pickle_part
 from .._layout.assemble import assemble

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from .._runtime.pauses import chunked, collected, pause_point
 from ..errors import CorruptCheckpointError, IncompleteCheckpointError
-from .pickles import write as p
+from . import pickles as p
 
 __all__ = [
     "ATTRIBUTE",

@@ -35,23 +35,32 @@ from .records import (
     stored,
 )
 from .shared import Root
-from .transforms import MOST_EXPANSION, may_expand
 
 __all__ = [
+    "EXPANSION_RATIO",
     "MAX_CHUNKS",
     "MAX_ENTRIES",
     "MAX_FILES",
+    "MOST_EXPANSION",
+    "TENSORS_ALWAYS_BYTES",
     "check_composites",
     "check_item",
     "check_path",
     "check_patterns",
     "check_shape",
+    "may_expand",
     "validate",
 ]
 
 MAX_ENTRIES = 10_000_000
 MAX_CHUNKS = 50_000_000
 MAX_FILES = 1_000_000
+
+MOST_EXPANSION = 1 << 15
+"""The most bytes to which one byte of zstd can expand: a block of 128 KiB takes at least four bytes."""
+
+EXPANSION_RATIO = 64
+TENSORS_ALWAYS_BYTES = 1 << 30
 
 _MAX_NAME_BYTES = 255
 _HOLES_LISTED = 100
@@ -370,3 +379,13 @@ def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, digest: str | None)
         raise corrupt("has no digests, although the manifest announces them")
     if chunk.digests is not None and len(chunk.digests) != DIGEST_BYTES * block_count(payload):
         raise corrupt(f"has {len(chunk.digests)} bytes of digests for {payload} bytes of payload")
+
+
+def may_expand(packed_bytes: int) -> int:
+    """Return how many bytes all compressed tensors of a checkpoint may expand to, if their items have ``packed_bytes``
+    together.
+
+    One item may expand to 32 Ki times its size, as zeros do. A checkpoint that consists of such items is refused,
+    because a few megabytes would require terabytes of memory.
+    """
+    return TENSORS_ALWAYS_BYTES + EXPANSION_RATIO * packed_bytes

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from .._format.dcp.write import Described, Template
+from .._format.dcp import Described, Template
 from .._format.frame import Frame, frame_tensor
 from .._format.records import (
     BLOCK_BYTES,

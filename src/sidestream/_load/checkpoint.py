@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .._foreign.items import read_values, refuse_opaque
 from .._format.records import (
     SPARSE_PARTS,
     CompositeEntry,
@@ -52,7 +53,6 @@ from ..options import (
     storage_of,
 )
 from .device_streams import Streams, streams_of
-from .foreign.items import read_values, refuse_opaque
 from .new_tensors import NewTensors, new_tensors
 from .open.manifest import all_there, check_not_replaced, open_manifest, replaced, was_replaced
 from .open.mmap import map_tensors

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._foreign.items import of_kind, read_values, refuse_opaque
 from .._format.records import DictKey, EmptyEntry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry, parts_of
 from .._group import Operation
 from .._layout.assemble import assemble
@@ -31,7 +32,6 @@ from .._storage import Location, RangeSource
 from ..errors import LoadStateDictError, StateMismatchError, allocating, listed
 from ..options import Tolerance
 from .device_streams import streams_of
-from .foreign.items import of_kind, read_values, refuse_opaque
 from .group import ManifestOutline, agree_on, open_outline
 from .new_tensors import new_tensors
 from .open.manifest import open_manifest, was_replaced

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from .._foreign.dcp_metadata import compare_metadata, read_dcp_description
+from .._foreign.items import Unlocated, ValueBudgets, check_item_records, check_opaque_item, locate_all
+from .._foreign.manifests import MOST_METADATA_BYTES, read_file, read_part
+from .._foreign.transforms import require
 from .._format.checksum import DigestCheck, digest_check
-from .._format.dcp.metadata import read_dcp_description
-from .._format.dcp.write import metadata_of
+from .._format.dcp import metadata_of
 from .._format.marker import (
     ATTRIBUTE,
     METADATA_NAME,
@@ -22,16 +25,7 @@ from .._format.marker import (
     part_metadata_name,
 )
 from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, stored
-from .._format.transforms import require
-from .._layout.checks import (
-    Piece,
-    compare_metadata,
-    foreign_pieces,
-    has_no_checksum,
-    own_pieces,
-    sidecar_pieces,
-    value_pieces,
-)
+from .._layout.checks import Piece, foreign_pieces, has_no_checksum, own_pieces, sidecar_pieces, value_pieces
 from .._layout.ranges import batches
 from .._runtime.abandoned import registered
 from .._runtime.caller import run_in_calling_thread
@@ -48,7 +42,7 @@ from .._runtime.threads import (
     pause_point,
     time_limit,
 )
-from .._storage import Location, RangeSource, ReadRange, locate_directory
+from .._storage import Batches, Location, RangeSource, ReadRange, Reads, Scratch, locate_directory
 from ..errors import (
     CorruptCheckpointError,
     IncompleteTensorError,
@@ -58,15 +52,6 @@ from ..errors import (
     printable_lines,
 )
 from ..options import Progress, Storage, check_timeout, storage_of
-from .foreign.items import (
-    Unlocated,
-    ValueBudgets,
-    check_item_records,
-    check_opaque_item,
-    locate_all,
-)
-from .foreign.manifests import MOST_METADATA_BYTES, read_file, read_part
-from .jobs import Batches, Reads, Scratch
 from .open.manifest import open_manifest
 from .operation import LoadLifecycle, reading
 

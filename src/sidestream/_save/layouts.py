@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from .._format.checksum import crc32, join_blocks, unpack_crcs
-from .._format.dcp.write import Described, describe, described, metadata_end, places_of_chunks, places_of_values
+from .._format.dcp import Described, describe, described, metadata_end, places_of_chunks, places_of_values
 from .._format.manifest import metadata_line, root_body, write_root
 from .._format.marker import METADATA_NAME, Marker, manifest_name, part_name
 from .._format.records import Chunk, Manifest, TensorEntry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .bodies import Body, BytesBody, ShardBody
+from .jobs import Batches, Memory, Reads, Scratch
 from .local.sources import check_sources, is_plain_name, read_sources
 from .local.store import LocalStore
 from .names import (
@@ -28,6 +29,7 @@ __all__ = [
     "MARKER",
     "NOTE",
     "Attempt",
+    "Batches",
     "Body",
     "BytesBody",
     "Files",
@@ -35,8 +37,11 @@ __all__ = [
     "Leftover",
     "LocalStore",
     "Location",
+    "Memory",
     "RangeSource",
     "ReadRange",
+    "Reads",
+    "Scratch",
     "ShardBody",
     "Space",
     "Store",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mmap import mmap
 from typing import Literal, Protocol
 
+from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.threads import Stop
 from ..options import Capabilities, Durability
 from .names import MARKER
@@ -120,6 +121,11 @@ class RangeSource(ABC):
         if file == MARKER and self._marker is None:
             self._marker = nbytes, tail
         return tail
+
+    async def marker(self) -> Marker | None:
+        """Return the marker of the checkpoint; None if another writer made it. Raises ``FileNotFoundError``,
+        ``CorruptCheckpointError``."""
+        return find_marker(await self.read_tail(MARKER, TAIL_BYTES))
 
     @abstractmethod
     async def _tail(self, file: str, nbytes: int) -> bytes:

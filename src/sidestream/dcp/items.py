@@ -14,13 +14,13 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .._foreign.items import MAX_VALUE_BYTES
+from .._foreign.torch_zip.file import check_value_item, open_value_item
 from .._format.checksum import crc32
 from .._format.frame import frame_tensor
 from .._format.records import DTYPES, Node
 from .._format.shard import BlockSums, ShardLayout, lay_out
-from .._format.torch_zip.file import check_value_item, open_value_item
 from .._layout.save_layout import PlannedFiles, window_bytes_for, window_copies
-from .._load.foreign.items import MAX_VALUE_BYTES
 from .._runtime.threads import by_size, collected, pause_point
 from .._runtime.torch_probes import check_tensor, dtype_name, storage_key, transformed_stream
 from .._save.order import SaveOrder

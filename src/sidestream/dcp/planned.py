@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from .._foreign.items import read_as_saved, read_values
 from .._format.records import (
     Chunk,
     DictKey,
@@ -39,7 +40,6 @@ from .._format.records import (
 from .._layout.names import castable
 from .._layout.ranges import Box
 from .._layout.values import Allowed, decode_value
-from .._load.foreign.items import read_as_saved, read_values
 from .._load.reader import Wanted
 from .._runtime.threads import by_size, io_threads, paced
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_info

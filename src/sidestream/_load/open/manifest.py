@@ -8,17 +8,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from ..._format.checksum import crc32
-from ..._format.manifest import parse_metadata_line
-from ..._format.marker import METADATA_NAME, Marker, manifest_name, part_name
-from ..._format.records import Manifest
-from ..._format.shared import RankPart, Root, join, parse_part
-from ..._format.validate import validate
-from ..._layout.values import decode_metadata
-from ..._runtime.threads import io_threads, paced
-from ..._storage import Location, RangeSource, Store, parse_step, step_name
-from ...errors import CheckpointNotFoundError, CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
-from ..foreign.manifests import (
+from ..._foreign.manifests import (
     FILE_SUFFIXES,
     TORCH_SUFFIXES,
     check_sizes,
@@ -31,7 +21,17 @@ from ..foreign.manifests import (
     read_own_manifest,
     read_part_markers,
 )
-from .steps import Step, committed_marker, newest_committed, own_manifest_among, read_marker, steps_among
+from ..._format.checksum import crc32
+from ..._format.manifest import parse_metadata_line
+from ..._format.marker import METADATA_NAME, Marker, manifest_name, part_name
+from ..._format.records import Manifest
+from ..._format.shared import RankPart, Root, join, parse_part
+from ..._format.validate import validate
+from ..._layout.values import decode_metadata
+from ..._runtime.threads import io_threads, paced
+from ..._storage import Location, RangeSource, Store, parse_step, step_name
+from ...errors import CheckpointNotFoundError, CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
+from .steps import Step, committed_marker, newest_committed, own_manifest_among, steps_among
 
 __all__ = [
     "all_there",
@@ -118,7 +118,7 @@ async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
     Raises ``FileNotFoundError``, ``CorruptCheckpointError``."""
     async with aclosing(store.source(directory)) as source:
         try:
-            marker = await read_marker(source)
+            marker = await source.marker()
         except FileNotFoundError:
             if not await is_whole(source, await source.sizes()):
                 raise
@@ -236,7 +236,7 @@ async def check_not_replaced(source: RangeSource, location: Location, manifest: 
     rename, names contain the id of the save, and so do the names of parts everywhere."""
     if not location.store.capabilities.rename or not manifest.own or manifest.parts:
         return
-    marker = await read_marker(source)
+    marker = await source.marker()
     if marker is None or marker.save_id != manifest.save_id:
         raise replaced(location.url)
 
@@ -251,7 +251,7 @@ async def was_replaced(location: Location, manifest: Manifest) -> bool:
         return False
     async with aclosing(location.source()) as source:
         try:
-            marker = await read_marker(source)
+            marker = await source.marker()
         except FileNotFoundError:  # parts that ranks saved independently have no common marker
             return not manifest.parts or await source.moved()
         except SidestreamError:
@@ -263,7 +263,7 @@ async def holds(location: Location, save_id: str) -> bool:
     """Return whether the checkpoint of this save is at ``location``. True also if that cannot be found out."""
     async with aclosing(location.source()) as source:
         try:
-            marker = await read_marker(source)
+            marker = await source.marker()
         except FileNotFoundError:
             return False
         except SidestreamError:
@@ -391,7 +391,7 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
     """Read the manifest on storage without listings. The marker has the size of the manifest, and the manifest has the
     names of the files."""
     try:
-        marker = await read_marker(source)
+        marker = await source.marker()
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"no committed checkpoint at {url}: there is no {METADATA_NAME}") from error
     except CorruptCheckpointError as error:

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from ..._foreign.manifests import is_whole
 from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, is_complete
 from ..._runtime.threads import collected, io_threads, paced
 from ..._storage import LocalStore, RangeSource, Store, is_unfinished, parse_step
 from ...errors import CorruptCheckpointError, IncompleteCheckpointError
-from ..foreign.manifests import is_whole
 
 __all__ = [
     "Step",
@@ -19,7 +19,6 @@ __all__ = [
     "look_at",
     "newest_committed",
     "own_manifest_among",
-    "read_marker",
     "steps_among",
 ]
 
@@ -44,17 +43,11 @@ class Step:
         return self.step, self.generation
 
 
-async def read_marker(source: RangeSource) -> Marker | None:
-    """Return the marker of a checkpoint; None if another writer made the checkpoint. Raises ``FileNotFoundError``,
-    ``CorruptCheckpointError``."""
-    return find_marker(await source.read_tail(METADATA_NAME, TAIL_BYTES))
-
-
 async def committed_marker(source: RangeSource, store: Store) -> Marker | None:
-    """Do ``read_marker``, also for saves that create the marker in place. If such a marker lacks its last bytes, raise
-    ``FileNotFoundError``: its save is committing at this moment, or has died in the commit."""
+    """Do ``RangeSource.marker``, also for saves that create the marker in place. If such a marker lacks its last bytes,
+    raise ``FileNotFoundError``: its save is committing at this moment, or has died in the commit."""
     try:
-        marker = await read_marker(source)
+        marker = await source.marker()
         if marker is not None or not isinstance(store, LocalStore):
             return marker
     except CorruptCheckpointError:

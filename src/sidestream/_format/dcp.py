@@ -20,11 +20,11 @@ from functools import lru_cache
 from struct import Struct
 from typing import TypeAlias
 
-from ..._runtime.pauses import chunked, collected, pause_point
-from ..manifest import entry_line, head_line, line_around_checksums, metadata_line
-from ..marker import Marker, marker_attribute
-from ..pickles import write as p
-from ..records import (
+from .._runtime.pauses import chunked, collected, pause_point
+from . import pickles as p
+from .manifest import entry_line, head_line, line_around_checksums, metadata_line
+from .marker import Marker, marker_attribute
+from .records import (
     Chunk,
     CompositeEntry,
     DictKey,
@@ -38,8 +38,8 @@ from ..records import (
     stored,
     written_dtype,
 )
-from ..shard import BlockSums
-from ..shared import Shared
+from .shard import BlockSums
+from .shared import Shared
 
 __all__ = [
     "Described",

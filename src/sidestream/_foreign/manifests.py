@@ -11,11 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import BinaryIO
 
-from ..._format.checksum import crc32
-from ..._format.dcp.metadata import read_dcp_metadata, with_opaque_entries
-from ..._format.file_kinds import HEAD_BYTES, other_kind, part_of_checkpoint
-from ..._format.manifest import parse_manifest
-from ..._format.marker import (
+from .._format.checksum import crc32
+from .._format.manifest import parse_manifest
+from .._format.marker import (
     METADATA_NAME,
     TAIL_BYTES,
     Marker,
@@ -26,8 +24,7 @@ from ..._format.marker import (
     part_metadata_name,
     whole,
 )
-from ..._format.rank_files import Replica, is_rank_file, merge_ranks, rank_files, ranks_among
-from ..._format.records import (
+from .._format.records import (
     MAX_MANIFEST_BYTES,
     Chunk,
     Entry,
@@ -37,35 +34,28 @@ from ..._format.records import (
     ValueEntry,
     is_stored,
 )
-from ..._format.safetensors.read import (
-    INDEX_NAME,
-    PREFIX_BYTES,
-    SUFFIX,
-    Header,
-    header_bytes,
-    locate_shards,
-    manifest_of_headers,
-    parse_header,
-    parse_index,
-    shards_of,
-)
-from ..._format.shared import Root
-from ..._format.torch_zip.file import read_torch_file
-from ..._format.torch_zip.zip import other_zip
-from ..._format.transforms import require
-from ..._format.validate import check_item
-from ..._layout.ranges import PIECE_BYTES
-from ..._runtime.tasks import in_parallel
-from ..._runtime.threads import collected, io_threads, paced, pause_point
-from ..._storage import RangeSource, ReadRange
-from ...errors import (
+from .._format.safetensors import INDEX_NAME, PREFIX_BYTES, SUFFIX
+from .._format.shared import Root
+from .._format.validate import check_item
+from .._layout.ranges import PIECE_BYTES
+from .._runtime.tasks import in_parallel
+from .._runtime.threads import collected, io_threads, paced, pause_point
+from .._storage import RangeSource, ReadRange
+from ..errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     UnsafeObjectError,
     UnsupportedCheckpointError,
     allocating,
 )
+from .dcp_metadata import read_dcp_metadata, with_opaque_entries
+from .file_kinds import HEAD_BYTES, other_kind, part_of_checkpoint
 from .items import MAX_VALUE_BYTES, SourceFile, located, read_item, unpack_chunk
+from .rank_files import Replica, is_rank_file, merge_ranks, rank_files, ranks_among
+from .safetensors import Header, header_bytes, locate_shards, manifest_of_headers, parse_header, parse_index, shards_of
+from .torch_zip.file import read_torch_file
+from .torch_zip.zip import other_zip
+from .transforms import require
 
 __all__ = [
     "FILE_SUFFIXES",
