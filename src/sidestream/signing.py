@@ -16,7 +16,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from ._foreign.manifests import read_file
 from ._format.marker import METADATA_NAME, manifest_name, part_name
 from ._format.records import Manifest
 from ._load.open.manifest import read_manifest
@@ -204,7 +203,7 @@ async def _signed_files(source: RangeSource, url: str, manifest: Manifest) -> di
     parts = (part_name(root, rank) for rank in range(manifest.ranks))
     for name in (root, METADATA_NAME, *(part for part in parts if part in sizes)):
         try:
-            files[name] = bytes(await read_file(source, name, sizes[name]))
+            files[name] = bytes(await source.read_file(name, sizes[name]))
         except (KeyError, FileNotFoundError) as error:
             raise CheckpointNotFoundError(f"{url} was deleted while it was read") from error
     return files
@@ -215,7 +214,7 @@ async def _signature(source: RangeSource, url: str, manifest: Manifest) -> bytes
     sizes = await source.sizes()
     if not 0 < sizes.get(name, 0) <= _MOST_SIGNATURE_BYTES:
         raise BadSignatureError(f"{url} carries no signature ({name})")
-    return bytes(await read_file(source, name, sizes[name]))
+    return bytes(await source.read_file(name, sizes[name]))
 
 
 def _with_files(files: dict[str, bytes], bundle: bytes, work: Callable[[Path, Path], bytes]) -> bytes:

@@ -198,7 +198,7 @@ MUTANTS = (
            '        self._expected = unpack_crcs(one.crcs or b"")\n', "        self._expected = ()\n", "corruption"),
     Mutant("small tensors are not verified", "_load/reader.py",
            "                    if crc != saved:\n", "                    if False:\n", "corruption"),
-    Mutant("the manifest is not verified", "_foreign/manifests.py",
+    Mutant("the manifest is not verified", "_load/open/parts.py",
            "        if crc32(raw) != marker.manifest_crc:\n", "        if False:\n", "corruption"),
     Mutant("stock DCP's checksums are not looked at", "_load/reader.py",
            "            self._step, self._expected = one.nbytes, (one.crc,)\n", "            pass\n", "stock"),

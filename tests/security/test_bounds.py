@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,14 @@ from sidestream._foreign.dcp_metadata import read_dcp_description
 from sidestream._foreign.rank_files import merge_ranks, rank_files
 from sidestream._foreign.torch_zip.file import read_torch_file
 from sidestream._foreign.torch_zip.zip import TorchZip
-from sidestream._format.marker import PartMarker, marker_attribute, missing_ranks, whole
+from sidestream._format.marker import attribute_of
 from sidestream._format.records import Chunk, DictKey, Manifest, TensorEntry
 from sidestream._format.shared import parse_part
 from sidestream._layout.assemble import assemble
 from sidestream._layout.hashed import check_hashes, fill, set_of
 from sidestream._layout.names import consistent
 from sidestream._layout.values import decode_value
+from sidestream._load.open.parts import PART_ATTRIBUTE, PartMarker, missing_ranks, whole
 from sidestream._run.steps import Generations, list_generations, list_steps, named_steps
 from sidestream._runtime.pauses import pause_point
 from sidestream._runtime.threads import Deadline, io_threads, paced, time_limit
@@ -420,7 +421,7 @@ async def test_steps_that_hold_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 async def test_20_000_ranks(tmp_path: Path) -> None:
-    part = marker_attribute(PartMarker("save", 0, MANY + 1, "0" * 16, 10, 0))
+    part = attribute_of(PART_ATTRIBUTE, asdict(PartMarker("save", 0, MANY + 1, "0" * 16, 10, 0)))
     run = tmp_path / "run" / "step-1"
     run.mkdir(parents=True)
     for rank in range(MANY):

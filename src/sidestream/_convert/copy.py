@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from .._foreign.manifests import MOST_METADATA_BYTES, read_file
 from .._format.checksum import crc32
-from .._format.marker import METADATA_NAME, part_metadata_name
+from .._format.marker import METADATA_NAME
 from .._format.records import EmptyEntry, Manifest
 from .._format.safetensors import INDEX_NAME
 from .._layout.checks import Piece
 from .._layout.ranges import PIECE_BYTES
 from .._load.open.manifest import all_there
+from .._load.open.parts import part_metadata_name
 from .._load.verify import Verification
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import public
@@ -240,7 +240,7 @@ async def _look(source: RangeSource, location: Location, manifest: Manifest) -> 
     sizes = await io_threads().run(_in_order, listed, manifest)
     marker_crc = 0
     if METADATA_NAME in sizes:
-        raw = await read_file(source, METADATA_NAME, sizes[METADATA_NAME], most_bytes=MOST_METADATA_BYTES)
+        raw = await source.read_metadata(METADATA_NAME, sizes[METADATA_NAME])
         marker_crc = await io_threads().run(crc32, raw)
     return _Found(source, url, sizes, False, pieces, names, unverified, marker_crc)
 
@@ -366,7 +366,7 @@ class _Copy:
 
     async def _marker(self) -> bytes:
         found, nbytes = self.found, self.found.sizes[METADATA_NAME]
-        raw = await read_file(found.source, METADATA_NAME, nbytes)
+        raw = await found.source.read_file(METADATA_NAME, nbytes)
         if crc32(raw) != found.marker_crc:
             raise CorruptCheckpointError(
                 f"{found.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME

@@ -11,18 +11,15 @@ from typing import Any
 
 from .._foreign.dcp_metadata import compare_metadata, read_dcp_description
 from .._foreign.items import Unlocated, ValueBudgets, check_item_records, check_opaque_item, locate_all
-from .._foreign.manifests import MOST_METADATA_BYTES, read_file, read_part
 from .._foreign.transforms import require
 from .._format.checksum import DigestCheck, digest_check
 from .._format.dcp import metadata_of
 from .._format.marker import (
     ATTRIBUTE,
     METADATA_NAME,
-    PART_ATTRIBUTE,
     TAIL_BYTES,
     attribute_end,
     find_marker,
-    part_metadata_name,
 )
 from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, stored
 from .._layout.checks import Piece, foreign_pieces, has_no_checksum, own_pieces, sidecar_pieces, value_pieces
@@ -53,6 +50,7 @@ from ..errors import (
 )
 from ..options import Progress, Storage, check_timeout, storage_of
 from .open.manifest import open_manifest
+from .open.parts import PART_ATTRIBUTE, part_metadata_name, read_part
 from .operation import LoadLifecycle, reading
 
 __all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
@@ -312,7 +310,7 @@ class Verification:
             await self._compare_parts()
             return
         nbytes = (await self.source.sizes()).get(METADATA_NAME, 0)
-        read = await read_file(self.source, METADATA_NAME, nbytes, most_bytes=MOST_METADATA_BYTES)
+        read = await self.source.read_metadata(METADATA_NAME, nbytes)
 
         def compare() -> None:
             with self._noting(METADATA_NAME):
@@ -342,7 +340,7 @@ class Verification:
             with self._noting(name):
                 part = await read_part(self.source, sizes, marker)
                 part = replace(part, save_id=marker.save_id)  # the id in storage_meta, which is not that of the part
-                raw = await read_file(self.source, name, sizes.get(name, 0), most_bytes=MOST_METADATA_BYTES)
+                raw = await self.source.read_metadata(name, sizes.get(name, 0))
                 found = await io_threads().run(_differences, part, raw, PART_ATTRIBUTE, name)
                 for difference in found:
                     difference.file = name

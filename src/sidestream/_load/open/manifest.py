@@ -11,15 +11,9 @@ from typing import Any
 from ..._foreign.manifests import (
     FILE_SUFFIXES,
     TORCH_SUFFIXES,
-    check_sizes,
     is_foreign,
-    is_whole,
-    read_apart,
-    read_file,
     read_file_manifest,
     read_foreign_manifest,
-    read_own_manifest,
-    read_part_markers,
 )
 from ..._format.checksum import crc32
 from ..._format.manifest import parse_metadata_line
@@ -31,6 +25,7 @@ from ..._layout.values import decode_metadata
 from ..._runtime.threads import io_threads, paced
 from ..._storage import Location, RangeSource, Store, parse_step, step_name
 from ...errors import CheckpointNotFoundError, CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
+from .parts import check_sizes, is_whole, read_apart, read_own_manifest, read_part_markers
 from .steps import Step, committed_marker, newest_committed, own_manifest_among, steps_among
 
 __all__ = [
@@ -365,7 +360,7 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
             parts[rank] = RankPart({}, {})
             continue
         name = part_name(manifest_name(root.manifest.save_id), rank)
-        raw = await read_file(source, name, nbytes)
+        raw = await source.read_file(name, nbytes)
         parts[rank] = await io_threads().run(_parse_part, name, raw, crc)
     return parts
 

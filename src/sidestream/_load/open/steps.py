@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from ..._foreign.manifests import is_whole
 from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, is_complete
 from ..._runtime.threads import collected, io_threads, paced
 from ..._storage import LocalStore, RangeSource, Store, is_unfinished, parse_step
 from ...errors import CorruptCheckpointError, IncompleteCheckpointError
+from .parts import is_whole
 
 __all__ = [
     "Step",
