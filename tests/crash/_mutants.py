@@ -205,7 +205,7 @@ MUTANTS = (
     Mutant("sidecar files are not verified", "_load/checkpoint.py", _READ_FILE,
            "            await Reader(files.source, 'manifest').read(wanted, own=True)\n",
            "corruption"),
-    Mutant("verify passes sidecar files over", "_layout/checks.py", _SIDECARS,
+    Mutant("verify passes sidecar files over", "_load/checks.py", _SIDECARS,
            _SIDECARS + "    return\n", "corruption"),
     # retention
     Mutant("nothing is verified before older steps go", _PRUNING, "        if step in self._verified:\n",

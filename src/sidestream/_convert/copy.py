@@ -15,8 +15,8 @@ from .._format.checksum import crc32
 from .._format.marker import METADATA_NAME
 from .._format.records import EmptyEntry, Manifest
 from .._format.safetensors import INDEX_NAME
-from .._layout.checks import Piece
 from .._layout.ranges import PIECE_BYTES
+from .._load.checks import Piece
 from .._load.open.manifest import all_there
 from .._load.open.parts import part_metadata_name
 from .._load.verify import Verification

@@ -26,9 +26,9 @@ from .._format.records import (
     parts_of,
     row_major_strides,
 )
-from .._layout.checks import Piece, foreign_pieces, has_no_checksum
 from .._layout.ranges import PIECE_BYTES, Box
 from .._layout.values import encode_value
+from .._load.checks import Piece, foreign_pieces, has_no_checksum
 from .._load.open.manifest import all_there, open_manifest
 from .._load.reader import Reader, Wanted, whole
 from .._runtime.caller import run_in_calling_thread

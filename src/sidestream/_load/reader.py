@@ -14,7 +14,6 @@ from .._foreign.items import located, read_item, unpack_chunk
 from .._foreign.transforms import require
 from .._format.checksum import crc32, unpack_crcs
 from .._format.records import BLOCK_BYTES, Chunk, TensorEntry, row_major_strides, written_dtype
-from .._layout.checks import addresses_in, altered, check_digests
 from .._layout.ranges import (
     Box,
     Direct,
@@ -36,6 +35,7 @@ from .._runtime.torch_probes import copyable, dtype_from_name, lazy_bits
 from .._staging import move_small
 from .._storage import Batches, Memory, RangeSource, ReadRange, Reads, Scratch
 from ..options import Progress, Verify
+from .checks import addresses_in, altered, check_digests
 from .device_streams import Streams
 
 __all__ = ["Check", "Reader", "Wanted", "whole"]

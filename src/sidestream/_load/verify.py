@@ -22,7 +22,6 @@ from .._format.marker import (
     find_marker,
 )
 from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, stored
-from .._layout.checks import Piece, foreign_pieces, has_no_checksum, own_pieces, sidecar_pieces, value_pieces
 from .._layout.ranges import batches
 from .._runtime.abandoned import registered
 from .._runtime.caller import run_in_calling_thread
@@ -49,6 +48,7 @@ from ..errors import (
     printable_lines,
 )
 from ..options import Progress, Storage, check_timeout, storage_of
+from .checks import Piece, foreign_pieces, has_no_checksum, own_pieces, sidecar_pieces, value_pieces
 from .open.manifest import open_manifest
 from .open.parts import PART_ATTRIBUTE, part_metadata_name, read_part
 from .operation import LoadLifecycle, reading

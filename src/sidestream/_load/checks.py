@@ -29,8 +29,8 @@ from .._format.records import (
     ValueEntry,
 )
 from .._format.values import value_item
+from .._layout.ranges import PIECE_BYTES
 from ..errors import CorruptCheckpointError, UnsupportedTensorError
-from .ranges import PIECE_BYTES
 
 __all__ = [
     "Piece",
