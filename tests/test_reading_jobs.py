@@ -20,7 +20,7 @@ import sidestream
 from sidestream import errors
 from sidestream._format.checksum import pack_crcs
 from sidestream._format.records import BLOCK_BYTES
-from sidestream._layout.ranges import Direct, Range
+from sidestream._load.ranges import Direct, Range
 from sidestream._load.reader import Check
 from sidestream._runtime import threads
 from sidestream._runtime.threads import Deadline, Stop, time_limit

@@ -15,7 +15,6 @@ from .._format.checksum import crc32
 from .._format.marker import METADATA_NAME
 from .._format.records import EmptyEntry, Manifest
 from .._format.safetensors import INDEX_NAME
-from .._layout.ranges import PIECE_BYTES
 from .._load.checks import Piece
 from .._load.open.manifest import all_there
 from .._load.open.parts import part_metadata_name
@@ -27,6 +26,7 @@ from .._runtime.threads import Deadline, Stop, holding_gil, io_threads, paced, p
 from .._save.operation import RankReceipt, SaveOrder
 from .._storage import (
     ABANDONED_AFTER_S,
+    PIECE_BYTES,
     Location,
     RangeSource,
     ReadRange,

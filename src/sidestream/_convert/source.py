@@ -26,7 +26,7 @@ from .._format.records import (
     parts_of,
     row_major_strides,
 )
-from .._layout.ranges import PIECE_BYTES, Box
+from .._layout.ranges import Box
 from .._layout.values import encode_value
 from .._load.checks import Piece, foreign_pieces, has_no_checksum
 from .._load.open.manifest import all_there, open_manifest
@@ -35,7 +35,7 @@ from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import collected, holding_gil, io_threads, paced, pause_point
 from .._runtime.torch_probes import dtype_from_name
-from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Scratch, Transaction, locate_directory
+from .._storage import EVERYDAY, PIECE_BYTES, Location, RangeSource, ReadRange, Scratch, Transaction, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpointError, allocating
 from ..options import Progress, Storage, Verify
 from .targets import Slice, TargetFile

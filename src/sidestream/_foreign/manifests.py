@@ -21,9 +21,8 @@ from .._format.records import (
 )
 from .._format.safetensors import INDEX_NAME, PREFIX_BYTES, SUFFIX
 from .._format.validate import check_item
-from .._layout.ranges import PIECE_BYTES
 from .._runtime.threads import collected, io_threads, paced, pause_point
-from .._storage import RangeSource, ReadRange
+from .._storage import PIECE_BYTES, RangeSource, ReadRange
 from ..errors import (
     CorruptCheckpointError,
     UnsafeObjectError,

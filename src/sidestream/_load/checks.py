@@ -29,7 +29,7 @@ from .._format.records import (
     ValueEntry,
 )
 from .._format.values import value_item
-from .._layout.ranges import PIECE_BYTES
+from .._storage import PIECE_BYTES
 from ..errors import CorruptCheckpointError, UnsupportedTensorError
 
 __all__ = [

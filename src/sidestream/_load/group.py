@@ -13,7 +13,7 @@ from .._format.shared import RankPart, Root, join
 from .._format.validate import check_composites, check_patterns, validate
 from .._group import Operation
 from .._layout.match import LoadPlan
-from .._layout.ranges import Box, overlap
+from .._layout.ranges import Box
 from .._runtime.threads import collected, io_threads, pause_point
 from .._storage import Location, RangeSource
 from ..errors import StorageNotSharedError, UnexpectedKeysError, listed
@@ -78,7 +78,7 @@ def _needed(root: Root, plan: LoadPlan, values: Iterable[str]) -> tuple[set[int]
             known[pattern, box] = frozenset(
                 one.rank
                 for one in root.shared.patterns[pattern]
-                if box is None or overlap(Box(one.offsets, one.sizes), box) or 0 in box.sizes
+                if box is None or Box(one.offsets, one.sizes).overlap(box) or 0 in box.sizes
             )
         ranks |= known[pattern, box]
     for fqn in values:

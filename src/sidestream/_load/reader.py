@@ -14,20 +14,7 @@ from .._foreign.items import located, read_item, unpack_chunk
 from .._foreign.transforms import require
 from .._format.checksum import crc32, unpack_crcs
 from .._format.records import BLOCK_BYTES, Chunk, TensorEntry, row_major_strides, written_dtype
-from .._layout.ranges import (
-    Box,
-    Direct,
-    Payload,
-    Range,
-    RangePart,
-    Scatter,
-    Straight,
-    StraightBatch,
-    batches,
-    overlaps,
-    plan_ranges,
-    straight_batches,
-)
+from .._layout.ranges import Box, Payload, Straight
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import Stop, chunked, clear_gradually, collected, holding_gil, io_threads, paced, pause_point
@@ -37,6 +24,7 @@ from .._storage import Batches, Memory, RangeSource, ReadRange, Reads, Scratch
 from ..options import Progress, Verify
 from .checks import addresses_in, altered, check_digests
 from .device_streams import Streams
+from .ranges import Direct, Range, RangePart, Scatter, StraightBatch, batches, plan_ranges, straight_batches
 
 __all__ = ["Check", "Reader", "Wanted", "whole"]
 
@@ -314,7 +302,7 @@ def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
         (one, chunk)
         for one in paced(targets.values())
         for chunk in one.entry.chunks
-        if chunk.transform and overlaps(chunk, one.box)
+        if chunk.transform and Box(chunk.offsets, chunk.sizes).overlap(one.box)
     ]
     if found:
         require()

@@ -22,7 +22,6 @@ from .._format.marker import (
     find_marker,
 )
 from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, stored
-from .._layout.ranges import batches
 from .._runtime.abandoned import registered
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import Displayed, Table, public, readable_bytes
@@ -52,6 +51,7 @@ from .checks import Piece, foreign_pieces, has_no_checksum, own_pieces, sidecar_
 from .open.manifest import open_manifest
 from .open.parts import PART_ATTRIBUTE, part_metadata_name, read_part
 from .operation import LoadLifecycle, reading
+from .ranges import batches
 
 __all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
 

@@ -18,7 +18,7 @@ from .names import (
     target_of_attempt,
 )
 from .space import Space
-from .store import Files, Leftover, RangeSource, ReadRange, Store
+from .store import PIECE_BYTES, Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import Attempt, Kind, StoreAddress, Transaction, run_without_loop
 from .urls import EVERYDAY, Location, locate_directory, locate_run
 
@@ -28,6 +28,7 @@ __all__ = [
     "LEASES",
     "MARKER",
     "NOTE",
+    "PIECE_BYTES",
     "Attempt",
     "Batches",
     "Body",

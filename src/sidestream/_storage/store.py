@@ -19,10 +19,11 @@ from .names import MARKER
 from .replacing import Found, Use
 from .transaction import Attempt, StoreAddress, Transaction
 
-__all__ = ["Files", "Leftover", "RangeSource", "ReadRange", "Store", "coalesce"]
+__all__ = ["PIECE_BYTES", "Files", "Leftover", "RangeSource", "ReadRange", "Store", "coalesce"]
 
 _MOST_METADATA_BYTES = 1 << 30
-_PIECE_BYTES = 16 << 20
+PIECE_BYTES = 16 << 20
+"""The most bytes that are read with one request."""
 _PAGE_BYTES = 4096
 _EMPTY_PAGE = bytes(_PAGE_BYTES)
 _MOST_EMPTY_PAGES = 4096
@@ -163,9 +164,9 @@ class RangeSource(ABC):
         if nbytes > most_bytes:
             raise CorruptCheckpointError(f"{name} has {nbytes} bytes, more than the limit of {most_bytes}", file=name)
         content = _Content(name)
-        for start in range(0, nbytes, _PIECE_BYTES):
+        for start in range(0, nbytes, PIECE_BYTES):
             with allocating(f"reading {name}"):
-                piece = bytearray(min(_PIECE_BYTES, nbytes - start))
+                piece = bytearray(min(PIECE_BYTES, nbytes - start))
             read = ReadRange(start, memoryview(piece), partial(content.take, piece))
             await self.read(file, [read])
         return content.raw
