@@ -13,7 +13,7 @@ import torch
 from states import assert_same
 
 import sidestream
-from sidestream._format.dcp import Described, describe
+from sidestream._format.dcp import Described
 from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.records import Manifest
 from sidestream._format.shard import BlockSums
@@ -134,7 +134,7 @@ async def test_the_text_is_that_of_the_entries(name: str, tmp_path: Path) -> Non
     assert isinstance(manifest, Manifest)
     written = b"".join(write_manifest(manifest, torch.__version__))
     assert raw.splitlines()[1:] == written.splitlines()[1:]
-    assert describe(manifest.entries).manifest(manifest, torch.__version__) == written
+    assert Described.of(manifest.entries).manifest(manifest, torch.__version__) == written
 
 
 async def test_it_is_rendered_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

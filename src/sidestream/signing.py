@@ -16,8 +16,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from ._format.marker import METADATA_NAME, manifest_name, part_name
-from ._format.records import Manifest
+from ._format.marker import METADATA_NAME
+from ._format.records import Manifest, part_name
 from ._load.open.manifest import read_manifest
 from ._load.verify import VerifyReport, verify_manifest
 from ._runtime.tasks import running_loop
@@ -95,7 +95,7 @@ async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], p
         return signature.read_bytes()
 
     raw = await io_threads().run(_with_files, files, b"", make)
-    name = f"{manifest_name(manifest.save_id)}.sig"
+    name = f"{manifest.name}.sig"
     try:
         await location.store.put(f"{location.name}/{name}", raw, durability="fsync")
     except CheckpointExistsError as error:
@@ -199,8 +199,8 @@ async def _signable(source: RangeSource, location: Location) -> Manifest:
 async def _signed_files(source: RangeSource, url: str, manifest: Manifest) -> dict[str, bytes]:
     sizes = await source.sizes()
     files = {}
-    root = manifest_name(manifest.save_id)
-    parts = (part_name(root, rank) for rank in range(manifest.ranks))
+    root = manifest.name
+    parts = (part_name(manifest.save_id, rank) for rank in range(manifest.ranks))
     for name in (root, METADATA_NAME, *(part for part in parts if part in sizes)):
         try:
             files[name] = bytes(await source.read_file(name, sizes[name]))
@@ -210,7 +210,7 @@ async def _signed_files(source: RangeSource, url: str, manifest: Manifest) -> di
 
 
 async def _signature(source: RangeSource, url: str, manifest: Manifest) -> bytes:
-    name = f"{manifest_name(manifest.save_id)}.sig"
+    name = f"{manifest.name}.sig"
     sizes = await source.sizes()
     if not 0 < sizes.get(name, 0) <= _MOST_SIGNATURE_BYTES:
         raise BadSignatureError(f"{url} carries no signature ({name})")

@@ -29,7 +29,7 @@ from sidestream._foreign.dcp_metadata import read_dcp_metadata
 from sidestream._foreign.safetensors import header_bytes, parse_header
 from sidestream._foreign.torch_zip.file import open_tensor_item, open_value_item, read_torch_file
 from sidestream._format import pickles as p
-from sidestream._format.dcp import describe
+from sidestream._format.dcp import Described
 from sidestream._format.frame import frame_tensor, frame_value
 from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.marker import Marker, find_marker
@@ -225,7 +225,7 @@ def read_metadata(raw: bytes) -> None:
 def marker_input(r: random.Random) -> bytes:
     manifest = records(r)
     marker = Marker(_SAVE_ID, 100, 7, manifest.step, manifest.generation)
-    raw = describe(manifest.entries).metadata(marker)[-600:]
+    raw = Described.of(manifest.entries).metadata(marker)[-600:]
     return other_bytes(raw, r) if r.random() < 0.9 else raw
 
 

@@ -43,7 +43,7 @@ from sidestream._foreign.torch_zip.file import read_torch_file
 from sidestream._foreign.torch_zip.zip import TorchZip
 from sidestream._format.marker import attribute_of
 from sidestream._format.records import Chunk, DictKey, Manifest, TensorEntry
-from sidestream._format.shared import parse_part
+from sidestream._format.shared import RankPart
 from sidestream._layout.assemble import assemble
 from sidestream._layout.hashed import check_hashes, fill, set_of
 from sidestream._layout.names import consistent
@@ -144,9 +144,9 @@ def test_colliding_places_of_ranks_cost_nothing() -> None:
         again = replace(entry, chunks=tuple(replace(chunk) for chunk in chunks))
         _, replicas = merge_ranks([Manifest("", {"t": one}, {}) for one in (entry, again)])
         assert len(replicas) == MANY
-        assert len(parse_part(part).chunks) == MANY
+        assert len(RankPart.parse(part).chunks) == MANY
     with pytest.raises(CorruptCheckpointError):
-        parse_part(json.dumps([1 << 80, [0], [1], "f", 0, 1, 0, ""]).encode() + b"\n")
+        RankPart.parse(json.dumps([1 << 80, [0], [1], "f", 0, 1, 0, ""]).encode() + b"\n")
 
 
 def test_new_names_of_colliding_paths_cost_nothing() -> None:

@@ -17,7 +17,6 @@ import torch
 
 from .._format.records import CompositeEntry
 from .._format.safetensors import INDEX_NAME, SUFFIX
-from .._format.shard import payloads_in
 from .._group import Operation, prepare_together
 from .._layout.names import new_dtypes, new_names, selected
 from .._layout.save_layout import SavePlan
@@ -383,7 +382,7 @@ def _pieces(
     for layout in plan.shards:
         for window in layout.windows:
             with snapshot.window(window_number, stop) as view:  # also a window without exported tensors, to release it
-                for number, at, nbytes, _ in payloads_in(layout, window):
+                for number, at, nbytes, _ in layout.payloads_in(window):
                     one = by_item.get(first_item + number)
                     if one is not None:
                         yield _piece(one, sources[one.fqn], view[at : at + nbytes])

@@ -210,7 +210,7 @@ def _foreign_tensor(fqn: str, entry: TensorEntry, located: TensorEntry) -> Sourc
 
 def _row_major(located: TensorEntry) -> TensorEntry | None:
     """Return the tensor with the offset of the elements of every chunk. None if a chunk is not row-major."""
-    size = itemsize(located.dtype)
+    size = located.itemsize
     chunks = []
     for chunk in located.chunks:
         payload = chunk.foreign

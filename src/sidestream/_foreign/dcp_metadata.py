@@ -23,7 +23,6 @@ from .._format.records import (
     ValueEntry,
     itemsize,
     name_of,
-    written_dtype,
 )
 from .._runtime.pauses import chunked, collected, pause_point
 from ..errors import CorruptCheckpointError
@@ -388,4 +387,4 @@ def _comparable(entry: Entry) -> object:
         name_of(one.offsets, one.sizes): (one.file, one.item_offset, one.item_bytes, one.transform)
         for one in entry.chunks
     }
-    return path, written_dtype(entry.dtype), entry.shape, chunks
+    return path, entry.written_dtype, entry.shape, chunks

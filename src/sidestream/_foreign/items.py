@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import torch
 
-from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, is_stored, itemsize
+from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .._format.validate import TENSORS_ALWAYS_BYTES, may_expand
 from .._layout.values import NOTHING_ALLOWED, Allowed, decode_value
 from .._runtime.threads import Stop, clear_gradually, current_deadline, io_threads, paced, pause_point, read_threads
@@ -289,7 +289,7 @@ def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> 
 
 
 def _unpacked(entry: TensorEntry, chunk: Chunk, raw: bytearray) -> bytearray:
-    return unpack(raw, math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES)
+    return unpack(raw, math.prod(chunk.sizes) * entry.itemsize + 4 * _END_BYTES)
 
 
 def _open_unpacked(entry: TensorEntry, chunk: Chunk, content: bytearray) -> Chunk:
@@ -439,7 +439,7 @@ def _inline_values(entries: Mapping[str, ValueEntry], own: bool) -> tuple[dict[s
     rest: dict[str, ValueEntry] = {}
     for fqn, one in entries.items():
         pause_point()
-        if one.inline or (own and not is_stored(one.node)):
+        if one.inline or (own and not one.is_stored):
             values[fqn] = decode_value(one.node, fqn)
         else:
             rest[fqn] = one

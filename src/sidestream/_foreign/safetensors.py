@@ -149,7 +149,7 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
         if not isinstance(entry, TensorEntry):
             continue
         for chunk in entry.chunks:
-            bare = chunk.item_bytes == math.prod(chunk.sizes) * itemsize(entry.dtype)
+            bare = chunk.item_bytes == math.prod(chunk.sizes) * entry.itemsize
             if chunk.transform:
                 all_bare, end = ends.get(chunk.file, (True, 0))
                 ends[chunk.file] = (all_bare and bare, max(end, chunk.item_offset + chunk.item_bytes))

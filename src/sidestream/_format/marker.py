@@ -15,6 +15,7 @@ from zlib import crc32
 
 from ..errors import CorruptCheckpointError
 from . import pickles as p
+from .records import manifest_name
 
 __all__ = [
     "ATTRIBUTE",
@@ -30,9 +31,7 @@ __all__ = [
     "find_attribute",
     "find_marker",
     "is_complete",
-    "manifest_name",
     "marker_attribute",
-    "part_name",
 ]
 
 
@@ -63,14 +62,9 @@ class Marker:
     metadata_bytes: int = 0
     metadata_crc: int = 0
 
-
-def manifest_name(save_id: str) -> str:
-    return f"manifest-{save_id}"
-
-
-def part_name(root: str, rank: int) -> str:
-    """Return the file name of a rank's part of a manifest, in the directory of the ``root``."""
-    return f"{root}.{rank}"
+    @property
+    def manifest_name(self) -> str:
+        return manifest_name(self.save_id)
 
 
 def marker_attribute(marker: Marker) -> bytes:

@@ -28,7 +28,6 @@ from .records import (
     Row,
     TensorEntry,
     ValueEntry,
-    itemsize,
     name_of,
     path_of,
     shape_problem,
@@ -106,7 +105,7 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
             if missing and not partly:
                 holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
         elif isinstance(entry, CompositeEntry):
-            _check_composite(fqn, entry, stored(manifest.entries))
+            _check_composite(fqn, entry, manifest.stored)
     _check_sidecars(manifest, {*rows, *ranges})
     tied: set[str] = set()
     for file, found in rows.items():
@@ -176,7 +175,7 @@ def _lie_apart(rows: _FileRows, items: list[_Range]) -> bool:
 
 def _check_counts(manifest: Manifest) -> None:
     chunks = 0
-    for entries in chunked(stored(manifest.entries).values(), _MANY):
+    for entries in chunked(manifest.stored.values(), _MANY):
         chunks += sum(len(entry.chunks) for entry in entries if isinstance(entry, TensorEntry | OpaqueEntry))
         chunks += sum(isinstance(entry, tuple) for entry in entries)
         pause_point()
@@ -193,7 +192,7 @@ def _check_expansion(entries: Iterable[Entry]) -> None:
             for chunk in entry.chunks:
                 if chunk.transform:
                     packed += chunk.item_bytes
-                    expanded += math.prod(chunk.sizes) * itemsize(entry.dtype)
+                    expanded += math.prod(chunk.sizes) * entry.itemsize
         pause_point()
     if expanded > may_expand(packed):
         raise UnsupportedCheckpointError(
@@ -330,7 +329,7 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: s
     boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     available = sum(files[file] for file in {chunk.file for chunk in entry.chunks})
     expansion = MOST_EXPANSION if any(chunk.transform for chunk in entry.chunks) else 1
-    if volume(boxes) * itemsize(entry.dtype) > available * expansion:
+    if volume(boxes) * entry.itemsize > available * expansion:
         raise CorruptCheckpointError(f"{fqn!r} claims more bytes than its files have ({available})", fqn=fqn)
     return _uncovered(fqn, boxes, entry.shape)
 
@@ -368,7 +367,7 @@ def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, digest: str | None)
     extents = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
     if not all(offset >= 0 and size >= 0 and offset + size <= dim for offset, size, dim in extents):
         raise corrupt(f"reaches out of the shape {list(entry.shape)}")
-    payload = math.prod(chunk.sizes) * itemsize(entry.dtype)
+    payload = math.prod(chunk.sizes) * entry.itemsize
     start = chunk.item_offset if chunk.payload_offset is None else chunk.payload_offset
     expansion = MOST_EXPANSION if chunk.transform else 1
     if start < chunk.item_offset or start + payload > chunk.item_offset + chunk.item_bytes * expansion:

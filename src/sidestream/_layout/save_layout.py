@@ -25,7 +25,7 @@ from .._format.records import (
     all_parts,
     name_problem,
 )
-from .._format.shard import BlockSums, ShardLayout, Window, lay_out, payloads_in
+from .._format.shard import BlockSums, ShardLayout, Window
 from .._format.values import ValueItems
 from .._runtime.pauses import chunked, collected, pause_point
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_key, view_key
@@ -327,7 +327,7 @@ def _lay_out(find: Callable[[], Sequence[Leaf]], captured: Captured, budget_byte
         dtypes.append(dtype)
         shapes.append(shape)
         numbers.append(number)
-    shards = tuple(lay_out(frames, SHARD_BYTES, window_bytes))
+    shards = tuple(ShardLayout.lay_out(frames, SHARD_BYTES, window_bytes))
     placed = _Tensors(tuple(dtypes), tuple(shapes), tuple(numbers))
     windows = _windows(shards, items, tensors, dtypes)
     return _Layout(shards, tuple(windows), placed)
@@ -340,7 +340,7 @@ def _windows(
     before = 0  # items in the shards before
     for shard in shards:
         for window in shard.windows:
-            pieces = collected(payloads_in(shard, window))
+            pieces = collected(shard.payloads_in(window))
             numbers, offsets, sizes, skips = zip(*pieces, strict=True) if pieces else ((),) * 4
             sources = tuple(items[before + number] for number in numbers)
             into = tuple(collected((converted_to(tensors[one], dtypes[one]) for one in sources), _EVERY))
@@ -382,5 +382,5 @@ def window_copies(
 ) -> Iterator[Copy]:
     """Yield the copies that fill ``window``. ``tensors[before + i]`` is the tensor of the shard's item ``i``, and
     ``dtypes`` has the dtype to which it is converted."""
-    for index, offset, nbytes, skip in payloads_in(shard, window):
+    for index, offset, nbytes, skip in shard.payloads_in(window):
         yield Copy(tensors[before + index], offset, nbytes, None, skip, dtypes[before + index])

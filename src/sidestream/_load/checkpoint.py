@@ -260,7 +260,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         if isinstance(entry, OpaqueEntry):
             return _opaque_info(fqn, entry) if entry.dtype else None
         if isinstance(entry, CompositeEntry):
-            found = [self._manifest.entries[part] for part in parts_of(fqn, self._manifest.entries)]
+            found = [self._manifest.entries[part] for part in self._manifest.parts_of(fqn)]
             nbytes = sum(part.nbytes for part in found if isinstance(part, TensorEntry))
             parts = tuple(f"{fqn}.{part}" for part in entry.parts)
             return TensorInfo(

@@ -10,7 +10,7 @@ from operator import attrgetter, itemgetter
 from typing import Protocol, TypeAlias, TypeVar
 
 from .._format.checksum import DIGEST_BYTES
-from .._format.records import BLOCK_BYTES, Chunk, ForeignPayload, TensorEntry, itemsize
+from .._format.records import BLOCK_BYTES, Chunk, ForeignPayload, TensorEntry
 from .._layout.ranges import Box, Payload
 from .._runtime.pauses import by_size, pause_point
 from .._storage import PIECE_BYTES
@@ -107,7 +107,7 @@ def plan_ranges(
     the first dimension) that overlap with the box are read, extended to whole blocks. Chunks of another writer have one
     checksum over the whole payload. They are read whole, unless they are row-major and not to be ``verified``.
     """
-    size = itemsize(entry.dtype)
+    size = entry.itemsize
     for chunk in entry.chunks:
         payload = chunk.foreign
         if row_major and payload is None and chunk.sizes == box.sizes and chunk.offsets == box.offsets:

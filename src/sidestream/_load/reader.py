@@ -13,7 +13,7 @@ import torch
 from .._foreign.items import located, read_item, unpack_chunk
 from .._foreign.transforms import require
 from .._format.checksum import crc32, unpack_crcs
-from .._format.records import BLOCK_BYTES, Chunk, TensorEntry, row_major_strides, written_dtype
+from .._format.records import BLOCK_BYTES, Chunk, TensorEntry, row_major_strides
 from .._layout.ranges import Box, Payload, Straight
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
@@ -342,7 +342,7 @@ def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Ten
         return
     assert isinstance(one.into, Scatter)
     into = one.into
-    elements = torch.frombuffer(buffer, dtype=dtype_from_name(written_dtype(entry.dtype)), offset=into.skip)
+    elements = torch.frombuffer(buffer, dtype=dtype_from_name(entry.written_dtype), offset=into.skip)
     target = copyable(target)
     strides = into.strides or row_major_strides(into.shape)
     source = elements.as_strided(into.shape, strides)[_slices(into.source)]

@@ -21,7 +21,7 @@ from .._format.marker import (
     attribute_end,
     find_marker,
 )
-from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, stored
+from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .._runtime.abandoned import registered
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import Displayed, Table, public, readable_bytes
@@ -237,11 +237,7 @@ class Verification:
         manifest, damaged = self.manifest, self.damages
         unreadable = self.unreadable - damaged.keys()
         unverified = self.unverified - damaged.keys() - unreadable
-        fqns = (
-            fqn
-            for fqn, one in paced(stored(manifest.entries).items())
-            if isinstance(one, (tuple, TensorEntry, ValueEntry))
-        )
+        fqns = (fqn for fqn, one in paced(manifest.stored.items()) if isinstance(one, (tuple, TensorEntry, ValueEntry)))
         apart = unverified | unreadable | self._sharing(damaged.keys() | self._unread)
         return VerifyReport(
             url=self.url,

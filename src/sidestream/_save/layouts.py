@@ -18,10 +18,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from .._format.checksum import crc32, join_blocks, unpack_crcs
-from .._format.dcp import Described, describe, described, metadata_end, places_of_chunks, places_of_values
+from .._format.dcp import Described, described, metadata_end, places_of_chunks, places_of_values
 from .._format.manifest import metadata_line, root_body, write_root
-from .._format.marker import METADATA_NAME, Marker, manifest_name, part_name
-from .._format.records import Chunk, Manifest, TensorEntry
+from .._format.marker import METADATA_NAME, Marker
+from .._format.records import Chunk, Manifest, TensorEntry, part_name
 from .._format.shard import BlockSums, checksums_of
 from .._format.shared import PartName, Root, Shared, write_part
 from .._group import Operation, this_process
@@ -220,7 +220,7 @@ class AgreedLayout:
         order, operation = self._order, self._operation
         receipt, part = await io_threads().run(_make_part, self._planned, written, order)
         if part:
-            name = part_name(manifest_name(order.save_id), operation.rank)
+            name = part_name(order.save_id, operation.rank)
             await order.transaction.put(name, part)
         return receipt
 
@@ -256,7 +256,7 @@ class AgreedLayout:
         marker = _marker(about, raw, self._order.saved_at)
         return {
             **sidecar_files(self._order),
-            manifest_name(about.save_id): [raw],
+            about.name: [raw],
             METADATA_NAME: [agreement.head, *places, *metadata_end(marker)],
         }
 
@@ -351,10 +351,10 @@ def _listed(differ: Mapping[str, tuple[int, int]]) -> str:
 def commit_files(manifest: Manifest, saved_at: int, described: Described | None = None) -> dict[str, list[bytes]]:
     """Return the files of the manifest and of the marker for ``manifest``. If ``described`` is given, it has the
     entries in place of ``manifest``. Called in a worker thread."""
-    described = describe(manifest.entries) if described is None else described
+    described = Described.of(manifest.entries) if described is None else described
     raw = described.manifest(manifest, TORCH_VERSION)
     return {
-        manifest_name(manifest.save_id): [raw],
+        manifest.name: [raw],
         METADATA_NAME: [described.metadata(_marker(manifest, raw, saved_at))],
     }
 

@@ -20,13 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._format.checksum import crc32
 from .._format.manifest import metadata_line, write_manifest
-from .._format.marker import (
-    END,
-    METADATA_NAME,
-    Marker,
-    manifest_name,
-    marker_attribute,
-)
+from .._format.marker import END, METADATA_NAME, Marker, marker_attribute
 from .._format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
 from .._format.validate import validate
 from .._layout.values import encode_value
@@ -127,7 +121,7 @@ def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int) -> dict[
     raw, last = _manifest_of(metadata, about)
     place = len(raw), crc32(raw), about.step, about.generation, saved_at, len(last), crc32(last)
     marked = _marked(metadata, marker_attribute(Marker(about.save_id, *place)))
-    return {manifest_name(about.save_id): raw, METADATA_NAME: marked}
+    return {about.name: raw, METADATA_NAME: marked}
 
 
 def _manifest_of(metadata: Metadata, about: Manifest) -> tuple[bytes, bytes]:

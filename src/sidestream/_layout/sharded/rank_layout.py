@@ -15,7 +15,7 @@ import torch
 
 from ..._format.frame import Frame, frame_tensor
 from ..._format.records import Chunk, Node
-from ..._format.shard import BlockSums, ShardLayout, lay_out
+from ..._format.shard import BlockSums, ShardLayout
 from ..._format.values import ValueItems
 from ..._runtime.pauses import collected, pause_point
 from ..._runtime.torch_probes import view_key
@@ -206,7 +206,7 @@ def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> Ra
             sources.append(_Source(item.tensor, start, sizes, whole, converted_to(tensor, dtype)))
             frames.append(frame_tensor(dtype, sizes))
         taken.append((item.row, (offsets, sizes), known[identity]))
-    shards = tuple(lay_out(frames, SHARD_BYTES, window_bytes))
+    shards = tuple(ShardLayout.lay_out(frames, SHARD_BYTES, window_bytes))
     where = [(shard, item) for shard, layout in enumerate(shards) for item in range(len(layout.items))]
     placed = (
         _Place(row if assignment.places is None else assignment.places[row], rows[row].fqn, box, *where[source])

@@ -17,9 +17,9 @@ from ..._foreign.manifests import (
 )
 from ..._format.checksum import crc32
 from ..._format.manifest import parse_metadata_line
-from ..._format.marker import METADATA_NAME, Marker, manifest_name, part_name
-from ..._format.records import Manifest
-from ..._format.shared import RankPart, Root, join, parse_part
+from ..._format.marker import METADATA_NAME, Marker
+from ..._format.records import Manifest, part_name
+from ..._format.shared import RankPart, Root
 from ..._format.validate import validate
 from ..._layout.values import decode_metadata
 from ..._runtime.threads import io_threads, paced
@@ -125,7 +125,7 @@ async def metadata_of(source: RangeSource, marker: Marker) -> dict[str, Any]:
     """Do ``read_metadata`` for a checkpoint whose marker is known."""
     if not marker.metadata_bytes:
         return {}
-    name = manifest_name(marker.save_id)
+    name = marker.manifest_name
     line = await source.read_tail(name, marker.metadata_bytes)
     if crc32(line) != marker.metadata_crc:
         raise CorruptCheckpointError(f"{source.name}: the metadata line of {name} was altered", file=name)
@@ -282,7 +282,7 @@ async def read_manifest(source: RangeSource, location: Location) -> Manifest:
 async def _whole(source: RangeSource, url: str, root: Root) -> Manifest:
     with naming(url):
         parts = await read_parts(source, root, range(len(root.parts)))
-        manifest = await io_threads().run(join, root, parts)
+        manifest = await io_threads().run(root.join, parts)
         await io_threads().run(validate, manifest)
     return manifest
 
@@ -359,7 +359,7 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
         if not nbytes:
             parts[rank] = RankPart({}, {})
             continue
-        name = part_name(manifest_name(root.manifest.save_id), rank)
+        name = part_name(root.manifest.save_id, rank)
         raw = await source.read_file(name, nbytes)
         parts[rank] = await io_threads().run(_parse_part, name, raw, crc)
     return parts
@@ -368,7 +368,7 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
 def _parse_part(name: str, raw: bytearray, crc: int) -> RankPart:
     if crc32(raw) != crc:
         raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the manifest", file=name)
-    return parse_part(raw)
+    return RankPart.parse(raw)
 
 
 @contextmanager
@@ -397,7 +397,7 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
             "download it to a directory first"
         )
     with naming(url):
-        manifest = await _read_marked(source, marker, await source.size(manifest_name(marker.save_id)))
+        manifest = await _read_marked(source, marker, await source.size(marker.manifest_name))
         files = _head(manifest).files
         await io_threads().run(check_sizes, files, {file: await source.size(file) for file in files})
         if isinstance(manifest, Manifest):
@@ -418,7 +418,7 @@ async def _own_manifest_listed(source: RangeSource, marker: Marker, sizes: Mappi
 
 
 async def _own_manifest(source: RangeSource, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
-    manifest = await _read_marked(source, marker, sizes.get(manifest_name(marker.save_id), 0))
+    manifest = await _read_marked(source, marker, sizes.get(marker.manifest_name, 0))
     await io_threads().run(check_sizes, _head(manifest).files, sizes)
     return manifest
 
@@ -430,7 +430,7 @@ async def _read_marked(source: RangeSource, marker: Marker, nbytes: int) -> Mani
         head = _head(manifest)
         return (head.save_id, head.step, head.generation) == (marker.save_id, marker.step, marker.generation)
 
-    return await read_own_manifest(source, manifest_name(marker.save_id), marker, nbytes, belongs)
+    return await read_own_manifest(source, marker.manifest_name, marker, nbytes, belongs)
 
 
 def _head(manifest: Manifest | Root) -> Manifest:

@@ -16,7 +16,7 @@ from ..._foreign.rank_files import Replica, merge_ranks, ranks_among
 from ..._format.checksum import crc32
 from ..._format.manifest import parse_manifest
 from ..._format.marker import TAIL_BYTES, Marker, damaged, find_attribute
-from ..._format.records import Manifest, ValueEntry, is_stored
+from ..._format.records import Manifest, ValueEntry
 from ..._format.shared import Root
 from ..._runtime.tasks import in_parallel
 from ..._runtime.threads import chunked, collected, io_threads, pause_point
@@ -228,7 +228,7 @@ def _merged(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica], dict[st
         if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
             if first.node != other.node:
                 raise _differ(replica.fqn)
-            if is_stored(first.node):
+            if first.is_stored:
                 left.append(replica)
         elif isinstance(first, ValueEntry) or isinstance(other, ValueEntry) or first[1].crcs != other[1].crcs:
             raise _differ(replica.fqn)
