@@ -30,13 +30,14 @@ from .._format.safetensors import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together, stoppable
 from .._layout.names import consistent, new_dtypes, new_names, renamed_path, selected
 from .._layout.objects import containers_of
+from .._load.open.manifest import from_one_checkpoint
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, collected, current_deadline, io_threads, paced, time_limit
 from .._save.group import Group
-from .._save.layouts import commit_files, sidecar_files, with_sidecars
-from .._save.operation import RankReceipt, SaveOrder
-from .._save.order import unchecked
+from .._save.layouts import commit_files
+from .._save.operation import RankReceipt
+from .._save.order import SaveOrder, unchecked
 from .._storage import Kind, Location, RangeSource, Transaction, locate_directory
 from ..errors import (
     InvalidOptionError,
@@ -58,7 +59,7 @@ from ..options import (
     options_of,
     storage_of,
 )
-from .operation import from_one_checkpoint, run_here
+from .operation import run_here
 from .source import Pipeline, Source, source_of, window_bytes_within
 from .targets import (
     DcpTarget,
@@ -484,8 +485,8 @@ class _ConvertedLayout:
         about = Manifest(
             self._order.save_id, entries, dict(receipt.files), file_crcs=receipt.crcs, containers=containers
         )
-        manifest = with_sidecars(about, self._order)
-        return {**sidecar_files(self._order), **commit_files(manifest, self._order.saved_at)}
+        manifest = self._order.with_sidecars(about)
+        return {**self._order.sidecar_files(), **commit_files(manifest, self._order.saved_at)}
 
 
 # --- with other ranks -------------------------------------------------------------------------------------------------

@@ -16,14 +16,15 @@ from .._format.marker import METADATA_NAME
 from .._format.records import EmptyEntry, Manifest
 from .._format.safetensors import INDEX_NAME
 from .._load.checks import Piece
-from .._load.open.manifest import all_there
+from .._load.open.manifest import all_there, from_one_checkpoint
 from .._load.open.parts import part_metadata_name
 from .._load.verify import Verification
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, holding_gil, io_threads, paced, pause_point, time_limit
-from .._save.operation import RankReceipt, SaveOrder
+from .._save.operation import RankReceipt
+from .._save.order import SaveOrder
 from .._storage import (
     ABANDONED_AFTER_S,
     PIECE_BYTES,
@@ -37,7 +38,7 @@ from .._storage import (
 )
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout, storage_of
-from .operation import from_one_checkpoint, run_here
+from .operation import run_here
 from .windows import WINDOWS, WindowedFile, Windows
 
 __all__ = ["CopyReport", "copy", "remove"]

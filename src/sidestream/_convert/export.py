@@ -21,7 +21,7 @@ from .._group import Operation, prepare_together
 from .._layout.names import new_dtypes, new_names, selected
 from .._layout.save_layout import SavePlan
 from .._load.open.manifest import holds
-from .._load.open.steps import look_at, steps_among
+from .._load.open.steps import Step
 from .._runtime.memory_maps import MemoryMap
 from .._runtime.public import public
 from .._runtime.threads import Stop, current_deadline, io_threads
@@ -307,9 +307,9 @@ class _Sink:
         if not self.replaces:
             return
         store = save.location.store
-        for found in await io_threads().run(steps_among, await store.directories()):
+        for found in await io_threads().run(Step.among, await store.directories()):
             newer = found.step == save.step and found.generation > save.generation
-            if newer and await look_at(store, found) is not None:
+            if newer and await found.current(store) is not None:
                 raise SkippedError(
                     f"{self.url} was not written: step {save.step} was saved again meanwhile ({found.name})"
                 )

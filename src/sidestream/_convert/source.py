@@ -30,7 +30,7 @@ from .._layout.ranges import Box
 from .._layout.values import encode_value
 from .._load.checks import Piece, foreign_pieces, has_no_checksum
 from .._load.open.manifest import all_there, open_manifest
-from .._load.reader import Reader, Wanted, whole
+from .._load.reader import Reader, Wanted
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import collected, holding_gil, io_threads, paced, pause_point
@@ -103,7 +103,7 @@ class Source:
         sidecars = self.manifest.sidecars
         found = {name: bytearray(entry.nbytes) for name, entry in sidecars.items()}
         wanted = [
-            Wanted(name, entry, whole(entry), torch.frombuffer(found[name], dtype=torch.uint8))
+            Wanted(name, entry, Box.whole(entry.shape), torch.frombuffer(found[name], dtype=torch.uint8))
             for name, entry in sidecars.items()
             if entry.nbytes
         ]
@@ -347,7 +347,7 @@ class Pipeline:
     async def _read_whole(self, fqn: str, into: torch.Tensor) -> None:
         source = self.source.tensors[fqn]
         found = None if source.located is None else {fqn: source.located}
-        wanted = [Wanted(fqn, source.entry, whole(source.entry), into)]
+        wanted = [Wanted(fqn, source.entry, Box.whole(source.entry.shape), into)]
         await self._reader().read(wanted, own=self.source.manifest.own, found=found)
 
     def _reader(self) -> Reader:

@@ -30,6 +30,11 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        """Return all of a tensor."""
+        return Box((0,) * len(shape), shape)
+
     def overlap(self, other: Box) -> Box | None:
         """Return the box of the elements that are in both. None if there are none."""
         low = tuple(map(max, self.offsets, other.offsets))

@@ -29,7 +29,6 @@ from .._format.records import (
     stored,
 )
 from .._layout.assemble import assemble
-from .._layout.composites.building import build_composites, check_types
 from .._layout.names import new_dtypes, selected
 from .._layout.ranges import Box
 from .._layout.values import Allowed, allowed_types, decode_metadata
@@ -52,12 +51,13 @@ from ..options import (
     check_verify,
     storage_of,
 )
+from .composites import build_composites, check_types
 from .device_streams import Streams, streams_of
 from .new_tensors import NewTensors, new_tensors
 from .open.manifest import all_there, check_not_replaced, open_manifest, replaced, was_replaced
 from .open.mmap import map_tensors
 from .operation import LoadLifecycle, ReadCall, reading
-from .reader import Reader, Wanted, whole
+from .reader import Reader, Wanted
 from .verify import VerifyReport, verify_manifest
 
 __all__ = ["Checkpoint", "Memory", "TensorInfo", "open_checkpoint", "open_from"]
@@ -250,7 +250,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         content = bytearray(entry.nbytes)
         wanted = []
         if content:
-            wanted.append(Wanted(name, entry, whole(entry), torch.frombuffer(content, dtype=torch.uint8)))
+            wanted.append(Wanted(name, entry, Box.whole(entry.shape), torch.frombuffer(content, dtype=torch.uint8)))
         async with self._files("file") as files:
             await self._read(files, NewTensors({}, wanted), Streams())
         return await io_threads().run(bytes, content)
@@ -330,7 +330,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         where = _device(device)
         entry = self._manifest.entries[fqn]
         assert isinstance(entry, TensorEntry)
-        box = whole(entry) if rows is None else _rows(fqn, entry.shape, rows)
+        box = Box.whole(entry.shape) if rows is None else _rows(fqn, entry.shape, rows)
 
         async with self._files("tensor") as files:
             streams = await streams_of([where])
@@ -578,7 +578,7 @@ def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) 
         if id(tensor) not in wanted:
             entry = entries[fqn]
             assert isinstance(entry, TensorEntry)
-            wanted[id(tensor)] = Wanted(fqn, entry, whole(entry), None)
+            wanted[id(tensor)] = Wanted(fqn, entry, Box.whole(entry.shape), None)
     return list(wanted.values())
 
 

@@ -26,7 +26,7 @@ from .checks import addresses_in, altered, check_digests
 from .device_streams import Streams
 from .ranges import Direct, Range, RangePart, Scatter, StraightBatch, batches, plan_ranges, straight_batches
 
-__all__ = ["Check", "Reader", "Wanted", "whole"]
+__all__ = ["Check", "Reader", "Wanted"]
 
 _Batch: TypeAlias = list[Range] | StraightBatch
 
@@ -110,10 +110,6 @@ class Check:
             raise altered(one.fqn, one.file, one.offset + number * self._step)
         self._crc = 0
         self._end = min(self._end + self._step, one.nbytes)
-
-
-def whole(entry: TensorEntry) -> Box:
-    return Box((0,) * len(entry.shape), entry.shape)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from typing import Any
 from .._foreign.dcp_metadata import compare_metadata, read_dcp_description
 from .._foreign.items import Unlocated, ValueBudgets, check_item_records, check_opaque_item, locate_all
 from .._foreign.transforms import require
-from .._format.checksum import DigestCheck, digest_check
 from .._format.dcp import metadata_of
 from .._format.marker import (
     ATTRIBUTE,
@@ -46,12 +45,13 @@ from ..errors import (
     UnsupportedCheckpointError,
     printable_lines,
 )
-from ..options import Progress, Storage, check_timeout, storage_of
+from ..options import DigestCheck, Progress, Storage, check_timeout, storage_of
 from .checks import Piece, foreign_pieces, has_no_checksum, own_pieces, sidecar_pieces, value_pieces
 from .open.manifest import open_manifest
 from .open.parts import PART_ATTRIBUTE, part_metadata_name, read_part
 from .operation import LoadLifecycle, reading
 from .ranges import batches
+from .report import digest_check
 
 __all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
 

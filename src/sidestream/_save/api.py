@@ -43,10 +43,8 @@ __all__ = [
     "async_save",
     "check_stager",
     "completed",
-    "plan_alone",
     "prewarm",
     "save",
-    "saved_as",
     "start_save",
     "start_together",
 ]
@@ -312,7 +310,7 @@ def _started(
 ) -> SaveOperation:
     """Launch the copies of ``start_save``."""
     if order.operation is None:
-        lay_out = saved_as(plan_alone, options, order.location.url, others=False)
+        lay_out = saved_as(_plan_alone, options, order.location.url, others=False)
         stage = Stage(order, captured, stager, lay_out, len(exports))
         return SaveOperation(
             order=order,
@@ -332,11 +330,14 @@ async def prewarm(
     state: Mapping[str, Any] | int | None,
     stager: AsyncStager,
     worker: tuple[Worker | None, bool],
+    options: SaveOptions,
+    url: str,
     *,
-    plan: LayOut | None,
+    alone: bool,
 ) -> None:
     """Do the preparations of the first save of ``state``, or of a state with this number of bytes. Start the writer
-    process, map staging memory and, if there is a ``plan``, call it."""
+    process, map staging memory and, if this process saves ``alone``, plan the save to ``url``."""
+    plan = saved_as(_plan_alone, options, url, others=False) if alone else None
     process, falls_back = worker
     if process is not None and falls_back:
         await io_threads().run(process.start)
@@ -364,6 +365,6 @@ async def _prewarm_for(stager: AsyncStager, state: Mapping[str, Any], plan: LayO
             await io_threads().run(plan, stager.plans, stager.budget_bytes, captured)
 
 
-def plan_alone(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
+def _plan_alone(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
     """Plan the save of one process, in a thread."""
     return plan_save(plans, budget_bytes, captured)

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from .._format.checksum import crc32, join_blocks, unpack_crcs
+from .._format.checksum import crc32
 from .._format.dcp import Described, described, metadata_end, places_of_chunks, places_of_values
 from .._format.manifest import metadata_line, root_body, write_root
 from .._format.marker import METADATA_NAME, Marker
-from .._format.records import Chunk, Manifest, TensorEntry, part_name
-from .._format.shard import BlockSums, checksums_of
+from .._format.records import Manifest, part_name
+from .._format.shard import BlockSums
 from .._format.shared import PartName, Root, Shared, write_part
 from .._group import Operation, this_process
 from .._layout.save_layout import SavePlan
@@ -40,8 +40,6 @@ __all__ = [
     "NativeLayout",
     "about_save",
     "commit_files",
-    "sidecar_files",
-    "with_sidecars",
 ]
 
 
@@ -255,7 +253,7 @@ class AgreedLayout:
         places = [content.chunks for content in contents] + [content.values for content in contents]
         marker = _marker(about, raw, self._order.saved_at)
         return {
-            **sidecar_files(self._order),
+            **self._order.sidecar_files(),
             about.name: [raw],
             METADATA_NAME: [agreement.head, *places, *metadata_end(marker)],
         }
@@ -386,7 +384,7 @@ class NativeLayout:
         crcs, described, containers = receipts[0].content()
         about = replace(about_save(self._order, [replace(receipts[0], crcs=crcs)]), containers=containers)
         files = commit_files(about, self._order.saved_at, described)
-        return {**sidecar_files(self._order), **files}
+        return {**self._order.sidecar_files(), **files}
 
 
 def _file_crcs(plan: SavePlan | RankPlan, sums: Sequence[BlockSums], names: Mapping[str, str]) -> dict[str, int]:
@@ -404,26 +402,7 @@ def about_save(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Manifest:
     about = Manifest(
         order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata, file_crcs=crcs
     )
-    return with_sidecars(about, order)
-
-
-def sidecar_files(order: SaveOrder) -> dict[str, list[bytes]]:
-    """Return the sidecar files, under the names that they have on this store."""
-    return {order.transaction.sidecar_name(name): [content] for name, content in order.sidecars.items()}
-
-
-def with_sidecars(manifest: Manifest, order: SaveOrder) -> Manifest:
-    """Return ``manifest`` with the sidecar files and their checksums. Called in a worker thread."""
-    digest = order.digest if manifest.digest is not None else None
-    sidecars: dict[str, TensorEntry] = {}
-    files, file_crcs = dict(manifest.files), dict(manifest.file_crcs)
-    for name, content in order.sidecars.items():
-        file, nbytes = order.transaction.sidecar_name(name), len(content)
-        crcs, digests = checksums_of(content, digest)
-        chunk = Chunk((0,), (nbytes,), file, 0, nbytes, 0, crcs, digests=digests)
-        sidecars[name] = TensorEntry((name,), "uint8", (nbytes,), (chunk,))
-        files[file], file_crcs[file] = nbytes, join_blocks(list(unpack_crcs(crcs)), nbytes)
-    return replace(manifest, files=files, sidecars=sidecars, file_crcs=file_crcs)
+    return order.with_sidecars(about)
 
 
 class _Content(NamedTuple):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..._foreign.manifests import (
     FILE_SUFFIXES,
@@ -26,11 +26,12 @@ from ..._runtime.threads import io_threads, paced
 from ..._storage import Location, RangeSource, Store, parse_step, step_name
 from ...errors import CheckpointNotFoundError, CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
 from .parts import check_sizes, is_whole, read_apart, read_own_manifest, read_part_markers
-from .steps import Step, committed_marker, newest_committed, own_manifest_among, steps_among
+from .steps import Step, committed_marker, newest_committed, own_manifest_among
 
 __all__ = [
     "all_there",
     "check_not_replaced",
+    "from_one_checkpoint",
     "holds",
     "metadata_of",
     "naming",
@@ -45,6 +46,9 @@ __all__ = [
 
 
 _MOST_LOOKED_AT = 8
+_MOST_RESTARTS = 8
+
+T = TypeVar("T")
 
 
 async def what_is_there(store: Store, name: str, url: str, files: Mapping[str, int]) -> str:
@@ -91,7 +95,7 @@ async def _holds_checkpoint(store: Store, directory: str) -> bool:
         if METADATA_NAME in files or await io_threads().run(is_foreign, files):
             return True
     names = await store.directories(directory)
-    return bool(await io_threads().run(steps_among, names))
+    return bool(await io_threads().run(Step.among, names))
 
 
 @contextmanager
@@ -252,6 +256,24 @@ async def was_replaced(location: Location, manifest: Manifest) -> bool:
         except SidestreamError:
             return await source.moved()  # if not, the caller raises its own error
     return marker is not None and marker.save_id != manifest.save_id
+
+
+async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, Manifest], Awaitable[T]]) -> T:
+    """Open the checkpoint at ``location``, and do ``work`` with it. If its files are deleted meanwhile because another
+    save has replaced it, do that again with the new one, up to a limit. Raises what ``work`` raises, and
+    ``CorruptCheckpointError``, which says that the checkpoint was replaced, beyond the limit."""
+    for left in reversed(range(_MOST_RESTARTS)):
+        files, manifest = await open_manifest(location)
+        async with aclosing(files):
+            try:
+                return await work(files, manifest)
+            except CorruptCheckpointError as error:
+                # An export has no marker. When it is replaced, another directory has its name.
+                if not (await was_replaced(location, manifest) or await files.moved()):
+                    raise
+                if not left:
+                    raise replaced(location.url) from error
+    raise AssertionError("unreachable")
 
 
 async def holds(location: Location, save_id: str) -> bool:

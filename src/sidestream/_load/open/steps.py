@@ -16,10 +16,8 @@ from .parts import is_whole
 __all__ = [
     "Step",
     "committed_marker",
-    "look_at",
     "newest_committed",
     "own_manifest_among",
-    "steps_among",
 ]
 
 _FEW_NAMES = 256
@@ -41,6 +39,27 @@ class Step:
     @property
     def order(self) -> tuple[int, int]:
         return self.step, self.generation
+
+    @staticmethod
+    def among(names: Iterable[str]) -> list[Step]:
+        """Return the steps, newest step and highest generation first. Called in a worker thread."""
+        parsed = collected((parse_step(name), name) for name in names)
+        found = (Step(*order, name) for order, name in parsed if order is not None)
+        return sorted(found, key=lambda each: each.order, reverse=True)
+
+    async def current(self, store: Store) -> Step | None:
+        """Return this step if it is a committed checkpoint, of sidestream or of stock DCP. Return it with ``damage`` if
+        it is a damaged checkpoint of sidestream. Return None if it never was a checkpoint.
+
+        On storage that publishes directories by a rename, no directory with such a name has a manifest before it is
+        published. So there a directory with a manifest and without a marker is a damaged checkpoint, unless it was
+        moved since it was opened: then its files are being deleted."""
+        found = replace(self, marker=None, damage=None)  # what is known of it from before is not what is there now
+        while True:
+            async with aclosing(store.source(found.name)) as source:
+                seen = await _look_at(source, found, store)
+                if (seen is not None and seen.damage is None) or not await source.moved():
+                    return seen
 
 
 async def committed_marker(source: RangeSource, store: Store) -> Marker | None:
@@ -64,21 +83,6 @@ async def committed_marker(source: RangeSource, store: Store) -> Marker | None:
 
 async def _is_marked_in_place(source: RangeSource) -> bool:
     return await io_threads().run(is_unfinished, await source.sizes())
-
-
-async def look_at(store: Store, found: Step) -> Step | None:
-    """Return ``found`` if it is a committed checkpoint, of sidestream or of stock DCP. Return it with ``damage`` if it
-    is a damaged checkpoint of sidestream. Return None if it never was a checkpoint.
-
-    On storage that publishes directories by a rename, no directory with such a name has a manifest before it is
-    published. So there a directory with a manifest and without a marker is a damaged checkpoint, unless it was moved
-    since it was opened: then its files are being deleted."""
-    found = replace(found, marker=None, damage=None)  # what is known of it from before is not what is there now
-    while True:
-        async with aclosing(store.source(found.name)) as source:
-            seen = await _look_at(source, found, store)
-            if (seen is not None and seen.damage is None) or not await source.moved():
-                return seen
 
 
 async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | None:
@@ -116,19 +120,12 @@ async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | Non
 
 async def newest_committed(store: Store, run: str, names: Iterable[str]) -> list[Step]:
     """Return the directories of a run that are named like steps, oldest first, up to the newest committed one."""
-    steps = (await io_threads().run(steps_among, names))[::-1]
+    steps = (await io_threads().run(Step.among, names))[::-1]
     for _ in range(_MOST_LOOKED_AT):
-        if not steps or await look_at(store, replace(steps[-1], name=f"{run}/{steps[-1].name}")) is not None:
+        if not steps or await replace(steps[-1], name=f"{run}/{steps[-1].name}").current(store) is not None:
             return steps
         steps.pop()
     return []
-
-
-def steps_among(names: Iterable[str]) -> list[Step]:
-    """Return the steps, newest step and highest generation first. Called in a worker thread."""
-    parsed = collected((parse_step(name), name) for name in names)
-    found = (Step(*order, name) for order, name in parsed if order is not None)
-    return sorted(found, key=lambda each: each.order, reverse=True)
 
 
 def own_manifest_among(names: Iterable[str]) -> str | None:
