@@ -20,7 +20,6 @@ from .records import manifest_name
 __all__ = [
     "ATTRIBUTE",
     "END",
-    "END_BYTES",
     "MAX_METADATA_BYTES",
     "METADATA_NAME",
     "TAIL_BYTES",
@@ -32,6 +31,7 @@ __all__ = [
     "find_marker",
     "is_complete",
     "marker_attribute",
+    "with_marker",
 ]
 
 
@@ -40,8 +40,7 @@ ATTRIBUTE = "sidestream"
 TAIL_BYTES = 4096
 MAX_METADATA_BYTES = 256 << 10
 END = b"ub."  # SETITEMS into the state, BUILD the Metadata, STOP
-END_BYTES = len(END)
-"""The number of bytes that a save which creates ``.metadata`` in place writes last, when all others are durable."""
+"""What a save that creates ``.metadata`` in place writes last, when all other bytes are durable."""
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -81,6 +80,12 @@ def attribute_of(name: str, fields: Mapping[str, Any]) -> bytes:
 def attribute_end(name: str, value: str) -> bytes:
     """Return the end of a pickle whose last attribute is ``name`` with the text ``value``."""
     return p.text(name) + p.text(value) + END
+
+
+def with_marker(pickled: bytes, marker: Marker) -> bytes:
+    """Return ``pickled``, a ``Metadata`` object of DCP, with a marker as its last attribute."""
+    assert pickled.endswith(END)
+    return pickled[: -len(END)] + marker_attribute(marker)
 
 
 def find_marker(tail: bytes) -> Marker | None:

@@ -51,7 +51,6 @@ __all__ = [
     "PlannedFiles",
     "SavePlan",
     "converted_to",
-    "plan_save",
     "shard_name",
     "window_bytes_for",
     "window_copies",
@@ -252,37 +251,38 @@ class SavePlan(PlannedFiles):
         template = self.description.template(shards)
         return template.fill(dict(values), sums)
 
+    @classmethod
+    def of(cls, plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
+        """Plan the save of a captured state dict. Uses a cached layout if ``plans`` has one for tensors with the same
+        look.
 
-def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
-    """Plan the save of a captured state dict. Uses a cached layout if ``plans`` has one for tensors with the same look.
-
-    The state is staged and written in windows. Several windows fit into ``budget_bytes``. The plan takes some 10 us per
-    tensor, or 1 us if the layout is cached. Tensors that are the same view of the same storage (tied weights) share one
-    item. Raises ``UnsafeObjectError``, ``UnsupportedTensorError``, ``KeyCollisionError`` or ``InvalidOptionError`` with
-    the FQN.
-    """
-    outline = outline_of(captured.root)
-    tensors = outline.tensors
-    leaves = partial(_leaves, captured.root, [])
-    # The same tensors may have other names, and be converted to other dtypes under these.
-    converted = (tuple(captured.dtypes.items()), outline.key) if captured.dtypes else ()
-    key = ("save", budget_bytes, converted)
-    layout = plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, budget_bytes))
-    description = layout.describe(outline.key, leaves)
-    items = ValueItems()
-    entries: dict[str, ValueEntry | CompositeEntry] = {}
-    if outline.values:
-        for (fqn, path), value in zip(description.named_values(), outline.values, strict=True):
-            if isinstance(value, CompositeLeaf):
-                entries[fqn] = composite_entry(fqn, path, value.form)
-            else:
-                node = _encode(fqn, value)
-                entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(fqn, node), node)
-            pause_point()
-        items.check()
-    images = layout.images(tensors)
-    content = items.content()
-    return SavePlan(_RANK, description.shards, tuple(images), content, description, entries, captured.containers)
+        The state is staged and written in windows. Several windows fit into ``budget_bytes``. The plan takes some 10 us
+        per tensor, or 1 us if the layout is cached. Tensors that are the same view of the same storage (tied weights)
+        share one item. Raises ``UnsafeObjectError``, ``UnsupportedTensorError``, ``KeyCollisionError`` or
+        ``InvalidOptionError`` with the FQN.
+        """
+        outline = outline_of(captured.root)
+        tensors = outline.tensors
+        leaves = partial(_leaves, captured.root, [])
+        # The same tensors may have other names, and be converted to other dtypes under these.
+        converted = (tuple(captured.dtypes.items()), outline.key) if captured.dtypes else ()
+        key = ("save", budget_bytes, converted)
+        layout = plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, budget_bytes))
+        description = layout.describe(outline.key, leaves)
+        items = ValueItems()
+        entries: dict[str, ValueEntry | CompositeEntry] = {}
+        if outline.values:
+            for (fqn, path), value in zip(description.named_values(), outline.values, strict=True):
+                if isinstance(value, CompositeLeaf):
+                    entries[fqn] = composite_entry(fqn, path, value.form)
+                else:
+                    node = _encode(fqn, value)
+                    entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(fqn, node), node)
+                pause_point()
+            items.check()
+        images = layout.images(tensors)
+        content = items.content()
+        return cls(_RANK, description.shards, tuple(images), content, description, entries, captured.containers)
 
 
 def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Sequence[Leaf]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._format.records import Node
 from .._group import Member, Operation, deadline_of, group_of
-from .._layout.save_layout import SavePlan, plan_save
+from .._layout.save_layout import SavePlan
 from .._layout.values import copy_value, encode_metadata
 from .._runtime.caller import in_calling_thread
 from .._runtime.public import public
@@ -367,4 +367,4 @@ async def _prewarm_for(stager: AsyncStager, state: Mapping[str, Any], plan: LayO
 
 def _plan_alone(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
     """Plan the save of one process, in a thread."""
-    return plan_save(plans, budget_bytes, captured)
+    return SavePlan.of(plans, budget_bytes, captured)
