@@ -19,7 +19,8 @@ from typing import Any
 from ._format.marker import METADATA_NAME
 from ._format.records import Manifest, part_name
 from ._load.open.manifest import read_manifest
-from ._load.verify import VerifyReport, verify_manifest
+from ._load.verification import VerifyReport
+from ._load.verify import verify_manifest
 from ._runtime.tasks import running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
 from ._storage import Location, RangeSource, locate_directory

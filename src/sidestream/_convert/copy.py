@@ -18,7 +18,7 @@ from .._format.safetensors import INDEX_NAME
 from .._load.checks import Piece
 from .._load.open.manifest import all_there, from_one_checkpoint
 from .._load.open.parts import part_metadata_name
-from .._load.verify import Verification
+from .._load.verification import Verification
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop

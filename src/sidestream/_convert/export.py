@@ -53,7 +53,8 @@ from ..options import (
     check_names,
     storage_of,
 )
-from .convert import ConvertReport, How, Selection, convert_opened
+from .convert import ConvertReport, How, convert_opened
+from .selection import Selection
 from .source import Source, open_source_at
 from .targets import OutTensor, SafetensorsFile, safetensors_layout
 
