@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from sidestream._format.checksum import crc32
-from sidestream._format.dcp.write import described, metadata_end, places_of_chunks
+from sidestream._format.dcp import described, metadata_end, places_of_chunks
 from sidestream._format.frame import frame_tensor
 from sidestream._format.manifest import parse_manifest, root_body, write_root
 from sidestream._format.marker import Marker
 from sidestream._format.records import Chunk, Manifest
-from sidestream._format.shared import PartName, Root, Shared, join, parse_part, write_part
-from sidestream._layout.sharded.assign import RankReport, assign
-from sidestream._layout.sharded.rank_table import Item, Row, _pack_boxes, _pack_rows, parse_rows
+from sidestream._format.shared import PartName, RankPart, Root, Shared, write_part
+from sidestream._layout.sharded.assign import Assignment, RankReport
+from sidestream._layout.sharded.rank_table import Item, Row, _pack_boxes, _pack_rows
 from sidestream._runtime.torch_probes import TORCH_VERSION
 
 SHAPES = [(4096, 4096), (11008, 4096), (4096, 11008), (4096,), (32000, 4096), (1024, 4096), (128256, 512), (8192, 1024)]
@@ -92,8 +92,8 @@ def ours(world: int, tensors: int) -> dict[str, float]:
     seconds: dict[str, float] = {}
     gc.collect()
     start = time.perf_counter()
-    tables = {"table": parse_rows(raw_rows)}
-    shared, assignments = assign(told, tables)
+    tables = {"table": Row.parse_all(raw_rows)}
+    shared, assignments = Assignment.of_ranks(told, tables)
     packed = [assignment.pack() for assignment in assignments]
     start = timed(seconds, "first plan", start)
     head, body = described(shared), root_body(shared)
@@ -124,7 +124,7 @@ def ours(world: int, tensors: int) -> dict[str, float]:
     start = time.perf_counter()
     root = parse_manifest(raw)
     assert isinstance(root, Root)
-    found = join(root, {world // 2: parse_part(raw_parts[world // 2])}, set(range(tensors)))
+    found = root.join({world // 2: RankPart.parse(raw_parts[world // 2])}, set(range(tensors)))
     timed(seconds, "reading rank", start)
     assert len(found.entries) == tensors
     size = {"root MB": len(raw) / 1e6, ".metadata MB": sum(map(len, metadata)) / 1e6}

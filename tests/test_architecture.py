@@ -30,11 +30,11 @@ PUBLIC_MODULES = ("errors", "options", "events", "blocking", "signing", "dcp")
 COMMAND_LINE = ROOT_FOLDER / "src" / "sidestream_cli"
 PRIVATE_IN_THE_COMMAND_LINE = {  # this only gets shorter
     "sidestream._convert.source", "sidestream._format.checksum", "sidestream._format.marker",
-    "sidestream._format.records", "sidestream._load.open.steps", "sidestream._run.steps",
+    "sidestream._format.records", "sidestream._run.steps",
     "sidestream._runtime.tasks", "sidestream._runtime.threads", "sidestream._storage",
 }  # fmt: skip
 
-MOST_ROOMS = 20  # with __init__
+MOST_ROOMS = 21  # with __init__
 DEEPEST = 10
 MOST_EDGES = 5.60  # imports of other modules of the package, per module
 MOST_DEADLINES = 33  # functions with a parameter of this name: all others work under ``time_limit``

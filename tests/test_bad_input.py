@@ -18,8 +18,8 @@ from states import assert_same, model_and_optimizer
 
 import sidestream
 from sidestream import errors
+from sidestream._format import pickles as write
 from sidestream._format import values
-from sidestream._format.pickles import write
 from sidestream._format.shared import value_line_of
 from sidestream._layout.values import encode_value
 

@@ -15,7 +15,7 @@ from stock import blank, nested_state, stock_load, stock_save
 
 import sidestream
 from sidestream import errors
-from sidestream._format.transforms import unpack
+from sidestream._foreign.transforms import unpack
 
 zstandard = pytest.importorskip("zstandard")
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import sidestream
 from sidestream import errors
-from sidestream._format.safetensors.read import parse_header
+from sidestream._foreign.safetensors import parse_header
 from sidestream.dcp import StorageReader
 
 safetensors = pytest.importorskip("safetensors.torch")

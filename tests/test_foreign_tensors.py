@@ -29,8 +29,8 @@ from torch.utils import _pytree as pytree
 
 import sidestream
 from sidestream import errors
+from sidestream._foreign.items import locate
 from sidestream._format.records import TensorEntry
-from sidestream._load.foreign.items import locate
 from sidestream._load.open.manifest import open_manifest
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import locate_directory

@@ -13,11 +13,11 @@ import torch
 from states import assert_same
 
 import sidestream
-from sidestream._format.dcp.write import Described, describe
+from sidestream._format.dcp import Described
 from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.records import Manifest
 from sidestream._format.shard import BlockSums
-from sidestream._layout.save_layout import SavePlan, plan_save
+from sidestream._layout.save_layout import SavePlan
 from sidestream._layout.structure import outline_of
 from sidestream._runtime.torch_probes import lazy_bits
 from sidestream._staging import PlanCache, capture
@@ -134,7 +134,7 @@ async def test_the_text_is_that_of_the_entries(name: str, tmp_path: Path) -> Non
     assert isinstance(manifest, Manifest)
     written = b"".join(write_manifest(manifest, torch.__version__))
     assert raw.splitlines()[1:] == written.splitlines()[1:]
-    assert describe(manifest.entries).manifest(manifest, torch.__version__) == written
+    assert Described.of(manifest.entries).manifest(manifest, torch.__version__) == written
 
 
 async def test_it_is_rendered_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ async def test_it_is_rendered_in_a_thread(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_other_names_of_files_have_a_template_of_their_own() -> None:
     """On object storage they have the id of the save in them."""
-    plan = plan_save(PlanCache(), 1 << 30, capture(STATES["value first"]))
+    plan = SavePlan.of(PlanCache(), 1 << 30, capture(STATES["value first"]))
     sums = [BlockSums([b"crcs"] * len(shard.items), [], [0] * len(shard.windows)) for shard in plan.shards]
     texts = []
     for save_id in ("one", "two", "one"):

@@ -20,11 +20,12 @@ import sidestream
 from sidestream import errors
 from sidestream._format.checksum import pack_crcs
 from sidestream._format.records import BLOCK_BYTES
-from sidestream._layout.ranges import Direct, Range
-from sidestream._load import jobs
-from sidestream._load.jobs import Check, Jobs
+from sidestream._load.ranges import Direct, Range
+from sidestream._load.reader import Check
 from sidestream._runtime import threads
 from sidestream._runtime.threads import Deadline, Stop, time_limit
+from sidestream._storage import jobs
+from sidestream._storage.jobs import Jobs
 
 STATE = {f"t{index}": torch.full((5 << 20,), float(index)) for index in range(4)}
 

@@ -19,12 +19,13 @@ from late import late
 import sidestream
 from sidestream._format.records import Entries
 from sidestream._layout import match as matching
-from sidestream._layout.ranges import Straight, StraightBatch, straight_batches
-from sidestream._load.jobs import Scratch
+from sidestream._layout.ranges import Straight
 from sidestream._load.new_tensors import new_tensors
+from sidestream._load.ranges import StraightBatch, straight_batches
 from sidestream._load.reader import Reader
 from sidestream._runtime import threads
 from sidestream._runtime.threads import Stop
+from sidestream._storage.jobs import Scratch
 from sidestream.errors import CorruptCheckpointError, DeadlineExceededError, UnsupportedTensorError
 
 

@@ -16,11 +16,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from ._format.marker import METADATA_NAME, manifest_name, part_name
-from ._format.records import Manifest
-from ._load.foreign.manifests import read_file
+from ._format.marker import METADATA_NAME
+from ._format.records import Manifest, part_name
 from ._load.open.manifest import read_manifest
-from ._load.verify import VerifyReport, verify_manifest
+from ._load.verification import VerifyReport
+from ._load.verify import verify_manifest
 from ._runtime.tasks import running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
 from ._storage import Location, RangeSource, locate_directory
@@ -96,7 +96,7 @@ async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], p
         return signature.read_bytes()
 
     raw = await io_threads().run(_with_files, files, b"", make)
-    name = f"{manifest_name(manifest.save_id)}.sig"
+    name = f"{manifest.name}.sig"
     try:
         await location.store.put(f"{location.name}/{name}", raw, durability="fsync")
     except CheckpointExistsError as error:
@@ -200,22 +200,22 @@ async def _signable(source: RangeSource, location: Location) -> Manifest:
 async def _signed_files(source: RangeSource, url: str, manifest: Manifest) -> dict[str, bytes]:
     sizes = await source.sizes()
     files = {}
-    root = manifest_name(manifest.save_id)
-    parts = (part_name(root, rank) for rank in range(manifest.ranks))
+    root = manifest.name
+    parts = (part_name(manifest.save_id, rank) for rank in range(manifest.ranks))
     for name in (root, METADATA_NAME, *(part for part in parts if part in sizes)):
         try:
-            files[name] = bytes(await read_file(source, name, sizes[name]))
+            files[name] = bytes(await source.read_file(name, sizes[name]))
         except (KeyError, FileNotFoundError) as error:
             raise CheckpointNotFoundError(f"{url} was deleted while it was read") from error
     return files
 
 
 async def _signature(source: RangeSource, url: str, manifest: Manifest) -> bytes:
-    name = f"{manifest_name(manifest.save_id)}.sig"
+    name = f"{manifest.name}.sig"
     sizes = await source.sizes()
     if not 0 < sizes.get(name, 0) <= _MOST_SIGNATURE_BYTES:
         raise BadSignatureError(f"{url} carries no signature ({name})")
-    return bytes(await read_file(source, name, sizes[name]))
+    return bytes(await source.read_file(name, sizes[name]))
 
 
 def _with_files(files: dict[str, bytes], bundle: bytes, work: Callable[[Path, Path], bytes]) -> bytes:

@@ -17,7 +17,6 @@ from sidestream import blocking
 from sidestream._convert.source import Source, open_source
 from sidestream._format.marker import Marker
 from sidestream._format.records import CompositeEntry, OpaqueEntry, TensorEntry, ValueEntry, parts_of
-from sidestream._load.open.steps import read_marker
 from sidestream._run.steps import list_steps
 from sidestream._runtime.threads import Deadline
 from sidestream._storage import locate_directory, locate_run
@@ -118,7 +117,7 @@ def head(url: str, options: Options = None) -> Head:
 
     async def marker() -> Marker | None:
         async with aclosing(locate_directory(url, Storage(options)).source()) as source:
-            return await read_marker(source)
+            return await source.marker()
 
     found = None
     with suppress(FileNotFoundError, NotADirectoryError):  # a single file, or a checkpoint without a marker

@@ -20,7 +20,7 @@ from states import assert_same
 import sidestream
 from sidestream import errors
 from sidestream._convert.copy import _CopiedFile
-from sidestream._layout.checks import Piece
+from sidestream._load.checks import Piece
 
 MIB = 1 << 20
 LEAST = 96 * MIB

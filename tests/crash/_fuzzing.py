@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 
-from sidestream._format.dcp.metadata import read_dcp_metadata
-from sidestream._format.dcp.write import describe
+from sidestream._foreign.dcp_metadata import read_dcp_metadata
+from sidestream._foreign.safetensors import header_bytes, parse_header
+from sidestream._foreign.torch_zip.file import open_tensor_item, open_value_item, read_torch_file
+from sidestream._format import pickles as p
+from sidestream._format.dcp import Described
 from sidestream._format.frame import frame_tensor, frame_value
 from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.marker import Marker, find_marker
-from sidestream._format.pickles import write as p
 from sidestream._format.records import (
     SPARSE_PARTS,
     Chunk,
@@ -41,8 +43,7 @@ from sidestream._format.records import (
     TensorEntry,
     ValueEntry,
 )
-from sidestream._format.safetensors.read import PREFIX_BYTES, header_bytes, parse_header
-from sidestream._format.torch_zip.file import open_tensor_item, open_value_item, read_torch_file
+from sidestream._format.safetensors import PREFIX_BYTES
 from sidestream._format.validate import validate
 from sidestream.errors import SidestreamError
 
@@ -224,7 +225,7 @@ def read_metadata(raw: bytes) -> None:
 def marker_input(r: random.Random) -> bytes:
     manifest = records(r)
     marker = Marker(_SAVE_ID, 100, 7, manifest.step, manifest.generation)
-    raw = describe(manifest.entries).metadata(marker)[-600:]
+    raw = Described.of(manifest.entries).metadata(marker)[-600:]
     return other_bytes(raw, r) if r.random() < 0.9 else raw
 
 

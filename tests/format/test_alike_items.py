@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from sidestream import errors
-from sidestream._format.torch_zip import ends as module
-from sidestream._format.torch_zip.ends import Ends, TensorItems
-from sidestream._format.torch_zip.file import TensorPayload, open_tensor_item
+from sidestream._foreign.torch_zip import ends as module
+from sidestream._foreign.torch_zip.ends import Ends, TensorItems
+from sidestream._foreign.torch_zip.file import TensorPayload, open_tensor_item
 
 REFUSALS = (errors.CorruptCheckpointError, errors.UnsafeObjectError, errors.UnsupportedCheckpointError)
 END_BYTES = 2048

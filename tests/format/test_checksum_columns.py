@@ -8,11 +8,11 @@ import random
 
 import pytest
 
-from sidestream._format.dcp.write import Template
+from sidestream._format.dcp import Template
 from sidestream._format.frame import frame_tensor
 from sidestream._format.layout_bytes import pack_sums, unpack_sums
 from sidestream._format.records import BLOCK_BYTES, Chunk, Entry, TensorEntry, ValueEntry
-from sidestream._format.shard import BlockSums, ShardLayout, lay_out
+from sidestream._format.shard import BlockSums, ShardLayout
 
 CHOICES = {
     "one block": [1],
@@ -25,7 +25,7 @@ CHOICES = {
 
 def layout_of(blocks: list[int]) -> ShardLayout:
     frames = [frame_tensor("uint8", (max(0, count * BLOCK_BYTES - 5),)) for count in blocks]
-    (layout,) = lay_out(frames, 1 << 50, BLOCK_BYTES)
+    (layout,) = ShardLayout.lay_out(frames, 1 << 50, BLOCK_BYTES)
     return layout
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from sidestream._format.dcp.metadata import read_dcp_metadata
+from sidestream._foreign.dcp_metadata import read_dcp_metadata
 from sidestream._format.records import DTYPES, Chunk, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from sidestream._format.validate import validate
 from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError, UnsupportedCheckpointError

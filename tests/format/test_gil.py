@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from sidestream._format.dcp.metadata import read_dcp_metadata
-from sidestream._format.dcp.write import describe
+from sidestream._foreign.dcp_metadata import read_dcp_metadata
+from sidestream._foreign.rank_files import merge_ranks
+from sidestream._foreign.safetensors import manifest_of_headers, parse_header, shards_of
+from sidestream._format.dcp import Described
 from sidestream._format.manifest import parse_manifest, write_manifest
-from sidestream._format.rank_files import merge_ranks
 from sidestream._format.records import Chunk, Manifest, TensorEntry
-from sidestream._format.safetensors.read import manifest_of_headers, parse_header, shards_of
 from sidestream._format.validate import validate
 from sidestream._runtime import threads
 from sidestream._runtime.threads import in_background
@@ -75,7 +75,7 @@ def test_others_get_their_turns(rests: list[None]) -> None:
     works: dict[str, Callable[[], object]] = {
         "manifest": lambda: parse_manifest(raw),
         "metadata": lambda: read_dcp_metadata(metadata),
-        "described": lambda: describe(manifest.entries),
+        "described": lambda: Described.of(manifest.entries),
         "ours": lambda: validate(manifest),
         "theirs": lambda: validate(foreign),
         "ranks": lambda: merge_ranks([foreign, foreign]),

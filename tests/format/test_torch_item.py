@@ -23,9 +23,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hangs import processor_budget
 
-from sidestream._format.dcp.metadata import read_dcp_metadata
+from sidestream._foreign.dcp_metadata import read_dcp_metadata
+from sidestream._foreign.torch_zip.file import TensorPayload, open_tensor_item, open_value_item
 from sidestream._format.records import DTYPES, Node, TensorEntry, ValueEntry, row_major_strides
-from sidestream._format.torch_zip.file import TensorPayload, open_tensor_item, open_value_item
 from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError, UnsupportedCheckpointError
 
 

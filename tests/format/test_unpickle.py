@@ -14,7 +14,7 @@ from hangs import processor_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidestream._format.pickles.unpickle import Global, Limits, Pairs, Persistent, PickledCall, decode
+from sidestream._foreign.pickles.unpickle import Global, Limits, Pairs, Persistent, PickledCall, decode
 from sidestream._format.records import MAX_INTEGER_BYTES
 from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError
 

@@ -26,8 +26,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import assert_same, filled, raw_bytes
 
+from sidestream._foreign.torch_zip.file import open_value_item
 from sidestream._format import checksum
-from sidestream._format.dcp.write import describe
+from sidestream._format.dcp import Described
 from sidestream._format.frame import frame_tensor, frame_value
 from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.marker import TAIL_BYTES, Marker, find_marker
@@ -43,9 +44,8 @@ from sidestream._format.records import (
     ValueEntry,
     node_of_bytes,
 )
-from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, lay_out
+from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout, Window
 from sidestream._format.shared import line_of, value_line_of
-from sidestream._format.torch_zip.file import open_value_item
 from sidestream._format.values import node_bytes, pickle_node
 from sidestream._layout.values import decode_value, encode_value
 from sidestream._runtime.threads import Deadline, Stop, time_limit, wait_for_change
@@ -203,7 +203,7 @@ def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> Non
     """Items in order, aligned, apart; windows without holes, cut where they may be; sealed by threads in any order the
     image is the same, and no old byte is left in it."""
     frames = [frame_tensor("uint8", (size,)) for size in sizes]
-    for shard in lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
+    for shard in ShardLayout.lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
         assert shard.nbytes % PAGE_BYTES == 0
         check_windows(shard, window_blocks * BLOCK_BYTES)
         end = 0
@@ -239,7 +239,7 @@ def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> Non
 def test_a_window_is_shown_as_it_is_sealed(sizes: list[int], window_blocks: int) -> None:
     """Each byte once, in order, and in its final state; the checksums are the same."""
     frames = [frame_tensor("uint8", (size,)) for size in sizes]
-    for shard in lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
+    for shard in ShardLayout.lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
         images = [bytearray(random.Random(1).randbytes(shard.nbytes)) for _ in range(2)]
         sealers = [Sealer(shard), Sealer(shard)]
         shown = bytearray()
@@ -291,7 +291,7 @@ def seal_in_threads(sealer: Sealer, image: bytearray, windows: list[Window]) -> 
 
 
 def test_a_trailer_does_not_wait_for_ever() -> None:
-    (shard,) = lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20)
+    (shard,) = ShardLayout.lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20)
     last = shard.windows[-1]
     view = memoryview(bytearray(last.end - last.start))
     with pytest.raises(DeadlineExceededError, match="checksums of the windows before"):
@@ -303,7 +303,7 @@ def test_a_trailer_does_not_wait_for_ever() -> None:
 
 
 def test_a_trailer_that_waits_is_stopped() -> None:
-    (shard,) = lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20)
+    (shard,) = ShardLayout.lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20)
     last = shard.windows[-1]
     view = memoryview(bytearray(last.end - last.start))
     stop, waits = Stop(), threading.Event()
@@ -377,7 +377,7 @@ def test_an_altered_manifest_parses_or_is_corrupt(at: int, byte: int) -> None:
 def test_metadata_is_what_dcp_unpickles_and_the_marker_stands_in_its_tail() -> None:
     manifest = example()
     marker = Marker(manifest.save_id, 123, 456, 3, 2)
-    raw = describe(manifest.entries).metadata(marker)
+    raw = Described.of(manifest.entries).metadata(marker)
     metadata = pickle.loads(raw)
     assert set(metadata.state_dict_metadata) == {"a.0", "a.tied", "7.x"}
     tensor = metadata.state_dict_metadata["a.0"]
@@ -395,7 +395,7 @@ def test_metadata_is_what_dcp_unpickles_and_the_marker_stands_in_its_tail() -> N
 @given(st.integers(1, 250), st.integers(0, 255))
 def test_a_damaged_marker_is_never_another_one(back: int, byte: int) -> None:
     marker = Marker("ab" * 16, 123, 456, 3, 2)
-    raw = bytearray(describe({}).metadata(marker))
+    raw = bytearray(Described.of({}).metadata(marker))
     raw[-min(back, len(raw))] = byte
     try:
         found = find_marker(bytes(raw[-TAIL_BYTES:]))

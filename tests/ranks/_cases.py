@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sidestream
 from sidestream._group import rank_group as group
+from sidestream._layout.sharded.rank_table import LocalTable
 from sidestream._run import restore
 from sidestream._runtime import threads as _threads
 from sidestream._save import layouts as planning
@@ -249,7 +250,7 @@ class Fault:
 def arm(phase: str, how: str) -> Fault:
     fault = Fault(how)
     if phase == "plan":
-        fault.before(planning, "encode_values")
+        fault.before(LocalTable, "encode_values")
     elif phase == "assign":
         fault.before(planning, "join_pieces")
     elif phase == "stage":

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream._layout.sharded.assign import Assignment, RankReport, assign
-from sidestream._layout.sharded.rank_layout import encode_values, lay_out_rank
-from sidestream._layout.sharded.rank_table import LocalTable, local_table, parse_rows
+from sidestream._layout.sharded.assign import Assignment, RankReport
+from sidestream._layout.sharded.rank_layout import RankPlan
+from sidestream._layout.sharded.rank_table import LocalTable, Row, local_table
 from sidestream._staging import Captured, Composite, PlanCache, Sharding
 from sidestream.errors import InvalidOptionError
 
@@ -20,7 +20,7 @@ def assigned(*states: dict[str, Any]) -> tuple[list[str], list[LocalTable], list
         for state in states
     ]
     told = [RankReport(table.held.table, table.held.raw_boxes) for table in tables]
-    shared, each = assign(told, {table.held.table: parse_rows(table.held.raw_rows) for table in tables})
+    shared, each = Assignment.of_ranks(told, {table.held.table: Row.parse_all(table.held.raw_rows) for table in tables})
     return [row.fqn for row in shared.rows], tables, [Assignment.unpack(one.pack()) for one in each]
 
 
@@ -34,7 +34,7 @@ def test_a_local_tensor_by_itself_is_another_item() -> None:
         states.append({"w": whole, f"raw{rank}": local, f"tied{rank}": local})
     _, tables, each = assigned(*states)
     for rank, (table, assignment) in enumerate(zip(tables, each, strict=True)):
-        plan = lay_out_rank(PlanCache(), 1 << 30, rank, table, encode_values(table), "", assignment)
+        plan = RankPlan.of(PlanCache(), 1 << 30, rank, table, table.encode_values(), "", assignment)
         where = {place.fqn: (place.shard, place.item) for place in plan.layout.places}
         assert where["w"] != where[f"raw{rank}"] == where[f"tied{rank}"]
 
@@ -43,7 +43,7 @@ def test_an_empty_dict_with_something_in_it_elsewhere_is_no_row() -> None:
     fqns, tables, each = assigned({"a": 1, "opt": {}, "none": {}}, {"opt": {"x": {}}}, {"opt": {"x": {"y": 2}}, "b": 3})
     assert fqns == ["a", "none", "opt.x.y", "b"]
     assert [one.places for one in each] == [(0, -1, 1), (-1,), (2, 3)]
-    plan = lay_out_rank(PlanCache(), 1 << 30, 2, tables[2], encode_values(tables[2]), "", each[2])
+    plan = RankPlan.of(PlanCache(), 1 << 30, 2, tables[2], tables[2].encode_values(), "", each[2])
     assert [(row, fqn) for row, fqn, *_ in plan.value_places] == [(2, "opt.x.y"), (3, "b")]
 
 

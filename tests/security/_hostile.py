@@ -35,7 +35,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from sidestream._format.marker import Marker, find_marker, manifest_name, marker_attribute
+from sidestream._format.marker import Marker, find_marker, marker_attribute
+from sidestream._format.records import manifest_name
 
 STATE: dict[str, Any] = {"w": torch.arange(4.0), "v": (1, "two")}
 Make = Callable[[Path], None]

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -37,17 +37,18 @@ from torch.distributed.checkpoint.metadata import (
 
 import sidestream
 from sidestream import errors
-from sidestream._format.dcp.metadata import read_dcp_description
-from sidestream._format.marker import PartMarker, marker_attribute, missing_ranks, whole
-from sidestream._format.rank_files import merge_ranks, rank_files
+from sidestream._foreign.dcp_metadata import read_dcp_description
+from sidestream._foreign.rank_files import merge_ranks, rank_files
+from sidestream._foreign.torch_zip.file import read_torch_file
+from sidestream._foreign.torch_zip.zip import TorchZip
+from sidestream._format.marker import attribute_of
 from sidestream._format.records import Chunk, DictKey, Manifest, TensorEntry
-from sidestream._format.shared import parse_part
-from sidestream._format.torch_zip.file import read_torch_file
-from sidestream._format.torch_zip.zip import TorchZip
+from sidestream._format.shared import RankPart
 from sidestream._layout.assemble import assemble
 from sidestream._layout.hashed import check_hashes, fill, set_of
 from sidestream._layout.names import consistent
 from sidestream._layout.values import decode_value
+from sidestream._load.open.parts import PART_ATTRIBUTE, PartMarker, missing_ranks, whole
 from sidestream._run.steps import Generations, list_generations, list_steps, named_steps
 from sidestream._runtime.pauses import pause_point
 from sidestream._runtime.threads import Deadline, io_threads, paced, time_limit
@@ -143,9 +144,9 @@ def test_colliding_places_of_ranks_cost_nothing() -> None:
         again = replace(entry, chunks=tuple(replace(chunk) for chunk in chunks))
         _, replicas = merge_ranks([Manifest("", {"t": one}, {}) for one in (entry, again)])
         assert len(replicas) == MANY
-        assert len(parse_part(part).chunks) == MANY
+        assert len(RankPart.parse(part).chunks) == MANY
     with pytest.raises(CorruptCheckpointError):
-        parse_part(json.dumps([1 << 80, [0], [1], "f", 0, 1, 0, ""]).encode() + b"\n")
+        RankPart.parse(json.dumps([1 << 80, [0], [1], "f", 0, 1, 0, ""]).encode() + b"\n")
 
 
 def test_new_names_of_colliding_paths_cost_nothing() -> None:
@@ -420,7 +421,7 @@ async def test_steps_that_hold_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 async def test_20_000_ranks(tmp_path: Path) -> None:
-    part = marker_attribute(PartMarker("save", 0, MANY + 1, "0" * 16, 10, 0))
+    part = attribute_of(PART_ATTRIBUTE, asdict(PartMarker("save", 0, MANY + 1, "0" * 16, 10, 0)))
     run = tmp_path / "run" / "step-1"
     run.mkdir(parents=True)
     for rank in range(MANY):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 import sidestream
 from sidestream import errors
-from sidestream._load.verify import Verification
+from sidestream._load.verification import Verification
 
 STATE: dict[str, Any] = {
     "small": torch.arange(100.0),

@@ -18,8 +18,8 @@ from stock import stock_load
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 import sidestream
+from sidestream._format import pickles as p
 from sidestream._format.marker import find_marker, marker_attribute
-from sidestream._format.pickles import write as p
 from sidestream.dcp import StorageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*")

@@ -12,24 +12,33 @@ from itertools import pairwise
 from typing import Any
 
 from .._format.checksum import crc32
-from .._format.marker import METADATA_NAME, part_metadata_name
+from .._format.marker import METADATA_NAME
 from .._format.records import EmptyEntry, Manifest
-from .._format.safetensors.read import INDEX_NAME
-from .._layout.checks import Piece
-from .._layout.ranges import PIECE_BYTES
-from .._load.foreign.manifests import MOST_METADATA_BYTES, read_file
-from .._load.jobs import Scratch
-from .._load.open.manifest import all_there
-from .._load.verify import Verification
+from .._format.safetensors import INDEX_NAME
+from .._load.checks import Piece
+from .._load.open.manifest import all_there, from_one_checkpoint
+from .._load.open.parts import part_metadata_name
+from .._load.verification import Verification
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, holding_gil, io_threads, paced, pause_point, time_limit
-from .._save.operation import RankReceipt, SaveOrder
-from .._storage import ABANDONED_AFTER_S, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
+from .._save.operation import RankReceipt
+from .._save.order import SaveOrder
+from .._storage import (
+    ABANDONED_AFTER_S,
+    PIECE_BYTES,
+    Location,
+    RangeSource,
+    ReadRange,
+    Scratch,
+    Transaction,
+    id_of,
+    locate_directory,
+)
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout, storage_of
-from .operation import from_one_checkpoint, run_here
+from .operation import run_here
 from .windows import WINDOWS, WindowedFile, Windows
 
 __all__ = ["CopyReport", "copy", "remove"]
@@ -232,7 +241,7 @@ async def _look(source: RangeSource, location: Location, manifest: Manifest) -> 
     sizes = await io_threads().run(_in_order, listed, manifest)
     marker_crc = 0
     if METADATA_NAME in sizes:
-        raw = await read_file(source, METADATA_NAME, sizes[METADATA_NAME], most_bytes=MOST_METADATA_BYTES)
+        raw = await source.read_metadata(METADATA_NAME, sizes[METADATA_NAME])
         marker_crc = await io_threads().run(crc32, raw)
     return _Found(source, url, sizes, False, pieces, names, unverified, marker_crc)
 
@@ -358,7 +367,7 @@ class _Copy:
 
     async def _marker(self) -> bytes:
         found, nbytes = self.found, self.found.sizes[METADATA_NAME]
-        raw = await read_file(found.source, METADATA_NAME, nbytes)
+        raw = await found.source.read_file(METADATA_NAME, nbytes)
         if crc32(raw) != found.marker_crc:
             raise CorruptCheckpointError(
                 f"{found.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from .._format.records import CompositeEntry
-from .._format.safetensors.read import INDEX_NAME, SUFFIX
-from .._format.shard import payloads_in
+from .._format.safetensors import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together
 from .._layout.names import new_dtypes, new_names, selected
 from .._layout.save_layout import SavePlan
 from .._load.open.manifest import holds
-from .._load.open.steps import look_at, steps_among
+from .._load.open.steps import Step
 from .._runtime.memory_maps import MemoryMap
 from .._runtime.public import public
 from .._runtime.threads import Stop, current_deadline, io_threads
@@ -54,7 +53,8 @@ from ..options import (
     check_names,
     storage_of,
 )
-from .convert import ConvertReport, How, Selection, convert_opened
+from .convert import ConvertReport, How, convert_opened
+from .selection import Selection
 from .source import Source, open_source_at
 from .targets import OutTensor, SafetensorsFile, safetensors_layout
 
@@ -308,9 +308,9 @@ class _Sink:
         if not self.replaces:
             return
         store = save.location.store
-        for found in await io_threads().run(steps_among, await store.directories()):
+        for found in await io_threads().run(Step.among, await store.directories()):
             newer = found.step == save.step and found.generation > save.generation
-            if newer and await look_at(store, found) is not None:
+            if newer and await found.current(store) is not None:
                 raise SkippedError(
                     f"{self.url} was not written: step {save.step} was saved again meanwhile ({found.name})"
                 )
@@ -383,7 +383,7 @@ def _pieces(
     for layout in plan.shards:
         for window in layout.windows:
             with snapshot.window(window_number, stop) as view:  # also a window without exported tensors, to release it
-                for number, at, nbytes, _ in payloads_in(layout, window):
+                for number, at, nbytes, _ in layout.payloads_in(window):
                     one = by_item.get(first_item + number)
                     if one is not None:
                         yield _piece(one, sources[one.fqn], view[at : at + nbytes])

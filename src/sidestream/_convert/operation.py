@@ -5,44 +5,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .._format.records import Manifest
-from .._load.open.manifest import open_manifest, replaced, was_replaced
 from .._runtime.abandoned import register
 from .._runtime.threads import io_threads
-from .._save.operation import Coordinator, Layout, SaveOperation, SaveOrder, Solo
+from .._save.operation import Coordinator, Layout, SaveOperation, Solo
+from .._save.order import SaveOrder
 from .._save.pending import SaveProgress
-from .._storage import Location, RangeSource, Transaction
-from ..errors import CorruptCheckpointError, SidestreamError
+from .._storage import Transaction
+from ..errors import SidestreamError
 
-__all__ = ["CopyingWriter", "from_one_checkpoint", "run_here"]
+__all__ = ["CopyingWriter", "run_here"]
 
 T = TypeVar("T")
 
-_MOST_RESTARTS = 8
-
 _DOING = {"export": "exporting", "convert": "converting", "copy": "copying"}
-
-
-async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, Manifest], Awaitable[T]]) -> T:
-    """Open the checkpoint at ``location``, and do ``work`` with it. If its files are deleted meanwhile because another
-    save has replaced it, do that again with the new one, up to a limit. Raises what ``work`` raises, and
-    ``CorruptCheckpointError``, which says that the checkpoint was replaced, beyond the limit."""
-    for left in reversed(range(_MOST_RESTARTS)):
-        files, manifest = await open_manifest(location)
-        async with aclosing(files):
-            try:
-                return await work(files, manifest)
-            except CorruptCheckpointError as error:
-                # An export has no marker. When it is replaced, another directory has its name.
-                if not (await was_replaced(location, manifest) or await files.moved()):
-                    raise
-                if not left:
-                    raise replaced(location.url) from error
-    raise AssertionError("unreachable")
 
 
 class CopyingWriter:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .._foreign.items import locate_all, read_values
 from .._format.records import (
     CompositeEntry,
     Entry,
@@ -25,18 +26,16 @@ from .._format.records import (
     parts_of,
     row_major_strides,
 )
-from .._layout.checks import Piece, foreign_pieces, has_no_checksum
-from .._layout.ranges import PIECE_BYTES, Box
+from .._layout.ranges import Box
 from .._layout.values import encode_value
-from .._load.foreign.items import locate_all, read_values
-from .._load.jobs import Scratch
+from .._load.checks import Piece, foreign_pieces, has_no_checksum
 from .._load.open.manifest import all_there, open_manifest
-from .._load.reader import Reader, Wanted, whole
+from .._load.reader import Reader, Wanted
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import collected, holding_gil, io_threads, paced, pause_point
 from .._runtime.torch_probes import dtype_from_name
-from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Transaction, locate_directory
+from .._storage import EVERYDAY, PIECE_BYTES, Location, RangeSource, ReadRange, Scratch, Transaction, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpointError, allocating
 from ..options import Progress, Storage, Verify
 from .targets import Slice, TargetFile
@@ -104,7 +103,7 @@ class Source:
         sidecars = self.manifest.sidecars
         found = {name: bytearray(entry.nbytes) for name, entry in sidecars.items()}
         wanted = [
-            Wanted(name, entry, whole(entry), torch.frombuffer(found[name], dtype=torch.uint8))
+            Wanted(name, entry, Box.whole(entry.shape), torch.frombuffer(found[name], dtype=torch.uint8))
             for name, entry in sidecars.items()
             if entry.nbytes
         ]
@@ -211,7 +210,7 @@ def _foreign_tensor(fqn: str, entry: TensorEntry, located: TensorEntry) -> Sourc
 
 def _row_major(located: TensorEntry) -> TensorEntry | None:
     """Return the tensor with the offset of the elements of every chunk. None if a chunk is not row-major."""
-    size = itemsize(located.dtype)
+    size = located.itemsize
     chunks = []
     for chunk in located.chunks:
         payload = chunk.foreign
@@ -348,7 +347,7 @@ class Pipeline:
     async def _read_whole(self, fqn: str, into: torch.Tensor) -> None:
         source = self.source.tensors[fqn]
         found = None if source.located is None else {fqn: source.located}
-        wanted = [Wanted(fqn, source.entry, whole(source.entry), into)]
+        wanted = [Wanted(fqn, source.entry, Box.whole(source.entry.shape), into)]
         await self._reader().read(wanted, own=self.source.manifest.own, found=found)
 
     def _reader(self) -> Reader:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .._format.checksum import crc32
 from .._format.frame import Archive, frame_tensor, tensor_pickle
-from .._format.pickles.write import EMPTY_DICT, dict_of, list_of
+from .._format.pickles import EMPTY_DICT, dict_of, list_of
 from .._format.records import (
     BLOCK_BYTES,
     CompositeEntry,
@@ -21,9 +21,17 @@ from .._format.records import (
     TensorEntry,
     ValueEntry,
 )
-from .._format.safetensors.read import INDEX_NAME
-from .._format.safetensors.write import ALIGN_BYTES, Named, alignment, file_names, header_of, index_of, shards_of_sizes
-from .._format.shard import Sealer, ShardLayout, lay_out, payloads_in
+from .._format.safetensors import (
+    ALIGN_BYTES,
+    INDEX_NAME,
+    Named,
+    alignment,
+    file_names,
+    header_of,
+    index_of,
+    shards_of_sizes,
+)
+from .._format.shard import Sealer, ShardLayout
 from .._format.values import ValueItems, pickle_part
 from .._layout.assemble import assemble
 from .._runtime.threads import Stop, holding_gil, paced, wait_for_change
@@ -250,7 +258,7 @@ class _DcpShard:
         self._tensors = tensors
 
     def slices(self, index: int) -> Iterator[Slice]:
-        for number, at, nbytes, begin in payloads_in(self.layout, self.layout.windows[index]):
+        for number, at, nbytes, begin in self.layout.payloads_in(self.layout.windows[index]):
             yield Slice(self._tensors[number], begin, nbytes, at)
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
@@ -276,7 +284,7 @@ class DcpTarget:
             distinct.setdefault(one.identity, one)
         items = list(distinct.values())
         frames = (frame_tensor(one.dtype, one.shape) for one in items)
-        layouts = lay_out(frames, shard_bytes, window_bytes)
+        layouts = ShardLayout.lay_out(frames, shard_bytes, window_bytes)
         self.shards: list[_DcpShard] = []
         self._places: dict[object, tuple[int, int]] = {}
         for layout in layouts:

@@ -11,19 +11,17 @@ from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 from ..errors import MissingExtraError
-from ..options import Digest, DigestCheck
+from ..options import Digest
 from .records import BLOCK_BYTES
 
 __all__ = [
     "CRC_ENGINE",
     "DIGEST_BYTES",
-    "DigestCheck",
     "DigestOf",
     "block_count",
     "block_crcs",
     "combine",
     "crc32",
-    "digest_check",
     "digest_of",
     "installed_digest",
     "join_blocks",
@@ -151,9 +149,3 @@ def installed_digest(digest: str | None) -> DigestOf | None:
 def _digest_of_block(block: memoryview) -> bytes:
     found: bytes = _blake3(block).digest()  # type: ignore[misc]  # installed; it releases the GIL from 2 KiB on
     return found
-
-
-def digest_check(digest: str | None) -> DigestCheck | None:
-    if digest is None:
-        return None
-    return "not installed" if installed_digest(digest) is None else "verified"

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import TypeAlias
 from zlib import crc32
 
-from .pickles import write as p
+from . import pickles as p
 from .records import DTYPES, itemsize, row_major_strides, written_dtype
 
 __all__ = ["Archive", "Content", "Frame", "frame_tensor", "frame_value", "tensor_pickle"]

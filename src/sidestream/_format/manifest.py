@@ -12,6 +12,8 @@ from typing import Any, TypeVar, cast, get_args
 from .._runtime.pauses import chunked, collected, pause_point
 from ..errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ..options import Digest
+from .checksum import crc32
+from .marker import Marker
 from .records import (
     BLOCK_BYTES,
     Chunk,
@@ -35,6 +37,7 @@ __all__ = [
     "entry_line",
     "head_line",
     "line_around_checksums",
+    "marker_of",
     "metadata_line",
     "parse_composite",
     "parse_manifest",
@@ -352,3 +355,10 @@ def _is(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
         raise CorruptCheckpointError(f"the manifest has a {type(value).__name__} in place of a {kind.__name__}")
     return value
+
+
+def marker_of(manifest: Manifest, raw: bytes, saved_at: int) -> Marker:
+    """Return the marker of the save of ``manifest``, which is ``raw`` as a file."""
+    last = metadata_line(manifest)
+    place = (len(raw), crc32(raw), manifest.step, manifest.generation, saved_at, len(last), crc32(last))
+    return Marker(manifest.save_id, *place)

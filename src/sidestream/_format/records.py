@@ -41,11 +41,12 @@ __all__ = [
     "TensorEntry",
     "ValueEntry",
     "all_parts",
-    "is_stored",
     "itemsize",
+    "manifest_name",
     "name_of",
     "name_problem",
     "node_of_bytes",
+    "part_name",
     "parts_of",
     "path_of",
     "row_major_strides",
@@ -73,11 +74,6 @@ _SHOWN_CHARS = 200
 Node: TypeAlias = "bool | int | float | str | dict[str, Node] | list[Node] | None"
 """A plain Python value as JSON-ready data. Scalars are themselves. Everything else is a dict with one entry,
 ``{kind: content}``. ``values.py`` lists the kinds."""
-
-
-def is_stored(node: Node) -> bool:
-    """Return whether only the item has the value."""
-    return isinstance(node, dict) and "stored" in node
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +133,18 @@ class TensorEntry:
     chunks: tuple[Chunk, ...]
 
     @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return itemsize(self.dtype)
+
+    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
+    def written_dtype(self) -> str:
+        """The dtype as which the payload is written (``written_dtype``)."""
+        return written_dtype(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,11 @@ class ValueEntry:
     @property
     def inline(self) -> bool:
         return not self.item_bytes
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether only the item has the value."""
+        return isinstance(self.node, dict) and "stored" in self.node
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +188,11 @@ class OpaqueEntry:
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     why: SidestreamError | None = None
+
+    @property
+    def written_dtype(self) -> str:
+        """The dtype as which the payload is written (``written_dtype``)."""
+        return written_dtype(self.dtype)
 
     def refusal(self, fqn: str) -> SidestreamError | None:
         """Return the error of a request for this tensor, which is ``fqn``, if it is known."""
@@ -327,9 +343,32 @@ class Manifest:
         return bool(self.save_id)
 
     @property
+    def name(self) -> str:
+        """The name of its file, or of its root if ranks have parts of it."""
+        return manifest_name(self.save_id)
+
+    @property
+    def stored(self) -> Mapping[str, Entry | Row]:
+        """The entries as they are stored, some of them as rows."""
+        return stored(self.entries)
+
+    def parts_of(self, fqn: str) -> list[str]:
+        """Return the FQNs of the parts of a composite tensor, and of the parts of these, in order."""
+        return parts_of(fqn, self.entries)
+
+    @property
     def exact(self) -> bool:
         """Whether paths and ties are those of the state dict that was saved."""
         return self.own and self.planner == "sidestream"
+
+
+def manifest_name(save_id: str) -> str:
+    return f"manifest-{save_id}"
+
+
+def part_name(save_id: str, rank: int) -> str:
+    """Return the file name of a rank's part of the manifest of a save."""
+    return f"{manifest_name(save_id)}.{rank}"
 
 
 def name_of(*dims: tuple[int, ...]) -> str:

@@ -26,8 +26,6 @@ __all__ = [
     "ShardLayout",
     "Window",
     "checksums_of",
-    "lay_out",
-    "payloads_in",
 ]
 
 
@@ -156,34 +154,33 @@ class ShardLayout:
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What takes long to compute from the rest (``layout_bytes.py``): the layout is used again from save to save."""
 
+    def payloads_in(self, window: Window) -> Iterator[tuple[int, int, int, int]]:
+        """Yield, for each item with payload in ``window``: its number, the offset of its bytes in the window, their
+        number, and the number of its payload bytes in earlier windows."""
+        for number in range(window.first, window.last):
+            frame, item_offset = self.items[number]
+            payload = item_offset + len(frame.header)
+            start, end = max(payload, window.start), min(payload + frame.payload_bytes, window.end)
+            if start < end:
+                yield number, start - window.start, end - start, start - payload
 
-def payloads_in(layout: ShardLayout, window: Window) -> Iterator[tuple[int, int, int, int]]:
-    """Yield, for each item with payload in ``window``: its number, the offset of its bytes in the window, their number,
-    and the number of its payload bytes in earlier windows."""
-    for number in range(window.first, window.last):
-        frame, item_offset = layout.items[number]
-        payload = item_offset + len(frame.header)
-        start, end = max(payload, window.start), min(payload + frame.payload_bytes, window.end)
-        if start < end:
-            yield number, start - window.start, end - start, start - payload
+    @staticmethod
+    def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> list[ShardLayout]:
+        """Place the items in order. A new shard begins when the last one would grow beyond ``shard_bytes``.
 
-
-def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> list[ShardLayout]:
-    """Place the items in order. A new shard begins when the last one would grow beyond ``shard_bytes``.
-
-    Payloads of 64 KiB and more begin on a page, for direct I/O and mmap. Smaller ones are aligned to 64 bytes. The gaps
-    lie before the items, where neither DCP nor a zip reader reads. A window has at most ``window_bytes`` (a multiple of
-    ``BLOCK_BYTES``), plus a header if a payload is cut.
-    """
-    shards: list[ShardLayout] = []
-    shard = _Shard(window_bytes)
-    for frame in frames:
-        pause_point()
-        if shard.items and shard.position + frame.item_bytes > shard_bytes:
-            shards.append(shard.close())
-            shard = _Shard(window_bytes)
-        shard.add(frame)
-    return [*shards, shard.close()] if shard.items else shards
+        Payloads of 64 KiB and more begin on a page, for direct I/O and mmap. Smaller ones are aligned to 64 bytes. The
+        gaps lie before the items, where neither DCP nor a zip reader reads. A window has at most ``window_bytes`` (a
+        multiple of ``BLOCK_BYTES``), plus a header if a payload is cut.
+        """
+        shards: list[ShardLayout] = []
+        shard = _Shard(window_bytes)
+        for frame in frames:
+            pause_point()
+            if shard.items and shard.position + frame.item_bytes > shard_bytes:
+                shards.append(shard.close())
+                shard = _Shard(window_bytes)
+            shard.add(frame)
+        return [*shards, shard.close()] if shard.items else shards
 
 
 class _Shard:

@@ -39,9 +39,7 @@ __all__ = [
     "Shared",
     "SharedRow",
     "chunk_fields",
-    "join",
     "line_of",
-    "parse_part",
     "parse_patterns",
     "row_lines",
     "value_line_of",
@@ -101,6 +99,14 @@ class Root:
     shared: Shared
     parts: tuple[PartName, ...]
 
+    def join(self, parts: Mapping[int, RankPart], wanted: Collection[int] | None = None) -> Manifest:
+        """Join the root and the parts of all ranks to a manifest.
+
+        With ``wanted``, only these rows have chunks, and only for the boxes of ranks in ``parts``. Raises
+        ``CorruptCheckpointError`` if a part lacks a box or a value that it has according to the root.
+        """
+        return _join(self, parts, wanted)
+
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
@@ -108,6 +114,11 @@ class RankPart:
 
     chunks: Mapping[tuple[int, str], Chunk]
     values: Mapping[int, tuple[str, int, int, Node]]
+
+    @staticmethod
+    def parse(raw: bytes | bytearray) -> RankPart:
+        """Parse the part of a rank. Raises ``CorruptCheckpointError``."""
+        return _parse_part(raw)
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
@@ -188,8 +199,7 @@ def _has_long_string(content: object) -> bool:
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
 
-def parse_part(raw: bytes | bytearray) -> RankPart:
-    """Parse the part of a rank. Raises ``CorruptCheckpointError``."""
+def _parse_part(raw: bytes | bytearray) -> RankPart:
     chunks: dict[tuple[int, str], Chunk] = {}
     values: dict[int, tuple[str, int, int, Node]] = {}
     lines = cast(list[bytes], raw.split(b"\n"))
@@ -268,12 +278,7 @@ def _placed(one: Any, ranks: int) -> PlacedBox:
     return PlacedBox(rank, tuple(offsets), tuple(sizes))
 
 
-def join(root: Root, parts: Mapping[int, RankPart], wanted: Collection[int] | None = None) -> Manifest:
-    """Join the root and the parts of all ranks to a manifest.
-
-    With ``wanted``, only these rows have chunks, and only for the boxes of ranks in ``parts``. Raises
-    ``CorruptCheckpointError`` if a part lacks a box or a value that it has according to the root.
-    """
+def _join(root: Root, parts: Mapping[int, RankPart], wanted: Collection[int] | None = None) -> Manifest:
     entries: dict[str, Entry] = {}
     for number, row in enumerate(root.shared.rows):
         pause_point()

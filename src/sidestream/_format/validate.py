@@ -28,30 +28,38 @@ from .records import (
     Row,
     TensorEntry,
     ValueEntry,
-    itemsize,
     name_of,
     path_of,
     shape_problem,
     stored,
 )
 from .shared import Root
-from .transforms import MOST_EXPANSION, may_expand
 
 __all__ = [
+    "EXPANSION_RATIO",
     "MAX_CHUNKS",
     "MAX_ENTRIES",
     "MAX_FILES",
+    "MOST_EXPANSION",
+    "TENSORS_ALWAYS_BYTES",
     "check_composites",
     "check_item",
     "check_path",
     "check_patterns",
     "check_shape",
+    "may_expand",
     "validate",
 ]
 
 MAX_ENTRIES = 10_000_000
 MAX_CHUNKS = 50_000_000
 MAX_FILES = 1_000_000
+
+MOST_EXPANSION = 1 << 15
+"""The most bytes to which one byte of zstd can expand: a block of 128 KiB takes at least four bytes."""
+
+EXPANSION_RATIO = 64
+TENSORS_ALWAYS_BYTES = 1 << 30
 
 _MAX_NAME_BYTES = 255
 _HOLES_LISTED = 100
@@ -97,7 +105,7 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
             if missing and not partly:
                 holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
         elif isinstance(entry, CompositeEntry):
-            _check_composite(fqn, entry, stored(manifest.entries))
+            _check_composite(fqn, entry, manifest.stored)
     _check_sidecars(manifest, {*rows, *ranges})
     tied: set[str] = set()
     for file, found in rows.items():
@@ -167,7 +175,7 @@ def _lie_apart(rows: _FileRows, items: list[_Range]) -> bool:
 
 def _check_counts(manifest: Manifest) -> None:
     chunks = 0
-    for entries in chunked(stored(manifest.entries).values(), _MANY):
+    for entries in chunked(manifest.stored.values(), _MANY):
         chunks += sum(len(entry.chunks) for entry in entries if isinstance(entry, TensorEntry | OpaqueEntry))
         chunks += sum(isinstance(entry, tuple) for entry in entries)
         pause_point()
@@ -184,7 +192,7 @@ def _check_expansion(entries: Iterable[Entry]) -> None:
             for chunk in entry.chunks:
                 if chunk.transform:
                     packed += chunk.item_bytes
-                    expanded += math.prod(chunk.sizes) * itemsize(entry.dtype)
+                    expanded += math.prod(chunk.sizes) * entry.itemsize
         pause_point()
     if expanded > may_expand(packed):
         raise UnsupportedCheckpointError(
@@ -321,7 +329,7 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: s
     boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     available = sum(files[file] for file in {chunk.file for chunk in entry.chunks})
     expansion = MOST_EXPANSION if any(chunk.transform for chunk in entry.chunks) else 1
-    if volume(boxes) * itemsize(entry.dtype) > available * expansion:
+    if volume(boxes) * entry.itemsize > available * expansion:
         raise CorruptCheckpointError(f"{fqn!r} claims more bytes than its files have ({available})", fqn=fqn)
     return _uncovered(fqn, boxes, entry.shape)
 
@@ -359,7 +367,7 @@ def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, digest: str | None)
     extents = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
     if not all(offset >= 0 and size >= 0 and offset + size <= dim for offset, size, dim in extents):
         raise corrupt(f"reaches out of the shape {list(entry.shape)}")
-    payload = math.prod(chunk.sizes) * itemsize(entry.dtype)
+    payload = math.prod(chunk.sizes) * entry.itemsize
     start = chunk.item_offset if chunk.payload_offset is None else chunk.payload_offset
     expansion = MOST_EXPANSION if chunk.transform else 1
     if start < chunk.item_offset or start + payload > chunk.item_offset + chunk.item_bytes * expansion:
@@ -370,3 +378,13 @@ def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, digest: str | None)
         raise corrupt("has no digests, although the manifest announces them")
     if chunk.digests is not None and len(chunk.digests) != DIGEST_BYTES * block_count(payload):
         raise corrupt(f"has {len(chunk.digests)} bytes of digests for {payload} bytes of payload")
+
+
+def may_expand(packed_bytes: int) -> int:
+    """Return how many bytes all compressed tensors of a checkpoint may expand to, if their items have ``packed_bytes``
+    together.
+
+    One item may expand to 32 Ki times its size, as zeros do. A checkpoint that consists of such items is refused,
+    because a few megabytes would require terabytes of memory.
+    """
+    return TENSORS_ALWAYS_BYTES + EXPANSION_RATIO * packed_bytes

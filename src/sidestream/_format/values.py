@@ -27,8 +27,8 @@ from typing import Any
 
 from .._runtime.pauses import pause_point
 from ..errors import CorruptCheckpointError, UnsafeObjectError
+from . import pickles as p
 from .frame import frame_value, tensor_pickle
-from .pickles import write as p
 from .records import DTYPES, MAX_MANIFEST_BYTES, SLICE_BYTES, Node
 from .shared import value_line_of
 

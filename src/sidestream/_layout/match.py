@@ -24,9 +24,7 @@ from .._format.records import (
     Row,
     TensorEntry,
     ValueEntry,
-    parts_of,
     path_of,
-    stored,
 )
 from .._runtime.pauses import chunked, collected, pause_point
 from .._runtime.public import shortened
@@ -155,7 +153,7 @@ def match(
     straight = Straight()
     saved, parts = saved_composites(manifest)
     composites = CompositeTargets(manifest, findings, saved)
-    found = stored(manifest.entries)
+    found = manifest.stored
     inside = _Inside(manifest)
     filled = _filled_by_others(leaves_of(state, answers), manifest) if others else frozenset()
     for leaves in chunked(leaves_of(state, answers), _FEW):
@@ -214,7 +212,7 @@ def match(
         for number, root in roots.items()
     ]
     asked.update(fqn for entries in below.values() for fqn in entries)
-    asked.update(part for fqn in composites.met for part in parts_of(fqn, manifest.entries))
+    asked.update(part for fqn in composites.met for part in manifest.parts_of(fqn))
     top = {str(key) for key, _ in answers.items(state)}
     rest = _not_requested(called, asked, top, findings, parts)
     local, extents = _locals(tensors, held, straight, manifest)
@@ -225,7 +223,7 @@ def match(
     shared = _sharing(local, extents, dict.fromkeys(leaders.values()))
     _check_fresh(statefuls, tensors)
     findings.raise_if_any(url, lambda: _names_in(state, answers), saved_names)
-    new = dict.fromkeys(part for leaf in composites.sparse for part in parts_of(leaf.fqn, manifest.entries))
+    new = dict.fromkeys(part for leaf in composites.sparse for part in manifest.parts_of(leaf.fqn))
     made = dict.fromkeys(leaf.fqn for leaf in composites.sparse)
     for entries in (stateful.entries for stateful in statefuls if stateful is not None):
         for some in chunked(entries.items(), _MANY):
@@ -356,7 +354,7 @@ def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> frozenset[s
     if not empty:
         return frozenset()
     found: set[str] = set()
-    for entry in stored(manifest.entries).values():
+    for entry in manifest.stored.values():
         path = plain_path(path_of(entry))
         found.update(empty[path[:depth]] for depth in range(1, len(path)) if path[:depth] in empty)
         pause_point()
@@ -386,12 +384,12 @@ def _not_requested(
     """Return the keys of the checkpoint that are not requested. Below top-level keys of the target they are findings.
     Parts are requested with their tensor. A tensor is also requested by all of its parts, as stock DCP does."""
     rest = []
-    for number, (fqn, entry) in enumerate(stored(called.manifest.entries).items()):
+    for number, (fqn, entry) in enumerate(called.manifest.stored.items()):
         if number % 64 == 0:
             pause_point()
         if fqn in asked or fqn in parts:
             continue
-        if isinstance(entry, CompositeEntry) and asked.issuperset(parts_of(fqn, called.manifest.entries)):
+        if isinstance(entry, CompositeEntry) and asked.issuperset(called.manifest.parts_of(fqn)):
             continue
         if fqn in called.inside or str(plain_path(path_of(entry))[0]) in top:
             findings.add_unexpected(fqn, "target")
@@ -718,7 +716,7 @@ def _claimed(
     prefixes: dict[PlainPath, int] = {plain_path(root.path): number for number, root in roots.items()}
     lengths = sorted({len(prefix) for prefix in prefixes})
     own_leaves = {leaf.fqn: leaf for leaves in owned.values() for leaf in leaves}
-    for fqn, one in stored(manifest.entries).items():
+    for fqn, one in manifest.stored.items():
         pause_point()
         path = plain_path(path_of(one))
         number = next((prefixes[path[:n]] for n in lengths if path[:n] in prefixes), None)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._format.records import DictKey, Entries, Entry, Key, Manifest, Row, path_of, stored
+from .._format.records import DictKey, Entries, Entry, Key, Manifest, Row, path_of
 from .._runtime.pauses import collected, pause_point
 from .._runtime.torch_probes import dtype_from_name, dtype_name, view_key
 from .._staging import Captured, Composite
@@ -351,7 +351,7 @@ def renamed(
     found: dict[str, Entry | Row] = {}
     rest: dict[str, tuple[Key, ...]] = {}
     tops = {new.split(".")[0] for new in asking if new not in manifest.entries}
-    for fqn, one in stored(manifest.entries).items():
+    for fqn, one in manifest.stored.items():
         pause_point()
         path = path_of(one)
         if fqn in asking:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from .._format.dcp.write import Described, Template
+from .._format.dcp import Described, Template
 from .._format.frame import Frame, frame_tensor
 from .._format.records import (
     BLOCK_BYTES,
@@ -25,7 +25,7 @@ from .._format.records import (
     all_parts,
     name_problem,
 )
-from .._format.shard import BlockSums, ShardLayout, Window, lay_out, payloads_in
+from .._format.shard import BlockSums, ShardLayout, Window
 from .._format.values import ValueItems
 from .._runtime.pauses import chunked, collected, pause_point
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_key, view_key
@@ -51,7 +51,6 @@ __all__ = [
     "PlannedFiles",
     "SavePlan",
     "converted_to",
-    "plan_save",
     "shard_name",
     "window_bytes_for",
     "window_copies",
@@ -252,37 +251,38 @@ class SavePlan(PlannedFiles):
         template = self.description.template(shards)
         return template.fill(dict(values), sums)
 
+    @classmethod
+    def of(cls, plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
+        """Plan the save of a captured state dict. Uses a cached layout if ``plans`` has one for tensors with the same
+        look.
 
-def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
-    """Plan the save of a captured state dict. Uses a cached layout if ``plans`` has one for tensors with the same look.
-
-    The state is staged and written in windows. Several windows fit into ``budget_bytes``. The plan takes some 10 us per
-    tensor, or 1 us if the layout is cached. Tensors that are the same view of the same storage (tied weights) share one
-    item. Raises ``UnsafeObjectError``, ``UnsupportedTensorError``, ``KeyCollisionError`` or ``InvalidOptionError`` with
-    the FQN.
-    """
-    outline = outline_of(captured.root)
-    tensors = outline.tensors
-    leaves = partial(_leaves, captured.root, [])
-    # The same tensors may have other names, and be converted to other dtypes under these.
-    converted = (tuple(captured.dtypes.items()), outline.key) if captured.dtypes else ()
-    key = ("save", budget_bytes, converted)
-    layout = plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, budget_bytes))
-    description = layout.describe(outline.key, leaves)
-    items = ValueItems()
-    entries: dict[str, ValueEntry | CompositeEntry] = {}
-    if outline.values:
-        for (fqn, path), value in zip(description.named_values(), outline.values, strict=True):
-            if isinstance(value, CompositeLeaf):
-                entries[fqn] = composite_entry(fqn, path, value.form)
-            else:
-                node = _encode(fqn, value)
-                entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(fqn, node), node)
-            pause_point()
-        items.check()
-    images = layout.images(tensors)
-    content = items.content()
-    return SavePlan(_RANK, description.shards, tuple(images), content, description, entries, captured.containers)
+        The state is staged and written in windows. Several windows fit into ``budget_bytes``. The plan takes some 10 us
+        per tensor, or 1 us if the layout is cached. Tensors that are the same view of the same storage (tied weights)
+        share one item. Raises ``UnsafeObjectError``, ``UnsupportedTensorError``, ``KeyCollisionError`` or
+        ``InvalidOptionError`` with the FQN.
+        """
+        outline = outline_of(captured.root)
+        tensors = outline.tensors
+        leaves = partial(_leaves, captured.root, [])
+        # The same tensors may have other names, and be converted to other dtypes under these.
+        converted = (tuple(captured.dtypes.items()), outline.key) if captured.dtypes else ()
+        key = ("save", budget_bytes, converted)
+        layout = plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, budget_bytes))
+        description = layout.describe(outline.key, leaves)
+        items = ValueItems()
+        entries: dict[str, ValueEntry | CompositeEntry] = {}
+        if outline.values:
+            for (fqn, path), value in zip(description.named_values(), outline.values, strict=True):
+                if isinstance(value, CompositeLeaf):
+                    entries[fqn] = composite_entry(fqn, path, value.form)
+                else:
+                    node = _encode(fqn, value)
+                    entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(fqn, node), node)
+                pause_point()
+            items.check()
+        images = layout.images(tensors)
+        content = items.content()
+        return cls(_RANK, description.shards, tuple(images), content, description, entries, captured.containers)
 
 
 def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Sequence[Leaf]:
@@ -327,7 +327,7 @@ def _lay_out(find: Callable[[], Sequence[Leaf]], captured: Captured, budget_byte
         dtypes.append(dtype)
         shapes.append(shape)
         numbers.append(number)
-    shards = tuple(lay_out(frames, SHARD_BYTES, window_bytes))
+    shards = tuple(ShardLayout.lay_out(frames, SHARD_BYTES, window_bytes))
     placed = _Tensors(tuple(dtypes), tuple(shapes), tuple(numbers))
     windows = _windows(shards, items, tensors, dtypes)
     return _Layout(shards, tuple(windows), placed)
@@ -340,7 +340,7 @@ def _windows(
     before = 0  # items in the shards before
     for shard in shards:
         for window in shard.windows:
-            pieces = collected(payloads_in(shard, window))
+            pieces = collected(shard.payloads_in(window))
             numbers, offsets, sizes, skips = zip(*pieces, strict=True) if pieces else ((),) * 4
             sources = tuple(items[before + number] for number in numbers)
             into = tuple(collected((converted_to(tensors[one], dtypes[one]) for one in sources), _EVERY))
@@ -382,5 +382,5 @@ def window_copies(
 ) -> Iterator[Copy]:
     """Yield the copies that fill ``window``. ``tensors[before + i]`` is the tensor of the shard's item ``i``, and
     ``dtypes`` has the dtype to which it is converted."""
-    for index, offset, nbytes, skip in payloads_in(shard, window):
+    for index, offset, nbytes, skip in shard.payloads_in(window):
         yield Copy(tensors[before + index], offset, nbytes, None, skip, dtypes[before + index])

@@ -6,13 +6,13 @@ import os
 from collections import ChainMap
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from .._foreign.items import read_values, refuse_opaque
 from .._format.records import (
-    SPARSE_PARTS,
     CompositeEntry,
     EmptyEntry,
     Entries,
@@ -24,12 +24,9 @@ from .._format.records import (
     ValueEntry,
     all_parts,
     parts_of,
-    path_of,
     stored,
 )
-from .._layout.assemble import assemble
-from .._layout.composites.building import build_composites, check_types
-from .._layout.names import new_dtypes, selected
+from .._layout.names import selected
 from .._layout.ranges import Box
 from .._layout.values import Allowed, allowed_types, decode_metadata
 from .._runtime.public import Displayed, Table, public, readable_bytes
@@ -51,14 +48,16 @@ from ..options import (
     check_verify,
     storage_of,
 )
+from .composites import build_composites, check_types
 from .device_streams import Streams, streams_of
-from .foreign.items import read_values, refuse_opaque
+from .kinds import Kinds, indices_of, nested
 from .new_tensors import NewTensors, new_tensors
 from .open.manifest import all_there, check_not_replaced, open_manifest, replaced, was_replaced
 from .open.mmap import map_tensors
 from .operation import LoadLifecycle, ReadCall, reading
-from .reader import Reader, Wanted, whole
-from .verify import VerifyReport, verify_manifest
+from .reader import Reader, Wanted
+from .verification import VerifyReport
+from .verify import verify_manifest
 
 __all__ = ["Checkpoint", "Memory", "TensorInfo", "open_checkpoint", "open_from"]
 
@@ -250,7 +249,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         content = bytearray(entry.nbytes)
         wanted = []
         if content:
-            wanted.append(Wanted(name, entry, whole(entry), torch.frombuffer(content, dtype=torch.uint8)))
+            wanted.append(Wanted(name, entry, Box.whole(entry.shape), torch.frombuffer(content, dtype=torch.uint8)))
         async with self._files("file") as files:
             await self._read(files, NewTensors({}, wanted), Streams())
         return await io_threads().run(bytes, content)
@@ -260,7 +259,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         if isinstance(entry, OpaqueEntry):
             return _opaque_info(fqn, entry) if entry.dtype else None
         if isinstance(entry, CompositeEntry):
-            found = [self._manifest.entries[part] for part in parts_of(fqn, self._manifest.entries)]
+            found = [self._manifest.entries[part] for part in self._manifest.parts_of(fqn)]
             nbytes = sum(part.nbytes for part in found if isinstance(part, TensorEntry))
             parts = tuple(f"{fqn}.{part}" for part in entry.parts)
             return TensorInfo(
@@ -330,7 +329,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         where = _device(device)
         entry = self._manifest.entries[fqn]
         assert isinstance(entry, TensorEntry)
-        box = whole(entry) if rows is None else _rows(fqn, entry.shape, rows)
+        box = Box.whole(entry.shape) if rows is None else _rows(fqn, entry.shape, rows)
 
         async with self._files("tensor") as files:
             streams = await streams_of([where])
@@ -426,7 +425,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         async with self._files("state_dict") as files:
             entries = await io_threads().run(self._selected, select)
             leaves = await self._leaves(files, entries, memory, device, progress, dtype)
-            return await io_threads().run(_nested, entries, leaves, select is not None)
+            return await io_threads().run(nested, entries, leaves, select is not None)
 
     async def _leaves(
         self,
@@ -439,17 +438,17 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
     ) -> Mapping[str, Any]:
         """Return the content of ``entries``, which include the parts of composite tensors."""
         source = files.source
-        kinds = await io_threads().run(_by_kind, entries)
+        kinds = await io_threads().run(Kinds.of, entries)
         fqns, composites = kinds.tensors, kinds.composites
         await io_threads().run(check_types, entries, composites, self._allow)
         await self._refuse(source, kinds.opaque)
-        dtypes = {} if dtype is None else await io_threads().run(_converted, kinds, dtype, self.url)
+        dtypes = {} if dtype is None else await io_threads().run(kinds.converted, dtype, self.url)
         values = await read_values(source, self._manifest, kinds.values, self._allow, self._trust)
         mapped = {}
         if memory == "mapped":
             if not self._location.store.capabilities.mapping:
                 raise InvalidOptionError(f'{self.url} is not on this machine; use memory="host"')
-            taken = fqns.keys() - _indices(composites) - dtypes.keys()
+            taken = fqns.keys() - indices_of(composites) - dtypes.keys()
             mapped = await map_tensors(source, self._manifest, taken)
         streams = await streams_of([] if device is None else [device])
 
@@ -578,57 +577,8 @@ def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) 
         if id(tensor) not in wanted:
             entry = entries[fqn]
             assert isinstance(entry, TensorEntry)
-            wanted[id(tensor)] = Wanted(fqn, entry, whole(entry), None)
+            wanted[id(tensor)] = Wanted(fqn, entry, Box.whole(entry.shape), None)
     return list(wanted.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Kinds:
-    """Entries by kind: tensors, plain values, tensors that consist of others, and tensors that cannot be read."""
-
-    tensors: dict[str, TensorEntry | Row] = field(default_factory=dict)
-    values: dict[str, ValueEntry] = field(default_factory=dict)
-    composites: dict[str, CompositeEntry] = field(default_factory=dict)
-    opaque: dict[str, OpaqueEntry] = field(default_factory=dict)
-
-
-def _by_kind(entries: Mapping[str, Entry]) -> _Kinds:
-    kinds = _Kinds()
-    for fqn, one in stored(entries).items():
-        pause_point()
-        if isinstance(one, (tuple, TensorEntry)):
-            kinds.tensors[fqn] = one
-        elif isinstance(one, ValueEntry):
-            kinds.values[fqn] = one
-        elif isinstance(one, CompositeEntry):
-            kinds.composites[fqn] = one
-        elif isinstance(one, OpaqueEntry):
-            kinds.opaque[fqn] = one
-    return kinds
-
-
-def _converted(kinds: _Kinds, dtype: Dtypes, url: str) -> dict[str, str]:
-    """Return the new dtypes of the tensors that are converted. Parts of composite tensors keep their dtype."""
-    parts = all_parts(kinds.composites)
-    looks = (
-        (fqn, *(one[:2] if isinstance(one, tuple) else (one.dtype, one.shape))) for fqn, one in kinds.tensors.items()
-    )
-    return new_dtypes((look for look in looks if look[0] not in parts), dtype, url)
-
-
-def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any], some: bool) -> dict[Any, Any]:
-    """Return the state dict. ``some``: these are perhaps not all entries of the checkpoint, so a list may lack
-    elements."""
-    parts = all_parts(entries)
-    named = ((path_of(one), leaves.get(fqn, {})) for fqn, one in stored(entries).items() if fqn not in parts)
-    return assemble(named, gaps=some)
-
-
-def _indices(composites: Mapping[str, CompositeEntry]) -> set[str]:
-    """Return the parts of sparse tensors that contain indices. These are not mapped, because they are checked once, and
-    pages of a file can change after that."""
-    sparse = ((fqn, one) for fqn, one in composites.items() if one.type in SPARSE_PARTS)
-    return {f"{fqn}.{part}" for fqn, one in sparse for part in one.parts if part != "values"}
 
 
 def _rows(fqn: str, shape: tuple[int, ...], rows: slice) -> Box:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._format.records import Manifest, ValueEntry
-from .._format.shared import RankPart, Root, join
+from .._format.shared import RankPart, Root
 from .._format.validate import check_composites, check_patterns, validate
 from .._group import Operation
 from .._layout.match import LoadPlan
-from .._layout.ranges import Box, overlap
+from .._layout.ranges import Box
 from .._runtime.threads import collected, io_threads, pause_point
 from .._storage import Location, RangeSource
 from ..errors import StorageNotSharedError, UnexpectedKeysError, listed
@@ -57,7 +57,7 @@ async def open_outline(location: Location) -> tuple[RangeSource, ManifestOutline
 
 
 def _outline(root: Root) -> Manifest:
-    manifest = join(root, {}, ())
+    manifest = root.join({}, ())
     check_composites(manifest)
     return manifest
 
@@ -78,7 +78,7 @@ def _needed(root: Root, plan: LoadPlan, values: Iterable[str]) -> tuple[set[int]
             known[pattern, box] = frozenset(
                 one.rank
                 for one in root.shared.patterns[pattern]
-                if box is None or overlap(Box(one.offsets, one.sizes), box) or 0 in box.sizes
+                if box is None or Box(one.offsets, one.sizes).overlap(box) or 0 in box.sizes
             )
         ranks |= known[pattern, box]
     for fqn in values:
@@ -87,7 +87,7 @@ def _needed(root: Root, plan: LoadPlan, values: Iterable[str]) -> tuple[set[int]
 
 
 def _join(root: Root, parts: Mapping[int, RankPart], rows: set[int]) -> Manifest:
-    manifest = join(root, parts, rows)
+    manifest = root.join(parts, rows)
     check_patterns(root, rows)
     validate(manifest, partly=True)
     return manifest

@@ -10,11 +10,11 @@ from types import MappingProxyType
 import torch
 
 from .._format.records import Entry, ForeignPayload, TensorEntry, row_major_strides, stored
-from .._layout.ranges import Straight
+from .._layout.ranges import Box, Straight
 from .._runtime.threads import collected, pause_point
 from .._runtime.torch_probes import dtype_from_name
 from ..errors import allocating
-from .reader import Wanted, whole
+from .reader import Wanted
 
 __all__ = ["NewTensors", "new_tensors"]
 
@@ -69,7 +69,7 @@ def new_tensors(
             identity = (identity, dtype)
         if identity not in shared:
             shared[identity] = _new(fqn, entry.shape, dtype, device)
-            new.wanted.append(Wanted(fqn, entry, whole(entry), shared[identity]))
+            new.wanted.append(Wanted(fqn, entry, Box.whole(entry.shape), shared[identity]))
         new.tensors[fqn] = shared[identity]
     for views in storages.values():
         pause_point()
@@ -84,7 +84,7 @@ def _add_views(new: NewTensors, entries: Mapping[str, Entry], fqns: list[str], d
     if all(collected(one.dtype == first.dtype and one.chunks == first.chunks for one in views)):
         tensor = _new(fqns[0], first.shape, first.dtype, device)
         new.tensors.update(dict.fromkeys(fqns, tensor))
-        new.wanted.append(Wanted(fqns[0], first, whole(first), tensor))
+        new.wanted.append(Wanted(fqns[0], first, Box.whole(first.shape), tensor))
         return
     (chunk,) = first.chunks
     assert chunk.foreign is not None
@@ -92,7 +92,7 @@ def _add_views(new: NewTensors, entries: Mapping[str, Entry], fqns: list[str], d
     raw = ForeignPayload(chunk.foreign.crc, nbytes)
     storage = TensorEntry(first.path, "uint8", (nbytes,), (replace(chunk, offsets=(0,), sizes=(nbytes,), foreign=raw),))
     memory = _new(fqns[0], storage.shape, storage.dtype, device)
-    new.wanted.append(Wanted(fqns[0], storage, whole(storage), memory))
+    new.wanted.append(Wanted(fqns[0], storage, Box.whole(storage.shape), memory))
     for fqn, view in zip(fqns, views, strict=True):
         pause_point()
         dtype = dtype_from_name(view.dtype)

@@ -10,39 +10,27 @@ from typing import TypeAlias
 
 import torch
 
+from .._foreign.items import located, read_item, unpack_chunk
+from .._foreign.transforms import require
 from .._format.checksum import crc32, unpack_crcs
-from .._format.records import Chunk, TensorEntry, row_major_strides, written_dtype
-from .._format.transforms import require
-from .._layout.checks import addresses_in, altered, check_digests
-from .._layout.ranges import (
-    Box,
-    Direct,
-    Payload,
-    Range,
-    RangePart,
-    Scatter,
-    Straight,
-    StraightBatch,
-    batches,
-    overlaps,
-    plan_ranges,
-    straight_batches,
-)
+from .._format.records import BLOCK_BYTES, Chunk, TensorEntry, row_major_strides
+from .._layout.ranges import Box, Payload, Straight
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Stop, chunked, clear_gradually, collected, io_threads, paced, pause_point
+from .._runtime.threads import Stop, chunked, clear_gradually, collected, holding_gil, io_threads, paced, pause_point
 from .._runtime.torch_probes import copyable, dtype_from_name, lazy_bits
 from .._staging import move_small
-from .._storage import RangeSource, ReadRange
+from .._storage import Batches, Memory, RangeSource, ReadRange, Reads, Scratch
 from ..options import Progress, Verify
+from .checks import addresses_in, altered, check_digests
 from .device_streams import Streams
-from .foreign.items import located, read_item, unpack_chunk
-from .jobs import Batches, Check, Memory, Reads, Scratch, memory_of
+from .ranges import Direct, Range, RangePart, Scatter, StraightBatch, batches, plan_ranges, straight_batches
 
-__all__ = ["Reader", "Wanted", "whole"]
+__all__ = ["Check", "Reader", "Wanted"]
 
 _Batch: TypeAlias = list[Range] | StraightBatch
 
+_BURST_BYTES = 4 * BLOCK_BYTES
 _SMALL_BYTES = 64 << 10
 """Copying this many bytes from the cache of the processor costs less than one more read."""
 _SPAN_BYTES = 1 << 20
@@ -72,8 +60,56 @@ class Wanted:
         )
 
 
-def whole(entry: TensorEntry) -> Box:
-    return Box((0,) * len(entry.shape), entry.shape)
+def memory_of(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
+    """Return ``nbytes`` of the memory of a tensor, from byte ``start`` on. The view keeps the tensor alive."""
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)
+    array.owner = tensor  # type: ignore[attr-defined]  # a thread that hangs in a read keeps its target alive
+    return memoryview(array).cast("B")
+
+
+class Check:
+    """The comparison of a range with its checksums, if it has any, while it is read. Raises
+    ``CorruptCheckpointError``."""
+
+    __slots__ = ("_crc", "_done", "_end", "_expected", "_range", "_step")
+
+    def __init__(self, one: Range) -> None:
+        self._range = one
+        self._done = self._crc = 0
+        self._step = BLOCK_BYTES  # each checksum is that of so many bytes
+        self._expected = unpack_crcs(one.crcs or b"")
+        if one.crc is not None:
+            self._step, self._expected = one.nbytes, (one.crc,)
+        self._end = min(self._step, one.nbytes)  # of the bytes that the next checksum is for
+
+    def __call__(self, piece: memoryview) -> None:
+        """Take the next bytes of the range."""
+        if not (self._expected and piece):
+            return
+        if len(piece) <= self._end - self._done:  # nearly always: readers read pieces of blocks
+            self._take(piece)
+        elif len(piece) <= _BURST_BYTES or self._step > BLOCK_BYTES:
+            self._cut(piece)
+        else:  # computing a CRC takes less time than getting the GIL back from a busy loop
+            with holding_gil():
+                self._cut(piece)
+
+    def _cut(self, piece: memoryview) -> None:
+        while piece:
+            nbytes = self._end - self._done
+            self._take(piece[:nbytes])
+            piece = piece[nbytes:]
+
+    def _take(self, piece: memoryview) -> None:
+        self._crc = crc32(piece, self._crc)
+        self._done += len(piece)
+        if self._done < self._end:
+            return
+        one, number = self._range, (self._done - 1) // self._step
+        if self._crc != self._expected[number]:
+            raise altered(one.fqn, one.file, one.offset + number * self._step)
+        self._crc = 0
+        self._end = min(self._end + self._step, one.nbytes)
 
 
 @dataclass(slots=True)
@@ -262,7 +298,7 @@ def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
         (one, chunk)
         for one in paced(targets.values())
         for chunk in one.entry.chunks
-        if chunk.transform and overlaps(chunk, one.box)
+        if chunk.transform and Box(chunk.offsets, chunk.sizes).overlap(one.box)
     ]
     if found:
         require()
@@ -302,7 +338,7 @@ def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Ten
         return
     assert isinstance(one.into, Scatter)
     into = one.into
-    elements = torch.frombuffer(buffer, dtype=dtype_from_name(written_dtype(entry.dtype)), offset=into.skip)
+    elements = torch.frombuffer(buffer, dtype=dtype_from_name(entry.written_dtype), offset=into.skip)
     target = copyable(target)
     strides = into.strides or row_major_strides(into.shape)
     source = elements.as_strided(into.shape, strides)[_slices(into.source)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from .._format.checksum import DigestCheck, digest_check
+from .._format.checksum import installed_digest
 from .._format.records import Manifest
 from .._layout.values import Allowed, allowed_types
 from .._runtime.public import Displayed, Table, public, readable_bytes, shortened
 from ..errors import SidestreamError
-from ..options import STRICT, LoadOptions, Tolerance
+from ..options import STRICT, DigestCheck, LoadOptions, Tolerance
 
 __all__ = ["LoadReport", "LoadRequest", "Loaded", "PassedOver", "report_of"]
 
@@ -140,3 +140,9 @@ class LoadRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allowed", allowed_types(self.options.safe_globals))
+
+
+def digest_check(digest: str | None) -> DigestCheck | None:
+    if digest is None:
+        return None
+    return "not installed" if installed_digest(digest) is None else "verified"

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from .._foreign.items import of_kind, read_values, refuse_opaque
 from .._format.records import DictKey, EmptyEntry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry, parts_of
 from .._group import Operation
 from .._layout.assemble import assemble
-from .._layout.composites.building import build_composites, check_types, fill_sparse
 from .._layout.findings import accepts
 from .._layout.flatten import Answers, CompositeLeaf, Leaf, PlainPath, plain_path
 from .._layout.match import LoadPlan, StatefulLoad, match
+from .._layout.ranges import Box
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.containers import empty_container
 from .._runtime.state_dict_calls import call_load_state_dict, key_order
@@ -30,12 +31,12 @@ from .._runtime.torch_probes import addresses, copyable, neg_view, plain_bytes
 from .._storage import Location, RangeSource
 from ..errors import LoadStateDictError, StateMismatchError, allocating, listed
 from ..options import Tolerance
+from .composites import build_composites, check_types, fill_sparse
 from .device_streams import streams_of
-from .foreign.items import of_kind, read_values, refuse_opaque
 from .group import ManifestOutline, agree_on, open_outline
 from .new_tensors import new_tensors
 from .open.manifest import open_manifest, was_replaced
-from .reader import Reader, Wanted, whole
+from .reader import Reader, Wanted
 from .report import Loaded, LoadRequest
 
 __all__ = ["StateTarget", "prepare"]
@@ -373,7 +374,7 @@ class StateTarget:
         local = plan.local.get(name)
         entry = plan.names.manifest.entries[name if local is None else local.fqn]
         assert isinstance(entry, TensorEntry)
-        return Wanted(name, entry, whole(entry) if local is None or local.box is None else local.box, tensor)
+        return Wanted(name, entry, Box.whole(entry.shape) if local is None or local.box is None else local.box, tensor)
 
 
 def _check_left(missing: list[str], unexpected: list[str], tolerance: Tolerance) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from .._load.open.manifest import metadata_of
-from .._load.open.steps import Step, look_at
+from .._load.open.steps import Step
 from .._load.verify import verify_at
 from .._storage import Leftover, Location, Store, target_of_attempt
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, printable
@@ -269,7 +269,7 @@ class Pruner:
 
     async def _is_another(self, step: Step) -> bool:
         """Return whether another process has deleted or replaced the step since its marker was read."""
-        now = await look_at(self.store, step)
+        now = await step.current(self.store)
         return now is None or (now.damage is None and await self._have_changed([step]))
 
     async def _delete(self, step: Step) -> _Fate:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from .._group import Member, Operation, run_together
 from .._load.open.manifest import read_metadata
-from .._load.open.steps import Step, look_at
+from .._load.open.steps import Step
 from .._load.operation import LoadReport, LoadRequest, PassedOver, load_from
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import current_deadline
@@ -104,7 +104,7 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
                 gone = error  # deleted before it was leased, or by a process that ignores leases: choose again
                 continue
             except CorruptCheckpointError as error:
-                if lease is None and step.damage is None and await look_at(self.store, step) is None:
+                if lease is None and step.damage is None and await step.current(self.store) is None:
                     gone = error  # deleted during the load, because this process could not put a lease
                     continue
                 self._passed.append((step, error))
@@ -220,7 +220,7 @@ class _Round:
         if self._missed is None:
             return
         step, failures = self._missed
-        seen = await look_at(self._restoring.store, step)
+        seen = await step.current(self._restoring.store)
         if seen is not None and seen.damage is None:  # neither deleted nor being deleted
             ranks = ", ".join(str(failure.rank) for failure in failures.failures[:_RANKS_SHOWN])
             text = f"rank 0 sees this step, others do not (rank {ranks}): is the directory on storage that all share?"
@@ -274,7 +274,7 @@ async def choose(
         for found in candidates:
             if found.name in hollow:
                 continue
-            step = await look_at(store, found)
+            step = await found.current(store)
             if step is None:
                 passed.append(found.name)
                 continue
@@ -301,7 +301,7 @@ async def _still_there(store: Store, leases: Leases, step: Step, lease: Lease) -
     try:
         seen = await leases.seen()
         going = any(one.directory == step.name and one.kind == "delete" and not leases.dead(one) for one in seen)
-        if not going and await look_at(store, step) is not None:
+        if not going and await step.current(store) is not None:
             return True
     except BaseException:
         await lease.release()

@@ -20,22 +20,20 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from .._group import Deadline, Operation, prepare_together, stoppable
-from .._layout.save_layout import plan_save
 from .._layout.values import encode_metadata
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from .._save.api import (
     Lifecycle,
-    PendingExport,
     PendingSave,
     SaveInfo,
     SaveProgress,
     SaveWork,
     Worker,
     prewarm,
-    saved_as,
     start_save,
     start_together,
 )
+from .._save.sinks import PendingExport
 from .._staging import AsyncStager
 from .._storage import check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
@@ -386,10 +384,9 @@ class Saves:
     async def prewarm(self, state: Mapping[str, Any] | int | None) -> None:
         """Do ``Checkpointer.prewarm``, or ``reserve`` if ``state`` is a number of bytes."""
         run, options = self._run, self.options
-        alone = saved_as(plan_save, options, run.url, others=False)
         with run.time_limit():
             await run.store.connect()
-            await prewarm(state, self._stager, self._worker, plan=alone if run.together() is None else None)
+            await prewarm(state, self._stager, self._worker, options, run.url, alone=run.together() is None)
 
     # --- one save ---
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from .._load.open.steps import Step, look_at, steps_among
+from .._load.open.steps import Step
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import current_deadline, io_threads, paced
 from .._storage import MARKER, Store
@@ -69,7 +69,7 @@ async def list_steps(store: Store) -> list[Step]:
         for found in await named_steps(store):
             if found.step in steps:
                 continue
-            if (step := await look_at(store, found)) is not None:
+            if (step := await found.current(store)) is not None:
                 steps[found.step] = step
             elif not steps:
                 hollow.append(found.name)
@@ -89,7 +89,7 @@ async def list_generations(store: Store, known: Mapping[str, Step]) -> list[Step
     current_deadline().check("listing the steps of a run")
     steps = []
     for found in await named_steps(store):
-        step = known[found.name] if found.name in known else await look_at(store, found)
+        step = known[found.name] if found.name in known else await found.current(store)
         if step is not None:
             steps.append(step)
     return steps[::-1]
@@ -100,7 +100,7 @@ async def changed_among(store: Store, steps: Iterable[Step]) -> list[Step]:
     changed: list[Step] = []
 
     async def look(step: Step) -> None:
-        now = await look_at(store, step)
+        now = await step.current(store)
         if now is None or now.marker != step.marker:
             changed.append(step)
 
@@ -112,7 +112,7 @@ async def named_steps(store: Store, step: int | None = None) -> list[Step]:
     """Return every directory that is named like a step, or like ``step``; newest step and highest generation first.
     Raises ``InvalidOptionError`` if there is none because the root is a checkpoint and not a run."""
     names = await store.directories()
-    found = await io_threads().run(steps_among, names)
+    found = await io_threads().run(Step.among, names)
     if not found:
         await check_run(store)
     return [each for each in found if step in (None, each.step)]

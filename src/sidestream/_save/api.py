@@ -12,7 +12,7 @@ from typing import Any
 
 from .._format.records import Node
 from .._group import Member, Operation, deadline_of, group_of
-from .._layout.save_layout import plan_save
+from .._layout.save_layout import SavePlan
 from .._layout.values import copy_value, encode_metadata
 from .._runtime.caller import in_calling_thread
 from .._runtime.public import public
@@ -45,7 +45,6 @@ __all__ = [
     "completed",
     "prewarm",
     "save",
-    "saved_as",
     "start_save",
     "start_together",
 ]
@@ -311,7 +310,7 @@ def _started(
 ) -> SaveOperation:
     """Launch the copies of ``start_save``."""
     if order.operation is None:
-        lay_out = saved_as(plan_save, options, order.location.url, others=False)
+        lay_out = saved_as(SavePlan.of, options, order.location.url, others=False)
         stage = Stage(order, captured, stager, lay_out, len(exports))
         return SaveOperation(
             order=order,
@@ -331,11 +330,14 @@ async def prewarm(
     state: Mapping[str, Any] | int | None,
     stager: AsyncStager,
     worker: tuple[Worker | None, bool],
+    options: SaveOptions,
+    url: str,
     *,
-    plan: LayOut | None,
+    alone: bool,
 ) -> None:
     """Do the preparations of the first save of ``state``, or of a state with this number of bytes. Start the writer
-    process, map staging memory and, if there is a ``plan``, call it."""
+    process, map staging memory and, if this process saves ``alone``, plan the save to ``url``."""
+    plan = saved_as(SavePlan.of, options, url, others=False) if alone else None
     process, falls_back = worker
     if process is not None and falls_back:
         await io_threads().run(process.start)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from .._group import Operation, Stopped, has_ended
-from .._load.open.steps import read_marker
 from .._runtime.threads import Deadline, io_threads, pause_point, time_limit
 from .._storage import run_without_loop
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
@@ -189,7 +188,7 @@ class Group:
         location = self._order.location
         try:
             async with aclosing(location.source()) as source:
-                marker = await read_marker(source)
+                marker = await source.marker()
         except FileNotFoundError:
             return "absent"
         except (SidestreamError, OSError):

@@ -17,18 +17,18 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from .._format.checksum import crc32, join_blocks, unpack_crcs
-from .._format.dcp.write import Described, describe, described, metadata_end, places_of_chunks, places_of_values
-from .._format.manifest import metadata_line, root_body, write_root
-from .._format.marker import METADATA_NAME, Marker, manifest_name, part_name
-from .._format.records import Chunk, Manifest, TensorEntry
-from .._format.shard import BlockSums, checksums_of
+from .._format.checksum import crc32
+from .._format.dcp import Described, described, metadata_end, places_of_chunks, places_of_values
+from .._format.manifest import marker_of, root_body, write_root
+from .._format.marker import METADATA_NAME
+from .._format.records import Manifest, part_name
+from .._format.shard import BlockSums
 from .._format.shared import PartName, Root, Shared, write_part
 from .._group import Operation, this_process
 from .._layout.save_layout import SavePlan
-from .._layout.sharded.assign import Assignment, RankReport, assign
-from .._layout.sharded.rank_layout import RankPlan, encode_values, lay_out_rank, replica_digests
-from .._layout.sharded.rank_table import Row, local_table, parse_rows
+from .._layout.sharded.assign import Assignment, RankReport
+from .._layout.sharded.rank_layout import RankPlan
+from .._layout.sharded.rank_table import Row, local_table
 from .._runtime.threads import collected, io_threads, pause_point
 from .._runtime.torch_probes import TORCH_VERSION
 from .._staging import Captured, PlanCache
@@ -40,8 +40,6 @@ __all__ = [
     "NativeLayout",
     "about_save",
     "commit_files",
-    "sidecar_files",
-    "with_sidecars",
 ]
 
 
@@ -121,7 +119,7 @@ class AgreedLayout:
         failed."""
         operation = self._operation
         table = local_table(plans, captured)
-        values = encode_values(table)
+        values = table.encode_values()
         agreements = _agreements(operation)
         known = agreements.known  # what other saves drop while this one is planned stays usable
         heard: _Heard = _Heard(known)
@@ -139,7 +137,7 @@ class AgreedLayout:
         if answer["detail"]:
             rows, digests = table.held.raw_rows if answer["rows"] else b"", json.dumps(dict(values.digests)).encode()
             # Replicas are compared in the first save of a state dict, not in each one: it takes time for each tensor.
-            replicas = b"" if answer["agreement"] in known else replica_digests(table).tobytes()
+            replicas = b"" if answer["agreement"] in known else table.replica_digests().tobytes()
             detail = join_pieces(rows, table.held.raw_boxes, digests, replicas)
             raw = operation.exchange("assign", detail, lambda parts: self._second(heard, parts))
             if raw:
@@ -147,7 +145,7 @@ class AgreedLayout:
         if agreement is None:
             agreement = known[answer["agreement"]]
         agreements.put(agreement)
-        plan = lay_out_rank(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
+        plan = RankPlan.of(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
         self._planned = Planned(plan, agreement, answer["layout"], heard.fragments, captured.containers)
         operation.first = answer["first"]
         operation.step = "write"
@@ -186,13 +184,13 @@ class AgreedLayout:
         tables: dict[str, Sequence[Row]] = {}
         for table, (rows, *_) in zip(heard.tables, details, strict=True):
             if table not in tables:
-                tables[table] = parse_rows(rows)
+                tables[table] = Row.parse_all(rows)
         _compare_values([tables[table] for table in heard.tables], [json.loads(values) for _, _, values, _ in details])
         if heard.known:
             return b""
         self._compare_replicas(heard.tables, tables, [replicas for *_, replicas in details])
         ranks = [RankReport(table, boxes) for table, (_, boxes, *_) in zip(heard.tables, details, strict=True)]
-        shared, assignments = assign(ranks, tables)
+        shared, assignments = Assignment.of_ranks(ranks, tables)
         body, head = root_body(shared), described(shared)
         heard.made = Agreement(heard.name, assignments[0], shared, body, head)
         return [assignment.pack() for assignment in assignments]
@@ -220,7 +218,7 @@ class AgreedLayout:
         order, operation = self._order, self._operation
         receipt, part = await io_threads().run(_make_part, self._planned, written, order)
         if part:
-            name = part_name(manifest_name(order.save_id), operation.rank)
+            name = part_name(order.save_id, operation.rank)
             await order.transaction.put(name, part)
         return receipt
 
@@ -253,10 +251,10 @@ class AgreedLayout:
         root = Root(about, agreement.shared, tuple(content.part for content in contents))
         raw = b"".join(write_root(root, TORCH_VERSION, agreement.body))
         places = [content.chunks for content in contents] + [content.values for content in contents]
-        marker = _marker(about, raw, self._order.saved_at)
+        marker = marker_of(about, raw, self._order.saved_at)
         return {
-            **sidecar_files(self._order),
-            manifest_name(about.save_id): [raw],
+            **self._order.sidecar_files(),
+            about.name: [raw],
             METADATA_NAME: [agreement.head, *places, *metadata_end(marker)],
         }
 
@@ -351,19 +349,12 @@ def _listed(differ: Mapping[str, tuple[int, int]]) -> str:
 def commit_files(manifest: Manifest, saved_at: int, described: Described | None = None) -> dict[str, list[bytes]]:
     """Return the files of the manifest and of the marker for ``manifest``. If ``described`` is given, it has the
     entries in place of ``manifest``. Called in a worker thread."""
-    described = describe(manifest.entries) if described is None else described
+    described = Described.of(manifest.entries) if described is None else described
     raw = described.manifest(manifest, TORCH_VERSION)
     return {
-        manifest_name(manifest.save_id): [raw],
-        METADATA_NAME: [described.metadata(_marker(manifest, raw, saved_at))],
+        manifest.name: [raw],
+        METADATA_NAME: [described.metadata(marker_of(manifest, raw, saved_at))],
     }
-
-
-def _marker(manifest: Manifest, raw: bytes, saved_at: int) -> Marker:
-    last = metadata_line(manifest)
-    return Marker(
-        manifest.save_id, len(raw), crc32(raw), manifest.step, manifest.generation, saved_at, len(last), crc32(last)
-    )
 
 
 class NativeLayout:
@@ -386,7 +377,7 @@ class NativeLayout:
         crcs, described, containers = receipts[0].content()
         about = replace(about_save(self._order, [replace(receipts[0], crcs=crcs)]), containers=containers)
         files = commit_files(about, self._order.saved_at, described)
-        return {**sidecar_files(self._order), **files}
+        return {**self._order.sidecar_files(), **files}
 
 
 def _file_crcs(plan: SavePlan | RankPlan, sums: Sequence[BlockSums], names: Mapping[str, str]) -> dict[str, int]:
@@ -404,26 +395,7 @@ def about_save(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Manifest:
     about = Manifest(
         order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata, file_crcs=crcs
     )
-    return with_sidecars(about, order)
-
-
-def sidecar_files(order: SaveOrder) -> dict[str, list[bytes]]:
-    """Return the sidecar files, under the names that they have on this store."""
-    return {order.transaction.sidecar_name(name): [content] for name, content in order.sidecars.items()}
-
-
-def with_sidecars(manifest: Manifest, order: SaveOrder) -> Manifest:
-    """Return ``manifest`` with the sidecar files and their checksums. Called in a worker thread."""
-    digest = order.digest if manifest.digest is not None else None
-    sidecars: dict[str, TensorEntry] = {}
-    files, file_crcs = dict(manifest.files), dict(manifest.file_crcs)
-    for name, content in order.sidecars.items():
-        file, nbytes = order.transaction.sidecar_name(name), len(content)
-        crcs, digests = checksums_of(content, digest)
-        chunk = Chunk((0,), (nbytes,), file, 0, nbytes, 0, crcs, digests=digests)
-        sidecars[name] = TensorEntry((name,), "uint8", (nbytes,), (chunk,))
-        files[file], file_crcs[file] = nbytes, join_blocks(list(unpack_crcs(crcs)), nbytes)
-    return replace(manifest, files=files, sidecars=sidecars, file_crcs=file_crcs)
+    return order.with_sidecars(about)
 
 
 class _Content(NamedTuple):

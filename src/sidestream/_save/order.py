@@ -10,7 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .._format.records import Node
+from .._format.checksum import join_blocks, unpack_crcs
+from .._format.records import Chunk, Manifest, Node, TensorEntry
+from .._format.shard import checksums_of
 from .._group import Deadline, Operation
 from .._storage import Attempt, Kind, Location, Space, Transaction, read_sources
 from .._worker.client import Worker
@@ -217,6 +219,23 @@ class SaveOrder:
     async def read_files(self) -> None:
         """Read the sidecar files. Raises what ``read_sources`` raises."""
         self.sidecars.update(await read_sources(self.files, timeout_s=self.deadline.remaining_s()))
+
+    def sidecar_files(self) -> dict[str, list[bytes]]:
+        """Return the sidecar files, under the names that they have on this store."""
+        return {self.transaction.sidecar_name(name): [content] for name, content in self.sidecars.items()}
+
+    def with_sidecars(self, manifest: Manifest) -> Manifest:
+        """Return ``manifest`` with the sidecar files and their checksums. Called in a worker thread."""
+        digest = self.digest if manifest.digest is not None else None
+        sidecars: dict[str, TensorEntry] = {}
+        files, file_crcs = dict(manifest.files), dict(manifest.file_crcs)
+        for name, content in self.sidecars.items():
+            file, nbytes = self.transaction.sidecar_name(name), len(content)
+            crcs, digests = checksums_of(content, digest)
+            chunk = Chunk((0,), (nbytes,), file, 0, nbytes, 0, crcs, digests=digests)
+            sidecars[name] = TensorEntry((name,), "uint8", (nbytes,), (chunk,))
+            files[file], file_crcs[file] = nbytes, join_blocks(list(unpack_crcs(crcs)), nbytes)
+        return replace(manifest, files=files, sidecars=sidecars, file_crcs=file_crcs)
 
     async def remove_replaced(self) -> None:
         """Do ``Transaction.remove_replaced``, if there is a transaction."""

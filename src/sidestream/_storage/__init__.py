@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .bodies import Body, BytesBody, ShardBody
+from .jobs import Batches, Memory, Reads, Scratch
 from .local.sources import check_sources, is_plain_name, read_sources
 from .local.store import LocalStore
 from .names import (
@@ -17,7 +18,7 @@ from .names import (
     target_of_attempt,
 )
 from .space import Space
-from .store import Files, Leftover, RangeSource, ReadRange, Store
+from .store import PIECE_BYTES, Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import Attempt, Kind, StoreAddress, Transaction, run_without_loop
 from .urls import EVERYDAY, Location, locate_directory, locate_run
 
@@ -27,7 +28,9 @@ __all__ = [
     "LEASES",
     "MARKER",
     "NOTE",
+    "PIECE_BYTES",
     "Attempt",
+    "Batches",
     "Body",
     "BytesBody",
     "Files",
@@ -35,8 +38,11 @@ __all__ = [
     "Leftover",
     "LocalStore",
     "Location",
+    "Memory",
     "RangeSource",
     "ReadRange",
+    "Reads",
+    "Scratch",
     "ShardBody",
     "Space",
     "Store",

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal, TypeAlias
 
 from .._format.marker import END, TAIL_BYTES, find_marker
-from .._format.safetensors.write import STAMP_BYTES, is_stamped
+from .._format.safetensors import STAMP_BYTES, is_stamped
 from ..errors import CorruptCheckpointError
 from .names import MARKER, READ_FIRST, id_of, is_plain_shard
 

@@ -6,16 +6,27 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from mmap import mmap
 from typing import Literal, Protocol
 
-from .._runtime.threads import Stop
+from .._format.marker import TAIL_BYTES, Marker, find_marker
+from .._format.records import MAX_MANIFEST_BYTES
+from .._runtime.threads import Stop, pause_point
+from ..errors import CorruptCheckpointError, allocating
 from ..options import Capabilities, Durability
 from .names import MARKER
 from .replacing import Found, Use
 from .transaction import Attempt, StoreAddress, Transaction
 
-__all__ = ["Files", "Leftover", "RangeSource", "ReadRange", "Store", "coalesce"]
+__all__ = ["PIECE_BYTES", "Files", "Leftover", "RangeSource", "ReadRange", "Store", "coalesce"]
+
+_MOST_METADATA_BYTES = 1 << 30
+PIECE_BYTES = 16 << 20
+"""The most bytes that are read with one request."""
+_PAGE_BYTES = 4096
+_EMPTY_PAGE = bytes(_PAGE_BYTES)
+_MOST_EMPTY_PAGES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,28 @@ class Files(Protocol):
         """Do ``RangeSource.read`` in the calling thread. Raises ``ClosedError`` once ``stop`` is set."""
 
 
+class _Content:
+    """The bytes read from a file. The memory grows with the bytes that arrive and not with the size that the file
+    claims."""
+
+    def __init__(self, name: str) -> None:
+        self.raw = bytearray()
+        self._name = name
+        self._pages = self._empty = 0
+
+    def take(self, piece: bytearray) -> None:
+        """Take bytes as they arrive. Called in a thread of the store."""
+        for start in range(0, len(piece), _PAGE_BYTES):
+            pause_point()
+            self._pages += 1
+            self._empty += piece[start : start + _PAGE_BYTES] == _EMPTY_PAGE
+        if self._empty > max(_MOST_EMPTY_PAGES, self._pages // 2):
+            raise CorruptCheckpointError(
+                f"{self._name} consists mostly of zeros: it is sparse or damaged", file=self._name
+            )
+        self.raw += piece
+
+
 class RangeSource(ABC):
     """The files of one directory for a reader, which names them relative to the directory. ``name`` is the name of the
     directory in its store.
@@ -120,6 +153,32 @@ class RangeSource(ABC):
         if file == MARKER and self._marker is None:
             self._marker = nbytes, tail
         return tail
+
+    async def read_file(self, file: str, nbytes: int, *, most_bytes: int = MAX_MANIFEST_BYTES) -> bytearray:
+        """Read a whole file that describes other files and whose size is known, in pieces.
+
+        Raises ``CorruptCheckpointError`` before reading if the file is larger than ``most_bytes``, and while reading if
+        most of it is empty, because a sparse file can have any size without using space. Raises ``OutOfMemoryError``.
+        """
+        name = self.path_of(file)
+        if nbytes > most_bytes:
+            raise CorruptCheckpointError(f"{name} has {nbytes} bytes, more than the limit of {most_bytes}", file=name)
+        content = _Content(name)
+        for start in range(0, nbytes, PIECE_BYTES):
+            with allocating(f"reading {name}"):
+                piece = bytearray(min(PIECE_BYTES, nbytes - start))
+            read = ReadRange(start, memoryview(piece), partial(content.take, piece))
+            await self.read(file, [read])
+        return content.raw
+
+    async def read_metadata(self, file: str, nbytes: int) -> bytearray:
+        """Do ``read_file`` for a ``.metadata`` of DCP, of the whole or of one rank."""
+        return await self.read_file(file, nbytes, most_bytes=_MOST_METADATA_BYTES)
+
+    async def marker(self) -> Marker | None:
+        """Return the marker of the checkpoint; None if another writer made it. Raises ``FileNotFoundError``,
+        ``CorruptCheckpointError``."""
+        return find_marker(await self.read_tail(MARKER, TAIL_BYTES))
 
     @abstractmethod
     async def _tail(self, file: str, nbytes: int) -> bytes:

@@ -14,13 +14,13 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .._foreign.items import MAX_VALUE_BYTES
+from .._foreign.torch_zip.file import check_value_item, open_value_item
 from .._format.checksum import crc32
 from .._format.frame import frame_tensor
 from .._format.records import DTYPES, Node
-from .._format.shard import BlockSums, ShardLayout, lay_out
-from .._format.torch_zip.file import check_value_item, open_value_item
+from .._format.shard import BlockSums, ShardLayout
 from .._layout.save_layout import PlannedFiles, window_bytes_for, window_copies
-from .._load.foreign.items import MAX_VALUE_BYTES
 from .._runtime.threads import by_size, collected, pause_point
 from .._runtime.torch_probes import check_tensor, dtype_name, storage_key, transformed_stream
 from .._save.order import SaveOrder
@@ -241,7 +241,7 @@ def _plan_group(items: Sequence[WriteItem], captured: Captured) -> PlannedFiles:
         _check(tensor, item, held=bool(captured.held) and storage_key(tensor) in captured.held)
     frames = (frame_tensor(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
     window_bytes = window_bytes_for(sum(tensor.nbytes for tensor in tensors), _BUDGET_BYTES)
-    (shard,) = lay_out(frames, _NO_LIMIT, window_bytes)
+    (shard,) = ShardLayout.lay_out(frames, _NO_LIMIT, window_bytes)
     as_they_are = [None] * len(tensors)
     images = tuple(
         ImageLayout(window.end - window.start, tuple(collected(window_copies(shard, window, 0, tensors, as_they_are))))

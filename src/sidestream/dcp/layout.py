@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._save.layouts import about_save, sidecar_files
-from .._save.operation import RankReceipt, SaveOrder
+from .._save.layouts import about_save
+from .._save.operation import RankReceipt
+from .._save.order import SaveOrder
 from .metadata import as_stock, complete, files_of_commit
 
 __all__ = ["PlannerLayout"]
@@ -34,7 +35,7 @@ class PlannerLayout:
         self.metadata = complete(self.metadata, results, order.location.url, order.save_id)
         about = about_save(order, receipts)
         files = files_of_commit(self.metadata, about, order.saved_at)
-        return {**sidecar_files(order), **{name: [content] for name, content in files.items()}}
+        return {**order.sidecar_files(), **{name: [content] for name, content in files.items()}}
 
     def stock_metadata(self) -> Metadata:
         """Return what was written to ``.metadata``, as stock DCP reads it. Called after the commit."""

@@ -18,15 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._format.checksum import crc32
-from .._format.manifest import metadata_line, write_manifest
-from .._format.marker import (
-    END,
-    METADATA_NAME,
-    Marker,
-    manifest_name,
-    marker_attribute,
-)
+from .._format.manifest import marker_of, write_manifest
+from .._format.marker import METADATA_NAME, with_marker
 from .._format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
 from .._format.validate import validate
 from .._layout.values import encode_value
@@ -124,24 +117,15 @@ def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int) -> dict[
     """
     if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
         return {METADATA_NAME: _pickled(metadata)}
-    raw, last = _manifest_of(metadata, about)
-    place = len(raw), crc32(raw), about.step, about.generation, saved_at, len(last), crc32(last)
-    marked = _marked(metadata, marker_attribute(Marker(about.save_id, *place)))
-    return {manifest_name(about.save_id): raw, METADATA_NAME: marked}
+    raw = _manifest_of(metadata, about)
+    return {about.name: raw, METADATA_NAME: with_marker(_pickled(metadata), marker_of(about, raw, saved_at))}
 
 
-def _manifest_of(metadata: Metadata, about: Manifest) -> tuple[bytes, bytes]:
-    """Return the manifest, and its last line."""
+def _manifest_of(metadata: Metadata, about: Manifest) -> bytes:
     receipts: _Receipts = {_place(index): receipt for index, receipt in metadata.storage_data.items()}
     manifest = _manifest(metadata, receipts, about)
     validate(manifest)
-    return b"".join(collected(write_manifest(manifest, TORCH_VERSION))), metadata_line(manifest)
-
-
-def _marked(metadata: Metadata, attribute: bytes) -> bytes:
-    pickled = _pickled(metadata)
-    assert pickled.endswith(END)
-    return pickled[: -len(END)] + attribute
+    return b"".join(collected(write_manifest(manifest, TORCH_VERSION)))
 
 
 def _pickled(metadata: Metadata) -> bytes:

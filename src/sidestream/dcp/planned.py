@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from .._foreign.items import read_as_saved, read_values
 from .._format.records import (
     Chunk,
     DictKey,
@@ -34,12 +35,10 @@ from .._format.records import (
     OpaqueEntry,
     TensorEntry,
     ValueEntry,
-    written_dtype,
 )
 from .._layout.names import castable
 from .._layout.ranges import Box
 from .._layout.values import Allowed, decode_value
-from .._load.foreign.items import read_as_saved, read_values
 from .._load.reader import Wanted
 from .._runtime.threads import by_size, io_threads, paced
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_info
@@ -105,8 +104,8 @@ def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manife
         if not isinstance(entry, TensorEntry) or chunk is None:
             raise _missing(url, item)
         target = planner.resolve_tensor(item).detach()
-        if written_dtype(entry.dtype) == dtype_name(target.dtype):
-            entry = replace(entry, dtype=written_dtype(entry.dtype))  # as stock DCP reads it
+        if entry.written_dtype == dtype_name(target.dtype):
+            entry = replace(entry, dtype=entry.written_dtype)  # as stock DCP reads it
         _check_target(item, entry, target)
         name, number = fqn, len(found.names)
         while name in found.names or (name != fqn and name in fqns):
@@ -217,7 +216,7 @@ def metadata_of(manifest: Manifest, url: str) -> Metadata:
 
 def _tensor(fqn: str, entry: TensorEntry | OpaqueEntry) -> TensorStorageMetadata:
     try:
-        properties = TensorProperties(dtype=dtype_from_name(written_dtype(entry.dtype)))
+        properties = TensorProperties(dtype=dtype_from_name(entry.written_dtype))
     except KeyError:
         raise UnsupportedCheckpointError(f"{fqn!r} has dtype {entry.dtype}, which this torch does not know") from None
     chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]

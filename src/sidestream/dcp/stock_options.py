@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from .._format.transforms import check_transforms
+from .._foreign.transforms import check_transforms
 from ..errors import InvalidOptionError, UnsupportedCheckpointError
 from ..options import Durability
 

@@ -20,7 +20,8 @@ from torch.futures import Future
 
 from .._layout.values import allowed_types
 from .._runtime.threads import Deadline, Stop, io_threads, time_limit
-from .._save.operation import SaveOrder, Solo, check_shared
+from .._save.operation import Solo, check_shared
+from .._save.order import SaveOrder
 from .._save.writer import write_files
 from .._storage import Kind, Location
 from .._storage.clients.requests import in_io_thread

@@ -15,7 +15,6 @@ from ..._format.records import (
     OpaqueEntry,
     TensorEntry,
     ValueEntry,
-    stored,
 )
 from ..._runtime.pauses import chunked, pause_point
 from ...errors import KindMismatchError, ShapeMismatchError, StateMismatchError
@@ -32,7 +31,7 @@ def saved_composites(manifest: Manifest) -> tuple[frozenset[str], frozenset[str]
     """Return the FQNs of the composite tensors in the checkpoint, and those of their parts."""
     wholes: list[str] = []
     parts: list[str] = []
-    for some in chunked(stored(manifest.entries).items(), _MANY):
+    for some in chunked(manifest.stored.items(), _MANY):
         for fqn, entry in some:
             if type(entry) is CompositeEntry:
                 wholes.append(fqn)

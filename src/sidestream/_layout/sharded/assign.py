@@ -21,7 +21,7 @@ from ..._runtime.pauses import collected, pause_point
 from ...errors import InvalidOptionError, UnsupportedCheckpointError
 from .rank_table import Box, Row, boxes_of, unpack_boxes
 
-__all__ = ["Assignment", "RankReport", "assign"]
+__all__ = ["Assignment", "RankReport"]
 
 _SPLIT_BYTES = 8 << 20
 """A replica is cut into pieces of at least this many bytes, so that the ranks that hold it share the writes."""
@@ -59,6 +59,41 @@ class Assignment:
         found = {item: (first, rows) for item, first, rows in pieces}
         return cls(None if places is None else tuple(places), found, tuple(values))
 
+    @staticmethod
+    def of_ranks(ranks: Sequence[RankReport], tables: Mapping[str, Sequence[Row]]) -> tuple[Shared, list[Assignment]]:
+        """Return the rows of all ranks together, and the assignment of each rank.
+
+        Each box is written once. If several ranks have a box, they share a large one, which is cut along its first
+        dimension. A small one is written by the rank with the fewest bytes. Raises ``InvalidOptionError`` if ranks have
+        different rows of one name, or do not hold all of a tensor together.
+        """
+        digests = list(dict.fromkeys(report.table for report in ranks))
+        cohorts = [[rank for rank, report in enumerate(ranks) if report.table == digest] for digest in digests]
+        boxes: list[list[list[bytes]]] = []
+        for cohort in cohorts:
+            boxes.append(collected((boxes_of(ranks[rank].boxes) for rank in cohort), 1))
+        world = len(ranks)
+        work = _Assigning(
+            ranks, [tables[digest] for digest in digests], cohorts, boxes, [0] * world, [{} for _ in ranks],
+            [[] for _ in ranks], [digests.index(report.table) for report in ranks],
+        )  # fmt: skip
+        merged = _merge(work.tables)
+        groups, others = _groups(work, merged)
+        patterns: dict[tuple[object, ...], int] = {}
+        placed: list[tuple[PlacedBox, ...]] = []
+        of_row: dict[int, int] = {}
+        by_size = sorted(groups, key=lambda group: -math.prod(group.row.shape) * itemsize(group.row.dtype))
+        for group in by_size:
+            _place_group(work, group, patterns, placed, of_row)
+        for number, where in others:
+            of_row[number] = min(work.cohorts[table][0] for table, _ in where)
+            work.values[of_row[number]].append(number)
+        rows = collected(
+            SharedRow(row.kind, row.fqn, row.path, row.dtype, row.shape, of_row.get(number, -1), row.composite)
+            for number, (row, _) in enumerate(merged.values())
+        )
+        return Shared(tuple(rows), tuple(placed)), collected(_assignments(work, merged), 1)
+
 
 class _Holder(NamedTuple):
     """A box on ``rank``: the ``ordinal``-th one of row ``row`` of its table."""
@@ -92,41 +127,6 @@ class _Assigning:
     bases: dict[int, list[int]] = field(default_factory=dict)
     orders: dict[tuple[int, int], dict[Box, Sequence[_Holder]]] = field(default_factory=dict)
     turn: int = 0
-
-
-def assign(ranks: Sequence[RankReport], tables: Mapping[str, Sequence[Row]]) -> tuple[Shared, list[Assignment]]:
-    """Return the rows of all ranks together, and the assignment of each rank.
-
-    Each box is written once. If several ranks have a box, they share a large one, which is cut along its first
-    dimension. A small one is written by the rank with the fewest bytes. Raises ``InvalidOptionError`` if ranks have
-    different rows of one name, or do not hold all of a tensor together.
-    """
-    digests = list(dict.fromkeys(report.table for report in ranks))
-    cohorts = [[rank for rank, report in enumerate(ranks) if report.table == digest] for digest in digests]
-    boxes: list[list[list[bytes]]] = []
-    for cohort in cohorts:
-        boxes.append(collected((boxes_of(ranks[rank].boxes) for rank in cohort), 1))
-    world = len(ranks)
-    work = _Assigning(
-        ranks, [tables[digest] for digest in digests], cohorts, boxes, [0] * world, [{} for _ in ranks],
-        [[] for _ in ranks], [digests.index(report.table) for report in ranks],
-    )  # fmt: skip
-    merged = _merge(work.tables)
-    groups, others = _groups(work, merged)
-    patterns: dict[tuple[object, ...], int] = {}
-    placed: list[tuple[PlacedBox, ...]] = []
-    of_row: dict[int, int] = {}
-    by_size = sorted(groups, key=lambda group: -math.prod(group.row.shape) * itemsize(group.row.dtype))
-    for group in by_size:
-        _place_group(work, group, patterns, placed, of_row)
-    for number, where in others:
-        of_row[number] = min(work.cohorts[table][0] for table, _ in where)
-        work.values[of_row[number]].append(number)
-    rows = collected(
-        SharedRow(row.kind, row.fqn, row.path, row.dtype, row.shape, of_row.get(number, -1), row.composite)
-        for number, (row, _) in enumerate(merged.values())
-    )
-    return Shared(tuple(rows), tuple(placed)), collected(_assignments(work, merged), 1)
 
 
 def _merge(tables: Sequence[Sequence[Row]]) -> dict[str, tuple[Row, list[tuple[int, int]]]]:

@@ -3,10 +3,7 @@ process."""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import json
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,24 +12,16 @@ import torch
 
 from ..._format.frame import Frame, frame_tensor
 from ..._format.records import Chunk, Node
-from ..._format.shard import BlockSums, ShardLayout, lay_out
+from ..._format.shard import BlockSums, ShardLayout
 from ..._format.values import ValueItems
 from ..._runtime.pauses import collected, pause_point
 from ..._runtime.torch_probes import view_key
 from ..._staging import ImageLayout, PlanCache
 from ..save_layout import SHARD_BYTES, PlannedFiles, converted_to, window_bytes_for, window_copies
-from ..values import encode_value
 from .assign import Assignment
-from .rank_table import Box, LocalTable
+from .rank_table import Box, EncodedValues, LocalTable
 
-__all__ = ["EncodedValues", "RankLayout", "RankPlan", "encode_values", "lay_out_rank", "replica_digests"]
-
-
-_MOST_VALUE_FRAME_BYTES = 4096
-_SMALL_BYTES = 64 << 10
-"""The largest replica that is compared with those of other ranks."""
-_COMPARED_BYTES = 16 << 20
-"""How many bytes of replicas are compared in one plan."""
+__all__ = ["RankLayout", "RankPlan"]
 
 
 class _Place(NamedTuple):
@@ -57,17 +46,6 @@ class _Source(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedValues:
-    """The plain values of this rank, by row of its table. Equal values have equal ``digests``."""
-
-    nodes: Mapping[int, Node]
-    digests: Mapping[int, str]
-    digest: str
-    nbytes: int
-    """Of all of them in a file, at most: this rank may write fewer."""
-
-
-@dataclass(frozen=True, slots=True)
 class RankLayout:
     """The places of this rank's items. It is cached as long as nothing changes, and refers to no tensors."""
 
@@ -85,6 +63,34 @@ class RankPlan(PlannedFiles):
     value_places: tuple[tuple[int, str, int, int, Node], ...]
     """Row among the rows of all ranks, FQN, offset, length, node."""
 
+    @classmethod
+    def of(
+        cls,
+        plans: PlanCache,
+        budget_bytes: int,
+        rank: int,
+        table: LocalTable,
+        values: EncodedValues,
+        agreement: str,
+        assignment: Assignment,
+    ) -> RankPlan:
+        """Plan the files of this rank. Equal assignments have an equal ``agreement``."""
+        total = sum(source.nbytes for source in table.sources)
+        window_bytes = window_bytes_for(total, budget_bytes)
+        key = ("rank", agreement, window_bytes, table.key)
+        layout = plans.get(key, lambda: _lay_out(table, assignment, window_bytes))
+        tensors = collected(_tensor(table.sources[source.tensor], source) for source in layout.sources)
+        items = ValueItems()
+        places: list[tuple[int, str, int, int, Node]] = []
+        for number in assignment.values:
+            node = values.nodes[number]
+            row = number if assignment.places is None else assignment.places[number]
+            fqn = table.held.rows[number].fqn
+            places.append((row, fqn, *items.add(fqn, node), node))
+        items.check()
+        images = _images(layout, tensors)
+        return cls(rank, layout.shards, tuple(images), items.content(), layout, tuple(places))
+
     def chunks(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Iterator[tuple[int, str, Chunk]]:
         """Yield row among the rows of all ranks, FQN and chunk. ``sums`` has the checksums of each shard, and ``names``
         the names of the files in the checkpoint."""
@@ -92,70 +98,6 @@ class RankPlan(PlannedFiles):
             crcs, digests, _ = sums[shard]
             placed, file = self.shards[shard].items[item], names[self.shard_file(shard)]
             yield row, fqn, placed.chunk(offsets, sizes, file, crcs[item], digests[item] if digests else None)
-
-
-def encode_values(table: LocalTable) -> EncodedValues:
-    """Encode the plain values of a table. Raises ``UnsafeObjectError`` with the FQN."""
-    nodes: dict[int, Node] = {}
-    digests: dict[int, str] = {}
-    nbytes = 0
-    for number, leaf in table.values.items():
-        pause_point()
-        node = nodes[number] = encode_value(leaf.value, leaf.fqn)
-        raw = json.dumps(node).encode()
-        digests[number] = hashlib.blake2b(raw, digest_size=8).hexdigest()
-        nbytes += _MOST_VALUE_FRAME_BYTES + 2 * len(raw)
-    digest = hashlib.blake2b("".join(digests.values()).encode(), digest_size=16).hexdigest()
-    return EncodedValues(nodes, digests, digest, nbytes)
-
-
-def replica_digests(table: LocalTable) -> array[int]:
-    """Return a digest for each row of a table: not zero for a small tensor in host memory that this rank has as a
-    whole. If there are many, those of the smallest. Equal tensors have equal digests."""
-    found = array("Q", bytes(8 * len(table.held.rows)))
-    whole: list[tuple[int, int, torch.Tensor]] = []
-    for item in table.held.items:
-        pause_point()
-        source, shape = table.sources[item.tensor], table.held.rows[item.row].shape
-        plain = source.is_cpu and source.is_contiguous() and not (source.is_conj() or source.is_neg())
-        if plain and 0 < source.nbytes <= _SMALL_BYTES and item.box[1] == shape == tuple(source.shape):
-            whole.append((source.nbytes, item.row, source))
-    left = _COMPARED_BYTES
-    for nbytes, row, source in sorted(whole, key=lambda one: one[0]):
-        pause_point()
-        left -= nbytes
-        if left < 0:
-            break
-        raw = (ctypes.c_char * nbytes).from_address(source.data_ptr())
-        found[row] = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") or 1
-    return found
-
-
-def lay_out_rank(
-    plans: PlanCache,
-    budget_bytes: int,
-    rank: int,
-    table: LocalTable,
-    values: EncodedValues,
-    agreement: str,
-    assignment: Assignment,
-) -> RankPlan:
-    """Plan the files of this rank. Equal assignments have an equal ``agreement``."""
-    total = sum(source.nbytes for source in table.sources)
-    window_bytes = window_bytes_for(total, budget_bytes)
-    key = ("rank", agreement, window_bytes, table.key)
-    layout = plans.get(key, lambda: _lay_out(table, assignment, window_bytes))
-    tensors = collected(_tensor(table.sources[source.tensor], source) for source in layout.sources)
-    items = ValueItems()
-    places: list[tuple[int, str, int, int, Node]] = []
-    for number in assignment.values:
-        node = values.nodes[number]
-        row = number if assignment.places is None else assignment.places[number]
-        fqn = table.held.rows[number].fqn
-        places.append((row, fqn, *items.add(fqn, node), node))
-    items.check()
-    images = _images(layout, tensors)
-    return RankPlan(rank, layout.shards, tuple(images), items.content(), layout, tuple(places))
 
 
 def _tensor(source: torch.Tensor, piece: _Source) -> torch.Tensor:
@@ -206,7 +148,7 @@ def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> Ra
             sources.append(_Source(item.tensor, start, sizes, whole, converted_to(tensor, dtype)))
             frames.append(frame_tensor(dtype, sizes))
         taken.append((item.row, (offsets, sizes), known[identity]))
-    shards = tuple(lay_out(frames, SHARD_BYTES, window_bytes))
+    shards = tuple(ShardLayout.lay_out(frames, SHARD_BYTES, window_bytes))
     where = [(shard, item) for shard, layout in enumerate(shards) for item in range(len(layout.items))]
     placed = (
         _Place(row if assignment.places is None else assignment.places[row], rows[row].fqn, box, *where[source])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import itertools
 import json
@@ -18,6 +19,7 @@ from ..._format.records import (
     CompositeEntry,
     DictKey,
     Key,
+    Node,
     name_problem,
 )
 from ..._runtime.pauses import collected, pause_point
@@ -26,9 +28,16 @@ from ..._staging import Captured, Composite, PlanCache, fingerprint
 from ...errors import CorruptCheckpointError, InvalidOptionError, UnsupportedTensorError
 from ..composites.entry import composite_entry
 from ..flatten import CompositeLeaf, Leaf, check_saved, leaves_of
+from ..values import encode_value
 
-__all__ = ["Box", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "parse_rows", "unpack_boxes"]
+__all__ = ["Box", "EncodedValues", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "unpack_boxes"]
 
+
+_MOST_VALUE_FRAME_BYTES = 4096
+_SMALL_BYTES = 64 << 10
+"""The largest replica that is compared with those of other ranks."""
+_COMPARED_BYTES = 16 << 20
+"""How many bytes of replicas are compared in one plan."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -46,6 +55,12 @@ class Row(NamedTuple):
     shape: tuple[int, ...] = ()
     tie: int = -1
     composite: CompositeEntry | None = None
+
+    @staticmethod
+    def parse_all(raw: bytes) -> list[Row]:
+        """Decode the rows that ``_pack_rows`` has made on another rank."""
+        lines = raw.decode().split("\n") if raw else []
+        return collected(_parse_row(json.loads(line)) for line in lines)
 
 
 class Item(NamedTuple):
@@ -71,6 +86,17 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedValues:
+    """The plain values of this rank, by row of its table. Equal values have equal ``digests``."""
+
+    nodes: Mapping[int, Node]
+    digests: Mapping[int, str]
+    digest: str
+    nbytes: int
+    """Of all of them in a file, at most: this rank may write fewer."""
+
+
+@dataclass(frozen=True, slots=True)
 class LocalTable:
     """The table of this rank. ``values`` has the leaf of each plain value by row, and ``sources`` the local tensors."""
 
@@ -78,6 +104,41 @@ class LocalTable:
     sources: Sequence[torch.Tensor]
     values: dict[int, Leaf]
     key: Hashable
+
+    def encode_values(self) -> EncodedValues:
+        """Encode the plain values. Raises ``UnsafeObjectError`` with the FQN."""
+        nodes: dict[int, Node] = {}
+        digests: dict[int, str] = {}
+        nbytes = 0
+        for number, leaf in self.values.items():
+            pause_point()
+            node = nodes[number] = encode_value(leaf.value, leaf.fqn)
+            raw = json.dumps(node).encode()
+            digests[number] = hashlib.blake2b(raw, digest_size=8).hexdigest()
+            nbytes += _MOST_VALUE_FRAME_BYTES + 2 * len(raw)
+        digest = hashlib.blake2b("".join(digests.values()).encode(), digest_size=16).hexdigest()
+        return EncodedValues(nodes, digests, digest, nbytes)
+
+    def replica_digests(self) -> array[int]:
+        """Return a digest for each row: not zero for a small tensor in host memory that this rank has as a
+        whole. If there are many, those of the smallest. Equal tensors have equal digests."""
+        found = array("Q", bytes(8 * len(self.held.rows)))
+        whole: list[tuple[int, int, torch.Tensor]] = []
+        for item in self.held.items:
+            pause_point()
+            source, shape = self.sources[item.tensor], self.held.rows[item.row].shape
+            plain = source.is_cpu and source.is_contiguous() and not (source.is_conj() or source.is_neg())
+            if plain and 0 < source.nbytes <= _SMALL_BYTES and item.box[1] == shape == tuple(source.shape):
+                whole.append((source.nbytes, item.row, source))
+        left = _COMPARED_BYTES
+        for nbytes, row, source in sorted(whole, key=lambda one: one[0]):
+            pause_point()
+            left -= nbytes
+            if left < 0:
+                break
+            raw = (ctypes.c_char * nbytes).from_address(source.data_ptr())
+            found[row] = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") or 1
+        return found
 
 
 def local_table(plans: PlanCache, captured: Captured) -> LocalTable:
@@ -194,12 +255,6 @@ def _pack_rows(rows: Sequence[Row]) -> bytes:
         for row in rows
     )
     return "\n".join(collected(lines)).encode()
-
-
-def parse_rows(raw: bytes) -> list[Row]:
-    """Decode the rows that ``_pack_rows`` has made on another rank."""
-    lines = raw.decode().split("\n") if raw else []
-    return collected(_parse_row(json.loads(line)) for line in lines)
 
 
 def _parse_row(line: list[Any]) -> Row:

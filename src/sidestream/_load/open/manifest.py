@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+from ..._foreign.manifests import (
+    FILE_SUFFIXES,
+    TORCH_SUFFIXES,
+    is_foreign,
+    read_file_manifest,
+    read_foreign_manifest,
+)
 from ..._format.checksum import crc32
 from ..._format.manifest import parse_metadata_line
-from ..._format.marker import METADATA_NAME, Marker, manifest_name, part_name
-from ..._format.records import Manifest
-from ..._format.shared import RankPart, Root, join, parse_part
+from ..._format.marker import METADATA_NAME, Marker
+from ..._format.records import Manifest, part_name
+from ..._format.shared import RankPart, Root
 from ..._format.validate import validate
 from ..._layout.values import decode_metadata
 from ..._runtime.threads import io_threads, paced
 from ..._storage import Location, RangeSource, Store, parse_step, step_name
 from ...errors import CheckpointNotFoundError, CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
-from ..foreign.manifests import (
-    FILE_SUFFIXES,
-    TORCH_SUFFIXES,
-    check_sizes,
-    is_foreign,
-    is_whole,
-    read_apart,
-    read_file,
-    read_file_manifest,
-    read_foreign_manifest,
-    read_own_manifest,
-    read_part_markers,
-)
-from .steps import Step, committed_marker, newest_committed, own_manifest_among, read_marker, steps_among
+from .parts import check_sizes, is_whole, read_apart, read_own_manifest, read_part_markers
+from .steps import Step, committed_marker, newest_committed, own_manifest_among
 
 __all__ = [
     "all_there",
     "check_not_replaced",
+    "from_one_checkpoint",
     "holds",
     "metadata_of",
     "naming",
@@ -50,6 +46,9 @@ __all__ = [
 
 
 _MOST_LOOKED_AT = 8
+_MOST_RESTARTS = 8
+
+T = TypeVar("T")
 
 
 async def what_is_there(store: Store, name: str, url: str, files: Mapping[str, int]) -> str:
@@ -96,7 +95,7 @@ async def _holds_checkpoint(store: Store, directory: str) -> bool:
         if METADATA_NAME in files or await io_threads().run(is_foreign, files):
             return True
     names = await store.directories(directory)
-    return bool(await io_threads().run(steps_among, names))
+    return bool(await io_threads().run(Step.among, names))
 
 
 @contextmanager
@@ -118,7 +117,7 @@ async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
     Raises ``FileNotFoundError``, ``CorruptCheckpointError``."""
     async with aclosing(store.source(directory)) as source:
         try:
-            marker = await read_marker(source)
+            marker = await source.marker()
         except FileNotFoundError:
             if not await is_whole(source, await source.sizes()):
                 raise
@@ -130,7 +129,7 @@ async def metadata_of(source: RangeSource, marker: Marker) -> dict[str, Any]:
     """Do ``read_metadata`` for a checkpoint whose marker is known."""
     if not marker.metadata_bytes:
         return {}
-    name = manifest_name(marker.save_id)
+    name = marker.manifest_name
     line = await source.read_tail(name, marker.metadata_bytes)
     if crc32(line) != marker.metadata_crc:
         raise CorruptCheckpointError(f"{source.name}: the metadata line of {name} was altered", file=name)
@@ -236,7 +235,7 @@ async def check_not_replaced(source: RangeSource, location: Location, manifest: 
     rename, names contain the id of the save, and so do the names of parts everywhere."""
     if not location.store.capabilities.rename or not manifest.own or manifest.parts:
         return
-    marker = await read_marker(source)
+    marker = await source.marker()
     if marker is None or marker.save_id != manifest.save_id:
         raise replaced(location.url)
 
@@ -251,7 +250,7 @@ async def was_replaced(location: Location, manifest: Manifest) -> bool:
         return False
     async with aclosing(location.source()) as source:
         try:
-            marker = await read_marker(source)
+            marker = await source.marker()
         except FileNotFoundError:  # parts that ranks saved independently have no common marker
             return not manifest.parts or await source.moved()
         except SidestreamError:
@@ -259,11 +258,29 @@ async def was_replaced(location: Location, manifest: Manifest) -> bool:
     return marker is not None and marker.save_id != manifest.save_id
 
 
+async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, Manifest], Awaitable[T]]) -> T:
+    """Open the checkpoint at ``location``, and do ``work`` with it. If its files are deleted meanwhile because another
+    save has replaced it, do that again with the new one, up to a limit. Raises what ``work`` raises, and
+    ``CorruptCheckpointError``, which says that the checkpoint was replaced, beyond the limit."""
+    for left in reversed(range(_MOST_RESTARTS)):
+        files, manifest = await open_manifest(location)
+        async with aclosing(files):
+            try:
+                return await work(files, manifest)
+            except CorruptCheckpointError as error:
+                # An export has no marker. When it is replaced, another directory has its name.
+                if not (await was_replaced(location, manifest) or await files.moved()):
+                    raise
+                if not left:
+                    raise replaced(location.url) from error
+    raise AssertionError("unreachable")
+
+
 async def holds(location: Location, save_id: str) -> bool:
     """Return whether the checkpoint of this save is at ``location``. True also if that cannot be found out."""
     async with aclosing(location.source()) as source:
         try:
-            marker = await read_marker(source)
+            marker = await source.marker()
         except FileNotFoundError:
             return False
         except SidestreamError:
@@ -287,7 +304,7 @@ async def read_manifest(source: RangeSource, location: Location) -> Manifest:
 async def _whole(source: RangeSource, url: str, root: Root) -> Manifest:
     with naming(url):
         parts = await read_parts(source, root, range(len(root.parts)))
-        manifest = await io_threads().run(join, root, parts)
+        manifest = await io_threads().run(root.join, parts)
         await io_threads().run(validate, manifest)
     return manifest
 
@@ -364,8 +381,8 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
         if not nbytes:
             parts[rank] = RankPart({}, {})
             continue
-        name = part_name(manifest_name(root.manifest.save_id), rank)
-        raw = await read_file(source, name, nbytes)
+        name = part_name(root.manifest.save_id, rank)
+        raw = await source.read_file(name, nbytes)
         parts[rank] = await io_threads().run(_parse_part, name, raw, crc)
     return parts
 
@@ -373,7 +390,7 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
 def _parse_part(name: str, raw: bytearray, crc: int) -> RankPart:
     if crc32(raw) != crc:
         raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the manifest", file=name)
-    return parse_part(raw)
+    return RankPart.parse(raw)
 
 
 @contextmanager
@@ -391,7 +408,7 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
     """Read the manifest on storage without listings. The marker has the size of the manifest, and the manifest has the
     names of the files."""
     try:
-        marker = await read_marker(source)
+        marker = await source.marker()
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"no committed checkpoint at {url}: there is no {METADATA_NAME}") from error
     except CorruptCheckpointError as error:
@@ -402,7 +419,7 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
             "download it to a directory first"
         )
     with naming(url):
-        manifest = await _read_marked(source, marker, await source.size(manifest_name(marker.save_id)))
+        manifest = await _read_marked(source, marker, await source.size(marker.manifest_name))
         files = _head(manifest).files
         await io_threads().run(check_sizes, files, {file: await source.size(file) for file in files})
         if isinstance(manifest, Manifest):
@@ -423,7 +440,7 @@ async def _own_manifest_listed(source: RangeSource, marker: Marker, sizes: Mappi
 
 
 async def _own_manifest(source: RangeSource, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
-    manifest = await _read_marked(source, marker, sizes.get(manifest_name(marker.save_id), 0))
+    manifest = await _read_marked(source, marker, sizes.get(marker.manifest_name, 0))
     await io_threads().run(check_sizes, _head(manifest).files, sizes)
     return manifest
 
@@ -435,7 +452,7 @@ async def _read_marked(source: RangeSource, marker: Marker, nbytes: int) -> Mani
         head = _head(manifest)
         return (head.save_id, head.step, head.generation) == (marker.save_id, marker.step, marker.generation)
 
-    return await read_own_manifest(source, manifest_name(marker.save_id), marker, nbytes, belongs)
+    return await read_own_manifest(source, marker.manifest_name, marker, nbytes, belongs)
 
 
 def _head(manifest: Manifest | Root) -> Manifest:

@@ -8,7 +8,7 @@ from mmap import mmap
 
 import torch
 
-from ..._format.records import Entry, Manifest, TensorEntry, itemsize
+from ..._format.records import Entry, Manifest, TensorEntry
 from ..._runtime.threads import collected, io_threads, pause_point
 from ..._runtime.torch_probes import dtype_from_name
 from ..._storage import RangeSource
@@ -40,7 +40,7 @@ def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> dict[str, Te
         (chunk,) = entry.chunks
         row_major = chunk.foreign is None or chunk.foreign.strides is None
         start = chunk.payload_offset if row_major and not chunk.transform else None
-        if start is not None and start % itemsize(entry.dtype) == 0:
+        if start is not None and start % entry.itemsize == 0:
             found[fqn] = entry
     return found
 

@@ -11,16 +11,13 @@ from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, is
 from ..._runtime.threads import collected, io_threads, paced
 from ..._storage import LocalStore, RangeSource, Store, is_unfinished, parse_step
 from ...errors import CorruptCheckpointError, IncompleteCheckpointError
-from ..foreign.manifests import is_whole
+from .parts import is_whole
 
 __all__ = [
     "Step",
     "committed_marker",
-    "look_at",
     "newest_committed",
     "own_manifest_among",
-    "read_marker",
-    "steps_among",
 ]
 
 _FEW_NAMES = 256
@@ -43,18 +40,33 @@ class Step:
     def order(self) -> tuple[int, int]:
         return self.step, self.generation
 
+    @staticmethod
+    def among(names: Iterable[str]) -> list[Step]:
+        """Return the steps, newest step and highest generation first. Called in a worker thread."""
+        parsed = collected((parse_step(name), name) for name in names)
+        found = (Step(*order, name) for order, name in parsed if order is not None)
+        return sorted(found, key=lambda each: each.order, reverse=True)
 
-async def read_marker(source: RangeSource) -> Marker | None:
-    """Return the marker of a checkpoint; None if another writer made the checkpoint. Raises ``FileNotFoundError``,
-    ``CorruptCheckpointError``."""
-    return find_marker(await source.read_tail(METADATA_NAME, TAIL_BYTES))
+    async def current(self, store: Store) -> Step | None:
+        """Return this step if it is a committed checkpoint, of sidestream or of stock DCP. Return it with ``damage`` if
+        it is a damaged checkpoint of sidestream. Return None if it never was a checkpoint.
+
+        On storage that publishes directories by a rename, no directory with such a name has a manifest before it is
+        published. So there a directory with a manifest and without a marker is a damaged checkpoint, unless it was
+        moved since it was opened: then its files are being deleted."""
+        found = replace(self, marker=None, damage=None)  # what is known of it from before is not what is there now
+        while True:
+            async with aclosing(store.source(found.name)) as source:
+                seen = await _look_at(source, found, store)
+                if (seen is not None and seen.damage is None) or not await source.moved():
+                    return seen
 
 
 async def committed_marker(source: RangeSource, store: Store) -> Marker | None:
-    """Do ``read_marker``, also for saves that create the marker in place. If such a marker lacks its last bytes, raise
-    ``FileNotFoundError``: its save is committing at this moment, or has died in the commit."""
+    """Do ``RangeSource.marker``, also for saves that create the marker in place. If such a marker lacks its last bytes,
+    raise ``FileNotFoundError``: its save is committing at this moment, or has died in the commit."""
     try:
-        marker = await read_marker(source)
+        marker = await source.marker()
         if marker is not None or not isinstance(store, LocalStore):
             return marker
     except CorruptCheckpointError:
@@ -71,21 +83,6 @@ async def committed_marker(source: RangeSource, store: Store) -> Marker | None:
 
 async def _is_marked_in_place(source: RangeSource) -> bool:
     return await io_threads().run(is_unfinished, await source.sizes())
-
-
-async def look_at(store: Store, found: Step) -> Step | None:
-    """Return ``found`` if it is a committed checkpoint, of sidestream or of stock DCP. Return it with ``damage`` if it
-    is a damaged checkpoint of sidestream. Return None if it never was a checkpoint.
-
-    On storage that publishes directories by a rename, no directory with such a name has a manifest before it is
-    published. So there a directory with a manifest and without a marker is a damaged checkpoint, unless it was moved
-    since it was opened: then its files are being deleted."""
-    found = replace(found, marker=None, damage=None)  # what is known of it from before is not what is there now
-    while True:
-        async with aclosing(store.source(found.name)) as source:
-            seen = await _look_at(source, found, store)
-            if (seen is not None and seen.damage is None) or not await source.moved():
-                return seen
 
 
 async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | None:
@@ -123,19 +120,12 @@ async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | Non
 
 async def newest_committed(store: Store, run: str, names: Iterable[str]) -> list[Step]:
     """Return the directories of a run that are named like steps, oldest first, up to the newest committed one."""
-    steps = (await io_threads().run(steps_among, names))[::-1]
+    steps = (await io_threads().run(Step.among, names))[::-1]
     for _ in range(_MOST_LOOKED_AT):
-        if not steps or await look_at(store, replace(steps[-1], name=f"{run}/{steps[-1].name}")) is not None:
+        if not steps or await replace(steps[-1], name=f"{run}/{steps[-1].name}").current(store) is not None:
             return steps
         steps.pop()
     return []
-
-
-def steps_among(names: Iterable[str]) -> list[Step]:
-    """Return the steps, newest step and highest generation first. Called in a worker thread."""
-    parsed = collected((parse_step(name), name) for name in names)
-    found = (Step(*order, name) for order, name in parsed if order is not None)
-    return sorted(found, key=lambda each: each.order, reverse=True)
 
 
 def own_manifest_among(names: Iterable[str]) -> str | None:

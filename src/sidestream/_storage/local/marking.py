@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from ..._format.marker import END_BYTES, TAIL_BYTES, find_marker, is_complete
+from ..._format.marker import END, TAIL_BYTES, find_marker, is_complete
 from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import (
     CheckpointExistsError,
@@ -375,7 +375,7 @@ class MarkedTransaction(LocalTransaction):
             raise taken(self._target) from error
         sent = False
         try:
-            end = len(view) - END_BYTES
+            end = len(view) - len(END)
             write_buffer(descriptor, view[:end], 0)
             if durable:
                 os.fsync(descriptor)

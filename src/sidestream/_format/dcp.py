@@ -20,11 +20,11 @@ from functools import lru_cache
 from struct import Struct
 from typing import TypeAlias
 
-from ..._runtime.pauses import chunked, collected, pause_point
-from ..manifest import entry_line, head_line, line_around_checksums, metadata_line
-from ..marker import Marker, marker_attribute
-from ..pickles import write as p
-from ..records import (
+from .._runtime.pauses import chunked, collected, pause_point
+from . import pickles as p
+from .manifest import entry_line, head_line, line_around_checksums, metadata_line
+from .marker import Marker, marker_attribute
+from .records import (
     Chunk,
     CompositeEntry,
     DictKey,
@@ -38,13 +38,12 @@ from ..records import (
     stored,
     written_dtype,
 )
-from ..shard import BlockSums
-from ..shared import Shared
+from .shard import BlockSums
+from .shared import Shared
 
 __all__ = [
     "Described",
     "Template",
-    "describe",
     "described",
     "index_of",
     "metadata_end",
@@ -94,7 +93,7 @@ class MetadataHead:
         """Add an entry. Entries are added in their order."""
         if isinstance(entry, TensorEntry):
             boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
-            self.put(fqn, entry.path, _tensor(self.dtypes[written_dtype(entry.dtype)], entry.shape, boxes))
+            self.put(fqn, entry.path, _tensor(self.dtypes[entry.written_dtype], entry.shape, boxes))
         elif not isinstance(entry, EmptyEntry | CompositeEntry):
             self.put(fqn, entry.path, NAMES.value + _NEW)
 
@@ -212,6 +211,13 @@ class Described:
     places: Sequence[bytes]
     composite: bool
 
+    @classmethod
+    def of(cls, entries: Mapping[str, Entry]) -> Described:
+        """Render the entries for both files."""
+        lines = collected((entry_line(fqn, entry) for fqn, entry in entries.items()), 1)
+        composite = any(isinstance(one, CompositeEntry) for one in stored(entries).values())
+        return cls(len(entries), lines, _places(entries), composite)
+
     def manifest(self, manifest: Manifest, torch_version: str) -> bytes:
         """Return the whole file. ``manifest`` has everything except the entries; its own entries are ignored."""
         head = head_line(manifest, torch_version, self.count, composite=self.composite)
@@ -220,13 +226,6 @@ class Described:
     def metadata(self, marker: Marker) -> bytes:
         """Return the whole ``.metadata``."""
         return b"".join([*self.places, *metadata_end(marker)])
-
-
-def describe(entries: Mapping[str, Entry]) -> Described:
-    """Render the entries for both files."""
-    lines = collected((entry_line(fqn, entry) for fqn, entry in entries.items()), 1)
-    composite = any(isinstance(one, CompositeEntry) for one in stored(entries).values())
-    return Described(len(entries), lines, _places(entries), composite)
 
 
 def metadata_of(entries: Mapping[str, Entry], marker: Marker) -> bytes:
@@ -245,8 +244,8 @@ def _places(entries: Mapping[str, Entry]) -> list[bytes]:
 
 
 class Template:
-    """The result of ``describe`` with holes: for values and composite tensors, which are rendered for each save, and
-    for the checksums of tensors. Each tensor has one chunk without checksums."""
+    """The result of ``Described.of`` with holes: for values and composite tensors, which are rendered for each save,
+    and for the checksums of tensors. Each tensor has one chunk without checksums."""
 
     def __init__(self, items: Sequence[int]) -> None:
         self._items = items

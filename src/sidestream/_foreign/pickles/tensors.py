@@ -6,8 +6,8 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+from ..._format.records import DTYPES, MAX_RANK, STORAGE_DTYPES, itemsize, row_major_strides
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ..records import DTYPES, MAX_RANK, STORAGE_DTYPES, itemsize, row_major_strides
 from .machine import Global, Pairs, Persistent, PickledCall
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .safetensors.read import INDEX_NAME, SUFFIX
+from .._format.safetensors import INDEX_NAME, SUFFIX
 from .torch_zip.zip import is_older, is_zip
 
 __all__ = ["HEAD_BYTES", "other_kind", "part_of_checkpoint"]

@@ -12,15 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..._runtime.pauses import collected, pause_point
-from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ..records import MAX_RANK, Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, itemsize
+from .._format.records import MAX_RANK, Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, itemsize
+from .._format.safetensors import DTYPES, INDEX_NAME
+from .._runtime.pauses import collected, pause_point
+from ..errors import CorruptCheckpointError, UnsupportedCheckpointError
 
 __all__ = [
-    "DTYPE_NAMES",
-    "INDEX_NAME",
-    "PREFIX_BYTES",
-    "SUFFIX",
     "Header",
     "TensorSlice",
     "header_bytes",
@@ -31,36 +28,7 @@ __all__ = [
     "shards_of",
 ]
 
-INDEX_NAME = "model.safetensors.index.json"
-SUFFIX = ".safetensors"
-PREFIX_BYTES = 8
-
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",  # the header counts the halves of each element
-}
-
-DTYPE_NAMES = {dtype: spelled for spelled, dtype in _DTYPES.items()}
-"""The names of the dtypes of torch in the format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +88,11 @@ def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str)
 
 def _slice(name: str, described: Any, sharding: Any, start: int, file: str) -> TensorSlice:
     spelled, shape = described["dtype"], _numbers(described["shape"])
-    if spelled not in _DTYPES:
+    if spelled not in DTYPES:
         raise UnsupportedCheckpointError(
             f"{name!r} in {file} has dtype {spelled!a:.40}, which this version does not read"
         )
-    dtype = _DTYPES[spelled]
+    dtype = DTYPES[spelled]
     if spelled == "F4" and shape and shape[-1] % 2 == 0:
         shape = (*shape[:-1], shape[-1] // 2)
     begin, end = _numbers(described["data_offsets"])
@@ -181,7 +149,7 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
         if not isinstance(entry, TensorEntry):
             continue
         for chunk in entry.chunks:
-            bare = chunk.item_bytes == math.prod(chunk.sizes) * itemsize(entry.dtype)
+            bare = chunk.item_bytes == math.prod(chunk.sizes) * entry.itemsize
             if chunk.transform:
                 all_bare, end = ends.get(chunk.file, (True, 0))
                 ends[chunk.file] = (all_bare and bare, max(end, chunk.item_offset + chunk.item_bytes))

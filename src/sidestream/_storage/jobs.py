@@ -1,7 +1,5 @@
 """Reading in jobs: a few threads take batches of ranges from one queue until it is empty, read them, and verify them.
 
-The memory into which they read, and the checks of the bytes.
-
 No batch needs the event loop. With one switch to the loop and back for each 16 MiB, waiting for a core took a third of
 the time of a load whose files were in the page cache.
 """
@@ -9,7 +7,6 @@ the time of a load whose files were in the page cache.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import threading
 from collections import deque
@@ -19,19 +16,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Generic, TypeAlias, TypeVar
 
-import torch
-
-from .._format.checksum import crc32, unpack_crcs
-from .._format.records import BLOCK_BYTES
-from .._layout.checks import altered
-from .._layout.ranges import Range
 from .._runtime.memory_maps import MemoryMap
 from .._runtime.tasks import first_error, in_parallel
-from .._runtime.threads import Stop, holding_gil, io_threads, read_threads
-from .._storage import Files, RangeSource, ReadRange
+from .._runtime.threads import Stop, io_threads, read_threads
 from ..errors import allocating
+from .store import Files, RangeSource, ReadRange
 
-__all__ = ["Batches", "Check", "Jobs", "Memory", "Reads", "Scratch", "memory_of"]
+__all__ = ["Batches", "Jobs", "Memory", "Reads", "Scratch"]
 
 T = TypeVar("T")
 Memory: TypeAlias = MemoryMap | bytearray
@@ -40,7 +31,6 @@ _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else o
 _JOBS = min(max(_CORES, 2), 4)
 """The number of jobs: at most one for each core, because copies from the page cache and checksums keep cores busy."""
 _MOST_JOBS = 4  # if reads wait: each job may use 16 MiB of scratch memory, and the gaps between small tensors
-_BURST_BYTES = 4 * BLOCK_BYTES
 _ALIGN_BYTES = 64
 
 
@@ -79,58 +69,6 @@ class Scratch:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def memory_of(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
-    """Return ``nbytes`` of the memory of a tensor, from byte ``start`` on. The view keeps the tensor alive."""
-    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)
-    array.owner = tensor  # type: ignore[attr-defined]  # a thread that hangs in a read keeps its target alive
-    return memoryview(array).cast("B")
-
-
-class Check:
-    """The comparison of a range with its checksums, if it has any, while it is read. Raises
-    ``CorruptCheckpointError``."""
-
-    __slots__ = ("_crc", "_done", "_end", "_expected", "_range", "_step")
-
-    def __init__(self, one: Range) -> None:
-        self._range = one
-        self._done = self._crc = 0
-        self._step = BLOCK_BYTES  # each checksum is that of so many bytes
-        self._expected = unpack_crcs(one.crcs or b"")
-        if one.crc is not None:
-            self._step, self._expected = one.nbytes, (one.crc,)
-        self._end = min(self._step, one.nbytes)  # of the bytes that the next checksum is for
-
-    def __call__(self, piece: memoryview) -> None:
-        """Take the next bytes of the range."""
-        if not (self._expected and piece):
-            return
-        if len(piece) <= self._end - self._done:  # nearly always: readers read pieces of blocks
-            self._take(piece)
-        elif len(piece) <= _BURST_BYTES or self._step > BLOCK_BYTES:
-            self._cut(piece)
-        else:  # computing a CRC takes less time than getting the GIL back from a busy loop
-            with holding_gil():
-                self._cut(piece)
-
-    def _cut(self, piece: memoryview) -> None:
-        while piece:
-            nbytes = self._end - self._done
-            self._take(piece[:nbytes])
-            piece = piece[nbytes:]
-
-    def _take(self, piece: memoryview) -> None:
-        self._crc = crc32(piece, self._crc)
-        self._done += len(piece)
-        if self._done < self._end:
-            return
-        one, number = self._range, (self._done - 1) // self._step
-        if self._crc != self._expected[number]:
-            raise altered(one.fqn, one.file, one.offset + number * self._step)
-        self._crc = 0
-        self._end = min(self._end + self._step, one.nbytes)
 
 
 class Jobs(Generic[T]):

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ..._format.records import SPARSE_PARTS, CompositeEntry, Entry
-from ..._runtime.pauses import pause_point
-from ..._runtime.torch_probes import dtype_from_name, dtype_name
-from ...errors import CorruptCheckpointError, UnsupportedCheckpointError, UnsupportedTensorError, out_of_memory
-from ..values import decode_value
-from .types import KnownTypes, type_of
+from .._format.records import SPARSE_PARTS, CompositeEntry, Entry
+from .._layout.composites.types import KnownTypes, type_of
+from .._layout.values import decode_value
+from .._runtime.pauses import pause_point
+from .._runtime.torch_probes import dtype_from_name, dtype_name
+from ..errors import CorruptCheckpointError, UnsupportedCheckpointError, UnsupportedTensorError, out_of_memory
 
 __all__ = ["build_composites", "check_types", "fill_sparse"]
 

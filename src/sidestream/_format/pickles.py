@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 
-from ...errors import UnsafeObjectError
+from ..errors import UnsafeObjectError
 
 __all__ = [
     "EMPTY_DICT",

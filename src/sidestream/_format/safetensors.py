@@ -8,12 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...errors import UnsupportedTensorError
-from .read import DTYPE_NAMES, PREFIX_BYTES
+from ..errors import UnsupportedTensorError
 
 __all__ = [
     "ALIGN_BYTES",
+    "DTYPES",
+    "DTYPE_NAMES",
+    "INDEX_NAME",
+    "PREFIX_BYTES",
     "STAMP_BYTES",
+    "SUFFIX",
     "Named",
     "alignment",
     "file_names",
@@ -23,7 +27,36 @@ __all__ = [
     "shards_of_sizes",
 ]
 
+INDEX_NAME = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+PREFIX_BYTES = 8
 ALIGN_BYTES = 8
+
+DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",  # the header counts the halves of each element
+}
+
+DTYPE_NAMES = {dtype: spelled for spelled, dtype in DTYPES.items()}
+"""The names of the dtypes of torch in the format."""
 
 _STAMP = {"format": "pt", "written_by": "sidestream"}  # transformers requires the format
 _START = json.dumps({"__metadata__": _STAMP}, separators=(",", ":")).encode().rstrip(b"}")

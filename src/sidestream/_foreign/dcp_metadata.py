@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ..._runtime.pauses import chunked, collected, pause_point
-from ...errors import CorruptCheckpointError
-from ..pickles.tensors import DtypeNames, is_dtype
-from ..pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
-from ..records import (
+from .._format.records import (
     DTYPES,
     MAX_FQN_CHARS,
     MAX_PATH_DEPTH,
     MAX_RANK,
     Chunk,
+    CompositeEntry,
+    DictKey,
+    EmptyEntry,
     Entry,
     Key,
     Manifest,
@@ -25,9 +24,13 @@ from ..records import (
     itemsize,
     name_of,
 )
-from ..transforms import check_transforms
+from .._runtime.pauses import chunked, collected, pause_point
+from ..errors import CorruptCheckpointError
+from .pickles.tensors import DtypeNames, is_dtype
+from .pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
+from .transforms import check_transforms
 
-__all__ = ["DcpDescription", "read_dcp_description", "read_dcp_metadata", "with_opaque_entries"]
+__all__ = ["DcpDescription", "compare_metadata", "read_dcp_description", "read_dcp_metadata", "with_opaque_entries"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _LEGACY = "torch.distributed._shard.sharded_tensor.metadata"
@@ -313,3 +316,75 @@ def _too_small(dtype: str, chunk: Chunk) -> bool:
     if chunk.payload_offset is not None or chunk.transform or any(size < 0 for size in chunk.sizes):
         return False
     return math.prod(chunk.sizes) * itemsize(dtype) > chunk.item_bytes
+
+
+# --- two descriptions of one checkpoint -----------------------------------------------------------------------------
+
+
+def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError | None]:
+    """Yield an error for each place where the ``metadata`` that stock DCP reads contradicts the ``manifest``, and None
+    for each place where both agree.
+
+    The form of the pickle and unknown attributes are ignored, because another version may have written it.
+    """
+    unknown = (EmptyEntry, CompositeEntry)  # DCP has no such entries
+    described = {fqn: entry for fqn, entry in manifest.entries.items() if not isinstance(entry, unknown)}
+    for fqn in described.keys() - metadata.entries.keys():
+        yield _differs(fqn, "does not have it, but the manifest does")
+    for fqn in metadata.entries.keys() - described.keys():
+        yield _differs(fqn, "has it, but the manifest does not")
+    for fqn, entry in described.items():
+        other = metadata.entries.get(fqn)
+        same = other is None or _comparable(entry) == _comparable(other)
+        yield None if same else _differs(fqn, "describes it differently than the manifest")
+    yield from _compare_the_whole(manifest, metadata)
+    if manifest.exact:
+        yield from _compare_details(manifest, metadata)
+
+
+def _compare_the_whole(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError]:
+    save_id = None if metadata.storage_meta is None else metadata.storage_meta.get("save_id")
+    if save_id not in (None, manifest.save_id):
+        yield CorruptCheckpointError("storage_meta in .metadata names another save", file=".metadata")
+    if metadata.attributes.get("version", _VERSION) not in (_VERSION, None):
+        yield CorruptCheckpointError(
+            f".metadata has an unexpected version, {metadata.attributes['version']!a:.40}", file=".metadata"
+        )
+
+
+def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError | None]:
+    """Compare details that sidestream always writes in the same way. Other planners may write them in any way."""
+    for fqn in sorted(metadata.pathless):
+        yield _differs(fqn, "has no path for it in planner_data")
+    for fqn in sorted(metadata.spare):
+        yield _differs(fqn, "has a location or a path for it but does not describe it")
+    for fqn, properties in metadata.properties.items():
+        same = properties == _OWN_PROPERTIES
+        yield None if same else _differs(fqn, f"has other properties for it than {_OWN_PROPERTIES}")
+    for fqn, entry in manifest.entries.items():
+        chunks = entry.chunks if isinstance(entry, TensorEntry) else ()
+        hints = [metadata.hints.get((fqn, name_of(chunk.offsets))) for chunk in chunks]
+        other = any(hint is not None and hint != number for number, hint in enumerate(hints))
+        yield _differs(fqn, "numbers its chunks differently than the manifest") if other else None
+
+
+_VERSION = "1.0.0"
+_OWN_PROPERTIES = ("torch.strided", False, 0, False)
+"""The properties: layout, whether it requires gradients, memory format, whether it is pinned."""
+
+
+def _differs(fqn: str, how: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{fqn}: .metadata {how}", file=".metadata", fqn=fqn)
+
+
+def _comparable(entry: Entry) -> object:
+    """Return the facts about an entry that both files have. DCP converts every dict key to a string."""
+    path = tuple(str(key.value) if isinstance(key, DictKey) else key for key in entry.path)
+    if isinstance(entry, ValueEntry):
+        return path, (entry.file, entry.item_offset, entry.item_bytes), entry.transform
+    assert isinstance(entry, TensorEntry | OpaqueEntry)
+    chunks = {
+        name_of(one.offsets, one.sizes): (one.file, one.item_offset, one.item_bytes, one.transform)
+        for one in entry.chunks
+    }
+    return path, entry.written_dtype, entry.shape, chunks

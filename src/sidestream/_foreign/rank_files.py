@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from .._format.records import Chunk, Entry, Manifest, TensorEntry, ValueEntry, name_of
 from .._runtime.pauses import collected, pause_point
 from ..errors import CorruptCheckpointError
-from .records import Chunk, Entry, Manifest, TensorEntry, ValueEntry, name_of
 
 __all__ = ["Item", "Replica", "is_rank_file", "merge_ranks", "rank_files", "ranks_among"]
 

@@ -11,12 +11,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
-from ..._runtime.pauses import pause_point
-from ...errors import CorruptCheckpointError, KeyCollisionError, UnsafeObjectError, UnsupportedCheckpointError
-from ..pickles.tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, read_tensor
-from ..pickles.unpickle import Global, Limits, Pairs, Persistent, PickledCall, decode
-from ..pickles.values import DICTS, FILE_GLOBALS, ValueBudget, node_of, pairs_of, value_globals
-from ..records import (
+from ..._format.records import (
     MAX_FQN_CHARS,
     MAX_RANK,
     SPARSE_PARTS,
@@ -35,6 +30,11 @@ from ..records import (
     itemsize,
     row_major_strides,
 )
+from ..._runtime.pauses import pause_point
+from ...errors import CorruptCheckpointError, KeyCollisionError, UnsafeObjectError, UnsupportedCheckpointError
+from ..pickles.tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, read_tensor
+from ..pickles.unpickle import Global, Limits, Pairs, Persistent, PickledCall, decode
+from ..pickles.values import DICTS, FILE_GLOBALS, ValueBudget, node_of, pairs_of, value_globals
 from .legacy import LegacyFile, read_legacy
 from .zip import TorchZip, is_older
 

@@ -14,16 +14,12 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import torch
 
-from ..._format.pickles.values import ValueBudget
-from ..._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, is_stored, itemsize
-from ..._format.torch_zip.ends import Ends, Seekable, TensorItems
-from ..._format.torch_zip.file import Records, TensorPayload, open_tensor_item, open_value_item
-from ..._format.torch_zip.zip import TorchZip, is_older, is_zip
-from ..._format.transforms import TENSORS_ALWAYS_BYTES, VALUES_ALWAYS_BYTES, UnpackBudget, may_expand, require, unpack
-from ..._layout.values import NOTHING_ALLOWED, Allowed, decode_value
-from ..._runtime.threads import Stop, clear_gradually, current_deadline, io_threads, paced, pause_point, read_threads
-from ..._storage import RangeSource, ReadRange
-from ...errors import (
+from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .._format.validate import TENSORS_ALWAYS_BYTES, may_expand
+from .._layout.values import NOTHING_ALLOWED, Allowed, decode_value
+from .._runtime.threads import Stop, clear_gradually, current_deadline, io_threads, paced, pause_point, read_threads
+from .._storage import Batches, RangeSource, ReadRange, Reads, Scratch
+from ..errors import (
     ClosedError,
     CorruptCheckpointError,
     SidestreamError,
@@ -31,8 +27,12 @@ from ...errors import (
     UnsupportedCheckpointError,
     allocating,
 )
-from ...options import Trust
-from ..jobs import Batches, Reads, Scratch
+from ..options import Trust
+from .pickles.values import ValueBudget
+from .torch_zip.ends import Ends, Seekable, TensorItems
+from .torch_zip.file import Records, TensorPayload, open_tensor_item, open_value_item
+from .torch_zip.zip import TorchZip, is_older, is_zip
+from .transforms import VALUES_ALWAYS_BYTES, UnpackBudget, require, unpack
 
 __all__ = [
     "MAX_VALUE_BYTES",
@@ -289,7 +289,7 @@ def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> 
 
 
 def _unpacked(entry: TensorEntry, chunk: Chunk, raw: bytearray) -> bytearray:
-    return unpack(raw, math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES)
+    return unpack(raw, math.prod(chunk.sizes) * entry.itemsize + 4 * _END_BYTES)
 
 
 def _open_unpacked(entry: TensorEntry, chunk: Chunk, content: bytearray) -> Chunk:
@@ -439,7 +439,7 @@ def _inline_values(entries: Mapping[str, ValueEntry], own: bool) -> tuple[dict[s
     rest: dict[str, ValueEntry] = {}
     for fqn, one in entries.items():
         pause_point()
-        if one.inline or (own and not is_stored(one.node)):
+        if one.inline or (own and not one.is_stored):
             values[fqn] = decode_value(one.node, fqn)
         else:
             rest[fqn] = one

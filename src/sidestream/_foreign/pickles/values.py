@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence, Set
 from itertools import chain
 from typing import Any
 
+from ..._format.records import MAX_RANK, SLICE_BYTES, Node, itemsize, node_of_bytes
 from ..._runtime.pauses import pause_point
 from ...errors import CorruptCheckpointError, UnsafeObjectError
-from ..records import MAX_RANK, SLICE_BYTES, Node, itemsize, node_of_bytes
 from .machine import Global, Pairs, Persistent, PickledCall
 from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, is_dtype, read_tensor
 

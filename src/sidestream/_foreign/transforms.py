@@ -7,25 +7,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+from .._format.validate import EXPANSION_RATIO
 from .._runtime.pauses import pause_point
 from ..errors import CorruptCheckpointError, MissingExtraError, UnsupportedCheckpointError
 
 __all__ = [
-    "MOST_EXPANSION",
-    "TENSORS_ALWAYS_BYTES",
     "VALUES_ALWAYS_BYTES",
     "UnpackBudget",
     "check_transforms",
-    "may_expand",
     "require",
     "unpack",
 ]
 
-MOST_EXPANSION = 1 << 15
-"""The most bytes to which one byte of zstd can expand: a block of 128 KiB takes at least four bytes."""
-
-_RATIO = 64
-TENSORS_ALWAYS_BYTES = 1 << 30
 VALUES_ALWAYS_BYTES = 64 << 20
 
 _ZSTD = "stream.zstd"
@@ -53,16 +46,6 @@ def check_transforms(descriptors: object, fqn: str) -> str | None:
     )
 
 
-def may_expand(packed_bytes: int) -> int:
-    """Return how many bytes all compressed tensors of a checkpoint may expand to, if their items have ``packed_bytes``
-    together.
-
-    One item may expand to 32 Ki times its size, as zeros do. A checkpoint that consists of such items is refused,
-    because a few megabytes would require terabytes of memory.
-    """
-    return TENSORS_ALWAYS_BYTES + _RATIO * packed_bytes
-
-
 class UnpackBudget:
     """The size to which all compressed items of one call may expand together: ``always_bytes``, and more in proportion
     to their own sizes. Thread-safe."""
@@ -74,7 +57,7 @@ class UnpackBudget:
     def unpack(self, raw: bytes | bytearray, most_bytes: int) -> bytearray:
         """Call ``unpack`` within the limits of the budget."""
         with self._lock:
-            self._left += _RATIO * len(raw)
+            self._left += EXPANSION_RATIO * len(raw)
             most_bytes = min(most_bytes, self._left)
         content = unpack(raw, most_bytes)
         with self._lock:

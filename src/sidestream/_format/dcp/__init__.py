@@ -1,1 +1,0 @@
-"""The ``.metadata`` file of DCP: writers and readers."""
