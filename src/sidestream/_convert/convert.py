@@ -22,6 +22,7 @@ from .._load.open.manifest import from_one_checkpoint
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, collected, current_deadline, io_threads, time_limit
+from .._save.copying import run_here
 from .._save.group import Group
 from .._save.layouts import commit_files
 from .._save.operation import RankReceipt
@@ -44,7 +45,6 @@ from ..options import (
     options_of,
     storage_of,
 )
-from .operation import run_here
 from .selection import Selection, select_from
 from .source import Pipeline, Source, source_of, window_bytes_within
 from .targets import (

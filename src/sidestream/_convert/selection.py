@@ -16,7 +16,6 @@ from .._format.records import (
     ValueEntry,
     itemsize,
     name_problem,
-    parts_of,
 )
 from .._layout.names import consistent, new_dtypes, new_names, renamed_path, selected
 from .._layout.objects import containers_of
@@ -160,7 +159,7 @@ def _with_parts(source: Source, named: Mapping[str, str | None]) -> dict[str, st
     found: dict[str, str | None] = {}
     for fqn, new in paced(named.items()):
         found[fqn] = new
-        found.update((part, new and new + part[len(fqn) :]) for part in parts_of(fqn, source.entries))
+        found.update((part, new and new + part[len(fqn) :]) for part in source.manifest.parts_of(fqn))
     whole = {new for new in named.values() if new is not None}
     for fqn, new in found.items():
         if fqn not in named and new in whole:

@@ -23,7 +23,6 @@ from .._format.records import (
     TensorEntry,
     ValueEntry,
     itemsize,
-    parts_of,
     row_major_strides,
 )
 from .._layout.ranges import Box
@@ -89,7 +88,7 @@ class Source:
         found: dict[str, str] = {}
         for fqn, one in paced(self.entries.items()):
             if isinstance(one, CompositeEntry):
-                for part in parts_of(fqn, self.entries):
+                for part in self.manifest.parts_of(fqn):
                     found.setdefault(part, fqn)
         return found
 

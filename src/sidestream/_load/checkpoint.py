@@ -23,7 +23,6 @@ from .._format.records import (
     TensorEntry,
     ValueEntry,
     all_parts,
-    parts_of,
     stored,
 )
 from .._layout.names import selected
@@ -346,7 +345,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         if rows is not None:
             raise InvalidOptionError(f"{fqn}: rows={rows} of a tensor that consists of others; read it as a whole")
         entries = self._manifest.entries
-        wanted = {name: entries[name] for name in (fqn, *parts_of(fqn, entries))}
+        wanted = {name: entries[name] for name in (fqn, *self._manifest.parts_of(fqn))}
         async with self._files("tensor") as files:
             leaves = await self._leaves(files, wanted, "host", device, None)
         found: torch.Tensor = leaves[fqn]
@@ -521,7 +520,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         chosen: dict[str, Entry | Row] = {}
         for fqn in selected((fqn for fqn in entries if fqn not in parts), select, self.url):
             pause_point()
-            chosen.update((name, found[name]) for name in (fqn, *parts_of(fqn, entries)))
+            chosen.update((name, found[name]) for name in (fqn, *self._manifest.parts_of(fqn)))
         return Entries(chosen)
 
     async def _refuse(self, source: RangeSource, opaque: Mapping[str, OpaqueEntry]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._foreign.items import of_kind, read_values, refuse_opaque
-from .._format.records import DictKey, EmptyEntry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry, parts_of
+from .._format.records import DictKey, EmptyEntry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .._group import Operation
 from .._layout.assemble import assemble
 from .._layout.findings import accepts
@@ -361,7 +361,7 @@ class StateTarget:
         blank = dict.fromkeys(plan.composites, torch.empty(0))  # replaced when they are made
         there = {**fresh, **plan.tensors, **plan.wholes, **blank}
         handover = prepare(plan, values, there, own=manifest.exact)
-        inside = {part for fqn in (*plan.wholes, *plan.composites) for part in parts_of(fqn, entries)}
+        inside = {part for fqn in (*plan.wholes, *plan.composites) for part in manifest.parts_of(fqn)}
         names = (fqn for fqn in paced(entries) if fqn not in inside)
         loaded = tuple(fqn for fqn in names if fqn in there or fqn in values)
         return _Prepared(plan, reader, places, wanted, copied, fresh, values, handover, loaded)

@@ -26,7 +26,7 @@ from ..._runtime.threads import io_threads, paced
 from ..._storage import Location, RangeSource, Store, parse_step, step_name
 from ...errors import CheckpointNotFoundError, CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
 from .parts import check_sizes, is_whole, read_apart, read_own_manifest, read_part_markers
-from .steps import Step, committed_marker, newest_committed, own_manifest_among
+from .steps import Step, newest_committed, own_manifest_among
 
 __all__ = [
     "all_there",
@@ -321,7 +321,7 @@ async def read_root(
     try:
         sizes = await source.sizes() if listed is None else listed
         unmarked = METADATA_NAME not in sizes and await io_threads().run(is_foreign, sizes)
-        marker = None if unmarked else await committed_marker(source, store)
+        marker = None if unmarked else await source.committed_marker()
     except FileNotFoundError as error:
         what = await what_is_there(store, location.name, url, sizes)
         raise CheckpointNotFoundError(
