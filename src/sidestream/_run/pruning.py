@@ -92,18 +92,23 @@ class Pruner:
             await self._sweep(swept)
         except StorageError as error:
             self.not_swept = error
-        pruned = Pruned() if keeps_all(self.keep) else await self._retain(protected)
+        pruned = Pruned() if self.keeps_all else await self._retain(protected)
         self.last = replace(pruned, abandoned=tuple(swept))
         return self.last
 
     async def preview(self, protected: Callable[[], Collection[int]]) -> Pruned:
         """Return what ``run`` would do, without verifying a step. Changes nothing."""
-        if keeps_all(self.keep):
+        if self.keeps_all:
             return Pruned()
         _, going = await self._judge(protected, _assumes)
         leased = [step.name for step in going if await self._in_use(step.name)]
         names = tuple(step.name for step in going if step.name not in leased)
         return Pruned(names, tuple(leased), None, tuple(sorted(self._damaged)))
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no step is ever deleted."""
+        return keeps_all(self.keep)
 
     @property
     def damaged(self) -> dict[str, CorruptCheckpointError]:
