@@ -43,7 +43,6 @@ from .options import (
     Tolerated,
     WhenFull,
     check_count,
-    check_seconds,
     options_of,
     step_number,
     storage_of,
@@ -110,8 +109,6 @@ class Checkpointer:
         storage: Storage | None = None,
     ) -> None:
         check_count("slots", slots)
-        for name, seconds in (("timeout_s", timeout_s), ("lease_s", lease_s), ("abandoned_after_s", abandoned_after_s)):
-            check_seconds(name, seconds)
         keep = KeepAll() if keep is None else keep
         if isinstance(keep, type) or not isinstance(keep, Retention):
             raise InvalidOptionError(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
@@ -120,8 +117,8 @@ class Checkpointer:
         self.url: str = found_url
         """The URL of the run."""
         durability = options.durability
-        self._opened = Opened(self.url, store, options, stager)
         self._run = Run(store, self.url, process_group, timeout_s=timeout_s, lease_s=lease_s)
+        self._opened = Opened(self.url, store, options, stager)
         self._pruning = asyncio.Lock()
         self._upkeep = Upkeep(
             self._prune, f"sidestream retention {self.url}", lambda: list(self._pruner.damaged.values())
@@ -448,7 +445,6 @@ class Checkpointer:
             ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
-        check_seconds("poll_s", poll_s)
         last = None if after is None else step_number(after)
         timeout_s = self._run.timeout_s
         return Watch(self._run.store, after=last, newest=newest, poll_s=poll_s, timeout_s=timeout_s)

@@ -27,7 +27,7 @@ from .._save.group import Group
 from .._save.layouts import commit_files
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder, unchecked
-from .._storage import Kind, Location, RangeSource, Transaction, locate_directory
+from .._storage import Location, RangeSource, Transaction, locate_directory
 from ..errors import (
     InvalidOptionError,
     RankFailuresError,
@@ -214,13 +214,12 @@ async def _convert(
         return files, pipeline
 
     files, pipeline = await prepare_together(ranks, prepare)
-    kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
     beside = sidecars if isinstance(files, DcpTarget) else {}
     order = SaveOrder(
         where,
         how.options.durability,
         current_deadline(),
-        kind=kind,
+        kind="directory" if isinstance(files, DcpTarget) else "file" if single else "files",
         verb=how.verb,
         files=beside,
         operation=ranks,

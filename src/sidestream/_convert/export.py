@@ -17,8 +17,6 @@ from .._format.safetensors import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together
 from .._layout.names import new_dtypes, new_names, selected
 from .._layout.save_layout import SavePlan
-from .._load.open.manifest import holds
-from .._load.open.steps import Step
 from .._runtime.public import public
 from .._runtime.threads import Stop, current_deadline, io_threads
 from .._runtime.torch_probes import dtype_from_name
@@ -49,7 +47,7 @@ from ..options import (
 )
 from .convert import ConvertReport, How, convert_opened
 from .selection import Selection
-from .source import Source, open_source_at
+from .source import Source, holds, newer_generation, open_source_at
 from .streamed import Stream, pieces_of
 from .targets import OutTensor, safetensors_layout
 
@@ -302,12 +300,8 @@ class _Sink:
         if not self.replaces:
             return
         store = save.location.store
-        for found in await io_threads().run(Step.among, await store.directories()):
-            newer = found.step == save.step and found.generation > save.generation
-            if newer and await found.current(store) is not None:
-                raise SkippedError(
-                    f"{self.url} was not written: step {save.step} was saved again meanwhile ({found.name})"
-                )
+        if (newer := await newer_generation(store, save.step, save.generation)) is not None:
+            raise SkippedError(f"{self.url} was not written: step {save.step} was saved again meanwhile ({newer})")
 
     async def _read_checkpoint(self, save: SaveOrder, ranks: Operation | None) -> ConvertReport:
         opened = await prepare_together(ranks, partial(self._open, save))

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .._format.records import (
-    SUB_BYTE_DTYPES,
     CompositeEntry,
     DictKey,
     EmptyEntry,
@@ -175,7 +174,7 @@ def _refuse_unusual(source: Source, taken: Sequence[str], target: Format) -> Non
         one = source.entries[fqn]
         if isinstance(one, CompositeEntry):
             what = f"it is a {one.type}, and {_SPOKEN[target]} hold plain tensors only"
-        elif isinstance(one, TensorEntry) and one.dtype in SUB_BYTE_DTYPES:
+        elif isinstance(one, TensorEntry) and one.is_sub_byte:
             what = f"{_SPOKEN[target]} have no dtype {one.dtype}"
         else:
             continue

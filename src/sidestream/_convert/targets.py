@@ -9,7 +9,6 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from .._format.checksum import crc32
-from .._format.frame import frame_tensor
 from .._format.records import (
     BLOCK_BYTES,
     CompositeEntry,
@@ -262,8 +261,8 @@ class DcpTarget:
         for one in tensors:
             distinct.setdefault(one.identity, one)
         items = list(distinct.values())
-        frames = (frame_tensor(one.dtype, one.shape) for one in items)
-        layouts = ShardLayout.lay_out(frames, shard_bytes, window_bytes)
+        looks = ((one.dtype, one.shape) for one in items)
+        layouts = ShardLayout.lay_out(looks, shard_bytes, window_bytes)
         self.shards: list[_DcpShard] = []
         self._places: dict[object, tuple[int, int]] = {}
         for layout in layouts:

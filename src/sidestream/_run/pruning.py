@@ -15,7 +15,7 @@ from .._load.open.steps import Step
 from .._load.verify import verify_at
 from .._storage import Leftover, Location, Store, target_of_attempt
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, printable
-from ..options import Durability
+from ..options import Durability, check_seconds
 from .leases import Leases
 from .retention import (
     Pruned,
@@ -79,6 +79,9 @@ class Pruner:
     _first_seen: dict[str, float] = field(default_factory=dict)
     _unknown: set[str] = field(default_factory=set)
     """The metrics of ``keep`` that no step had, of which a warning was logged."""
+
+    def __post_init__(self) -> None:
+        check_seconds("abandoned_after_s", self.abandoned_after_s)
 
     async def run(self, protected: Callable[[], Collection[int]]) -> Pruned:
         """Do one pass, and return what it did. ``protected`` is called after the run has been listed, and returns steps

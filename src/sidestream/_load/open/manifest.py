@@ -18,7 +18,7 @@ from ..._foreign.manifests import (
 from ..._format.checksum import crc32
 from ..._format.manifest import parse_metadata_line
 from ..._format.marker import METADATA_NAME, Marker
-from ..._format.records import Manifest, part_name
+from ..._format.records import Manifest
 from ..._format.shared import RankPart, Root
 from ..._format.validate import validate
 from ..._layout.values import decode_metadata
@@ -32,7 +32,6 @@ __all__ = [
     "all_there",
     "check_not_replaced",
     "from_one_checkpoint",
-    "holds",
     "metadata_of",
     "naming",
     "open_manifest",
@@ -276,18 +275,6 @@ async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, M
     raise AssertionError("unreachable")
 
 
-async def holds(location: Location, save_id: str) -> bool:
-    """Return whether the checkpoint of this save is at ``location``. True also if that cannot be found out."""
-    async with aclosing(location.source()) as source:
-        try:
-            marker = await source.marker()
-        except FileNotFoundError:
-            return False
-        except SidestreamError:
-            return True
-    return marker is not None and marker.save_id == save_id
-
-
 async def read_manifest(source: RangeSource, location: Location) -> Manifest:
     """Return the manifest of the committed checkpoint in the directory ``source``, which is at ``location``. It is
     validated against the sizes of the files.
@@ -381,7 +368,7 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
         if not nbytes:
             parts[rank] = RankPart({}, {})
             continue
-        name = part_name(root.manifest.save_id, rank)
+        name = root.manifest.part_name(rank)
         raw = await source.read_file(name, nbytes)
         parts[rank] = await io_threads().run(_parse_part, name, raw, crc)
     return parts
