@@ -1,8 +1,9 @@
 """The house: which room may import which, and where private torch names, loops and threads may stand.
 
 A room is a module or a package directly below ``sidestream``. CONTRIBUTING.md lists the rooms, row by row; this file
-reads that table. ``names_between_rooms.toml`` has how many names each room takes from each other room. Each check is a function over source text that returns what it objects to. The tests run it over the
-package, and over small wrong snippets that it has to catch.
+reads that table. ``names_between_rooms.toml`` has how many names each room takes from each other room. Each check is a
+function over source text that returns what it objects to. The tests run it over the package, and over small wrong
+snippets that it has to catch.
 """
 
 from __future__ import annotations
