@@ -15,7 +15,7 @@ from .._load.open.steps import Step
 from .._load.verify import verify_at
 from .._storage import Leftover, Location, Store, target_of_attempt
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, printable
-from ..options import Durability
+from ..options import Durability, check_seconds
 from .leases import Leases
 from .retention import (
     Pruned,
@@ -80,6 +80,9 @@ class Pruner:
     _unknown: set[str] = field(default_factory=set)
     """The metrics of ``keep`` that no step had, of which a warning was logged."""
 
+    def __post_init__(self) -> None:
+        check_seconds("abandoned_after_s", self.abandoned_after_s)
+
     async def run(self, protected: Callable[[], Collection[int]]) -> Pruned:
         """Do one pass, and return what it did. ``protected`` is called after the run has been listed, and returns steps
         that are kept in any case.
@@ -92,18 +95,23 @@ class Pruner:
             await self._sweep(swept)
         except StorageError as error:
             self.not_swept = error
-        pruned = Pruned() if keeps_all(self.keep) else await self._retain(protected)
+        pruned = Pruned() if self.keeps_all else await self._retain(protected)
         self.last = replace(pruned, abandoned=tuple(swept))
         return self.last
 
     async def preview(self, protected: Callable[[], Collection[int]]) -> Pruned:
         """Return what ``run`` would do, without verifying a step. Changes nothing."""
-        if keeps_all(self.keep):
+        if self.keeps_all:
             return Pruned()
         _, going = await self._judge(protected, _assumes)
         leased = [step.name for step in going if await self._in_use(step.name)]
         names = tuple(step.name for step in going if step.name not in leased)
         return Pruned(names, tuple(leased), None, tuple(sorted(self._damaged)))
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no step is ever deleted."""
+        return keeps_all(self.keep)
 
     @property
     def damaged(self) -> dict[str, CorruptCheckpointError]:

@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from .._group import Member, Operation, run_together
 from .._load.open.manifest import read_metadata
 from .._load.open.steps import Step
 from .._load.operation import LoadReport, LoadRequest, PassedOver, load_from
+from .._load.verification import VerifyReport
+from .._load.verify import verify_at
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import current_deadline
 from .._storage import Location, Store
@@ -31,9 +33,9 @@ from ..errors import (
     StorageNotSharedError,
 )
 from ..events import LoadContext, LoadFellBack, emit
-from ..options import Fallback, Latest, check_choice, step_number
+from ..options import Fallback, Latest, Progress, check_choice, step_number
 from .leases import Lease, Leases
-from .retention import SavedStep
+from .retention import SavedStep, best_of
 from .run import Run
 from .steps import check_run, list_steps, named_steps, still_listed
 
@@ -356,6 +358,24 @@ class Reading:
         finally:
             if lease is not None:
                 await lease.release()
+
+    async def verify(self, step: int | Latest, progress: Progress | None) -> VerifyReport:
+        """As ``Checkpointer.verify``."""
+        async with self.step(step) as (_, location):
+            with self._run.time_limit():
+                return await verify_at(location, progress, self._run.url)
+
+    async def metadata(self, step: int | Latest) -> dict[str, Any]:
+        """As ``Checkpointer.read_metadata``."""
+        async with self.step(step) as (found, _):
+            if found.damage is not None:
+                raise found.damage
+            with self._run.time_limit():
+                return await read_metadata(self._run.store, found.name)
+
+    async def best(self, metric: str, mode: Literal["min", "max"]) -> int | None:
+        """As ``Checkpointer.best``."""
+        return best_of(await self.with_metadata(), metric, mode)
 
     async def steps(self) -> list[Step]:
         """Return the committed steps, in order, including damaged ones."""

@@ -34,13 +34,13 @@ from .._save.api import (
     start_together,
 )
 from .._save.sinks import PendingExport
-from .._staging import AsyncStager
 from .._storage import check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
 from ..events import SaveContext
-from ..options import FileSource, Outcome, SaveOptions, WhenFull, options_of, plain_integer, step_number
+from ..options import FileSource, Outcome, SaveOptions, WhenFull, check_choice, options_of, plain_integer, step_number
 from .exports import Exports, Upkeep
 from .leases import Lease
+from .opened import Opened
 from .run import Run
 from .steps import Generations
 
@@ -348,30 +348,29 @@ EARLIER = "an earlier save"
 
 
 class Saves:
-    """The saves of one ``Checkpointer``. ``check_usable`` raises if the ``Checkpointer`` is closed. ``upkeep`` runs
-    after each committed save. ``options`` are the defaults of each save."""
+    """The saves of one ``Checkpointer``, with the stager and the worker of ``opened``. ``upkeep`` runs after each
+    committed save. ``options`` are the defaults of each save."""
 
     def __init__(
         self,
         run: Run,
         options: SaveOptions,
-        stager: AsyncStager,
-        worker: tuple[Worker | None, bool],
+        opened: Opened,
         exports: Exports,
         upkeep: Upkeep,
-        check_usable: Callable[[], None],
         *,
         slots: int,
         when_full: WhenFull,
     ) -> None:
+        check_choice("when_full", when_full, WhenFull)
         self._run = run
         self.options = options
-        self._stager = stager
-        self._worker = worker
+        self._stager = opened.stager
+        self._worker = opened.worker
         self._when_full: WhenFull = when_full
         self._exports = exports
         self._upkeep = upkeep
-        self._check_usable = check_usable
+        self._check_usable = opened.check
         self._queue = SaveQueue(slots)
         self._pending: UnretrievedErrors[PendingSave] = UnretrievedErrors()
         self._generations = Generations(run.store, slots)

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from .._format.checksum import crc32
-from .._format.dcp import Described, described, metadata_end, places_of_chunks, places_of_values
+from .._format.dcp import Described, described, metadata_end, places_of_rank
 from .._format.manifest import marker_of, root_body, write_root
 from .._format.marker import METADATA_NAME
 from .._format.records import Manifest, part_name
@@ -430,10 +430,10 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
     new = not stable or planned.known_layout != plan.layout.digest
     layout, name = plan.layout.digest, PartName(len(part), crc32(part))
     facts = {"new": new, "stable": stable, "layout": layout, "part": name, "containers": planned.containers}
-    content = join_pieces(
-        json.dumps(facts).encode(),
-        places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks) if new else b"",
-        places_of_values((fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values),
+    places = places_of_rank(
+        [(fqn, chunk) for _, fqn, chunk in chunks] if new else [],
+        [(fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values],
     )
+    content = join_pieces(json.dumps(facts).encode(), *places)
     crcs = _file_crcs(plan, sums, names)
     return RankReceipt({names[name]: nbytes for name, nbytes in plan.files.items()}, content, crcs), part
