@@ -36,7 +36,7 @@ _log = logging.getLogger("sidestream")
 
 _NAMES_SHOWN = 16
 
-_Fate = Literal["deleted", "leased", "changed"]
+_DeleteOutcome = Literal["deleted", "leased", "changed"]
 
 
 def abandoned(
@@ -143,18 +143,18 @@ class Pruner:
     # --- steps that retention does not keep ---
 
     async def _retain(self, protecting: Callable[[], Collection[int]]) -> Pruned:
-        fates: dict[str, _Fate] = {}
+        outcomes: dict[str, _DeleteOutcome] = {}
         while True:
             verified, going = await self._judge(protecting, self._verifies)
             for step in going:
                 if verified is None or await self._have_changed([verified]):
                     break
-                fates[step.name] = await self._delete(step)
+                outcomes[step.name] = await self._delete(step)
             else:
                 break
         return Pruned(
-            tuple(name for name, fate in fates.items() if fate == "deleted"),
-            tuple(name for name, fate in fates.items() if fate == "leased"),
+            tuple(name for name, outcome in outcomes.items() if outcome == "deleted"),
+            tuple(name for name, outcome in outcomes.items() if outcome == "leased"),
             None if verified is None else verified.name,
             tuple(sorted(self._damaged)),
         )
@@ -280,7 +280,7 @@ class Pruner:
         now = await step.current(self.store)
         return now is None or (now.damage is None and await self._have_changed([step]))
 
-    async def _delete(self, step: Step) -> _Fate:
+    async def _delete(self, step: Step) -> _DeleteOutcome:
         """Delete a step, unless it is in use or has changed."""
         if await self._in_use(step.name):
             return "leased"
