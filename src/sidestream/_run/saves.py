@@ -28,7 +28,6 @@ from .._save.api import (
     SaveInfo,
     SaveProgress,
     SaveWork,
-    Worker,
     prewarm,
     start_save,
     start_together,
