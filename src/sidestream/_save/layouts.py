@@ -25,7 +25,8 @@ from .._format.records import Chunk, Manifest, TensorEntry
 from .._format.shard import BlockSums, checksums_of
 from .._format.shared import PartName, Root, Shared, write_part
 from .._group import Operation, this_process
-from .._layout.save_layout import SavePlan
+from .._layout.names import renamed_state
+from .._layout.save_layout import SavePlan, plan_save
 from .._layout.sharded.assign import Assignment, RankReport, assign
 from .._layout.sharded.rank_layout import RankPlan, encode_values, lay_out_rank, replica_digests
 from .._layout.sharded.rank_table import Row, local_table, parse_rows
@@ -33,6 +34,7 @@ from .._runtime.threads import collected, io_threads, pause_point
 from .._runtime.torch_probes import TORCH_VERSION
 from .._staging import Captured, PlanCache
 from ..errors import InvalidOptionError, SidestreamError
+from ..options import SaveOptions
 from .operation import RankReceipt, SaveOrder, join_pieces, split_pieces
 
 __all__ = [
@@ -111,15 +113,17 @@ class AgreedLayout:
     _planned: Planned
     """Set by ``lay_out``."""
 
-    def __init__(self, order: SaveOrder) -> None:
+    def __init__(self, order: SaveOrder, options: SaveOptions) -> None:
         assert order.operation is not None
         self._order = order
+        self._options = options
         self._operation = order.operation
 
     def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> RankPlan:
         """Return the plan of this rank. Called in the stager's thread. Raises ``Stopped`` if another rank has
         failed."""
-        operation = self._operation
+        operation, options = self._operation, self._options
+        captured = renamed_state(captured, options.names, options.dtype, self._order.location.url, others=True)
         table = local_table(plans, captured)
         values = encode_values(table)
         agreements = _agreements(operation)
@@ -370,8 +374,15 @@ class NativeLayout:
     """The layout of a save by one process. The content of its receipt is a function that returns the CRCs of the files,
     and describes the entries."""
 
-    def __init__(self, order: SaveOrder) -> None:
+    def __init__(self, order: SaveOrder, options: SaveOptions) -> None:
         self._order = order
+        self._options = options
+
+    def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
+        """Return the plan of the save. Called in the stager's thread."""
+        options = self._options
+        captured = renamed_state(captured, options.names, options.dtype, self._order.location.url, others=False)
+        return plan_save(plans, budget_bytes, captured)
 
     async def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
         names = {name: self._order.transaction.committed_name(name) for name in plan.files}
