@@ -22,7 +22,7 @@ from snapshots import payloads
 import sidestream
 from sidestream import AsyncStager, open_checkpoint
 from sidestream._layout import save_layout
-from sidestream._save.api import start_save
+from sidestream._save.api import SaveRequest
 from sidestream._save.pending import PendingSave
 from sidestream._save.sinks import PendingExport, Sink
 from sidestream._storage import locate_directory
@@ -110,7 +110,8 @@ def save(
     known |= {name: options.pop(name) for name in ("durability", "timeout_s", "streaming") if name in options}
     exports = tuple(PendingExport(sink) for sink in sinks)
     wanted = sidestream.SaveOptions(**known)
-    work = start_save(state, locate_directory(target), wanted, stager=stager, exports=exports, **options)
+    request = SaveRequest(state=state, options=wanted, stager=stager, exports=exports, **options)
+    work = request.start(locate_directory(target))
     pending = PendingSave(work, exports)
     return pending, pending.exports
 

@@ -418,6 +418,8 @@ def renamed_state(captured: Captured, names: Names | None, dtype: Dtypes | None,
 
     Raises ``KeyCollisionError``, ``InvalidOptionError``, ``UnsupportedTensorError``, and what ``leaves_of`` raises.
     """
+    if names is None and dtype is None:
+        return captured
     found = collected(leaves_of(captured.root))
     leaves = {leaf.fqn: leaf for leaf in found if leaf.whole is None}
     root, containers = captured.root, captured.containers

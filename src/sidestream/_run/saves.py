@@ -27,11 +27,11 @@ from .._save.api import (
     PendingSave,
     SaveInfo,
     SaveProgress,
+    SaveRequest,
     SaveWork,
     prewarm,
-    start_save,
-    start_together,
 )
+from .._save.group import FailedSave
 from .._save.sinks import PendingExport
 from .._storage import check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
@@ -384,7 +384,8 @@ class Saves:
         run, options = self._run, self.options
         with run.time_limit():
             await run.store.connect()
-            await prewarm(state, self._stager, self._worker, options, run.url, alone=run.together() is None)
+            alone = run.together() is None  # ranks plan together
+            await prewarm(state, self._stager, self._worker, options if alone else None, run.url)
 
     # --- one save ---
 
@@ -412,29 +413,31 @@ class Saves:
             claim, deadline = self._claim, run.deadline
             entry = GroupQueueEntry(self._queue, self._when_full, operation, step, deadline, claim, promised=promised)
 
-        async def check() -> tuple[Callable[..., SaveWork], tuple[PendingExport, ...]]:
+        async def checked() -> SaveRequest:
             step_number(step)
-            launch = partial(
-                start_save,
-                state,
-                options=self.options if options is None else self._checked(options),
+            wanted = self.options if options is None else self._checked(options)
+            described, sources = encode_metadata(metadata), check_sources(files)
+            if not promised:
+                self._raise_unretrieved_to_all(operation) if operation else self.raise_unretrieved()
+            return SaveRequest(
+                state=state,
+                options=wanted,
                 stager=self._stager,
                 worker=self._worker,
                 step=step,
-                metadata=encode_metadata(metadata),
-                files=check_sources(files),
+                metadata=described,
+                files=sources,
+                exports=self._exports.of(step, run.at(step_name(step, 1)).url),
             )
-            if not promised:
-                self._raise_unretrieved_to_all(operation) if operation else self.raise_unretrieved()
-            exports = self._exports.of(step, run.at(step_name(step, 1)).url)
-            return partial(launch, exports=exports), exports
 
         exports: tuple[PendingExport, ...] = ()
         try:
-            launch, exports = await prepare_together(operation, check)
+            request = await prepare_together(operation, checked)
+            exports = request.exports
             queued = when_full == "latest" and (operation is not None or not entry.request_slot())
             checks = not (promised or queued)
-            work = QueuedSave(run.url, step, entry, partial(self._start, entry, operation, launch, step, checks=checks))
+            start = partial(self._start, request, entry, operation, step, checks=checks)
+            work = QueuedSave(run.url, step, entry, start)
             if not queued and not await work.begin():
                 if when_full == "fail":
                     raise TooManySavesError(
@@ -467,13 +470,7 @@ class Saves:
         return replace(options, writer=mine.writer, streaming=mine.streaming)
 
     async def _start(
-        self,
-        entry: QueueEntry,
-        operation: Operation | None,
-        launch: Callable[..., SaveWork],
-        step: int,
-        *,
-        checks: bool,
+        self, request: SaveRequest, entry: QueueEntry, operation: Operation | None, step: int, *, checks: bool
     ) -> Started:
         run, generation = self._run, entry.generation
         if generation is None:
@@ -483,13 +480,17 @@ class Saves:
                 self._check_usable()  # the Checkpointer may have been closed while this save waited
                 self.raise_unretrieved()
         target = run.at(step_name(step, generation))
-        launch = partial(launch, location=target, generation=generation)
-        if operation is not None:
-            work = start_together(lambda operation: launch(operation=operation), operation, target.url)
-            return work, None if operation.rank else run.leases.announce(target.name)
-        work = launch()
-        self._generations.started(step, generation)
-        return work, run.leases.announce(target.name)
+        work: SaveWork
+        try:
+            work = request.start(target, generation, operation=operation)
+        except Exception as error:
+            if operation is None:
+                raise
+            work = FailedSave(operation, target.url, error)
+        if operation is None:
+            self._generations.started(step, generation)
+        leads = operation is None or operation.rank == 0
+        return work, run.leases.announce(target.name) if leads else None
 
     # --- all saves ---
 

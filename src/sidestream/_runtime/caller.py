@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
@@ -23,7 +23,6 @@ import torch
 __all__ = [
     "Caller",
     "ThreadState",
-    "in_calling_thread",
     "is_serving",
     "run_in_calling_thread",
     "withdraw_if_interrupted",
@@ -286,16 +285,6 @@ def run_in_calling_thread(code: Callable[P, T], *args: P.args, **kwargs: P.kwarg
     if caller is None:
         return code(*args, **kwargs)
     return caller.run(partial(code, *args, **kwargs))
-
-
-def in_calling_thread(code: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that ``run_in_calling_thread`` runs it."""
-
-    @wraps(code)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        return run_in_calling_thread(code, *args, **kwargs)
-
-    return called
 
 
 def is_serving() -> bool:

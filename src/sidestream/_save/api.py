@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from .._format.records import Node
 from .._group import Member, Operation, deadline_of, group_of
+from .._layout.names import renamed_state
 from .._layout.save_layout import SavePlan
 from .._layout.values import copy_value, encode_metadata
-from .._runtime.caller import in_calling_thread
+from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded, running_loop
 from .._runtime.threads import Deadline, io_threads
@@ -28,7 +29,7 @@ from .layouts import AgreedLayout, NativeLayout
 from .operation import Lifecycle, SaveOperation, SaveOrder, Solo
 from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
-from .writer import LayOut, LiveWriter, Stage, saved_as
+from .writer import LiveWriter, Stage
 
 __all__ = [
     "STREAM_BYTES",
@@ -38,6 +39,7 @@ __all__ = [
     "PendingSave",
     "SaveInfo",
     "SaveProgress",
+    "SaveRequest",
     "SaveWork",
     "Worker",
     "async_save",
@@ -45,8 +47,6 @@ __all__ = [
     "completed",
     "prewarm",
     "save",
-    "start_save",
-    "start_together",
 ]
 
 STREAM_BYTES = 256 << 20
@@ -189,10 +189,13 @@ def async_save(
         WrongLoopError: No event loop of asyncio runs in this thread.
     """
     running_loop("async_save")
-    member = group_of(process_group)
-    exports: list[PendingExport] = []
-
-    def start(operation: Operation | None) -> SaveOperation:
+    member, operation = group_of(process_group), None
+    if member is not None and member.group.world > 1:
+        limits = options if isinstance(options, SaveOptions) else SaveOptions()  # what is wrong is raised on all ranks
+        operation = member.begin("save", deadline_of(limits.timeout_s), limits.rank_wait_s)
+    exports: tuple[PendingExport, ...] = ()
+    work: SaveWork
+    try:
         chosen, wanted = options_of(options, SaveOptions), exports_in(export)
         if chosen.streaming and stager is not None:
             raise InvalidOptionError(
@@ -202,36 +205,23 @@ def async_save(
         if overwrite:
             location.store.check_replaces()
         sinks = sinks_of(wanted, location.url, step=None, durability=chosen.durability)
-        exports.extend(map(PendingExport, sinks))
-        return start_save(
-            state,
-            location,
-            chosen,
+        exports = tuple(PendingExport(sink) for sink in sinks)
+        request = SaveRequest(
+            state=state,
+            options=chosen,
             stager=stager,
-            metadata=encode_metadata(metadata),
-            operation=operation,
-            member=member,
             worker=choose_worker(chosen.writer, location.store),
+            metadata=encode_metadata(metadata),
+            files=files,
             exports=exports,
             overwrite=overwrite,
-            files=files,
         )
-
-    if member is None or member.group.world == 1:
-        return PendingSave(start(None), tuple(exports))
-    limits = options if isinstance(options, SaveOptions) else SaveOptions()  # what is wrong is raised on all ranks
-    operation = member.begin("save", deadline_of(limits.timeout_s), limits.rank_wait_s)
-    work = start_together(start, operation, str(url))
-    return PendingSave(work, tuple(exports))
-
-
-def start_together(start: Callable[[Operation], SaveWork], operation: Operation, url: str) -> SaveWork:
-    """Call ``start`` on this rank of a group. If it fails, return a save that sends the error to the other ranks, so
-    that all of them raise it."""
-    try:
-        return start(operation)
+        work = request.start(location, operation=operation, member=member)
     except Exception as error:
-        return FailedSave(operation, url, error)
+        if operation is None:
+            raise
+        work = FailedSave(operation, str(url), error)
+    return PendingSave(work, exports)
 
 
 def check_stager(stager: object) -> None:
@@ -243,101 +233,92 @@ def check_stager(stager: object) -> None:
         )
 
 
-@in_calling_thread
-def start_save(
-    state: Mapping[str, Any],
-    location: Location,
-    options: SaveOptions,
-    *,
-    stager: AsyncStager | None,
-    step: int | None = None,
-    generation: int = 1,
-    metadata: Node = None,
-    worker: tuple[Worker | None, bool] = (None, False),
-    operation: Operation | None = None,
-    member: Member | None = None,
-    exports: Sequence[PendingExport] = (),
-    overwrite: bool = False,
-    files: Mapping[str, FileSource] | None = None,
-) -> SaveOperation:
-    """Launch the copies of a save to ``location``. ``step`` and ``generation`` are written to the marker.
-
-    This runs in the thread of a blocking call, so that copies are ordered after the work on the current streams of that
-    thread. The caller runs the result, or abandons it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What a save was asked for, apart from where it goes and with whom.
 
     ``exports`` read the snapshot if one process saves. Otherwise they read the checkpoint, and the ranks divide the
     files of the exports.
-
-    ``operation`` is set if several ranks save. A ``member`` that is the only rank of its group saves like a process
-    without a group, unless it has tensors that only a group can describe.
     """
-    deadline = Deadline.after(options.timeout_s)
-    check_stager(stager)
-    captured = capture(state, copy_value)
-    sources = check_sources(files) if operation is None or operation.rank == 0 else {}
-    begun = None
-    if operation is None and member is not None and captured.sharded:
-        operation = begun = member.begin("save", deadline)
-    order = SaveOrder(
-        location,
-        options.durability,
-        deadline,
-        step,
-        generation,
-        STREAM_BYTES if options.streaming else None,
-        options.digest,
-        metadata,
-        operation,
-        *worker,
-        kind="replacement" if overwrite else "directory",
-        files=sources,
-        exports=tuple(one.url for one in exports),
-    )
-    try:
-        return _started(order, captured, stager, options, exports)
-    except BaseException as error:
-        if begun is not None:  # otherwise it stays open until its deadline
-            begun.report(error)
-        raise
 
+    state: Mapping[str, Any]
+    options: SaveOptions
+    stager: AsyncStager | None
+    worker: tuple[Worker | None, bool] = (None, False)
+    step: int | None = None
+    metadata: Node = None
+    files: Mapping[str, FileSource] | None = None
+    exports: tuple[PendingExport, ...] = ()
+    overwrite: bool = False
 
-def _started(
-    order: SaveOrder,
-    captured: Captured,
-    stager: AsyncStager | None,
-    options: SaveOptions,
-    exports: Sequence[PendingExport],
-) -> SaveOperation:
-    """Launch the copies of ``start_save``."""
-    if order.operation is None:
-        lay_out = saved_as(SavePlan.of, options, order.location.url, others=False)
-        stage = Stage(order, captured, stager, lay_out, len(exports))
-        return SaveOperation(
-            order=order,
-            writer=LiveWriter(order, stage),  # launches the stage, which has snapshots from then on
-            layout=NativeLayout(order),
-            coordinator=Solo(order),
-            exports=exports,
-            snapshots=stage.snapshots,
+    def start(
+        self,
+        location: Location,
+        generation: int = 1,
+        *,
+        operation: Operation | None = None,
+        member: Member | None = None,
+    ) -> SaveOperation:
+        """Launch the copies of a save to ``location``. The caller runs the result, or abandons it.
+
+        This runs in the thread of a blocking call, so that copies are ordered after the work on the current streams of
+        that thread. ``operation`` is set if several ranks save. A ``member`` that is the only rank of its group saves
+        like a process without a group, unless it has tensors that only a group can describe.
+        """
+        return run_in_calling_thread(self._start, location, generation, operation, member)
+
+    def _start(
+        self, location: Location, generation: int, operation: Operation | None, member: Member | None
+    ) -> SaveOperation:
+        options, exports = self.options, self.exports
+        deadline = Deadline.after(options.timeout_s)
+        check_stager(self.stager)
+        captured = capture(self.state, copy_value)
+        sources = check_sources(self.files) if operation is None or operation.rank == 0 else {}
+        begun = None
+        if operation is None and member is not None and captured.sharded:
+            operation = begun = member.begin("save", deadline)
+        order = SaveOrder(
+            location,
+            options.durability,
+            deadline,
+            self.step,
+            generation,
+            STREAM_BYTES if options.streaming else None,
+            options.digest,
+            self.metadata,
+            operation,
+            *self.worker,
+            kind="replacement" if self.overwrite else "directory",
+            files=sources,
+            exports=tuple(one.url for one in exports),
         )
-    layout = AgreedLayout(order)
-    lay_out = saved_as(layout.lay_out, options, order.location.url, others=True)
-    writer = LiveWriter(order, Stage(order, captured, stager, lay_out))
-    return SaveOperation(order=order, writer=writer, layout=layout, coordinator=Group(order), exports=exports)
+        try:
+            layout = NativeLayout(order, options) if operation is None else AgreedLayout(order, options)
+            stage = Stage(order, captured, self.stager, layout, len(exports) if operation is None else 0)
+            return SaveOperation(
+                order=order,
+                writer=LiveWriter(order, stage),  # launches the stage, which has snapshots from then on
+                layout=layout,
+                coordinator=Solo(order) if operation is None else Group(order),
+                exports=exports,
+                snapshots=stage.snapshots,
+            )
+        except BaseException as error:
+            if begun is not None:  # otherwise it stays open until its deadline
+                begun.report(error)
+            raise
 
 
 async def prewarm(
     state: Mapping[str, Any] | int | None,
     stager: AsyncStager,
     worker: tuple[Worker | None, bool],
-    options: SaveOptions,
+    options: SaveOptions | None,
     url: str,
-    *,
-    alone: bool,
 ) -> None:
     """Do the preparations of the first save of ``state``, or of a state with this number of bytes. Start the writer
-    process, map staging memory and, if this process saves ``alone``, plan the save to ``url``."""
-    plan = saved_as(SavePlan.of, options, url, others=False) if alone else None
+    process, map staging memory and, if there are ``options``, plan the save by one process below ``url``."""
     process, falls_back = worker
     if process is not None and falls_back:
         await io_threads().run(process.start)
@@ -348,18 +329,24 @@ async def prewarm(
     if isinstance(state, int):
         await stager.reserve(state)
     else:
-        await _prewarm_for(stager, state, plan)
+        await _prewarm_for(stager, state, options, url)
     if process is not None:
         await process.share(stager.shared_memory())
 
 
-async def _prewarm_for(stager: AsyncStager, state: Mapping[str, Any], plan: LayOut | None) -> None:
+async def _prewarm_for(stager: AsyncStager, state: Mapping[str, Any], options: SaveOptions | None, url: str) -> None:
     try:
         captured = capture(state, copy_value)
     except UnsafeObjectError:  # raised by the save
         await stager.prewarm(state)
         return
     await stager.prewarm_for(captured)
-    if plan is not None and not captured.sharded:
+    if options is not None and not captured.sharded:
         with suppress(InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError):  # as above
-            await io_threads().run(plan, stager.plans, stager.budget_bytes, captured)
+            await io_threads().run(_plan_ahead, stager, captured, options, url)
+
+
+def _plan_ahead(stager: AsyncStager, captured: Captured, options: SaveOptions, url: str) -> None:
+    """Make the plan that ``NativeLayout.lay_out`` finds in the stager's cache. Called in a thread."""
+    captured = renamed_state(captured, options.names, options.dtype, url, others=False)
+    SavePlan.of(stager.plans, stager.budget_bytes, captured)

@@ -25,6 +25,7 @@ from .._format.records import Manifest, part_name
 from .._format.shard import BlockSums
 from .._format.shared import PartName, Root, Shared, write_part
 from .._group import Operation, this_process
+from .._layout.names import renamed_state
 from .._layout.save_layout import SavePlan
 from .._layout.sharded.assign import Assignment, RankReport
 from .._layout.sharded.rank_layout import RankPlan
@@ -33,6 +34,7 @@ from .._runtime.threads import collected, io_threads, pause_point
 from .._runtime.torch_probes import TORCH_VERSION
 from .._staging import Captured, PlanCache
 from ..errors import InvalidOptionError, SidestreamError
+from ..options import SaveOptions
 from .operation import RankReceipt, SaveOrder, join_pieces, split_pieces
 
 __all__ = [
@@ -109,15 +111,17 @@ class AgreedLayout:
     _planned: Planned
     """Set by ``lay_out``."""
 
-    def __init__(self, order: SaveOrder) -> None:
+    def __init__(self, order: SaveOrder, options: SaveOptions) -> None:
         assert order.operation is not None
         self._order = order
+        self._options = options
         self._operation = order.operation
 
     def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> RankPlan:
         """Return the plan of this rank. Called in the stager's thread. Raises ``Stopped`` if another rank has
         failed."""
-        operation = self._operation
+        operation, options = self._operation, self._options
+        captured = renamed_state(captured, options.names, options.dtype, self._order.location.url, others=True)
         table = local_table(plans, captured)
         values = table.encode_values()
         agreements = _agreements(operation)
@@ -361,8 +365,15 @@ class NativeLayout:
     """The layout of a save by one process. The content of its receipt is a function that returns the CRCs of the files,
     and describes the entries."""
 
-    def __init__(self, order: SaveOrder) -> None:
+    def __init__(self, order: SaveOrder, options: SaveOptions) -> None:
         self._order = order
+        self._options = options
+
+    def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
+        """Return the plan of the save. Called in the stager's thread."""
+        options = self._options
+        captured = renamed_state(captured, options.names, options.dtype, self._order.location.url, others=False)
+        return SavePlan.of(plans, budget_bytes, captured)
 
     async def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
         names = {name: self._order.transaction.committed_name(name) for name in plan.files}

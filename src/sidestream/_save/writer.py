@@ -8,21 +8,20 @@ never waits for the event loop. So code on the loop may block at the fence while
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 from .._format.checksum import digest_of
 from .._format.shard import BlockSums, ShardLayout
-from .._layout.names import renamed_state
 from .._layout.save_layout import PlannedFiles
 from .._runtime.caller import withdraw_if_interrupted
 from .._runtime.threads import Deadline, Stop, release_in_background, result_of, time_limit, write_threads
-from .._staging import AsyncStager, Captured, PlanCache, SnapshotReader, Staging, borrow, give_back
+from .._staging import AsyncStager, Captured, SnapshotReader, Staging, borrow, give_back
 from .._storage import Body, BytesBody, ShardBody
 from ..errors import (
     ClosedError,
@@ -31,11 +30,11 @@ from ..errors import (
     SidestreamError,
     SkippedError,
 )
-from ..options import SaveOptions
+from .layouts import AgreedLayout, NativeLayout
 from .order import Lifecycle, SaveOrder
 from .pending import SaveProgress
 
-__all__ = ["LayOut", "LiveWriter", "Stage", "saved_as", "write_files"]
+__all__ = ["LiveWriter", "Stage", "write_files"]
 
 
 _GRACE_S = 5.0
@@ -56,13 +55,11 @@ class _Launch:
 
 
 class LiveWriter:
-    """A launched stage and the thread that writes it. ``ready`` is called in that thread, after the plan was made and
-    before anything is written. An error of ``ready`` ends the save."""
+    """A launched stage and the thread that writes it."""
 
-    def __init__(self, order: SaveOrder, stage: Stage, ready: Callable[[Stop], None] | None = None) -> None:
+    def __init__(self, order: SaveOrder, stage: Stage) -> None:
         self._order = order
         self._stage = stage
-        self._ready = ready
         self._stop = Stop()
         self._launched = self._withdrawn = False  # withdrawn: the caller was interrupted and will not await this save
         self._done: Future[Any] | None = None
@@ -146,28 +143,25 @@ class LiveWriter:
     # --- the thread ---
 
     def _work(self, launched: SimpleQueue[bool]) -> tuple[Any, Any] | None:
+        order, stage, stop = self._order, self._stage, self._stop
         began = False
         try:
-            began = launched.get(timeout=self._order.deadline.remaining_s())
-            with time_limit(self._order.deadline):
-                return self._write() if began else None
+            began = launched.get(timeout=order.deadline.remaining_s())
+            if not began:
+                return None
+            with time_limit(order.deadline):
+                if order.worker is not None:
+                    order.worker.start()  # while the plan is made
+                plan = stage.plan(stop)  # raises for a state that cannot be saved, before the attempt is made
+                order.lifecycle.planned(order.save_id)
+                order.space.take(order.transaction, plan.nbytes, alone=True)
+                write_files(order, stage.files(plan), stop)  # after planning: it needs the id of the save
+                return plan, stage.written()
         except Empty:
-            raise self._order.deadline.exceeded("launching the copies") from None
+            raise order.deadline.exceeded("launching the copies") from None
         finally:
             if began and self._withdrawn:
                 self._discard()
-
-    def _write(self) -> tuple[Any, Any]:
-        order, stage, stop = self._order, self._stage, self._stop
-        if order.worker is not None:
-            order.worker.start()  # while the plan is made
-        plan = stage.plan(stop)  # raises for a state that cannot be saved, before the attempt is made
-        order.lifecycle.planned(order.save_id)
-        order.space.take(order.transaction, plan.nbytes, alone=True)
-        if self._ready is not None:
-            self._ready(stop)
-        write_files(order, stage.files(plan), stop)  # after planning: it needs the id of the save
-        return plan, stage.written()
 
     def _discard(self) -> None:
         """Remove what was written, and free the memory of a save whose caller was interrupted. Called in a thread."""
@@ -209,25 +203,6 @@ def _resolve(staged: asyncio.Future[None], lifecycle: Lifecycle, free: asyncio.F
 _PATIENCE_S = 20.0
 
 
-LayOut: TypeAlias = Callable[[PlanCache, int, Captured], Any]
-"""A function that plans a save, in the stager's thread. Its arguments are the stager's cache of plans, the stager's
-budget in bytes, and the captured state."""
-
-
-def saved_as(lay_out: LayOut, options: SaveOptions, url: str, *, others: bool) -> LayOut:
-    """Return a function that plans the state with the names and dtypes of ``options``. With ``others``, a mapping of
-    names may contain names of other ranks."""
-    names, dtype = options.names, options.dtype
-    if names is None and dtype is None:
-        return lay_out
-
-    def renamed(plans: PlanCache, budget_bytes: int, captured: Captured) -> object:
-        captured = renamed_state(captured, names, dtype, url, others=others)
-        return lay_out(plans, budget_bytes, captured)
-
-    return renamed
-
-
 class Stage:
     """The staging of a live state in host memory, window by window, in the layout of the files of the checkpoint.
 
@@ -236,12 +211,17 @@ class Stage:
     """
 
     def __init__(
-        self, order: SaveOrder, captured: Captured, stager: AsyncStager | None, lay_out: LayOut, readers: int = 0
+        self,
+        order: SaveOrder,
+        captured: Captured,
+        stager: AsyncStager | None,
+        layout: NativeLayout | AgreedLayout,
+        readers: int,
     ) -> None:
         if order.digest is not None:
             digest_of(order.digest)  # raises MissingExtraError where it is not installed
         self._order = order
-        self._lay_out = lay_out
+        self._layout = layout
         self._captured: Captured | None = captured
         self.own: AsyncStager | None = None
         """The stager that was borrowed for this save."""
@@ -274,7 +254,7 @@ class Stage:
         stager, worker = self._stager, self._order.worker
         if worker is not None:
             stager.share()
-        planned = partial(self._lay_out, stager.plans, stager.budget_bytes)
+        planned = partial(self._layout.lay_out, stager.plans, stager.budget_bytes)
         staging = self._staging = stager.launch(
             captured, planned, self._order.deadline, readers=self._readers, passes=worker is None
         )

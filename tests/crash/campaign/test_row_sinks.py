@@ -18,7 +18,7 @@ from snapshots import payloads
 import sidestream
 from sidestream import AsyncStager, open_checkpoint
 from sidestream._layout import save_layout
-from sidestream._save.api import start_save
+from sidestream._save.api import SaveRequest
 from sidestream._save.pending import PendingSave
 from sidestream._save.sinks import PendingExport
 from sidestream._storage import locate_directory
@@ -91,14 +91,14 @@ async def trial(chance: random.Random, place: Path, stager: AsyncStager, saver: 
             state = state_of(chance)
             drawn = [Drawn(chance.choice(WAYS), chance.randrange(WINDOWS), over) for _ in range(2)]
             exports = tuple(PendingExport(sink) for sink in drawn)
-            operation = start_save(
-                state,
-                locate_directory(place / str(number)),
-                sidestream.SaveOptions(durability="flush", timeout_s=60.0),
+            request = SaveRequest(
+                state=state,
+                options=sidestream.SaveOptions(durability="flush", timeout_s=60.0),
                 stager=stager,
                 worker=choose_worker(saver, locate_directory(place).store),
                 exports=exports,
             )
+            operation = request.start(locate_directory(place / str(number)))
             pending = PendingSave(operation, exports)
             saves.append((state, pending, list(zip(drawn, exports, strict=True))))
         for number, (state, pending, fed) in enumerate(saves):
