@@ -132,8 +132,8 @@ async def test_damage_is_no_news(tmp_path: Path) -> None:
         Step(3, 1, "step-3"),
         Step(3, 2, "step-3.g2"),
     ]
-    assert [step.name for step in watching.news([], steps)] == ["step-1", "step-3.g2"]
-    assert [step.name for step in watching.news(["step-1", "step-3"], steps)] == ["step-3.g2"]
+    assert [step.name for step in watching.new_steps([], steps)] == ["step-1", "step-3.g2"]
+    assert [step.name for step in watching.new_steps(["step-1", "step-3"], steps)] == ["step-3.g2"]
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         for options in ({"poll_s": 0}, {"after": -1}, {"after": "1"}):
             with pytest.raises(InvalidOptionError):

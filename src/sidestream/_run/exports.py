@@ -158,10 +158,10 @@ class Exports:
 
     def _pending_export(self, sink: Sink) -> PendingExport:
         before = [one for one in self._made if one.url == sink.url and not one.done()][-1:]
-        return PendingExport(sink, partial(self._turn, before))
+        return PendingExport(sink, partial(self._leased_and_in_order, before))
 
     @asynccontextmanager
-    async def _turn(self, before: list[PendingExport], save: SaveOrder) -> AsyncIterator[None]:
+    async def _leased_and_in_order(self, before: list[PendingExport], save: SaveOrder) -> AsyncIterator[None]:
         """Lease the step of ``save``, if this process commits the export, and wait until ``before`` has ended. The
         lease is put before the step can be deleted, because the save is not committed yet."""
         lease: Lease | None = None

@@ -29,7 +29,7 @@ from .._runtime.threads import Deadline, time_limit
 from .._storage import LEASES, Store, run_without_loop
 from ..errors import AccessDeniedError, NoSpaceError, SidestreamError
 
-__all__ = ["Lease", "Leases", "Seen", "parse_lease"]
+__all__ = ["Lease", "Leases", "ListedLease", "parse_lease"]
 
 Kind = Literal["read", "save", "delete"]
 
@@ -39,7 +39,7 @@ _CALL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ListedLease:
     """A lease of any process, as a listing shows it. It was put ``age_s`` ago and expires at the age of ``ttl_s``."""
 
     name: str
@@ -53,12 +53,12 @@ class Seen:
         return self.age_s > self.ttl_s
 
 
-def parse_lease(name: str, age_s: float) -> Seen | None:
+def parse_lease(name: str, age_s: float) -> ListedLease | None:
     """Return the lease with this file name; None if the file is not a lease."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    return Seen(name, match["directory"], match["kind"], float(match["ttl"]), age_s)  # type: ignore[arg-type]
+    return ListedLease(name, match["directory"], match["kind"], float(match["ttl"]), age_s)  # type: ignore[arg-type]
 
 
 class Leases:
@@ -93,7 +93,7 @@ class Leases:
         except (AccessDeniedError, NoSpaceError):  # reading must not depend on writing
             return None
 
-    async def seen(self) -> list[Seen]:
+    async def seen(self) -> list[ListedLease]:
         """Return all leases of the run, including those of this process."""
         ages = await self._store.ages(LEASES)
         found = [seen for name, age_s in ages.items() if (seen := parse_lease(name, age_s)) is not None]
@@ -101,7 +101,7 @@ class Leases:
         self._first_seen = {seen.name: self._first_seen.get(seen.name, now) for seen in found}
         return found
 
-    def dead(self, seen: Seen) -> bool:
+    def dead(self, seen: ListedLease) -> bool:
         """Return whether the holder of the lease is dead.
 
         The lease has to be expired by the storage's clock. This process must also have seen it for longer than a living
@@ -109,7 +109,7 @@ class Leases:
         waited_s = time.monotonic() - self._first_seen.get(seen.name, time.monotonic())
         return seen.expired and waited_s >= 2 * seen.ttl_s / _RENEWALS
 
-    async def forget(self, dead: Iterable[Seen]) -> None:
+    async def forget(self, dead: Iterable[ListedLease]) -> None:
         """Remove the leases of dead holders."""
         names = [f"{LEASES}/{seen.name}" for seen in dead]
         if names:

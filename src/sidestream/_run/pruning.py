@@ -103,9 +103,9 @@ class Pruner:
         """Return what ``run`` would do, without verifying a step. Changes nothing."""
         if self.keeps_all:
             return Pruned()
-        _, going = await self._judge(protected, _assumes)
-        leased = [step.name for step in going if await self._in_use(step.name)]
-        names = tuple(step.name for step in going if step.name not in leased)
+        _, deletable = await self._judge(protected, _assumes)
+        leased = [step.name for step in deletable if await self._in_use(step.name)]
+        names = tuple(step.name for step in deletable if step.name not in leased)
         return Pruned(names, tuple(leased), None, tuple(sorted(self._damaged)))
 
     @property
@@ -145,8 +145,8 @@ class Pruner:
     async def _retain(self, protecting: Callable[[], Collection[int]]) -> Pruned:
         outcomes: dict[str, _DeleteOutcome] = {}
         while True:
-            verified, going = await self._judge(protecting, self._verifies)
-            for step in going:
+            verified, deletable = await self._judge(protecting, self._verifies)
+            for step in deletable:
                 if verified is None or await self._have_changed([verified]):
                     break
                 outcomes[step.name] = await self._delete(step)
@@ -168,18 +168,18 @@ class Pruner:
             steps = await self._own_steps()
             protected = frozenset(protecting())  # after the listing, which may contain a step that was just committed
             newest: Step | None = None
-            going: list[Step] = []
+            deletable: list[Step] = []
             while chosen := await self._choose(steps, protected):
                 # The newest step that is kept has to verify. A step that does not verify is left out of all policies.
                 newest = max((step for name, step in steps.items() if name not in chosen), key=lambda step: step.order)
                 if await verifies(newest):
-                    going = [step for step in chosen.values() if step.order < newest.order]
+                    deletable = [step for step in chosen.values() if step.order < newest.order]
                     break
                 del steps[newest.name]
                 newest = None
-            names = {step.name for step in going}
-            if not going or not await self._are_stale([step for name, step in steps.items() if name not in names]):
-                return newest, going
+            names = {step.name for step in deletable}
+            if not deletable or not await self._are_stale([step for name, step in steps.items() if name not in names]):
+                return newest, deletable
 
     async def _are_stale(self, staying: list[Step]) -> bool:
         """Return whether another process has changed steps on which the judgement about the others is based."""
@@ -219,8 +219,8 @@ class Pruner:
             del saved[steps.pop(name)]
         self._saved = saved
         self._warn_of_unknown_metrics()
-        going = {each.order for each in doomed(list(saved.values()), self.keep, protected)}
-        return {step.name: step for step in saved if step.order in going}
+        deletable = {each.order for each in doomed(list(saved.values()), self.keep, protected)}
+        return {step.name: step for step in saved if step.order in deletable}
 
     def _warn_of_unknown_metrics(self) -> None:
         """Log, once, which metrics no step has, so that the policy keeps what it should have judged."""

@@ -18,13 +18,13 @@ from .._storage import LocalStore, Store
 from ..options import check_seconds
 from .steps import list_generations
 
-__all__ = ["Watch", "news"]
+__all__ = ["Watch", "new_steps"]
 
 _JITTER = 0.25
 _DEBOUNCE_MS = 50
 
 
-def news(seen: Iterable[str], steps: Iterable[Step]) -> list[Step]:
+def new_steps(seen: Iterable[str], steps: Iterable[Step]) -> list[Step]:
     """Return those of ``steps`` that are not damaged and were not ``seen``, each in its highest generation, in
     order."""
     highest = {step.step: step for step in sorted(steps, key=lambda each: each.order)}
@@ -78,9 +78,9 @@ class Watch:
         if not self._begun:
             self._begun = True
             self._seen = {step.name for step in steps if step.step <= self._after}
-        fresh = news(self._seen, steps)
+        fresh = new_steps(self._seen, steps)
         self._seen = (self._seen | {step.name for step in fresh}) & {step.name for step in steps}
-        left = {step.name for step in (news((), steps)[-1:] if self._newest else self._known.values())}
+        left = {step.name for step in (new_steps((), steps)[-1:] if self._newest else self._known.values())}
         self._ready = deque(step for step in (*self._ready, *fresh) if step.name in left)
 
 

@@ -72,11 +72,11 @@ class Export(Protocol):
         """Delete the exports of a run except those of the ``keep`` highest steps. Raises what the storage raises."""
 
 
-Turn: TypeAlias = Callable[[SaveOrder], AbstractAsyncContextManager[object]]
-"""The context in which an export of a save works, from its beginning to its end."""
+ExportContext: TypeAlias = Callable[[SaveOrder], AbstractAsyncContextManager[object]]
+"""A function that returns the context in which an export of a save works, from its beginning to its end."""
 
 
-def _at_once(save: SaveOrder) -> AbstractAsyncContextManager[object]:
+def _no_context(save: SaveOrder) -> AbstractAsyncContextManager[object]:
     return nullcontext()
 
 
@@ -91,9 +91,9 @@ class PendingExport:
     ``SkippedError``. If the save fails, so that nothing is left to export, it raises ``SnapshotLostError``.
     """
 
-    def __init__(self, sink: Sink, turn: Turn = _at_once) -> None:
+    def __init__(self, sink: Sink, context: ExportContext = _no_context) -> None:
         self._sink = sink
-        self._turn = turn
+        self._context = context
         self._result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._saved: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -177,7 +177,7 @@ class PendingExport:
     async def _run(self, order: SaveOrder, number: int, snapshot: SnapshotReader[Any] | None) -> None:
         """Run the export. All errors are set on the future, because this is the top of a background task."""
         try:
-            async with self._turn(order):
+            async with self._context(order):
                 if order.operation is None:
                     result = await self._outcome(order, snapshot)
                 else:
