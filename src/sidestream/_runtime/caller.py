@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -96,13 +96,6 @@ def _current_device() -> tuple[str | None, int | None]:
     return accelerator.type, torch.accelerator.current_device_index()
 
 
-class Withdrawable(Protocol):
-    """An operation that the caller's code has started. If that code is interrupted, no code will await it."""
-
-    def withdraw(self) -> None:
-        """End the operation without waiting for it. May be called several times."""
-
-
 class _Presence:
     """The presence of the thread that waits for a blocking call."""
 
@@ -120,7 +113,7 @@ class _QueuedCode(Generic[T]):
         self._settled = False
         self._bell: SimpleQueue[None] = SimpleQueue()
         self.begun = False
-        self.started: list[Withdrawable] = []
+        self.withdrawals: list[Callable[[], None]] = []
 
     def run(self) -> None:
         """Run the code. If a signal interrupts it, the thread has to call ``give_up``."""
@@ -139,8 +132,8 @@ class _QueuedCode(Generic[T]):
         """End the wait for code that has not run to its end. A result that exists already is still delivered, because
         it may be an operation that has to be cancelled."""
         if not self._settled and not self._results:
-            for operation in self.started:
-                operation.withdraw()
+            for withdraw in self.withdrawals:
+                withdraw()
             if self._error is None:
                 self._error = Interrupted("interrupted") if self.begun else _CallerLeft()
         self._settled = True
@@ -267,12 +260,12 @@ def _run_queued(queued: _QueuedCode[Any]) -> None:
         _serving.now, _serving.queued = outer, None
 
 
-def withdraw_if_interrupted(operation: Withdrawable) -> None:
-    """Arrange that ``operation`` is withdrawn if an interrupt of the blocking call whose code runs in this thread drops
-    its result."""
+def withdraw_if_interrupted(withdraw: Callable[[], None]) -> None:
+    """Arrange that ``withdraw`` is called if an interrupt of the blocking call whose code runs in this thread drops the
+    result of that code. It has to end what the code has started, without waiting. It may be called several times."""
     queued = getattr(_serving, "queued", None)
     if queued is not None:
-        queued.started.append(operation)
+        queued.withdrawals.append(withdraw)
 
 
 _caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("sidestream_caller", default=None)

@@ -71,7 +71,7 @@ class LiveWriter:
             stage.launch()
             self._launched = True
             order.lifecycle.started()  # before the writing thread can report a plan
-            withdraw_if_interrupted(self)
+            withdraw_if_interrupted(self.withdraw)
             launch.succeeded.put(True)
             stage.settle()
         except BaseException:  # also one that a signal handler raises
