@@ -54,7 +54,7 @@ from ..options import (
     check_names,
     storage_of,
 )
-from .convert import ConvertReport, How, Selection, convert_opened
+from .convert import ConvertReport, ConvertRequest, Selection, convert_opened
 from .source import Source, open_source_at
 from .targets import OutTensor, SafetensorsFile, safetensors_layout
 
@@ -321,7 +321,7 @@ class _Sink:
             # In one step: a rank that is cancelled between two steps would not tell the others.
             selection = await prepare_together(ranks, partial(io_threads().run, self._choose_from, opened))
             options = ConvertOptions(max_shard_bytes=self.export.max_shard_bytes, durability=self.durability)
-            how = How(
+            request = ConvertRequest(
                 options,
                 "safetensors",
                 verb="export",
@@ -329,7 +329,7 @@ class _Sink:
                 before_commit=partial(self._check_newest, save),
                 others=self._others,
             )
-            return await convert_opened(opened, selection, self.location, how, ranks)
+            return await convert_opened(opened, selection, self.location, request, ranks)
 
     def _choose_from(self, opened: Source) -> Selection:
         """Select tensors of a checkpoint, as ``_choose`` does."""
