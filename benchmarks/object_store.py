@@ -173,19 +173,19 @@ async def _serve(name: str, mib: int, stores: dict[str, dict[str, Any]]) -> None
     for rival in rivals.values():
         await rival.open()
     still_heap()
-    _tell({"ready": True, "nbytes": nbytes})
+    _report_progress({"ready": True, "nbytes": nbytes})
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         command = json.loads(line)
         rival = rivals[command["store"]]
         measure = _beside_a_busy_thread if command.get("busy") else _measured
         operation = getattr(rival, command["do"])
-        _tell(await measure(lambda operation=operation, command=command: operation(command["url"])))
+        _report_progress(await measure(lambda operation=operation, command=command: operation(command["url"])))
     for rival in rivals.values():
         await rival.aclose()
 
 
-def _tell(what: dict[str, Any]) -> None:
+def _report_progress(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)
 
 

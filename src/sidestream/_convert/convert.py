@@ -57,8 +57,8 @@ from .targets import (
 
 __all__ = [
     "ConvertReport",
+    "ConvertRequest",
     "Format",
-    "How",
     "convert",
     "convert_opened",
 ]
@@ -165,14 +165,14 @@ async def convert(
     async def converted(files: RangeSource, manifest: Manifest) -> ConvertReport:
         opened = await source_of(files, location.url, manifest)
         selection = await io_threads().run(select_from, opened, select, names, dtype, chosen)
-        return await convert_opened(opened, selection, where, How(options, chosen))
+        return await convert_opened(opened, selection, where, ConvertRequest(options, chosen))
 
     with time_limit(Deadline.after(options.timeout_s)):
         return await from_one_checkpoint(location, converted)
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class ConvertRequest:
     options: ConvertOptions
     format: Format
     verb: Literal["export", "convert"] = "convert"
@@ -185,31 +185,31 @@ class How:
 
 
 async def convert_opened(
-    opened: Source, selection: Selection, where: Location, how: How, ranks: Operation | None = None
+    opened: Source, selection: Selection, where: Location, request: ConvertRequest, ranks: Operation | None = None
 ) -> ConvertReport:
     """Convert the selection of an opened source. With ``ranks``, all ranks do it together, and each writes some of the
     files."""
     with opened.all_there():
-        return await _convert(opened, selection, where, how, ranks)
+        return await _convert(opened, selection, where, request, ranks)
 
 
 async def _convert(
-    opened: Source, selection: Selection, where: Location, how: How, ranks: Operation | None
+    opened: Source, selection: Selection, where: Location, request: ConvertRequest, ranks: Operation | None
 ) -> ConvertReport:
-    chosen = how.format
+    chosen = request.format
     single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
     name = where.name if single else None
-    sidecars = {} if single or how.verb == "export" else await opened.contents(how.options.verify)
+    sidecars = {} if single or request.verb == "export" else await opened.contents(request.options.verify)
     if chosen == "safetensors":
         sidecars = {name: one for name, one in sidecars.items() if not name.endswith(SUFFIX) and name != INDEX_NAME}
-        how = replace(how, others={**sidecars, **how.others})
+        request = replace(request, others={**sidecars, **request.others})
 
     async def prepare() -> tuple[Sequence[TargetFile] | DcpTarget, Pipeline]:
         nodes = await opened.nodes(await io_threads().run(selection.stored_values))
-        files = await io_threads().run(_plan, selection, nodes, name, how)
+        files = await io_threads().run(_plan, selection, nodes, name, request)
         total = await io_threads().run(selection.nbytes)
-        pipeline = Pipeline(opened, selection.origin, how.options.verify, how.options.progress, total)
-        if how.options.verify == "always":
+        pipeline = Pipeline(opened, selection.origin, request.options.verify, request.options.progress, total)
+        if request.options.verify == "always":
             await pipeline.check()
         return files, pipeline
 
@@ -217,14 +217,14 @@ async def _convert(
     beside = sidecars if isinstance(files, DcpTarget) else {}
     order = SaveOrder(
         where,
-        how.options.durability,
+        request.options.durability,
         current_deadline(),
         kind="directory" if isinstance(files, DcpTarget) else "file" if single else "files",
-        verb=how.verb,
+        verb=request.verb,
         files=beside,
         operation=ranks,
-        replaces_export=how.replaces,
-        before_commit=how.before_commit,
+        replaces_export=request.replaces,
+        before_commit=request.before_commit,
     )
     layout = _ConvertedLayout(order, files, selection)
     sizes = {file.name: file.nbytes for file in layout.data_files}
@@ -241,7 +241,7 @@ async def _convert(
             nbytes=sum(sizes.values()),
             tensors=selection.wholes,
             values=tuple(selection.values),
-            left_out=(*selection.left_out, *_without_place(opened, sidecars, how)),
+            left_out=(*selection.left_out, *_without_place(opened, sidecars, request)),
             cast=selection.cast,
             unverified=tuple(sorted(new for new, old in selection.origin.items() if old in opened.unverified)),
         )
@@ -253,25 +253,25 @@ async def _convert(
 
 
 def _plan(
-    selection: Selection, nodes: Mapping[str, Node], name: str | None, how: How
+    selection: Selection, nodes: Mapping[str, Node], name: str | None, request: ConvertRequest
 ) -> Sequence[TargetFile] | DcpTarget:
     """Plan the files. ``nodes`` are the values as data, by their names in the source."""
-    window_bytes, shard_bytes = window_bytes_within(how.options.budget_bytes), how.options.max_shard_bytes
+    window_bytes, shard_bytes = window_bytes_within(request.options.budget_bytes), request.options.max_shard_bytes
     tensors = selection.tensors
     values = collected(
         OutValue(fqn, path, None, empty=True) if isinstance(entry, EmptyEntry) else OutValue(fqn, path, nodes[old])
         for fqn, (path, old, entry) in selection.values.items()
     )
-    if how.format == "dcp":
+    if request.format == "dcp":
         return DcpTarget(tensors, values, selection.composites, shard_bytes or 1 << 62, window_bytes)
-    if how.format == "torch":
+    if request.format == "torch":
         return [torch_file(name or "", tensors, values, selection.order, window_bytes)]
-    return safetensors_files(tensors, name, shard_bytes, window_bytes, selection.aliases, how.others)
+    return safetensors_files(tensors, name, shard_bytes, window_bytes, selection.aliases, request.others)
 
 
-def _without_place(opened: Source, taken: Mapping[str, bytes], how: How) -> list[str]:
+def _without_place(opened: Source, taken: Mapping[str, bytes], request: ConvertRequest) -> list[str]:
     """Return the sidecar files that are left out. An export has files of its own in their place."""
-    return [] if how.verb == "export" else [name for name in opened.manifest.sidecars if name not in taken]
+    return [] if request.verb == "export" else [name for name in opened.manifest.sidecars if name not in taken]
 
 
 class _ConvertedLayout:

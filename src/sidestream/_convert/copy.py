@@ -356,7 +356,7 @@ class _Copy:
             )
             for name, nbytes in found.sizes.items()
         ]
-        self._tell(0)
+        self._report_progress(0)
         *others, last = files
         if others:
             await self._write(others, into)
@@ -372,7 +372,7 @@ class _Copy:
             raise CorruptCheckpointError(
                 f"{found.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME
             )
-        self._tell(2 * nbytes)
+        self._report_progress(2 * nbytes)
         return bytes(raw)
 
     async def _write(self, files: Sequence[_CopiedFile], into: Transaction) -> None:
@@ -389,7 +389,7 @@ class _Copy:
                 raise CorruptCheckpointError(
                     f"{error.filename} was deleted while it was copied", file=names[file.name]
                 ) from error
-            self._tell(len(view))
+            self._report_progress(len(view))
 
         await Windows(fill).write(files, into)
         await self._read_back(files, into)
@@ -418,12 +418,12 @@ class _Copy:
                 )
             del view
             scratch.give_back(memory)
-            self._tell(end - start)
+            self._report_progress(end - start)
 
         async with aclosing(written):
             await in_parallel(windows, work)
 
-    def _tell(self, nbytes: int) -> None:
+    def _report_progress(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self.progress is not None:
             run_in_calling_thread(self.progress, self._done_bytes, 2 * sum(self.found.sizes.values()))

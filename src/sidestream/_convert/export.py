@@ -45,7 +45,7 @@ from ..options import (
     check_names,
     storage_of,
 )
-from .convert import ConvertReport, How, convert_opened
+from .convert import ConvertReport, ConvertRequest, convert_opened
 from .selection import Selection
 from .source import Source, holds, newer_generation, open_source_at
 from .streamed import Stream, pieces_of
@@ -309,7 +309,7 @@ class _Sink:
             # In one step: a rank that is cancelled between two steps would not tell the others.
             selection = await prepare_together(ranks, partial(io_threads().run, self._choose_from, opened))
             options = ConvertOptions(max_shard_bytes=self.export.max_shard_bytes, durability=self.durability)
-            how = How(
+            request = ConvertRequest(
                 options,
                 "safetensors",
                 verb="export",
@@ -317,7 +317,7 @@ class _Sink:
                 before_commit=partial(self._check_newest, save),
                 others=self._others,
             )
-            return await convert_opened(opened, selection, self.location, how, ranks)
+            return await convert_opened(opened, selection, self.location, request, ranks)
 
     def _choose_from(self, opened: Source) -> Selection:
         """Select tensors of a checkpoint, as ``_choose`` does."""

@@ -37,7 +37,7 @@ from .targets import (
 
 __all__ = ["Selection", "select_from"]
 
-_SPOKEN = {"torch": "files of torch.save as this version writes them", "safetensors": "safetensors"}
+_FORMAT_NAMES = {"torch": "files of torch.save as this version writes them", "safetensors": "safetensors"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,9 @@ def _refuse_unusual(source: Source, taken: Sequence[str], target: Format) -> Non
     for fqn in taken:
         one = source.entries[fqn]
         if isinstance(one, CompositeEntry):
-            what = f"it is a {one.type}, and {_SPOKEN[target]} hold plain tensors only"
+            what = f"it is a {one.type}, and {_FORMAT_NAMES[target]} hold plain tensors only"
         elif isinstance(one, TensorEntry) and one.is_sub_byte:
-            what = f"{_SPOKEN[target]} have no dtype {one.dtype}"
+            what = f"{_FORMAT_NAMES[target]} have no dtype {one.dtype}"
         else:
             continue
         raise UnsupportedTensorError(f"{fqn}: {what}; convert into a directory for DCP, or leave it out with select=")

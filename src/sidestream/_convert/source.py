@@ -35,7 +35,7 @@ from .._runtime.tasks import in_parallel
 from .._runtime.threads import collected, holding_gil, io_threads, paced, pause_point
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import (
-    EVERYDAY,
+    DEFAULT_STORAGE,
     PIECE_BYTES,
     Location,
     RangeSource,
@@ -71,12 +71,12 @@ _VIEWS_RATIO = 16
 class SourceTensor:
     """A tensor of the source.
 
-    ``entry`` is the tensor as it was saved. ``straight`` is it with one dimension, if any part of its bytes can be read
+    ``entry`` is the tensor as it was saved. ``flat`` is it with one dimension, if any part of its bytes can be read
     by itself. ``located`` is it with the facts from the zips of another writer. Tensors with one ``identity`` are tied.
     """
 
     entry: TensorEntry
-    straight: TensorEntry | None
+    flat: TensorEntry | None
     located: TensorEntry | None
     identity: object
 
@@ -129,7 +129,7 @@ class Source:
         await self.files.aclose()
 
 
-async def open_source(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> Source:
+async def open_source(url: str | os.PathLike[str], storage: Storage = DEFAULT_STORAGE) -> Source:
     """Open the source at ``url``, as ``open_source_at`` does."""
     return await open_source_at(locate_directory(url, storage))
 
@@ -179,7 +179,7 @@ def _described(
         if not isinstance(entry, TensorEntry) or fqn in refused:
             continue
         if manifest.own:
-            tensors[fqn] = SourceTensor(entry, _straight(entry), None, (entry.dtype, entry.chunks))
+            tensors[fqn] = SourceTensor(entry, _flat(entry), None, (entry.dtype, entry.chunks))
         else:
             tensors[fqn] = _foreign_tensor(fqn, entry, located[fqn])
             if any(map(has_no_checksum, entry.chunks)):
@@ -216,7 +216,7 @@ def _foreign_tensor(fqn: str, entry: TensorEntry, located: TensorEntry) -> Sourc
     if any(chunk.transform for chunk in entry.chunks):
         return SourceTensor(entry, None, None, fqn)
     identity = (entry.dtype, entry.chunks) if all(chunk.foreign is not None for chunk in entry.chunks) else fqn
-    return SourceTensor(entry, _straight(_row_major(located)), located, identity)
+    return SourceTensor(entry, _flat(_row_major(located)), located, identity)
 
 
 def _row_major(located: TensorEntry) -> TensorEntry | None:
@@ -236,7 +236,7 @@ def _row_major(located: TensorEntry) -> TensorEntry | None:
     return replace(located, chunks=tuple(chunks))
 
 
-def _straight(entry: TensorEntry | None) -> TensorEntry | None:
+def _flat(entry: TensorEntry | None) -> TensorEntry | None:
     """Return the tensor with one dimension. None if it is not row-major, or if a chunk is not whole rows."""
     if entry is None:
         return None
@@ -292,39 +292,39 @@ class Pipeline:
         for fqn in self.origin.values():
             pause_point()
             one = self.source.tensors[fqn]
-            if one.straight is not None and one.located is not None:
+            if one.flat is not None and one.located is not None:
                 pieces.extend(foreign_pieces(fqn, one.located, seen))
         return pieces
 
     async def write(self, files: Sequence[TargetFile], into: Transaction) -> None:
         """Write all of ``files``. When this returns or raises, no thread works on them any more."""
-        self._tell(0)
+        self._report_progress(0)
         by_name = {file.name: file for file in files}
 
         async def fill(file: WindowedFile, index: int, view: memoryview) -> None:
             slices, nbytes = await io_threads().run(_slices_of, by_name[file.name], index)
             await self._fill(slices, view)
-            self._tell(nbytes)
+            self._report_progress(nbytes)
 
         await Windows(fill).write(files, into)
 
     async def _fill(self, slices: Sequence[Slice], view: memoryview) -> None:
-        straight, others = await io_threads().run(self._targets, slices, view)
+        direct, others = await io_threads().run(self._targets, slices, view)
         for one, into in others:
             fqn = self.origin[one.tensor.fqn]
             if one.nbytes == one.tensor.nbytes:
                 await self._read_whole(fqn, into.reshape(one.tensor.shape))
             else:
                 await self._from_held(fqn, one, into)
-        if straight:
-            await self._reader().read(straight, own=True)
+        if direct:
+            await self._reader().read(direct, own=True)
 
     def _targets(
         self, slices: Sequence[Slice], view: memoryview
     ) -> tuple[list[Wanted], list[tuple[Slice, torch.Tensor]]]:
         """Return the targets that can be read piece by piece, and the slices of tensors that are read whole. Called in
         a worker thread."""
-        straight: list[Wanted] = []
+        direct: list[Wanted] = []
         others: list[tuple[Slice, torch.Tensor]] = []
         for one in slices:
             pause_point()
@@ -334,12 +334,12 @@ class Pipeline:
             size = itemsize(one.tensor.dtype)
             count, first = one.nbytes // size, one.begin // size
             into = torch.frombuffer(view, dtype=dtype_from_name(one.tensor.dtype), count=count, offset=one.at)
-            entry = self.source.tensors[fqn].straight
+            entry = self.source.tensors[fqn].flat
             if entry is not None:
-                straight.append(Wanted(fqn, entry, Box((first,), (count,)), into))
+                direct.append(Wanted(fqn, entry, Box((first,), (count,)), into))
             else:
                 others.append((one, into))
-        return straight, others
+        return direct, others
 
     async def _from_held(self, fqn: str, one: Slice, into: torch.Tensor) -> None:
         """Fill a slice of a tensor that cannot be read in pieces. The whole tensor is held until its last slice."""
@@ -364,7 +364,7 @@ class Pipeline:
     def _reader(self) -> Reader:
         return Reader(self.source.files, self.verify, scratch=self._scratch)
 
-    def _tell(self, nbytes: int) -> None:
+    def _report_progress(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self.progress is not None:
             run_in_calling_thread(self.progress, self._done_bytes, self.total_bytes)

@@ -146,7 +146,7 @@ class Reader:
             found = {} if own else await located(self.source, await io_threads().run(_entries, targets))
         planned, total = await io_threads().run(_plan, self.straight, targets, found, self.verify == "always")
         total += sum(chunk.item_bytes for _, chunk in packed)
-        self._tell(total)
+        self._report_progress(total)
         await self._read_batches(planned, targets, total)
         await in_parallel(packed, lambda item: self._read_packed(*item, total))
         await io_threads().run(self._finish, planned, targets, wanted)
@@ -182,7 +182,7 @@ class Reader:
         ]
         return Reads(batch[0].file, ranges, _nbytes(batch), memory)
 
-    def _tell(self, total: int) -> None:
+    def _report_progress(self, total: int) -> None:
         if self.progress is not None:
             run_in_calling_thread(self.progress, self.nbytes, total)
 
@@ -201,7 +201,7 @@ class Reader:
         raw = await read_item(self.source, chunk)
         await io_threads().run(self._finish_packed, one, chunk, raw)
         self.nbytes += len(raw)
-        self._tell(total)
+        self._report_progress(total)
 
     def _finish_packed(self, one: Wanted, chunk: Chunk, raw: bytearray) -> None:
         """Check a compressed item, which contains one chunk as a whole, and put its elements into their places. Called

@@ -164,7 +164,7 @@ class Verification:
         counted = await threads.run(_bytes_of, pieces, whole)
         self.total_bytes = self.done_bytes + counted + opaque_bytes
         planned()
-        self._tell(0)
+        self._report_progress(0)
         await self._check_runs(runs)
         await self._check_items(whole)
 
@@ -191,7 +191,7 @@ class Verification:
         for fqn, chunk in self._opaque:
             with self._noting(fqn):
                 await check_opaque_item(self.source, fqn, chunk, self._budgets)
-            self._tell(chunk.item_bytes)
+            self._report_progress(chunk.item_bytes)
 
     async def _compare_metadata(self) -> None:
         """Compare ``.metadata`` with the manifest. Both were written from one plan. Stock DCP reads the former, and
@@ -292,7 +292,7 @@ class Verification:
                     self.unverified.add(fqn)
             except UnsupportedCheckpointError:
                 self.unreadable.add(fqn)
-        self._tell(item.item_bytes)
+        self._report_progress(item.item_bytes)
 
     async def _check_runs(self, runs: Sequence[Sequence[Piece]]) -> None:
         done = self.done_bytes
@@ -337,7 +337,7 @@ class Verification:
     def _note(self, damage: SidestreamError, what: str) -> None:
         self.damages.setdefault(getattr(damage, "fqn", None) or what, damage_of(damage))
 
-    def _tell(self, nbytes: int) -> None:
+    def _report_progress(self, nbytes: int) -> None:
         self.done_bytes += nbytes
         if self.progress is not None:
             run_in_calling_thread(self.progress, self.done_bytes, self.total_bytes)

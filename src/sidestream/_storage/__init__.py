@@ -20,11 +20,11 @@ from .names import (
 from .space import Space
 from .store import PIECE_BYTES, Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import Attempt, Kind, StoreAddress, Transaction, run_without_loop
-from .urls import EVERYDAY, Location, locate_directory, locate_run
+from .urls import DEFAULT_STORAGE, Location, locate_directory, locate_run
 
 __all__ = [
     "ABANDONED_AFTER_S",
-    "EVERYDAY",
+    "DEFAULT_STORAGE",
     "LEASES",
     "MARKER",
     "NOTE",

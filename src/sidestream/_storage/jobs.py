@@ -112,15 +112,15 @@ class Jobs(Generic[T]):
             raise first_error(errors) from None
         finally:
             self._work = _nothing  # breaks a reference cycle
-        self._tell()  # for the last items of late jobs
+        self._report_progress()  # for the last items of late jobs
 
     async def _follow(self, running: Sequence[asyncio.Task[None]]) -> None:
         while not all(task.done() for task in running):
             await self._changed.wait()
             self._changed.clear()
-            self._tell()
+            self._report_progress()
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         while self._counts and self._progress is not None:
             self._progress(self._counts.popleft())
 

@@ -26,7 +26,7 @@ from .store import RangeSource, Store
 from .transaction import StoreAddress
 from .wrappers.file_cache import FileCache
 
-__all__ = ["EVERYDAY", "Location", "locate_directory", "locate_run"]
+__all__ = ["DEFAULT_STORAGE", "Location", "locate_directory", "locate_run"]
 
 _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
 _OF_THE_INSTANCE = frozenset({"asynchronous", "loop", "skip_instance_cache"})
@@ -51,11 +51,11 @@ class Location:
         return self.store.source(self.name)
 
 
-EVERYDAY = Storage()
+DEFAULT_STORAGE = Storage()
 """The default storage options: the URL alone determines the store."""
 
 
-def locate_directory(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> Location:
+def locate_directory(url: str | os.PathLike[str], storage: Storage = DEFAULT_STORAGE) -> Location:
     """Return the location of the checkpoint at ``url``. Raises ``InvalidOptionError`` if ``url`` names the root of a
     file system or a whole bucket, and ``MissingExtraError`` if the client of its protocol is not installed."""
     text, protocol = _parsed(url, storage)
@@ -75,7 +75,7 @@ def locate_directory(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -
     return Location(store, name, f"{store.url}/{name}")
 
 
-def locate_run(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> tuple[Store, str]:
+def locate_run(url: str | os.PathLike[str], storage: Storage = DEFAULT_STORAGE) -> tuple[Store, str]:
     """Return the store whose directories are the steps of a run, and the URL of the run for messages."""
     text, protocol = _parsed(url, storage)
     if _is_local(protocol, storage):
