@@ -27,17 +27,17 @@ __all__ = [
     "Box",
     "Candidate",
     "Direct",
+    "DirectBatch",
+    "DirectReads",
     "Payload",
     "Range",
     "RangePart",
     "Scatter",
-    "Straight",
-    "StraightBatch",
     "batches",
+    "direct_batches",
     "overlap",
     "overlaps",
     "plan_ranges",
-    "straight_batches",
 ]
 
 
@@ -135,7 +135,7 @@ def plan_ranges(
         payload = chunk.foreign
         if row_major and payload is None and chunk.sizes == box.sizes and chunk.offsets == box.offsets:
             nbytes = math.prod(chunk.sizes) * size  # the whole chunk, the most frequent case
-            yield from _straight(fqn, chunk, 0, nbytes, 0, nbytes)
+            yield from _contiguous(fqn, chunk, 0, nbytes, 0, nbytes)
             continue
         common = overlap(Box(chunk.offsets, chunk.sizes), box)
         if common is None:
@@ -151,12 +151,12 @@ def plan_ranges(
         start, end = first * row_bytes, (first + rows) * row_bytes
         if row_major and common.sizes[1:] == chunk.sizes[1:] == box.sizes[1:]:
             begin = target[0] * row_bytes if target else 0
-            yield from _straight(fqn, chunk, start, end, begin, math.prod(chunk.sizes) * size)
+            yield from _contiguous(fqn, chunk, start, end, begin, math.prod(chunk.sizes) * size)
         else:
             yield from _scattered(fqn, chunk, source, target, row_bytes, math.prod(chunk.sizes) * size)
 
 
-def _straight(fqn: str, chunk: Chunk, start: int, end: int, begin: int, total: int) -> Iterator[Range]:
+def _contiguous(fqn: str, chunk: Chunk, start: int, end: int, begin: int, total: int) -> Iterator[Range]:
     """Yield ranges for payload bytes ``start`` to ``end``, which belong at byte ``begin``. They end at blocks."""
     position = start
     while position < end:
@@ -273,7 +273,7 @@ _MANY = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Straight:
+class DirectReads:
     """Tensors by FQN, and the payloads that are read into them, by file. ``starts`` and ``ends`` are the addresses of
     the tensors."""
 
@@ -282,7 +282,7 @@ class Straight:
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
-    def take(self, found: Sequence[Candidate]) -> set[str]:
+    def add(self, found: Sequence[Candidate]) -> set[str]:
         """Add those tensors of ``found`` into whose memory the bytes of their rows can be read as they are. Returns
         their FQNs. Facts of tensors are taken of all of them at once, without a call from Python for each."""
         plain = [one for one in found if type(one[1]) in PLAIN_TENSORS]
@@ -297,19 +297,19 @@ class Straight:
             map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors)),
             strict=True,
         )
-        taken: set[str] = set()
+        added: set[str] = set()
         for (fqn, tensor, row), (shape, dtype, element_bytes), contiguous, start, skipped, held in facts:
             saved_dtype, saved_shape, nbytes, file, _, _, offset, crcs, digests, _ = row
             if not (contiguous and start and nbytes) or shape != saved_shape or dtype_name(dtype) != saved_dtype:
                 continue
             if skipped * element_bytes + nbytes > held or has_shards(tensor):
                 continue
-            taken.add(fqn)
+            added.add(fqn)
             self.tensors[fqn] = tensor
             self.starts.append(start)
             self.ends.append(start + nbytes)
             self.payloads.setdefault(file, []).append((offset, nbytes, 0, crcs, digests, fqn))
-        return taken
+        return added
 
     def shared(self, others: Collection[tuple[int, int]]) -> set[str]:
         """Return the FQNs of tensors that share memory with each other, or with one of ``others``, which are start and
@@ -338,7 +338,7 @@ class Straight:
 
 
 @dataclass(frozen=True, slots=True)
-class StraightBatch:
+class DirectBatch:
     """Payloads of one file, by offset, that one thread reads."""
 
     file: str
@@ -346,13 +346,13 @@ class StraightBatch:
     nbytes: int
 
 
-def straight_batches(payloads: Mapping[str, list[Payload]]) -> list[StraightBatch]:
+def direct_batches(payloads: Mapping[str, list[Payload]]) -> list[DirectBatch]:
     """Group the payloads of each file by offset, with at most 16 MiB in a batch. Larger payloads are cut at blocks."""
-    found: list[StraightBatch] = []
+    found: list[DirectBatch] = []
     for file, of_file in payloads.items():
         of_file.sort()
         for some in by_size(_cut(of_file), itemgetter(1), PIECE_BYTES, _MOST_PARTS):
-            found.append(StraightBatch(file, some, sum(map(itemgetter(1), some))))
+            found.append(DirectBatch(file, some, sum(map(itemgetter(1), some))))
             pause_point()
     return found
 
