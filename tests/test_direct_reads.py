@@ -1,4 +1,4 @@
-"""Tensors that are read straight to their places: small neighbours together, large ones in pieces."""
+"""Tensors that are read directly into their places: small neighbours together, large ones in pieces."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from late import late
 import sidestream
 from sidestream._format.records import Entries
 from sidestream._layout import match as matching
-from sidestream._layout.ranges import Straight
+from sidestream._layout.ranges import DirectReads
 from sidestream._load.new_tensors import new_tensors
-from sidestream._load.ranges import StraightBatch, straight_batches
+from sidestream._load.ranges import DirectBatch, direct_batches
 from sidestream._load.reader import Reader
 from sidestream._runtime import threads
 from sidestream._runtime.threads import Stop
@@ -109,7 +109,7 @@ async def test_what_is_not_as_in_the_file_takes_the_other_road(tmp_path: Path, m
     assert all(torch.equal(tensor, base.to(tensor.dtype)) for tensor in target.values())
     assert target["parameter"]._version > 0
     (plan,) = plans
-    assert set(plan.straight.tensors) == {"plain", "parameter"}
+    assert set(plan.direct.tensors) == {"plain", "parameter"}
 
 
 @pytest.mark.parametrize("verify", ["always", "manifest"])
@@ -163,8 +163,8 @@ async def test_of_a_selection_what_can_be_read_straight_is(tmp_path: Path) -> No
     await sidestream.save(saved, tmp_path / "step")
     checkpoint = await sidestream.open_checkpoint(tmp_path / "step")
     entries = checkpoint._manifest.entries
-    new = new_tensors(entries, ["a", "b.0", "c", 'q"x', 'q"y'], straight=True)
-    assert set(new.straight.tensors) == {"a", "b.0"}
+    new = new_tensors(entries, ["a", "b.0", "c", 'q"x', 'q"y'], direct=True)
+    assert set(new.direct.tensors) == {"a", "b.0"}
     assert [one.fqn for one in new.wanted] == ['q"x']
     assert new.tensors["a"] is new.tensors["c"] is new.tensors['q"y']
     assert not new_tensors(entries, ["a"], torch.device("meta")).tensors["a"].is_cpu
@@ -181,11 +181,11 @@ def test_batches_and_spans() -> None:
     for fqn, tensor in tensors.items():
         payloads.append((at, tensor.nbytes, 0, bytes(4 * -(-tensor.nbytes // (1 << 20))), None, fqn))
         at += tensor.nbytes + (40_000 if fqn == "t300" else 700)
-    batches = straight_batches({"file": list(reversed(payloads))})
+    batches = direct_batches({"file": list(reversed(payloads))})
     assert all(batch.nbytes == sum(one[1] for one in batch.payloads) <= 16 << 20 for batch in batches)
     assert sum(batch.nbytes for batch in batches) == sum(tensor.nbytes for tensor in tensors.values())
-    reader = Reader(None, "always", straight=Straight(tensors))  # type: ignore[arg-type]
-    reads = [read for batch in batches for read in reader.straight_reads(batch, Scratch(), Stop())[0]]
+    reader = Reader(None, "always", direct=DirectReads(tensors))  # type: ignore[arg-type]
+    reads = [read for batch in batches for read in reader.direct_reads(batch, Scratch(), Stop())[0]]
     assert len(reads) < 20
     ends = [read.offset + len(read.into) for read in reads]
     assert all(end <= read.offset for end, read in zip(ends, reads[1:], strict=False))
@@ -198,14 +198,14 @@ def test_batches_and_spans() -> None:
 
 
 def test_removed_tensors_are_not_read() -> None:
-    straight = Straight()
+    direct = DirectReads()
     row = ("float32", (2,), 8, "file", 0, 100, 50, bytes(4), None, ("a",))
     for fqn in ("a", "b"):
-        assert straight.take([(fqn, torch.zeros(2), row)]) == {fqn}
-    straight.remove({"a"})
-    (batch,) = straight_batches(straight.payloads)
-    assert isinstance(batch, StraightBatch)
-    assert [one[-1] for one in batch.payloads] == ["b"] == list(straight.tensors)
+        assert direct.add([(fqn, torch.zeros(2), row)]) == {fqn}
+    direct.remove({"a"})
+    (batch,) = direct_batches(direct.payloads)
+    assert isinstance(batch, DirectBatch)
+    assert [one[-1] for one in batch.payloads] == ["b"] == list(direct.tensors)
 
 
 async def test_a_read_that_comes_back_late_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +263,8 @@ def test_many_views_of_one_array_are_not_compared_in_pairs() -> None:
     columns = torch.zeros(4, 256).unbind(1)
     tiles = [tile for row in torch.zeros(64, 64).split(4) for tile in row.split(4, 1)]
     for views in (columns, tiles):
-        assert matching._all_apart(views)
-        calls = calls_between_pauses(partial(matching._all_apart, views))
+        assert matching._all_disjoint(views)
+        calls = calls_between_pauses(partial(matching._all_disjoint, views))
         assert sum(calls) < 100 * len(views)
         assert max(calls) < 10 * len(views)
 
@@ -278,7 +278,7 @@ def test_views_that_are_held_apart_have_no_element_in_common(spans: list[tuple[t
     views = [numbers[top : top + height, left : left + width] for (top, height), (left, width) in spans]
     views.sort(key=torch.Tensor.data_ptr)
     met = torch.cat([view.reshape(-1) for view in views])
-    if matching._all_apart(views):
+    if matching._all_disjoint(views):
         assert len(met.unique()) == len(met)
 
 

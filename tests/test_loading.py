@@ -23,7 +23,7 @@ from states import assert_same, model_and_optimizer
 
 import sidestream
 from sidestream import errors
-from sidestream._layout.flatten import Answers, leaves_of
+from sidestream._layout.flatten import StateDicts, leaves_of
 from sidestream._load.reader import Reader, Wanted
 from sidestream._storage import ReadRange
 from sidestream._storage.store import coalesce
@@ -359,19 +359,19 @@ async def test_what_is_the_users_runs_on_the_thread_of_the_loop(tmp_path: Path) 
 
 
 def test_a_structure_that_changes_meanwhile_is_refused() -> None:
-    answers = Answers()
+    state_dicts = StateDicts()
     state: dict[str, Any] = {"a": {"b": 1}, "m": torch.nn.Linear(2, 2)}
-    list(answers.ask(state))
-    assert [leaf.fqn for leaf in leaves_of(state, answers)] == [leaf.fqn for leaf in leaves_of(state)]
+    list(state_dicts.collect(state))
+    assert [leaf.fqn for leaf in leaves_of(state, state_dicts)] == [leaf.fqn for leaf in leaves_of(state)]
     state["other"] = torch.nn.Linear(2, 2)
     with pytest.raises(errors.InvalidOptionError, match="was changed while it was being loaded into"):
-        list(leaves_of(state, answers))
+        list(leaves_of(state, state_dicts))
 
 
 def test_asking_yields_now_and_then_and_ends() -> None:
     loop: dict[str, Any] = {f"k{index}": torch.zeros(0) for index in range(5000)}
     loop["self"] = [loop, loop]
-    assert len(list(Answers().ask(loop))) == 4
+    assert len(list(StateDicts().collect(loop))) == 4
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------

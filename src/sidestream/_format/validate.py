@@ -105,7 +105,7 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
     tied: set[str] = set()
     for file, found in rows.items():
         pause_point()
-        if not _lie_apart(found, ranges.get(file, [])):
+        if not _are_disjoint(found, ranges.get(file, [])):
             tied.add(file)
     ranges = {file: items for file, items in ranges.items() if file not in rows}
     for fqn, entry in manifest.entries.items() if tied else ():  # in order, for the files with overlapping items
@@ -114,7 +114,7 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
             if file in tied:
                 ranges.setdefault(file, []).append((start, start + length, fqn, content))
     for file, items in ranges.items():
-        _check_apart(file, items)
+        _check_disjoint(file, items)
     if holes:
         listed = "; ".join(holes[:_HOLES_LISTED])
         raise IncompleteTensorError(f"{len(holes)} tensors of the checkpoint have holes: {listed}", holes)
@@ -159,7 +159,7 @@ def _sorted_out(entries: Mapping[str, Entry]) -> tuple[dict[str, _FileRows], dic
     return rows, others
 
 
-def _lie_apart(rows: _FileRows, items: list[_Range]) -> bool:
+def _are_disjoint(rows: _FileRows, items: list[_Range]) -> bool:
     """Return whether no two of these items share bytes. That is so if the (n+1)-th smallest
     start is never less than the n-th smallest end."""
     starts = sorted([*rows[0], *(item[0] for item in items)])
@@ -283,7 +283,7 @@ def check_item(files: Mapping[str, int], fqn: str, file: str, start: int, length
         raise CorruptCheckpointError(f"{fqn!r} lies at {where}, which has {files[file]}", file=file, fqn=fqn)
 
 
-def _check_apart(file: str, items: list[_Range]) -> None:
+def _check_disjoint(file: str, items: list[_Range]) -> None:
     """Raise ``CorruptCheckpointError`` if two items share bytes, unless they have the same range and key."""
     items.sort(key=lambda item: item[:2])
     reached: _Range = (0, 0, "", None)

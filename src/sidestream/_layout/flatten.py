@@ -19,11 +19,11 @@ from .._staging import Composite, Form, consists_of_others, dismantle, settled
 from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError
 
 __all__ = [
-    "Answers",
     "CompositeLeaf",
     "Leaf",
     "LeafKind",
     "PlainPath",
+    "StateDicts",
     "StatefulRoot",
     "check_saved",
     "is_mapping",
@@ -87,7 +87,7 @@ class StatefulRoot:
     yielded."""
 
 
-class Answers:
+class StateDicts:
     """``state_dict()`` of the ``Stateful`` objects in a state, and the items of mappings that are not plain dicts."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Answers:
             int, tuple[Any, list[tuple[Any, Any]]]
         ] = {}  # refers to the mappings, because the id of a freed object can be reused
 
-    def ask(self, state: object) -> Iterator[None]:
+    def collect(self, state: object) -> Iterator[None]:
         """Call ``state_dict()`` of every object in ``state`` and in the returned state dicts, in the same order on all
         ranks. Yields to let other tasks run.
 
@@ -143,14 +143,14 @@ class Answers:
 
 
 class _Walk:
-    def __init__(self, answers: Answers | None) -> None:
-        self.answers = answers
+    def __init__(self, state_dicts: StateDicts | None) -> None:
+        self.state_dicts = state_dicts
         self.roots: list[StatefulRoot] = []
 
     def mapping(
         self, value: Mapping[Any, Any], prefix: str, path: tuple[Key, ...], owner: int | None
     ) -> Iterator[Leaf]:
-        items = value.items() if self.answers is None else self.answers.items(value)
+        items = value.items() if self.state_dicts is None else self.state_dicts.items(value)
         self.note(value, path, owner)
         for key, item in items:
             fqn = f"{prefix}.{key}" if prefix else str(key)
@@ -173,7 +173,7 @@ class _Walk:
                 f"{fqn[:200]}: nested deeper than {MAX_PATH_DEPTH} levels, or a container that contains itself"
             )
         if is_stateful(value):
-            own = value.state_dict() if self.answers is None else self.answers.state_dict(value)
+            own = value.state_dict() if self.state_dicts is None else self.state_dicts.state_dict(value)
             if owner is None:
                 owner = len(self.roots)
                 self.roots.append(StatefulRoot(owner, value))
@@ -220,9 +220,9 @@ class _Walk:
             yield from self.composite(part, inner, below)
 
 
-def leaves_of(state: Mapping[str, Any], answers: Answers | None = None) -> Iterator[Leaf]:
+def leaves_of(state: Mapping[str, Any], state_dicts: StateDicts | None = None) -> Iterator[Leaf]:
     """Yield the leaves of ``state`` in order. Calls ``state_dict()`` of every ``Stateful`` object in it, or uses
-    ``answers``.
+    ``state_dicts``.
 
     The rule is that of DCP. It descends into dicts, and into lists that hold tensors, dicts or ``Stateful`` objects at
     some depth. Any other value, including a tuple, is one leaf. A tensor that consists of others (sparse, a wrapper
@@ -237,7 +237,7 @@ def leaves_of(state: Mapping[str, Any], answers: Answers | None = None) -> Itera
             f'{type(state).__name__}; write {{"model": model}}'
         )
     seen: dict[str, tuple[Key, ...]] = {}
-    for leaf in _Walk(answers).mapping(state, "", (), None):
+    for leaf in _Walk(state_dicts).mapping(state, "", (), None):
         if isinstance(leaf.value, StatefulRoot):
             yield leaf
             continue

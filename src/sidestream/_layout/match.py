@@ -38,11 +38,11 @@ from ..errors import (
 from ..options import Tolerance
 from .composites.matching import CompositeTargets, kind_of, saved_composites
 from .findings import Findings, accepts, dtype_fits
-from .flatten import Answers, CompositeLeaf, Leaf, PlainPath, StatefulRoot, leaves_of, plain_path
+from .flatten import CompositeLeaf, Leaf, PlainPath, StateDicts, StatefulRoot, leaves_of, plain_path
 from .local_shards import Local, global_shape, is_distributed, locals_of
 from .names import Names, Renamed, castable, renamed
-from .objects import Taken, containers_of, kept_of, taken_by
-from .ranges import Candidate, Straight
+from .objects import LoadedAsSaved, containers_of, loaded_as_saved, unsaved_leaves
+from .ranges import Candidate, DirectReads
 
 __all__ = ["LoadPlan", "StatefulLoad", "match"]
 
@@ -51,7 +51,7 @@ _Box: TypeAlias = list[tuple[int, int]]
 _Extents: TypeAlias = Mapping[str, tuple[int, int]]
 """The first address of each tensor that has elements, and the one after the last."""
 
-_NOTHING = Taken(whole=False)
+_NOTHING = LoadedAsSaved(whole=False)
 _MANY = 256
 _FEW = 32  # leaves, which take some microseconds each
 
@@ -82,7 +82,7 @@ class LoadPlan:
 
     - ``names`` has the checkpoint with the FQNs of the target. Only ``not_requested``, ``ignored`` and ``unexpected``
       are names of the checkpoint.
-    - ``tensors`` are the tensors that are overwritten in place, by FQN. Those in ``straight`` are read as they are in
+    - ``tensors`` are the tensors that are overwritten in place, by FQN. Those in ``direct`` are read as they are in
       the file. For the others, ``local`` has their memory in this process by name (the FQN for plain tensors), and
       ``leaders`` the first name of the same memory (tied tensors have one leader).
     - ``new`` are the FQNs of tensors that are read into new memory. ``composites`` are the FQNs of composite tensors
@@ -95,7 +95,7 @@ class LoadPlan:
 
     names: Renamed
     tensors: Mapping[str, torch.Tensor]
-    straight: Straight
+    direct: DirectReads
     local: Mapping[str, Local]
     leaders: Mapping[str, str]
     new: tuple[str, ...]
@@ -122,7 +122,7 @@ class LoadPlan:
 
 def match(
     state: Mapping[str, Any],
-    answers: Answers,
+    state_dicts: StateDicts,
     manifest: Manifest,
     url: str,
     tolerance: Tolerance,
@@ -140,38 +140,38 @@ def match(
     """
     saved_names, called = manifest.entries.keys(), Renamed(manifest)
     if names is not None:
-        called = renamed(manifest, leaves_of(state, answers), names, url, same=_same, others=others)
+        called = renamed(manifest, leaves_of(state, state_dicts), names, url, same=_same, others=others)
         manifest = called.manifest
     findings = Findings(tolerance, called, unexpected=[] if others else None)
     roots: dict[int, Leaf] = {}
-    taken_of: dict[int | None, Taken] = {None: _NOTHING}
+    as_saved_of: dict[int | None, LoadedAsSaved] = {None: _NOTHING}
     owned: dict[int, list[Leaf]] = {}
     asked: set[str] = set()
     tensors: dict[str, torch.Tensor] = {}
     held: dict[str, list[tuple[str, Local]]] = {}
     values: list[tuple[Leaf, ValueEntry]] = []
-    straight = Straight()
+    direct = DirectReads()
     saved, parts = saved_composites(manifest)
     composites = CompositeTargets(manifest, findings, saved)
     found = manifest.stored
     inside = _Inside(manifest)
-    filled = _filled_by_others(leaves_of(state, answers), manifest) if others else frozenset()
-    for leaves in chunked(leaves_of(state, answers), _FEW):
+    filled = _filled_by_others(leaves_of(state, state_dicts), manifest) if others else frozenset()
+    for leaves in chunked(leaves_of(state, state_dicts), _FEW):
         pause_point()
         for root in leaves:
             if isinstance(root.value, StatefulRoot):
                 number = root.value.number
                 roots[number], owned[number] = root, []
-                taken_of[number] = taken_by(root)
+                as_saved_of[number] = loaded_as_saved(root)
         plain = [
             leaf
             for leaf in leaves
             if leaf.whole is None
             and leaf.fqn not in saved
             and leaf.fqn not in filled
-            and not taken_of[leaf.owner].apart(leaf.fqn)
+            and not as_saved_of[leaf.owner].covers(leaf.fqn)
         ]
-        taken = straight.take(_candidates(plain, found))
+        added = direct.add(_candidates(plain, found))
         for leaf in leaves:
             fqn, _, value, _, _, owner, _ = leaf
             asked.add(fqn)
@@ -180,16 +180,16 @@ def match(
             if owner is not None:
                 owned[owner].append(leaf)
             entry = manifest.entries.get(fqn)
-            if taken_of[owner].apart(fqn) and not _has_shards(value):
+            if as_saved_of[owner].covers(fqn) and not _has_shards(value):
                 if isinstance(value, torch.Tensor) and not is_lazy(value) and value.is_meta:
                     check_tensor(value, fqn, "load into")  # load_state_dict would do nothing
                 _fits_object(leaf, entry, findings)
                 continue
-            whole = taken_of[owner].whole
+            whole = as_saved_of[owner].whole
             composite = leaf.whole is not None or fqn in saved or type(value) is CompositeLeaf
             if composite and composites.take(leaf, compare=not whole):
                 continue
-            if fqn in taken or (composite and straight.take(_candidates([leaf], found))):
+            if fqn in added or (composite and direct.add(_candidates([leaf], found))):
                 tensors[fqn] = value
                 continue
             if owner is None and entry is None and not composite and (names_below := inside.names(fqn)):
@@ -208,21 +208,21 @@ def match(
                 _match_value(leaf, entry, manifest.exact, values, findings)
     below = _claimed(manifest, roots, owned)
     statefuls = [
-        _match_stateful(root, taken_of[number], owned[number], below[number], manifest, findings, parts)
+        _match_stateful(root, as_saved_of[number], owned[number], below[number], manifest, findings, parts)
         for number, root in roots.items()
     ]
     asked.update(fqn for entries in below.values() for fqn in entries)
     asked.update(part for fqn in composites.met for part in manifest.parts_of(fqn))
-    top = {str(key) for key, _ in answers.items(state)}
+    top = {str(key) for key, _ in state_dicts.items(state)}
     rest = _not_requested(called, asked, top, findings, parts)
-    local, extents = _locals(tensors, held, straight, manifest)
-    objects = (leaf for number, leaves in owned.items() if taken_of[number].whole for leaf in leaves)
+    local, extents = _locals(tensors, held, direct, manifest)
+    objects = (leaf for number, leaves in owned.items() if as_saved_of[number].whole for leaf in leaves)
     for fqn in _sharing_of_objects(local, extents, objects, manifest):
         del tensors[fqn], local[fqn]
     leaders = _tied(local, extents, manifest, findings)
     shared = _sharing(local, extents, dict.fromkeys(leaders.values()))
     _check_fresh(statefuls, tensors)
-    findings.raise_if_any(url, lambda: _names_in(state, answers), saved_names)
+    findings.raise_if_any(url, lambda: _names_in(state, state_dicts), saved_names)
     new = dict.fromkeys(part for leaf in composites.sparse for part in manifest.parts_of(leaf.fqn))
     made = dict.fromkeys(leaf.fqn for leaf in composites.sparse)
     for entries in (stateful.entries for stateful in statefuls if stateful is not None):
@@ -235,7 +235,7 @@ def match(
     return LoadPlan(
         names=called,
         tensors=tensors,
-        straight=straight,
+        direct=direct,
         local=local,
         leaders=leaders,
         new=tuple(new),
@@ -265,8 +265,8 @@ def _candidates(leaves: Iterable[Leaf], found: Mapping[str, Entry | Row]) -> lis
     ]
 
 
-def _names_in(state: Mapping[str, Any], answers: Answers) -> list[str]:
-    return [leaf.fqn for leaf in leaves_of(state, answers) if not isinstance(leaf.value, StatefulRoot)]
+def _names_in(state: Mapping[str, Any], state_dicts: StateDicts) -> list[str]:
+    return [leaf.fqn for leaf in leaves_of(state, state_dicts) if not isinstance(leaf.value, StatefulRoot)]
 
 
 def _same(one: object, other: object) -> bool:
@@ -284,15 +284,15 @@ def _view(tensor: torch.Tensor) -> object:
 def _locals(
     tensors: Mapping[str, torch.Tensor],
     held: Mapping[str, Iterable[tuple[str, Local]]],
-    straight: Straight,
+    direct: DirectReads,
     manifest: Manifest,
 ) -> tuple[dict[str, Local], _Extents]:
-    """Return the memory of the tensors that are not ``straight``, and its extents. Tensors that share memory are
-    removed from ``straight`` first. ``held`` has the pieces of tensors that are known already."""
+    """Return the memory of the tensors that are not ``direct``, and its extents. Tensors that share memory are
+    removed from ``direct`` first. ``held`` has the pieces of tensors that are known already."""
 
     def others() -> Iterator[tuple[str, Local]]:
         for fqn, tensor in tensors.items():
-            if fqn not in straight.tensors:
+            if fqn not in direct.tensors:
                 for name, piece in held.get(fqn) or locals_of(fqn, tensor):
                     while name != fqn and (name in tensors or name in manifest.entries):
                         name += "+"  # noqa: PLW2901  # an entry of its own has the name of this part
@@ -300,10 +300,10 @@ def _locals(
 
     local = dict(collected(others()))
     extents = _extents(local)
-    shared = straight.shared(extents.values())
+    shared = direct.shared(extents.values())
     if not shared:
         return local, extents
-    straight.remove(shared)
+    direct.remove(shared)
     local = dict(collected(others()))
     return local, _extents(local)
 
@@ -478,12 +478,12 @@ def _sharing(tensors: Mapping[str, Local], extents: _Extents, names: Iterable[st
     groups = _separated(placed)
     found: list[tuple[str, ...]] = []
     for group in groups:
-        if not _all_apart([tensors[name].tensor for name in group]):
+        if not _all_disjoint([tensors[name].tensor for name in group]):
             found.append(tuple(group))
     return tuple(found)
 
 
-def _all_apart(tensors: Sequence[torch.Tensor]) -> bool:
+def _all_disjoint(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether these tensors certainly have no element in common, and each has none twice. They are sorted by
     address. Several must be boxes of one array."""
     first = tensors[0]
@@ -498,7 +498,7 @@ def _all_apart(tensors: Sequence[torch.Tensor]) -> bool:
         if box is None or one.stride() != first.stride() or one.itemsize != first.itemsize:
             return False
         boxes.append(box)
-    return _cut_apart(boxes)
+    return _are_separable(boxes)
 
 
 def _is_distinct(tensor: torch.Tensor) -> bool:
@@ -532,7 +532,7 @@ def _box_in(tensor: torch.Tensor, begin: int) -> _Box | None:
     return [*box, (offset, offset + 1)]
 
 
-def _cut_apart(boxes: list[_Box]) -> bool:
+def _are_separable(boxes: list[_Box]) -> bool:
     """Return whether all boxes can be separated by cuts in one dimension at a time, each through the whole of a part.
     That takes some sorting, and no comparison of all pairs."""
     uncut = [boxes]
@@ -573,7 +573,7 @@ def _content(entry: Entry) -> object:
 
 def _match_stateful(
     root: Leaf,
-    taken: Taken,
+    as_saved: LoadedAsSaved,
     leaves: list[Leaf],
     below: dict[str, Entry],
     manifest: Manifest,
@@ -597,45 +597,49 @@ def _match_stateful(
     compared = (torch.Tensor, CompositeLeaf)
     if not below:
         for leaf in leaves:
-            if isinstance(leaf.value, compared) and (taken.whole or taken.apart(leaf.fqn)):
+            if isinstance(leaf.value, compared) and (as_saved.whole or as_saved.covers(leaf.fqn)):
                 findings.add_missing(leaf.fqn)
         keys = collected((fqn.partition(".")[0] for fqn in manifest.entries), _MANY)  # makes no entries
         found = shortened(sorted(set(keys)))
         findings.add_missing(root.fqn, f"nothing of it in the checkpoint, whose keys are {found}")
         return None
     tensors = {
-        leaf.fqn for leaf in leaves if isinstance(leaf.value, compared) and not (taken.whole or taken.apart(leaf.fqn))
+        leaf.fqn
+        for leaf in leaves
+        if isinstance(leaf.value, compared) and not (as_saved.whole or as_saved.covers(leaf.fqn))
     }  # they are reported where they are compared
     accepted = findings.tolerance.missing
     absent = [leaf for leaf in leaves if leaf.fqn not in below and accepts(accepted, leaf.fqn)] if accepted else []
     kept: list[Leaf] = []
     entries = below
-    if taken.whole:
-        kept = kept_of(absent, len(root.path), below.values())
+    if as_saved.whole:
+        kept = unsaved_leaves(absent, len(root.path), below.values())
         findings.missing.extend(leaf.fqn for leaf in kept)
     else:
-        findings.missing.extend(leaf.fqn for leaf in absent if leaf.fqn not in tensors and not taken.apart(leaf.fqn))
-        entries = _of_module(taken, leaves, below, findings, parts)
+        findings.missing.extend(
+            leaf.fqn for leaf in absent if leaf.fqn not in tensors and not as_saved.covers(leaf.fqn)
+        )
+        entries = _of_module(as_saved, leaves, below, findings, parts)
     for some in chunked(entries.items(), _MANY):
         findings.opaque += [fqn for fqn, entry in some if isinstance(entry, OpaqueEntry) and fqn not in tensors]
         pause_point()
-    lenient = not taken.whole and (accepted or findings.tolerance.unexpected) is not None
+    lenient = not as_saved.whole and (accepted or findings.tolerance.unexpected) is not None
     containers, integer_keys = root.value.containers, _integer_keys(leaves)
     return StatefulLoad(instance, root.fqn, root.path, entries, tuple(kept), containers, integer_keys, lenient)
 
 
 def _of_module(
-    taken: Taken, leaves: list[Leaf], below: dict[str, Entry], findings: Findings, parts: frozenset[str]
+    as_saved: LoadedAsSaved, leaves: list[Leaf], below: dict[str, Entry], findings: Findings, parts: frozenset[str]
 ) -> dict[str, Entry]:
     """Return the entries that a module takes."""
     known = {leaf.fqn for leaf in leaves}
     entries: dict[str, Entry] = {}
-    extra_states = set(taken.extra_states)
+    extra_states = set(as_saved.extra_states)
     for fqn, entry in below.items():
         pause_point()
         if extra_states:
             extra_states.difference_update(containers_of(fqn))
-        if fqn in known or fqn in parts or taken.apart(fqn):
+        if fqn in known or fqn in parts or as_saved.covers(fqn):
             entries[fqn] = entry
         else:
             findings.add_unexpected(fqn, "module")

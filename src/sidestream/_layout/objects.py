@@ -18,7 +18,7 @@ from .._format.records import Entry
 from .._runtime.pauses import pause_point
 from .flatten import Leaf, StatefulRoot, plain_path
 
-__all__ = ["Taken", "containers_of", "kept_of", "taken_by"]
+__all__ = ["LoadedAsSaved", "containers_of", "loaded_as_saved", "unsaved_leaves"]
 
 _EXTRA_STATE = "_extra_state"
 _WRAPPED = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -26,7 +26,7 @@ _WRAPPED = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class LoadedAsSaved:
     """What an object takes as it was saved, whatever is in its own state dict.
 
     ``whole``: all of it. Tensors that fit are read in place. Otherwise the object is a module, and takes all that has
@@ -38,7 +38,7 @@ class Taken:
     names: frozenset[str] = frozenset()
     extra_states: frozenset[str] = frozenset()
 
-    def apart(self, fqn: str) -> bool:
+    def covers(self, fqn: str) -> bool:
         """Return whether ``fqn`` is given to code of a part of a module."""
         return bool(self.names) and not self.names.isdisjoint(containers_of(fqn))
 
@@ -51,12 +51,12 @@ def containers_of(fqn: str) -> Iterator[str]:
         end = fqn.rfind(".", 0, end)
 
 
-def taken_by(root: Leaf) -> Taken:
+def loaded_as_saved(root: Leaf) -> LoadedAsSaved:
     """Return what the object at ``root`` takes. Looks at the modules in it, and calls none of their methods."""
     found: StatefulRoot = root.value
     instance = found.instance
     if not isinstance(instance, torch.nn.Module) or not _is_of_torch(instance, "load_state_dict"):
-        return Taken(whole=True)
+        return LoadedAsSaved(whole=True)
     names: set[str] = set()
     extra_states: set[str] = set()
     stack: list[tuple[str, Any]] = [(root.fqn, instance)]
@@ -73,7 +73,7 @@ def taken_by(root: Leaf) -> Taken:
             for name, child in list(module._modules.items())
             if child is not None
         ]
-    return Taken(False, frozenset(names | extra_states), frozenset(extra_states))
+    return LoadedAsSaved(False, frozenset(names | extra_states), frozenset(extra_states))
 
 
 def _is_of_torch(module: Any, method: str) -> bool:
@@ -97,7 +97,7 @@ def _module_of(hook: Any) -> str:
     return getattr(hook, "__module__", None) or ""
 
 
-def kept_of(leaves: Iterable[Leaf], depth: int, saved: Iterable[Entry]) -> list[Leaf]:
+def unsaved_leaves(leaves: Iterable[Leaf], depth: int, saved: Iterable[Entry]) -> list[Leaf]:
     """Return those of ``leaves`` that an object may keep: below a key of its state dict of which nothing was saved. The
     value of any other key is what was saved. ``depth`` is that of the object, and ``saved`` is all that it gets."""
     keys: set[str | int] = set()

@@ -1,4 +1,4 @@
-"""Boxes of tensors, and tensors that are read straight into their memory.
+"""Boxes of tensors, and tensors that are read directly into their memory.
 
 Nearly all tensors of a load have plain memory of the same dtype and shape, and are read directly into it. The work for
 one of them is described by a tuple of numbers, strings and bytes, and not by records that refer to each other. 10,000
@@ -20,7 +20,7 @@ from .._format.records import Row
 from .._runtime.pauses import chunked, pause_point
 from .._runtime.torch_probes import PLAIN_TENSORS, dtype_name, has_shards, on_host_as_is
 
-__all__ = ["Box", "Candidate", "Payload", "Straight"]
+__all__ = ["Box", "Candidate", "DirectReads", "Payload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ _MANY = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Straight:
+class DirectReads:
     """Tensors by FQN, and the payloads that are read into them, by file. ``starts`` and ``ends`` are the addresses of
     the tensors."""
 
@@ -64,7 +64,7 @@ class Straight:
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
-    def take(self, found: Sequence[Candidate]) -> set[str]:
+    def add(self, found: Sequence[Candidate]) -> set[str]:
         """Add those tensors of ``found`` into whose memory the bytes of their rows can be read as they are. Returns
         their FQNs. Facts of tensors are taken of all of them at once, without a call from Python for each."""
         plain = [one for one in found if type(one[1]) in PLAIN_TENSORS]
@@ -79,19 +79,19 @@ class Straight:
             map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors)),
             strict=True,
         )
-        taken: set[str] = set()
+        added: set[str] = set()
         for (fqn, tensor, row), (shape, dtype, element_bytes), contiguous, start, skipped, held in facts:
             saved_dtype, saved_shape, nbytes, file, _, _, offset, crcs, digests, _ = row
             if not (contiguous and start and nbytes) or shape != saved_shape or dtype_name(dtype) != saved_dtype:
                 continue
             if skipped * element_bytes + nbytes > held or has_shards(tensor):
                 continue
-            taken.add(fqn)
+            added.add(fqn)
             self.tensors[fqn] = tensor
             self.starts.append(start)
             self.ends.append(start + nbytes)
             self.payloads.setdefault(file, []).append((offset, nbytes, 0, crcs, digests, fqn))
-        return taken
+        return added
 
     def shared(self, others: Collection[tuple[int, int]]) -> set[str]:
         """Return the FQNs of tensors that share memory with each other, or with one of ``others``, which are start and

@@ -450,7 +450,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         def prepare() -> NewTensors:
             with streams.current():
                 missing = (fqn for fqn in fqns if fqn not in mapped)
-                new = new_tensors(entries, missing, device, dtypes, straight=True)
+                new = new_tensors(entries, missing, device, dtypes, direct=True)
             if self._verify == "always":
                 new.wanted.extend(_verified(entries, mapped))
             return new
@@ -525,7 +525,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             raise MissingKeysError(f"{self.url} has no {fqn!r}", [fqn]) from None
 
     async def _read(self, files: _Files, new: NewTensors, streams: Streams, progress: Progress | None = None) -> None:
-        reader = Reader(files.source, self._verify, progress, streams, new.straight)
+        reader = Reader(files.source, self._verify, progress, streams, new.direct)
         files.lifecycle.planned()
         await reader.read(new.wanted, own=self._manifest.own)
         files.lifecycle.read(reader.nbytes)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 from .._format.records import Entry, ForeignPayload, TensorEntry, row_major_strides, stored
-from .._layout.ranges import Box, Straight
+from .._layout.ranges import Box, DirectReads
 from .._runtime.threads import collected, pause_point
 from .._runtime.torch_probes import dtype_from_name
 from ..errors import allocating
@@ -21,12 +21,12 @@ __all__ = ["NewTensors", "new_tensors"]
 
 @dataclass(frozen=True, slots=True)
 class NewTensors:
-    """Tensors in new memory, by FQN, and the reads that fill them. ``straight`` has the tensors that are read straight,
+    """Tensors in new memory, by FQN, and the reads that fill them. ``direct`` has the tensors that are read directly,
     and ``wanted`` the others."""
 
     tensors: dict[str, torch.Tensor]
     wanted: list[Wanted]
-    straight: Straight = field(default_factory=Straight)
+    direct: DirectReads = field(default_factory=DirectReads)
 
 
 def new_tensors(
@@ -35,24 +35,24 @@ def new_tensors(
     device: torch.device | None = None,
     dtypes: Mapping[str, str] = MappingProxyType({}),
     *,
-    straight: bool = False,
+    direct: bool = False,
 ) -> NewTensors:
     """Allocate memory for tensors that have none yet. Called in a worker thread. Raises ``OutOfMemoryError``.
 
     Tied tensors (one item in the file) share memory. Views of one storage share memory too, and their storage is read
     once, as a whole. ``dtypes`` are the dtypes of those tensors that are converted; these do not share memory with
-    others. With ``straight``, tensors are read straight to their memory where that is possible."""
+    others. With ``direct``, tensors are read directly into their memory where that is possible."""
     new = NewTensors({}, [])
     shared: dict[object, torch.Tensor] = {}
     storages: dict[tuple[str, int], list[str]] = {}
-    rows = stored(entries) if straight and device is None else {}
+    rows = stored(entries) if direct and device is None else {}
     for fqn in fqns:
         pause_point()
         row = rows.get(fqn)
         if isinstance(row, tuple) and fqn not in dtypes:
             dtype, shape, _, file, start, _, payload, *_ = row
             place = (dtype, shape, file, start, payload)
-            if place not in shared and new.straight.take([(fqn, tensor := _new(fqn, shape, dtype, device), row)]):
+            if place not in shared and new.direct.add([(fqn, tensor := _new(fqn, shape, dtype, device), row)]):
                 shared[place] = tensor
             if place in shared:
                 new.tensors[fqn] = shared[place]

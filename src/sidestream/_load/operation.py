@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from .._format.records import Manifest
 from .._group import Operation, Stopped, deadline_of, group_of, run_together, stoppable
@@ -33,7 +33,7 @@ from ..events import (
     emit,
 )
 from ..options import GroupChoice, LoadOptions, Storage, Tolerated, options_of, storage_of, tolerance_of
-from .report import Loaded, LoadReport, LoadRequest, PassedOver, report_of
+from .report import LoadReport, LoadRequest, PassedOver, report_of
 from .target import StateTarget
 
 __all__ = [
@@ -43,7 +43,6 @@ __all__ = [
     "LoadRequest",
     "PassedOver",
     "ReadCall",
-    "Target",
     "load",
     "load_from",
     "reading",
@@ -55,49 +54,6 @@ E = TypeVar("E", bound=BaseException)
 _NAMES_SHOWN = 20
 _MOST_RESTARTS = 8
 """The limit of restarts in a group. Without it, ranks that do not share storage could start over for ever."""
-
-
-class Target(Protocol):
-    """The state that a load changes. ``ask``, ``open``, ``plan``, ``read``, ``apply`` and ``finish`` are called in this
-    order. If the load starts over, ``open``, ``plan`` and ``read`` are called again. That happens after ``replaced``
-    has returned True on this rank or on another one."""
-
-    async def ask(self) -> None:
-        """Call the methods of the caller's objects that return what they need. Called on the event loop. The order of
-        the calls is the same on all ranks."""
-
-    async def open(self) -> Manifest:
-        """Read the manifest of the checkpoint. Raises ``CheckpointNotFoundError`` and ``CorruptCheckpointError``."""
-
-    async def plan(self) -> None:
-        """Decide what is read, and into which memory. When this raises, the target is unchanged."""
-
-    async def read(self) -> None:
-        """Read and verify. When this raises, the tensors in ``written`` may have changed."""
-
-    async def replaced(self) -> bool:
-        """Return whether another checkpoint has taken the place of the one that was opened, so that ``open`` has to be
-        called again. Return False if this target cannot start over any more."""
-
-    async def apply(self) -> None:
-        """Change the parts of the target other than the bytes of tensors. The caller shields this from cancels."""
-
-    async def aclose(self) -> None:
-        """Release the files of the checkpoint. Called at the end of every load, also if nothing was opened."""
-
-    def finish(self) -> Loaded:
-        """Return what was loaded, and free the manifest of the checkpoint. Called in a worker thread."""
-
-    def written(self) -> tuple[str, ...]:
-        """Return the tensors of the target that may have been changed, under all their names."""
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes that were read."""
-
-    @property
-    def unverified(self) -> set[str]:
-        """The tensors that were read although some of their bytes have no checksum."""
 
 
 class LoadLifecycle:
@@ -176,7 +132,7 @@ class LoadOperation:
     """One load, or the part of this rank in a load of a group. ``run`` may be called once."""
 
     url: str
-    target: Target
+    target: StateTarget
     request: LoadRequest
     lifecycle: LoadLifecycle
     together: Operation | None = None
@@ -211,7 +167,7 @@ class LoadOperation:
 
     async def _run(self) -> LoadReport:
         target, lifecycle, together = self.target, self.lifecycle, self.together
-        await target.ask()
+        await target.call_state_dicts()
         manifest = await self._read()
         if together is not None:
             together.step = "hand over"

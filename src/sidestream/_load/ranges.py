@@ -17,13 +17,13 @@ from .._storage import PIECE_BYTES
 
 __all__ = [
     "Direct",
+    "DirectBatch",
     "Range",
     "RangePart",
     "Scatter",
-    "StraightBatch",
     "batches",
+    "direct_batches",
     "plan_ranges",
-    "straight_batches",
 ]
 
 
@@ -225,7 +225,7 @@ def batches(parts: Iterable[P]) -> list[list[P]]:
 
 
 @dataclass(frozen=True, slots=True)
-class StraightBatch:
+class DirectBatch:
     """Payloads of one file, by offset, that one thread reads."""
 
     file: str
@@ -233,13 +233,13 @@ class StraightBatch:
     nbytes: int
 
 
-def straight_batches(payloads: Mapping[str, list[Payload]]) -> list[StraightBatch]:
+def direct_batches(payloads: Mapping[str, list[Payload]]) -> list[DirectBatch]:
     """Group the payloads of each file by offset, with at most 16 MiB in a batch. Larger payloads are cut at blocks."""
-    found: list[StraightBatch] = []
+    found: list[DirectBatch] = []
     for file, of_file in payloads.items():
         of_file.sort()
         for some in by_size(_cut(of_file), itemgetter(1), PIECE_BYTES, _MOST_PARTS):
-            found.append(StraightBatch(file, some, sum(map(itemgetter(1), some))))
+            found.append(DirectBatch(file, some, sum(map(itemgetter(1), some))))
             pause_point()
     return found
 

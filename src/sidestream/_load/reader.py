@@ -14,7 +14,7 @@ from .._foreign.items import located, read_item, unpack_chunk
 from .._foreign.transforms import require
 from .._format.checksum import crc32, unpack_crcs
 from .._format.records import BLOCK_BYTES, Chunk, TensorEntry, row_major_strides
-from .._layout.ranges import Box, Payload, Straight
+from .._layout.ranges import Box, DirectReads, Payload
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import Stop, chunked, clear_gradually, collected, holding_gil, io_threads, paced, pause_point
@@ -24,11 +24,11 @@ from .._staging.streams import Streams
 from .._storage import Batches, Memory, RangeSource, ReadRange, Reads, Scratch
 from ..options import Progress, Verify
 from .checks import addresses_in, altered, check_digests
-from .ranges import Direct, Range, RangePart, Scatter, StraightBatch, batches, plan_ranges, straight_batches
+from .ranges import Direct, DirectBatch, Range, RangePart, Scatter, batches, direct_batches, plan_ranges
 
 __all__ = ["Check", "Reader", "Wanted"]
 
-_Batch: TypeAlias = list[Range] | StraightBatch
+_Batch: TypeAlias = list[Range] | DirectBatch
 
 _BURST_BYTES = 4 * BLOCK_BYTES
 _SMALL_BYTES = 64 << 10
@@ -116,7 +116,7 @@ class Check:
 class Reader:
     """A reader of the checkpoint in ``source``. ``read`` may be called once.
 
-    ``straight`` has tensors that are read together with the arguments of ``read``, without a change of their bytes.
+    ``direct`` has tensors that are read together with the arguments of ``read``, without a change of their bytes.
     ``touched`` has the FQNs of the tensors that may have been written to so far. ``unverified`` has those of which some
     byte had no checksum. ``nbytes`` is the number of bytes that were read.
     """
@@ -125,7 +125,7 @@ class Reader:
     verify: Verify
     progress: Progress | None = None
     streams: Streams = field(default_factory=Streams)
-    straight: Straight = field(default_factory=Straight)
+    direct: DirectReads = field(default_factory=DirectReads)
     touched: set[str] = field(default_factory=set)
     unverified: set[str] = field(default_factory=set)
     nbytes: int = 0
@@ -144,7 +144,7 @@ class Reader:
         packed = [] if own else await io_threads().run(_packed, targets)
         if found is None:
             found = {} if own else await located(self.source, await io_threads().run(_entries, targets))
-        planned, total = await io_threads().run(_plan, self.straight, targets, found, self.verify == "always")
+        planned, total = await io_threads().run(_plan, self.direct, targets, found, self.verify == "always")
         total += sum(chunk.item_bytes for _, chunk in packed)
         self._report_progress(total)
         await self._read_batches(planned, targets, total)
@@ -153,7 +153,7 @@ class Reader:
 
     def _finish(self, planned: list[_Batch], targets: dict[str, Wanted], wanted: list[Wanted]) -> None:
         self.streams.finish()
-        clear_gradually(planned, targets, wanted, *self.straight.payloads.values())
+        clear_gradually(planned, targets, wanted, *self.direct.payloads.values())
 
     async def _read_batches(self, planned: Sequence[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
         progress, done = self.progress, self.nbytes
@@ -166,8 +166,8 @@ class Reader:
 
     def _reads(self, targets: Mapping[str, Wanted], batch: _Batch, scratch: Scratch, stop: Stop | None) -> Reads:
         """Return the reads for a batch, with the scratch memory that they use. Called in a thread."""
-        if isinstance(batch, StraightBatch):
-            ranges, memory = self.straight_reads(batch, scratch, stop)
+        if isinstance(batch, DirectBatch):
+            ranges, memory = self.direct_reads(batch, scratch, stop)
             return Reads(batch.file, ranges, batch.nbytes, memory)
         views, memory = _buffers(batch, targets, scratch)
         self.touched.update([one.fqn for one in batch if isinstance(one.into, Direct)])
@@ -216,11 +216,9 @@ class Reader:
                     self.touched.add(one.fqn)
                     _place(piece, buffer, one.entry, one.target, self.streams)
 
-    # --- straight ---
+    # --- direct reads ---
 
-    def straight_reads(
-        self, batch: StraightBatch, scratch: Scratch, stop: Stop | None
-    ) -> tuple[list[ReadRange], Memory]:
+    def direct_reads(self, batch: DirectBatch, scratch: Scratch, stop: Stop | None) -> tuple[list[ReadRange], Memory]:
         """Return the reads for a batch, and the scratch memory that they use.
 
         Neighbours are read together only if there is a ``stop``, which is checked before they are copied to their
@@ -239,7 +237,7 @@ class Reader:
 
     def _read_one(self, file: str, payload: Payload) -> ReadRange:
         offset, nbytes, start, crcs, digests, fqn = payload
-        tensor = self.straight.tensors[fqn]
+        tensor = self.direct.tensors[fqn]
         addresses_in([fqn], [tensor], [start], [nbytes])
         into = memory_of(tensor, start, nbytes)
         self.touched.add(fqn)
@@ -252,7 +250,7 @@ class Reader:
     def _spread(self, file: str, span: list[Payload], view: memoryview, stop: Stop) -> None:
         """Check payloads that were read together, and copy them to their places. Called in the thread that has read
         them. Raises ``ClosedError`` once ``stop`` is set."""
-        tensors = self.straight.tensors
+        tensors = self.direct.tensors
         source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)) - span[0][0], span[0][0]
         for some in paced(chunked(span, _MANY), 1):
             stop.check()
@@ -276,19 +274,19 @@ class Reader:
 
 
 def _plan(
-    straight: Straight, targets: Mapping[str, Wanted], found: Mapping[str, TensorEntry], verified: bool
+    direct: DirectReads, targets: Mapping[str, Wanted], found: Mapping[str, TensorEntry], verified: bool
 ) -> tuple[list[_Batch], int]:
     ranges: list[Range] = []
     for fqn, one in targets.items():
         pause_point()
         entry = found.get(fqn, one.entry)
         ranges.extend(plan_ranges(fqn, entry, one.box, row_major=one.takes_bytes, verified=verified))
-    planned: list[_Batch] = [*straight_batches(straight.payloads), *batches(ranges)]
+    planned: list[_Batch] = [*direct_batches(direct.payloads), *batches(ranges)]
     return planned, sum(map(_nbytes, planned))
 
 
 def _nbytes(batch: _Batch) -> int:
-    return batch.nbytes if isinstance(batch, StraightBatch) else sum(one.nbytes for one in batch)
+    return batch.nbytes if isinstance(batch, DirectBatch) else sum(one.nbytes for one in batch)
 
 
 def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
@@ -350,7 +348,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
 
 
-# --- straight ---
+# --- direct reads ---
 
 
 def _spans(payloads: Iterable[Payload]) -> list[list[Payload]]:

@@ -20,7 +20,7 @@ from .._format.records import DictKey, EmptyEntry, Key, Manifest, OpaqueEntry, T
 from .._group import Operation
 from .._layout.assemble import assemble
 from .._layout.findings import accepts
-from .._layout.flatten import Answers, CompositeLeaf, Leaf, PlainPath, plain_path
+from .._layout.flatten import CompositeLeaf, Leaf, PlainPath, StateDicts, plain_path
 from .._layout.match import LoadPlan, StatefulLoad, match
 from .._layout.ranges import Box
 from .._runtime.caller import run_in_calling_thread
@@ -174,14 +174,19 @@ class _Prepared:
 
 @dataclass(slots=True)
 class StateTarget:
-    """A target that is a state dict. Each of its tensors is matched with an entry of the checkpoint. ``together`` is
-    set if several ranks load."""
+    """A state dict that a load changes. Each of its tensors is matched with an entry of the checkpoint. ``together`` is
+    set if several ranks load.
+
+    ``call_state_dicts``, ``open``, ``plan``, ``read``, ``apply`` and ``finish`` are called in this order. If the load
+    starts over, ``open``, ``plan`` and ``read`` are called again. That happens after ``replaced`` has returned True on
+    this rank or on another one.
+    """
 
     location: Location
     state: Mapping[str, Any]
     request: LoadRequest
     together: Operation | None
-    _answers: Answers = field(default_factory=Answers, init=False)
+    _state_dicts: StateDicts = field(default_factory=StateDicts, init=False)
     _source: RangeSource | None = field(default=None, init=False)
     _outline: ManifestOutline | None = field(default=None, init=False)
     _manifest: Manifest = field(init=False)
@@ -193,11 +198,14 @@ class StateTarget:
     _written: tuple[str, ...] = field(default=(), init=False)
     """The tensors that were written from another checkpoint, before the load started over."""
 
-    async def ask(self) -> None:
-        for _ in self._answers.ask(self.state):
+    async def call_state_dicts(self) -> None:
+        """Call the methods of the caller's objects that return what they need. Called on the event loop. The order of
+        the calls is the same on all ranks."""
+        for _ in self._state_dicts.collect(self.state):
             await asyncio.sleep(0)
 
     async def open(self) -> Manifest:
+        """Read the manifest of the checkpoint. Raises ``CheckpointNotFoundError`` and ``CorruptCheckpointError``."""
         self._written, self._prepared = self.written(), None
         await self.aclose()
         if self.together is None:
@@ -208,6 +216,7 @@ class StateTarget:
         return self._manifest
 
     async def plan(self) -> None:
+        """Decide what is read, and into which memory. When this raises, the target is unchanged."""
         threads, url, source = io_threads(), self.location.url, self._source
         assert source is not None
         plan, devices, entries = await threads.run(self._match)
@@ -224,15 +233,16 @@ class StateTarget:
                 plan, devices, entries = await threads.run(self._match)
         streams = await streams_of(devices)
         verify, progress = self.request.options.verify, self.request.options.progress
-        straight = plan.straight
+        direct = plan.direct
         if self.request.options.atomic:
-            straight = replace(straight, tensors=await threads.run(_empty, straight.tensors))
-        reader = Reader(source, verify, progress, streams, straight)
+            direct = replace(direct, tensors=await threads.run(_empty, direct.tensors))
+        reader = Reader(source, verify, progress, streams, direct)
         allow, trust = self.request.allowed, self.request.options.trust
         values = await read_values(source, self._manifest, entries, allow, trust)
         self._prepared = await threads.run(self._prepare, plan, reader, values)
 
     async def read(self) -> None:
+        """Read and verify. When this raises, the tensors in ``written`` may have changed."""
         prepared = self._ready
         compared = await self._check_ties(prepared)
         await prepared.reader.read(prepared.wanted, own=self._manifest.own)
@@ -243,12 +253,15 @@ class StateTarget:
             await io_threads().run(self._build)
 
     async def replaced(self) -> bool:
+        """Return whether another checkpoint has taken the place of the one that was opened, so that ``open`` has to be
+        called again."""
         if await was_replaced(self.location, self._manifest):
             return True
         # An export has no marker. When it is replaced, another directory has its name.
         return self._source is not None and await self._source.moved()
 
     async def apply(self) -> None:
+        """Change the parts of the target other than the bytes of tensors. The caller shields this from cancels."""
         self._applying = True
         prepared = self._ready
         if prepared.copied:
@@ -260,10 +273,12 @@ class StateTarget:
         self._left = tuple(missing), tuple(unexpected)
 
     async def aclose(self) -> None:
+        """Release the files of the checkpoint. Called at the end of every load, also if nothing was opened."""
         if self._source is not None:
             await self._source.aclose()
 
     def finish(self) -> Loaded:
+        """Return what was loaded, and free the manifest of the checkpoint. Called in a worker thread."""
         prepared, plan = self._ready, self._ready.plan
         clear_gradually(self._manifest.entries)
         clear_gradually(plan.names.manifest.entries)
@@ -272,6 +287,7 @@ class StateTarget:
         return Loaded(prepared.loaded, plan.not_requested, tuple(missing), plan.cast, tuple(ignored))
 
     def written(self) -> tuple[str, ...]:
+        """Return the tensors of the target that may have been changed, under all their names."""
         if self._prepared is None:
             return self._written
         plan, reader = self._prepared.plan, self._prepared.reader
@@ -280,16 +296,18 @@ class StateTarget:
         if self.request.options.atomic:
             return ()
         touched = reader.touched.difference(*plan.shared)  # those are read into other memory first
-        straight = [fqn for fqn in plan.straight.tensors if fqn in touched]
+        direct = [fqn for fqn in plan.direct.tensors if fqn in touched]
         local = [plan.local[name].fqn for name, leader in plan.leaders.items() if leader in touched]
-        return tuple(dict.fromkeys([*self._written, *straight, *local]))
+        return tuple(dict.fromkeys([*self._written, *direct, *local]))
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes that were read."""
         return self._ready.reader.nbytes
 
     @property
     def unverified(self) -> set[str]:
+        """The tensors that were read although some of their bytes have no checksum."""
         found, leaders = self._ready.reader.unverified, self._ready.plan.leaders
         return found | {fqn for fqn, leader in leaders.items() if leader in found} if found else found
 
@@ -324,7 +342,7 @@ class StateTarget:
         """Return the plan, the devices of its tensors, and the values that it needs."""
         tolerance, names = self.request.tolerance, self.request.options.names
         found, url, others = self._manifest, self.location.url, self.together is not None
-        plan = match(self.state, self._answers, found, url, tolerance, others=others, names=names)
+        plan = match(self.state, self._state_dicts, found, url, tolerance, others=others, names=names)
         return plan, _devices(plan), _value_entries(plan)
 
     def _build(self) -> None:
@@ -354,7 +372,7 @@ class StateTarget:
         copied = _empty(places if self.request.options.atomic else aside)
         places |= copied
         if self.request.options.atomic:
-            copied |= reader.straight.tensors
+            copied |= reader.direct.tensors
         distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed(places.items())}
         wanted = collected(self._want(plan, fqn, tensor) for fqn, tensor in reversed(distinct.values()))
         wanted += new.wanted
@@ -396,7 +414,7 @@ def _copy_all(prepared: _Prepared) -> None:
     with reader.streams.current():
         for fqn, source in prepared.copied.items():
             pause_point()
-            target = plan.local[fqn].tensor if fqn in plan.local else plan.straight.tensors[fqn]
+            target = plan.local[fqn].tensor if fqn in plan.local else plan.direct.tensors[fqn]
             with torch.inference_mode(target.is_inference()), torch.no_grad():
                 copyable(target).copy_(copyable(source))
     reader.streams.finish()
@@ -479,7 +497,7 @@ def _devices(plan: LoadPlan) -> set[torch.device]:
 
 def _count_versions(plan: LoadPlan) -> None:
     """Increment the versions of the tensors that were written to, for autograd."""
-    tensors = chain(plan.straight.tensors.values(), (one.tensor for one in plan.local.values()))
+    tensors = chain(plan.direct.tensors.values(), (one.tensor for one in plan.local.values()))
     while some := list(islice(tensors, 64)):
         torch.autograd.graph.increment_version(list(filterfalse(torch.Tensor.is_inference, some)))
         pause_point()

@@ -87,11 +87,11 @@ class Group:
         seconds = dict(order.lifecycle.seconds)  # a copy: the loop may add to it meanwhile
         packed = await io_threads().run(_pack, receipt, layout, seconds)
         answer = await self._operation.aexchange("commit", packed, partial(self._commit, layout))
-        told = json.loads(answer)
+        sent = json.loads(answer)
         order.transaction.outcome = "committed"
-        if "not_durable" in told:
-            raise NotDurableError(told["not_durable"])
-        return Committed(told["nbytes"], told["seconds"])
+        if "not_durable" in sent:
+            raise NotDurableError(sent["not_durable"])
+        return Committed(sent["nbytes"], sent["seconds"])
 
     async def _commit(self, layout: SharedLayout, packed: Sequence[bytes]) -> bytes:
         """Commit, and return the answer to all ranks. Called on rank 0, when all ranks have written."""
@@ -252,7 +252,7 @@ def _unpack(packed: Sequence[bytes], layout: SharedLayout) -> list[tuple[RankRec
     for rank, raw in enumerate(packed):
         pause_point()
         head, content = split_pieces(raw, 2)
-        told = json.loads(head)
-        receipt = RankReceipt(told["files"], layout.unpack(rank, content), told["crcs"])
-        received.append((receipt, told["seconds"]))
+        facts = json.loads(head)
+        receipt = RankReceipt(facts["files"], layout.unpack(rank, content), facts["crcs"])
+        received.append((receipt, facts["seconds"]))
     return received

@@ -342,8 +342,8 @@ class _Walk:
         self.containers: dict[str, str] = {}
         self._depth_in_objects = 0
         self._convert = convert
-        self._answers: dict[int, tuple[Any, Any]] = {}
-        self._asking = state_dicts_in_order(state, _contents, self._answers, aliased=True)
+        self._state_dicts: dict[int, tuple[Any, Any]] = {}
+        self._calls = state_dicts_in_order(state, _contents, self._state_dicts, aliased=True)
 
     def mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[Any, Any]:
         if self._depth_in_objects and (kind_of_dict := container_kind(value)):
@@ -401,14 +401,14 @@ class _Walk:
     def state_dict(self, instance: Stateful) -> Any:
         """Return the state dict of ``instance``. The call for the first object of a level calls ``state_dict()`` of all
         objects of that level, in their order."""
-        for level_done in self._asking:
-            if level_done and id(instance) in self._answers:
+        for level_done in self._calls:
+            if level_done and id(instance) in self._state_dicts:
                 break
-        if id(instance) not in self._answers:
+        if id(instance) not in self._state_dicts:
             raise InvalidOptionError(
                 "the state was changed while its objects returned their state_dict(); do not change it"
             )
-        return self._answers[id(instance)][1]
+        return self._state_dicts[id(instance)][1]
 
     def inside(self, value: Any, path: str, depth: int) -> Any:
         """Capture a value within a tuple. DCP saves a tuple as one value, so an ``OrderedDict`` in it keeps its
