@@ -24,7 +24,7 @@ import sidestream
 from sidestream import errors, events
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage.clients.engine import Engine, LateEngine
-from sidestream._storage.clients.lazy import Kept, frozen
+from sidestream._storage.clients.lazy import EngineCache, frozen
 from sidestream._storage.clients.requests import Requests, failure_kind
 
 ENGINES = ["obstore", "fsspec"]
@@ -91,7 +91,7 @@ async def test_what_cannot_be_looked_up_is_tried_again(s3: S3Server, profiles: P
 
 def test_what_is_kept_of_clients(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for the same options in the same surroundings, and not too many."""
-    kept = Kept(2)
+    kept = EngineCache(2)
 
     def get(options: Any) -> Engine:
         return kept.get(frozen(options), lambda: cast(Engine, object()))

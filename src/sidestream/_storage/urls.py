@@ -19,7 +19,7 @@ from ..options import BlobStore, Storage, StorePolicy, is_fsspec
 from .clients.credentials import CLOUDS, Client, Unmapped, client_for
 from .clients.engine import Engine, LateEngine, StoreEngine
 from .clients.fsspec import FsspecEngine
-from .clients.lazy import Kept, frozen
+from .clients.lazy import EngineCache, frozen
 from .local.store import LocalStore, MarkedStore
 from .object_store.store import ObjectStore
 from .store import RangeSource, Store
@@ -35,7 +35,7 @@ _SEPARATOR = re.compile("::|://")
 _ONE_SLASH = re.compile("([A-Za-z][A-Za-z0-9+.-]*):/(?!/)")
 _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
 
-_engines = Kept(16)
+_engines = EngineCache(16)
 
 
 @dataclass(frozen=True, slots=True)

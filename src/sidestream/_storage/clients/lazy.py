@@ -10,7 +10,7 @@ from typing import Any
 
 from .engine import Engine
 
-__all__ = ["Kept", "frozen"]
+__all__ = ["EngineCache", "frozen"]
 
 _FILES = {  # default paths of files with credentials, by the environment variable that overrides each
     "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
@@ -20,7 +20,7 @@ _FILES = {  # default paths of files with credentials, by the environment variab
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "BOTO", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT")
 
 
-class Kept:
+class EngineCache:
     """The engines that were used last. Their keys contain what they were made from: options, environment variables, and
     files with credentials."""
 
