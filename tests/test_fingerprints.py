@@ -1,4 +1,4 @@
-"""A plan is used again for tensors that look the same, found in one pass, and small tensors are copied in runs."""
+"""A plan is used again for tensors with the same fingerprint, found in one pass. Small tensors are copied in runs."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ def test_a_storage_that_has_grown_or_moved_is_found() -> None:
     ids=["apart", "tied", "two at one address", "next to each other", "empty"],
 )
 def test_storages_are_numbered_where_two_may_be_one(tensors: list[torch.Tensor], numbered: bool) -> None:
-    look = plans._Look.at(tensors)
-    assert look is not None
-    assert look.numbered == numbered
-    assert look.matches(tensors)
+    quick = plans._QuickFingerprint.of(tensors)
+    assert quick is not None
+    assert quick.numbered == numbered
+    assert quick.matches(tensors)
 
 
 @pytest.mark.usefixtures("compared")

@@ -254,9 +254,9 @@ class Stage:
         stager, worker = self._stager, self._order.worker
         if worker is not None:
             stager.share()
-        planned = partial(self._layout.lay_out, stager.plans, stager.budget_bytes)
+        lay_out = partial(self._layout.lay_out, stager.plans, stager.budget_bytes)
         staging = self._staging = stager.launch(
-            captured, planned, self._order.deadline, readers=self._readers, passes=worker is None
+            captured, lay_out, self._order.deadline, readers=self._readers, passes=worker is None
         )
         self.snapshots = tuple(SnapshotReader(staging, number) for number in range(self._readers))
 
@@ -271,9 +271,9 @@ class Stage:
         assert staging is not None
         plan: PlannedFiles
         if self._order.operation is None:
-            plan = result_of(staging.laid, stop, "waiting for earlier stages")
+            plan = result_of(staging.planned, stop, "waiting for earlier stages")
         else:  # rank 0 raises at the deadline, and its error names the ranks that have not made the call
-            plan = deadline.result(staging.laid, "waiting for earlier stages", _PATIENCE_S)
+            plan = deadline.result(staging.planned, "waiting for earlier stages", _PATIENCE_S)
         return plan
 
     def files(self, plan: PlannedFiles) -> list[tuple[str, Body]]:
@@ -304,11 +304,11 @@ class Stage:
         return self.own is not None and give_back(self.own, order.budget_bytes, shared=order.worker is not None)
 
     def progress(self) -> SaveProgress:
-        laid = None if self._staging is None else self._staging.laid
-        if laid is None or not laid.done() or laid.cancelled() or laid.exception() is not None:
+        planned = None if self._staging is None else self._staging.planned
+        if planned is None or not planned.done() or planned.cancelled() or planned.exception() is not None:
             return SaveProgress()
         assert self._staging is not None
-        shards: Sequence[ShardLayout] = laid.result().shards
+        shards: Sequence[ShardLayout] = planned.result().shards
         written = 0
         for body in list(self._bodies):
             windows = body.layout.windows

@@ -191,7 +191,7 @@ class Arena:
         self._offers: dict[object, Callable[[], None]] = {}
         self._sink_offers: dict[object, Callable[[], None]] = {}
         self._segments: list[_Segment] = []
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         # A finalizer runs in the thread that drops the last reference, which may hold a lock of the arena. So it may
         # only use this queue, whose put() is reentrant.
         self._returned: queue.SimpleQueue[tuple[_Segment | None, int, int] | _Ended | None] = queue.SimpleQueue()
@@ -257,7 +257,7 @@ class Arena:
     def pin(self, pinner: Pinner, device: Hashable) -> None:
         """Register every segment, including future ones, with ``pinner`` through ``device``. Blocks; raises what
         ``pinner`` raises."""
-        with self._turn:
+        with self._lock:
             for segment in self._segments:
                 if not segment.memory.pinned:
                     segment.memory.pin(pinner, device)
@@ -288,7 +288,7 @@ class Arena:
         """Prepare for leases of ``sizes``, which will be requested in this order and held together. If they fit into
         the budget, but neither into the free extents nor into memory that can still be mapped, drop idle segments."""
         wanted = [whole_pages(size) for size in sizes]
-        with self._turn:
+        with self._lock:
             self._drain()
             if self._backing == "shared":
                 self._drop_private()
@@ -300,7 +300,7 @@ class Arena:
     def grow_for(self, sizes: Sequence[int], busy: Callable[[], bool], most: int) -> bool:
         """Map and touch the memory that leases of ``sizes``, held together, still need. At most ``most`` bytes are
         reserved then. Returns False if memory is in use, or once ``busy()`` is true."""
-        if not self._turn.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return False
         try:
             self._drain()
@@ -323,29 +323,29 @@ class Arena:
         except ArenaExhaustedError:  # the next stage that needs the memory raises it
             return True
         finally:
-            self._turn.release()
+            self._lock.release()
 
     def trim_idle(self, most: int = 0) -> None:
         """Unmap idle segments until at most ``most`` bytes are reserved. Does nothing if segments are registered with a
         device, or while a stage waits for memory."""
-        if not self._turn.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return
         try:
             self._drain()
             if self._pinner is None:
                 self._drop_idle_segments(self._staying() - most)
         finally:
-            self._turn.release()
+            self._lock.release()
 
     def trim(self, deadline: Deadline) -> None:
         """Unmap the idle segments. Blocks until they are unmapped. Raises ``DeadlineExceededError``."""
-        if not self._turn.acquire(timeout=deadline.remaining_s()):
+        if not self._lock.acquire(timeout=deadline.remaining_s()):
             raise deadline.exceeded("trim(), which had to wait for a stage that waits for memory,")
         try:
             self._drain()
             self._drop_idle_segments(self._reserved)
         finally:
-            self._turn.release()
+            self._lock.release()
         self.settle(deadline)
 
     def settle(self, deadline: Deadline) -> None:
@@ -381,7 +381,7 @@ class Arena:
         until then; existing leases stay valid."""
         self._closed.set()
         self.wake()
-        with self._turn:
+        with self._lock:
             self._drain()
             self._leaving += sum(segment.nbytes for segment in self._segments)
             self._segments.clear()
@@ -389,12 +389,12 @@ class Arena:
     def _acquire(self, request: _Request) -> tuple[_Segment, int]:
         self._waiters += 1
         try:
-            if not self._turn.acquire(timeout=request.deadline.remaining_s()):
+            if not self._lock.acquire(timeout=request.deadline.remaining_s()):
                 raise self._exhausted(request)
             try:
                 return self._wait_for(request)
             finally:
-                self._turn.release()
+                self._lock.release()
         finally:
             self._waiters -= 1
 
@@ -555,11 +555,11 @@ class Arena:
             returned.put((None if closed.is_set() else segment, start, end))  # a closed arena keeps no memory mapped
 
     def _collect(self) -> None:
-        if self._turn.acquire(blocking=False):  # a thread that holds the lock drains the queue itself
+        if self._lock.acquire(blocking=False):  # a thread that holds the lock drains the queue itself
             try:
                 self._drain()
             finally:
-                self._turn.release()
+                self._lock.release()
 
     def _drain(self) -> None:
         while True:

@@ -47,7 +47,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
 
 
 @dataclass(slots=True, eq=False)
-class _Look:
+class _QuickFingerprint:
     """The contents of a ``fingerprint`` in a form that takes 0.5 us per tensor to compare. Refers to no tensor.
 
     The tensor objects cannot be compared, because ``state_dict()`` makes new ones each time. Addresses alone are not
@@ -62,9 +62,9 @@ class _Look:
     other one does: no two tensors at the same addresses can then share a storage."""
 
     @classmethod
-    def at(cls, tensors: Sequence[torch.Tensor]) -> _Look | None:
-        """Return the look of ``tensors``. None if they cannot be compared in this way."""
-        look, storages, begins = cls(count=len(tensors)), dict[int, int](), set[int]()
+    def of(cls, tensors: Sequence[torch.Tensor]) -> _QuickFingerprint | None:
+        """Return the fingerprint of ``tensors``. None if they cannot be compared in this way."""
+        quick, storages, begins = cls(count=len(tensors)), dict[int, int](), set[int]()
         for start in range(0, len(tensors), _SOME):
             some = tensors[start : start + _SOME]
             if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in some):
@@ -72,16 +72,16 @@ class _Look:
             guard = guard_of(some)
             if guard is None:
                 return None
-            look.guards.append(guard)
-            look.columns.append(_columns(some, start, storages))
+            quick.guards.append(guard)
+            quick.columns.append(_columns(some, start, storages))
             begins.update(map(_BEGIN, map(_STORAGE, some)))
             pause_point()
-        if len(begins) == len(tensors) and all(0 not in addresses for addresses, *_ in look.columns):
-            look.numbered, look.columns = False, [(*columns, []) for *columns, _ in look.columns]
-        return look
+        if len(begins) == len(tensors) and all(0 not in addresses for addresses, *_ in quick.columns):
+            quick.numbered, quick.columns = False, [(*columns, []) for *columns, _ in quick.columns]
+        return quick
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether ``tensors`` have the same look as those of ``at``."""
+        """Return whether ``tensors`` have the same fingerprint as those of ``of``."""
         if len(tensors) != self.count:
             return False
         storages: dict[int, int] | None = {} if self.numbered else None
@@ -107,51 +107,51 @@ def _columns(tensors: Sequence[torch.Tensor], start: int, storages: dict[int, in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kept(Generic[T]):
+class _CachedPlan(Generic[T]):
     key: Hashable
-    look: _Look | None
+    quick: _QuickFingerprint | None
     plan: T
 
 
 class PlanCache:
-    """The last few plans, by key and by the look of the tensors. They refer to no tensor. May be used from any
+    """The last few plans, by key and by the fingerprint of the tensors. They refer to no tensor. May be used from any
     thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[_Kept[Any]] = []  # the newest first
+        self._kept: list[_CachedPlan[Any]] = []  # the newest first
         self.made: int = 0
         """How many plans had to be made."""
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the plan for ``key``. If it is not cached, ``make`` makes it."""
         for kept in list(self._kept):
-            if kept.look is None and kept.key == key:
+            if kept.quick is None and kept.key == key:
                 known: T = self._used(kept)
                 return known
-        return self._added(_Kept(key, None, make()))
+        return self._added(_CachedPlan(key, None, make()))
 
     def get_for(self, tensors: Sequence[torch.Tensor], key: Hashable, make: Callable[[], T]) -> T:
-        """Return the plan for ``key`` and tensors with the look of ``tensors``. If it is not cached, ``make`` makes
-        it."""
+        """Return the plan for ``key`` and tensors with the fingerprint of ``tensors``. If it is not cached, ``make``
+        makes it."""
         for kept in list(self._kept):
-            if kept.look is not None and kept.key == key and kept.look.matches(tensors):
+            if kept.quick is not None and kept.key == key and kept.quick.matches(tensors):
                 known: T = self._used(kept)
                 return known
-        look = _Look.at(tensors)
-        if look is None:
+        quick = _QuickFingerprint.of(tensors)
+        if quick is None:
             return self.get((key, fingerprint(tensors)), make)
         made = make()
-        return self._added(_Kept(key, look, made))
+        return self._added(_CachedPlan(key, quick, made))
 
-    def _used(self, kept: _Kept[T]) -> T:
+    def _used(self, kept: _CachedPlan[T]) -> T:
         with self._lock:
             if kept in self._kept:
                 self._kept.remove(kept)
                 self._kept.insert(0, kept)
         return kept.plan
 
-    def _added(self, kept: _Kept[T]) -> T:
+    def _added(self, kept: _CachedPlan[T]) -> T:
         with self._lock:
             self.made += 1
             self._kept = [kept, *self._kept[: _KEPT - 1]]

@@ -34,10 +34,10 @@ from .drain import Drain
 from .future import StagingFuture
 from .image import ImageLayout, StagedImage
 
-__all__ = ["Laid", "SnapshotReader", "Staging", "clean", "given_up", "guard", "hold_back"]
+__all__ = ["ImagePlan", "SnapshotReader", "Staging", "clean", "given_up", "guard", "wait_until_read"]
 
 
-class Laid(Protocol):
+class ImagePlan(Protocol):
     """The part of a plan that the stager uses: the images with their copies, and the plan without its sources."""
 
     @property
@@ -46,14 +46,14 @@ class Laid(Protocol):
     def without_sources(self) -> Self: ...
 
 
-P = TypeVar("P", bound=Laid)
+P = TypeVar("P", bound=ImagePlan)
 
 
 class Staging(Generic[P]):
     """One stage and its images. Its owner reads the images and has to call ``release()``. ``readers`` is the number of
     further readers (``SnapshotReader``).
 
-    ``laid`` resolves to the plan. From then on there are ``images``, which are filled one after the other. ``free``
+    ``planned`` resolves to the plan. From then on there are ``images``, which are filled one after the other. ``free``
     resolves when the sources may change, and ``copied`` when everything is in host memory.
     """
 
@@ -73,7 +73,7 @@ class Staging(Generic[P]):
         self.device = device
         self.host = host
         """Whether there are sources in host memory."""
-        self.laid: Future[P] = ThreadFuture()
+        self.planned: Future[P] = ThreadFuture()
         self.images: tuple[StagedImage, ...] = ()
         self.issued: Future[None] = ThreadFuture()
         """Resolves when all sources in host memory have been copied and all copies from devices have been enqueued, or
@@ -87,7 +87,7 @@ class Staging(Generic[P]):
         """The rate at which memory is returned. None if none is returned before everything is staged."""
         self.waiting = False
         """Whether the stage waits for memory now."""
-        self.then: Callable[[], None] = _nothing
+        self.on_copied: Callable[[], None] = _nothing
         """Called when ``copied`` has been resolved, in the thread that did that."""
         self.work: Future[None] | None = None
         """The stager's part, queued or running. None once the stage has to stop."""
@@ -115,8 +115,9 @@ class Staging(Generic[P]):
 
     # --- progress, in the stager's thread and the threads of devices ---
 
-    def lay(self, plan: P, *, stays: bool = False) -> None:
-        """Make the images of ``plan`` and resolve ``laid``. ``stays``: they may stay in memory for further readers."""
+    def set_plan(self, plan: P, *, stays: bool = False) -> None:
+        """Make the images of ``plan`` and resolve ``planned``. ``stays``: they may stay in memory for further
+        readers."""
         with self._lock:
             others = self.readers if stays else ()
             self.images = tuple(StagedImage(layout.nbytes, others) for layout in plan.images)
@@ -124,7 +125,7 @@ class Staging(Generic[P]):
         if released:
             for image in self.images:
                 image.release()
-        self.laid.set_result(plan.without_sources())
+        self.planned.set_result(plan.without_sources())
 
     def commit(self) -> None:
         """Begin: from now on a newer stage does not supersede this one. Raises ``SkippedError`` if one has before."""
@@ -135,7 +136,7 @@ class Staging(Generic[P]):
 
     def abandon(self) -> None:
         """Drop all references of a stage that could not be launched."""
-        self.then = _nothing
+        self.on_copied = _nothing
         if self.device is not None:
             self.device.drop()
         self._captured = None
@@ -169,14 +170,14 @@ class Staging(Generic[P]):
         self._captured = None
         self._resolve(self.free, error)
         self._resolve(self.copied, error)
-        self._call_then()
+        self._call_on_copied()
 
     def freed(self, error: BaseException | None) -> None:
         """Resolve ``free`` before everything is in host memory, unless the copies on the devices failed."""
         if error is None:
             self._resolve(self.free, None)
 
-    def forsake(self, error: SidestreamError) -> None:
+    def fail_early(self, error: SidestreamError) -> None:
         """Resolve the futures of the stage with ``error``, although a device has not completed its copies. Until it
         has, the stage refers to their memory and to the sources."""
         self._resolve(
@@ -186,14 +187,14 @@ class Staging(Generic[P]):
             ),
         )
         self._resolve(self.copied, error)
-        self._call_then()
+        self._call_on_copied()
 
-    def _call_then(self) -> None:
-        """Call ``then`` after ``copied`` is resolved, and drop it. It refers to this stage and its result, and the
+    def _call_on_copied(self) -> None:
+        """Call ``on_copied`` after ``copied`` is resolved, and drop it. It refers to this stage and its result, and the
         reference cycle would keep them alive."""
         with self._lock:
-            then, self.then = self.then, _nothing
-        then()
+            on_copied, self.on_copied = self.on_copied, _nothing
+        on_copied()
 
     @staticmethod
     def _resolve(future: StagingFuture[None], error: BaseException | None) -> None:
@@ -206,8 +207,8 @@ class Staging(Generic[P]):
 
     def fail(self, error: BaseException) -> None:
         """Fail the plan, unless it is made, and all images."""
-        if not self.laid.done():
-            self.laid.set_exception(error)
+        if not self.planned.done():
+            self.planned.set_exception(error)
         for image in self.images:
             image.fail(error)
 
@@ -250,7 +251,7 @@ class Staging(Generic[P]):
 
 
 def _nothing() -> None:
-    """The default of ``Staging.then``."""
+    """The default of ``Staging.on_copied``."""
 
 
 def clean(error: BaseException, where: str) -> BaseException:
@@ -285,7 +286,7 @@ class SnapshotReader(Generic[P]):
         """Block until the stage has a plan, and return the plan. Raises the error of the stage, ``ClosedError`` when
         ``stop`` is set, and ``DeadlineExceededError``."""
         try:
-            return result_of(self._staging.laid, stop, "planning")
+            return result_of(self._staging.planned, stop, "planning")
         except ClosedError as error:
             raise _lost(error, stop) from error
 
@@ -315,7 +316,7 @@ def _lost(error: ClosedError, stop: Stop) -> ClosedError | SnapshotLostError:
     return error if stop.is_set() else SnapshotLostError("the save has ended before everything was staged")
 
 
-def hold_back(stagings: Sequence[Staging[Any]], engine: DeviceEngine | None, deadline: Deadline) -> None:
+def wait_until_read(stagings: Sequence[Staging[Any]], engine: DeviceEngine | None, deadline: Deadline) -> None:
     """Make the caller, and its current streams, wait until ``stagings`` have read their sources.
 
     The streams wait for copies from a device. The caller blocks only until those are enqueued. Raises

@@ -46,7 +46,7 @@ from .host import HostEngine
 from .idle import IdleMemory
 from .image import Copy, ImageLayout, StagedImage
 from .plans import PlanCache
-from .stage import Laid, Staging, clean, given_up, guard, hold_back
+from .stage import ImagePlan, Staging, clean, given_up, guard, wait_until_read
 from .tree import StagedState, StagePlan, plan_stage
 
 __all__ = ["AsyncStager", "half_of_memory"]
@@ -55,7 +55,7 @@ _GRACE_S = 5.0
 _STOPPED_S = 1.0
 _HELD_SHARE = 4  # the part of the budget for windows that further readers are reading
 _NO_LIMIT = RateLimiter(None)
-P = TypeVar("P", bound=Laid)
+P = TypeVar("P", bound=ImagePlan)
 _Image: TypeAlias = tuple[ImageLayout, StagedImage]
 _IS_CPU = attrgetter("is_cpu")
 
@@ -200,7 +200,7 @@ class AsyncStager:
         self._check_process()
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
         stagings = self._in_flight()
-        hold_back(stagings, self._device, deadline)
+        wait_until_read(stagings, self._device, deadline)
         raise_first(self._unretrieved.operations())
 
     def guard(self, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -365,7 +365,7 @@ class AsyncStager:
         staging: Staging[P] = Staging(
             captured, deadline, pace, device=stage, host=host, outcome=outcome, readers=readers
         )
-        staging.then = partial(self._ended, staging, outcome)
+        staging.on_copied = partial(self._ended, staging, outcome)
         staging.passes = passes and stage is None
         if stage is not None and self._device is not None and not staging.reads_later:
             self._device.watch_ready(stage, staging.freed)
@@ -514,7 +514,7 @@ class AsyncStager:
         left = self._in_flight()
         for staging in left:
             if staging.device is not None:
-                staging.forsake(
+                staging.fail_early(
                     ClosedError("the stager was closed before the device completed the copies of this stage")
                 )
         return not left
@@ -582,7 +582,7 @@ class AsyncStager:
 
     def _fill(self, staging: Staging[P], plan: P) -> None:
         stays = self._stays(staging, plan)
-        staging.lay(plan, stays=stays)
+        staging.set_plan(plan, stays=stays)
         staging.passes = staging.passes and not stays
         if staging.passes and not self._idle.will_grow_to([image.nbytes for image in staging.images]):
             staging.drain = Drain(self._arena.given_back_bytes)
@@ -755,7 +755,7 @@ def _deliver(staging: Staging[StagePlan], future: StagingFuture[StagedState]) ->
         future.set_exception(error)
     else:
         try:
-            future.set_result(staging.laid.result().build([image.lease() for image in staging.images]))
+            future.set_result(staging.planned.result().build([image.lease() for image in staging.images]))
         except BaseException as failure:
             future.set_exception(clean(failure, "building the staged state dict"))
     for image in staging.images:

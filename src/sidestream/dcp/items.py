@@ -213,7 +213,7 @@ class Outgoing:
         return _Group(items, [dtype_name(tensor.dtype) for tensor in tensors.values()], staging)
 
     def _shard(self, group: _Group) -> tuple[str, Body]:
-        (shard,) = self._deadline.result(group.staging.laid, "planning a file").shards
+        (shard,) = self._deadline.result(group.staging.planned, "planning a file").shards
         name, body = self._name(), ShardBody(shard, group.staging.images, None)
         self._receipts.append(lambda: _receipts(name, group, shard, body.sums))
         return name, body
