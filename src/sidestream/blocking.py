@@ -61,7 +61,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
 H = TypeVar("H")
-K = TypeVar("K", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -250,14 +249,6 @@ def _blocking(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[[Callable[.
     return decorate
 
 
-def _starting(verb: Callable[P, _saving.PendingSave]) -> Callable[[Callable[..., Any]], Callable[P, PendingSave]]:
-    @wraps(verb)
-    async def start(*args: P.args, **kwargs: P.kwargs) -> PendingSave:
-        return PendingSave(verb(*args, **kwargs))
-
-    return _blocking(start)
-
-
 def _returning(
     made: Callable[[T], R], verb: Callable[P, Coroutine[Any, Any, T]]
 ) -> Callable[P, Coroutine[Any, Any, R]]:
@@ -285,39 +276,11 @@ def _method(
     return decorate
 
 
-def _entering(
-    made: Callable[P, _checkpointer.Checkpointer],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Make an ``__init__`` with the signature of ``made``, which holds what it makes, entered."""
-
-    def decorate(own: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
-        def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            async def enter() -> _checkpointer.Checkpointer:
-                return await made(*args, **kwargs).__aenter__()
-
-            self._held = _run(enter)
-
-        _twin(_checkpointer.Checkpointer.__init__, call, own)
-        return call
-
-    return decorate
-
-
 def _documented_as(original: object) -> Callable[[F], F]:
     """Copy the docstring of a property or method."""
 
     def decorate(own: F) -> F:
         own.__doc__ = original.__doc__
-        return own
-
-    return decorate
-
-
-def _with_sections_of(original: type) -> Callable[[K], K]:
-    """Append the sections of a docstring to that of a class."""
-
-    def decorate(own: K) -> K:
-        own.__doc__ = f"{cleandoc(own.__doc__ or '')}\n\n{_sections_of(original)}"
         return own
 
     return decorate
@@ -495,7 +458,6 @@ class Checkpoint(_Holder[_checkpoint.Checkpoint], Mapping[str, "_checkpoint.Tens
         """As ``sidestream.Checkpoint.verify``, with the same arguments."""
 
 
-@_with_sections_of(_checkpointer.Checkpointer)
 class Checkpointer(_Holder[_checkpointer.Checkpointer]):
     """``sidestream.Checkpointer`` for code without an event loop: the same arguments, and its methods block.
 
@@ -503,9 +465,13 @@ class Checkpointer(_Holder[_checkpointer.Checkpointer]):
     and ``on_preemption`` need an event loop, and are not here.
     """
 
-    @_entering(_checkpointer.Checkpointer)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As ``sidestream.Checkpointer``, with the same arguments."""
+
+        async def enter() -> _checkpointer.Checkpointer:
+            return await _checkpointer.Checkpointer(*args, **kwargs).__aenter__()
+
+        self._held = _run(enter)
 
     @_method(_returning(PendingSave, _checkpointer.Checkpointer.async_save))
     def async_save(self, *args: Any, **kwargs: Any) -> Any:
@@ -615,12 +581,21 @@ class Checkpointer(_Holder[_checkpointer.Checkpointer]):
         _run(lambda: self._held.__aexit__(kind, error, trace))
 
 
+Checkpointer.__doc__ = f"{cleandoc(Checkpointer.__doc__ or '')}\n\n{_sections_of(_checkpointer.Checkpointer)}"
+_twin(_checkpointer.Checkpointer.__init__, Checkpointer.__init__, Checkpointer.__init__)
+
+
 @_blocking(_saving.save)
 def save(*args: Any, **kwargs: Any) -> Any:
     """As ``sidestream.save``, with the same arguments."""
 
 
-@_starting(_saving.async_save)
+@wraps(_saving.async_save)
+async def _async_save(*args: Any, **kwargs: Any) -> PendingSave:
+    return PendingSave(_saving.async_save(*args, **kwargs))
+
+
+@_blocking(_async_save)
 def async_save(*args: Any, **kwargs: Any) -> Any:
     """Start what ``save`` does, and return when the copies have been launched.
 
