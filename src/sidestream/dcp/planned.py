@@ -62,7 +62,7 @@ _BATCH_BYTES = 1 << 30  # limits the memory of planners that make a tensor for e
 
 
 @dataclass(frozen=True, slots=True)
-class AskedFor:
+class ReadTargets:
     """The tensors of some items. ``names`` maps the name of each tensor during the read to its FQN in the
     checkpoint."""
 
@@ -87,13 +87,13 @@ class AskedFor:
             planner.commit_tensor(item, target)
 
 
-def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manifest, url: str) -> AskedFor:
+def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manifest, url: str) -> ReadTargets:
     """Ask the planner for the target of each item. Raises ``MissingKeysError``, ``ShapeMismatchError``,
     ``DtypeMismatchError``, ``UnsupportedTensorError``, ``UnsupportedCheckpointError``."""
     items = list(items)
     fqns = {item.storage_index.fqn for item in items}
     chunks = _chunks_by_place(manifest, fqns)
-    found = AskedFor([], [], {})
+    found = ReadTargets([], [], {})
     for item in items:
         fqn, entry = item.storage_index.fqn, manifest.entries.get(item.storage_index.fqn)
         chunk = chunks.get((fqn, tuple(item.storage_index.offset or ())))
