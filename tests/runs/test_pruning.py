@@ -26,7 +26,7 @@ from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, SavedStep
 from sidestream._load.open.steps import Step
 from sidestream._run.leases import Kind, Lease, Leases, parse_lease
 from sidestream._run.pruning import Pruner
-from sidestream._run.retention import judges_by_number
+from sidestream._run.retention import uses_only_numbers
 from sidestream._runtime.threads import Deadline, Stop, time_limit
 from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
@@ -798,4 +798,4 @@ async def test_a_step_that_is_replaced_before_it_is_deleted_stays(tmp_path: Path
     ],
 )
 def test_policies_that_use_no_more_than_numbers(keep: sidestream.Retention, by_number: bool) -> None:
-    assert judges_by_number(keep) is by_number
+    assert uses_only_numbers(keep) is by_number

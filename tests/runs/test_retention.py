@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import sidestream
 from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
 from sidestream._run.pruning import abandoned
-from sidestream._run.retention import doomed, needs_metadata, unknown_metrics
+from sidestream._run.retention import deletable_steps, needs_metadata, unknown_metrics
 from sidestream._storage import Leftover
 from sidestream.errors import InvalidOptionError
 
@@ -23,7 +23,7 @@ def saved(*steps: int, **losses: float) -> list[SavedStep]:
 
 
 def gone(steps: list[SavedStep], keep: Retention, *protected: int) -> list[int]:
-    return [each.step for each in doomed(steps, keep, frozenset(protected))]
+    return [each.step for each in deletable_steps(steps, keep, frozenset(protected))]
 
 
 def test_each_policy() -> None:
@@ -100,18 +100,18 @@ def test_metrics_that_are_none() -> None:
 
 def test_a_step_that_was_saved_again_counts_once() -> None:
     steps = [SavedStep(1), SavedStep(2), SavedStep(2, 2), SavedStep(2, 3), SavedStep(3)]
-    assert [each.order for each in doomed(steps, KeepLast(2))] == [(1, 1), (2, 1), (2, 2)]
-    assert doomed(steps, KeepAll()) == []
+    assert [each.order for each in deletable_steps(steps, KeepLast(2))] == [(1, 1), (2, 1), (2, 2)]
+    assert deletable_steps(steps, KeepAll()) == []
 
 
 @pytest.mark.parametrize("metadata", [{}, {"accuracy": 0.5}, {"loss": "low"}, {"loss": math.nan}])
 def test_a_metric_that_no_step_has_deletes_nothing(metadata: dict[str, Any]) -> None:
     steps = [SavedStep(step, metadata=metadata) for step in range(1, 6)]
     keep = KeepLast(1) | KeepBest("loss", 3)
-    assert doomed(steps, keep) == []
+    assert deletable_steps(steps, keep) == []
     assert unknown_metrics(keep, steps) == ["loss"]
     judged = [*steps, SavedStep(6, metadata={"loss": 1.0})]
-    assert doomed(judged, keep) == steps
+    assert deletable_steps(judged, keep) == steps
     assert unknown_metrics(keep, judged) == []
 
 
@@ -163,7 +163,7 @@ _steps = st.lists(
 
 @given(_steps, _policies)
 def test_whatever_the_policy(steps: list[SavedStep], keep: Retention) -> None:
-    going = doomed(steps, keep)
+    going = deletable_steps(steps, keep)
     left = [each for each in steps if each not in going]
     assert {each.order for each in going} <= {each.order for each in steps}
     assert bool(left) == bool(steps), "something is always left"
@@ -171,7 +171,7 @@ def test_whatever_the_policy(steps: list[SavedStep], keep: Retention) -> None:
         newest = max(steps, key=lambda each: each.order)
         assert newest in left
         assert all(each.order < newest.order for each in going), "a newer one is left for each"
-    assert doomed(left, keep) == [], "what was kept once is kept: a second pass deletes nothing"
+    assert deletable_steps(left, keep) == [], "what was kept once is kept: a second pass deletes nothing"
     assert len({each.step for each in left}) == len(left), "one generation of each"
 
 
@@ -181,7 +181,7 @@ def test_one_step_after_the_other(steps: list[SavedStep], n: int) -> None:
     there: list[SavedStep] = []
     for each in sorted(steps, key=lambda each: each.order):
         there.append(each)
-        going = doomed(there, KeepLast(n))
+        going = deletable_steps(there, KeepLast(n))
         there = [one for one in there if one not in going]
     assert {each.step for each in there} == set(sorted({each.step for each in steps})[-n:])
 

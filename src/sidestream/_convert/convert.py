@@ -397,7 +397,7 @@ class _Divided(Group):
     """The coordinator of such an export. Rank 0 commits when all ranks have written their files. If one fails, all
     fail."""
 
-    async def _look_back(self, verdict: RankFailuresError) -> None:
+    async def _read_back(self, verdict: RankFailuresError) -> None:
         """Delete the files that this rank has written, if they have their final names. The outcome is unknown if rank 0
         died during the commit, because an export has no marker."""
         first = verdict.failures[0]

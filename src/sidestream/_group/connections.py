@@ -106,10 +106,10 @@ class ConnectionThread:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._selector = selectors.DefaultSelector()
-        self._bell, bell = socket.socketpair()
-        self._bell.setblocking(False)
-        bell.setblocking(False)
-        self._selector.register(bell, selectors.EVENT_READ, lambda _: self._drain_bell(bell))
+        self._wakeup, receiver = socket.socketpair()
+        self._wakeup.setblocking(False)
+        receiver.setblocking(False)
+        self._selector.register(receiver, selectors.EVENT_READ, lambda _: self._drain_wakeups(receiver))
         self._work: deque[Callable[[], None]] = deque()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -119,7 +119,7 @@ class ConnectionThread:
         """Run ``work`` in the thread, after earlier posts. May be called in any thread."""
         self._work.append(work)
         with suppress(BlockingIOError):  # the thread has been woken up already
-            self._bell.send(b"!")
+            self._wakeup.send(b"!")
 
     def post_at(self, when: float, work: Callable[[], None]) -> None:
         """Run ``work`` in the thread at ``when`` (``time.monotonic`` seconds) or later. May be called in any thread."""
@@ -137,9 +137,9 @@ class ConnectionThread:
         with suppress(KeyError, ValueError):
             self._selector.unregister(sock)
 
-    def _drain_bell(self, bell: socket.socket) -> None:
+    def _drain_wakeups(self, receiver: socket.socket) -> None:
         with suppress(BlockingIOError):
-            while bell.recv(4096):
+            while receiver.recv(4096):
                 pass
 
     def _run(self) -> None:

@@ -142,7 +142,7 @@ class Rank0(RankGroup):
         state.begun.add(rank)
         if self._is_waiting(state):
             now = time.monotonic()
-            self._thread.post_at(now + max(0.0, WARN_AFTER_S - begun.waited_s), lambda: self._warn(state, begun.kind))
+            self._thread.post_at(now + max(0.0, WARN_AFTER_S - begun.waited_s), lambda: self._warn(state))
             gives_up_at = now + begun.rank_wait_s - begun.waited_s
             if gives_up_at < state.gives_up_at:
                 state.gives_up_at = gives_up_at
@@ -151,14 +151,14 @@ class Rank0(RankGroup):
     def _is_waiting(self, state: _State) -> bool:
         return len(state.begun) < self.world and not state.stopping and not state.closed
 
-    def _warn(self, state: _State, kind: str) -> None:
+    def _warn(self, state: _State) -> None:
         if not self._is_waiting(state):
             return
         missing = self._missing(state.begun)
         for rank in sorted(state.begun - state.warned):
             if rank and rank in self._connections:
-                told = GroupMessage(GroupMessageKind.MISSING, state.number, payload=json.dumps(missing).encode())
-                self._connections[rank].send(told)
+                message = GroupMessage(GroupMessageKind.MISSING, state.number, payload=json.dumps(missing).encode())
+                self._connections[rank].send(message)
             elif state.operation is not None:
                 warn_of_missing(state.operation, missing)
         state.warned |= state.begun

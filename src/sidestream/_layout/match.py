@@ -138,15 +138,15 @@ def match(
     or kind, as far as ``tolerance`` does not accept them. Raises ``KeyCollisionError`` if ``names`` gives one name to
     several.
     """
-    saved_names, called = manifest.entries.keys(), Renamed(manifest)
+    saved_names, renames = manifest.entries.keys(), Renamed(manifest)
     if names is not None:
-        called = renamed(manifest, leaves_of(state, state_dicts), names, url, same=_same, others=others)
-        manifest = called.manifest
-    findings = Findings(tolerance, called, unexpected=[] if others else None)
+        renames = renamed(manifest, leaves_of(state, state_dicts), names, url, same=_same, others=others)
+        manifest = renames.manifest
+    findings = Findings(tolerance, renames, unexpected=[] if others else None)
     roots: dict[int, Leaf] = {}
     as_saved_of: dict[int | None, LoadedAsSaved] = {None: _NOTHING}
     owned: dict[int, list[Leaf]] = {}
-    asked: set[str] = set()
+    requested: set[str] = set()
     tensors: dict[str, torch.Tensor] = {}
     held: dict[str, list[tuple[str, Local]]] = {}
     values: list[tuple[Leaf, ValueEntry]] = []
@@ -174,7 +174,7 @@ def match(
         added = direct.add(_candidates(plain, found))
         for leaf in leaves:
             fqn, _, value, _, _, owner, _ = leaf
-            asked.add(fqn)
+            requested.add(fqn)
             if isinstance(value, StatefulRoot) or fqn in filled:
                 continue
             if owner is not None:
@@ -193,7 +193,7 @@ def match(
                 tensors[fqn] = value
                 continue
             if owner is None and entry is None and not composite and (names_below := inside.names(fqn)):
-                asked.update(names_below)
+                requested.update(names_below)
                 _add_container(leaf, names_below, findings)
             elif isinstance(value, torch.Tensor):
                 pieces = list(locals_of(fqn, value))
@@ -211,10 +211,10 @@ def match(
         _match_stateful(root, as_saved_of[number], owned[number], below[number], manifest, findings, parts)
         for number, root in roots.items()
     ]
-    asked.update(fqn for entries in below.values() for fqn in entries)
-    asked.update(part for fqn in composites.met for part in manifest.parts_of(fqn))
+    requested.update(fqn for entries in below.values() for fqn in entries)
+    requested.update(part for fqn in composites.met for part in manifest.parts_of(fqn))
     top = {str(key) for key, _ in state_dicts.items(state)}
-    rest = _not_requested(called, asked, top, findings, parts)
+    rest = _not_requested(renames, requested, top, findings, parts)
     local, extents = _locals(tensors, held, direct, manifest)
     objects = (leaf for number, leaves in owned.items() if as_saved_of[number].whole for leaf in leaves)
     for fqn in _sharing_of_objects(local, extents, objects, manifest):
@@ -233,7 +233,7 @@ def match(
             )
             pause_point()
     return LoadPlan(
-        names=called,
+        names=renames,
         tensors=tensors,
         direct=direct,
         local=local,
@@ -379,22 +379,22 @@ def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str,
 
 
 def _not_requested(
-    called: Renamed, asked: set[str], top: set[str], findings: Findings, parts: frozenset[str]
+    renames: Renamed, requested: set[str], top: set[str], findings: Findings, parts: frozenset[str]
 ) -> tuple[str, ...]:
     """Return the keys of the checkpoint that are not requested. Below top-level keys of the target they are findings.
     Parts are requested with their tensor. A tensor is also requested by all of its parts, as stock DCP does."""
     rest = []
-    for number, (fqn, entry) in enumerate(called.manifest.stored.items()):
+    for number, (fqn, entry) in enumerate(renames.manifest.stored.items()):
         if number % 64 == 0:
             pause_point()
-        if fqn in asked or fqn in parts:
+        if fqn in requested or fqn in parts:
             continue
-        if isinstance(entry, CompositeEntry) and asked.issuperset(called.manifest.parts_of(fqn)):
+        if isinstance(entry, CompositeEntry) and requested.issuperset(renames.manifest.parts_of(fqn)):
             continue
-        if fqn in called.inside or str(plain_path(path_of(entry))[0]) in top:
+        if fqn in renames.inside or str(plain_path(path_of(entry))[0]) in top:
             findings.add_unexpected(fqn, "target")
         else:
-            rest.append(called.saved_name(fqn))
+            rest.append(renames.saved_name(fqn))
     return tuple(rest)
 
 

@@ -269,12 +269,12 @@ def new_dtypes(
     if absent := [pattern for pattern in unused if pattern in plain and not others]:
         raise InvalidOptionError(f"{url}: dtype= has names of no dense tensor: {', '.join(map(repr, absent))}")
     if unused and not others:
-        _say_unused(tuple(unused))
+        _warn_of_unused(tuple(unused))
     return found
 
 
 @lru_cache(64)
-def _say_unused(patterns: tuple[str, ...]) -> None:
+def _warn_of_unused(patterns: tuple[str, ...]) -> None:
     """Log a warning, once for the same patterns."""
     _log.warning("dtype= has patterns that match no dense tensor: %s", ", ".join(map(repr, patterns)))
 

@@ -21,12 +21,12 @@ from .retention import (
     Pruned,
     Retention,
     SavedStep,
-    doomed,
-    judges_by_number,
+    deletable_steps,
     keeps_all,
     metrics_in,
     needs_metadata,
     unknown_metrics,
+    uses_only_numbers,
 )
 from .steps import changed_among, list_generations
 
@@ -103,7 +103,7 @@ class Pruner:
         """Return what ``run`` would do, without verifying a step. Changes nothing."""
         if self.keeps_all:
             return Pruned()
-        _, deletable = await self._judge(protected, _assumes)
+        _, deletable = await self._find_deletable(protected, _assumes)
         leased = [step.name for step in deletable if await self._in_use(step.name)]
         names = tuple(step.name for step in deletable if step.name not in leased)
         return Pruned(names, tuple(leased), None, tuple(sorted(self._damaged)))
@@ -125,14 +125,14 @@ class Pruner:
         leftovers = await self.store.leftovers()
         live = {seen.directory for seen in leases if seen.kind == "save" and not self.leases.dead(seen)}
         ended = {seen.directory for seen in leases if seen.kind == "save"} - live
-        mature = self._mature(leftovers)
-        chosen = abandoned(mature, live, ended, ended_s=self.lease_s, after_s=self.abandoned_after_s)
+        old_enough = self._old_enough(leftovers)
+        chosen = abandoned(old_enough, live, ended, ended_s=self.lease_s, after_s=self.abandoned_after_s)
         for leftover in chosen:
             await self.store.discard(leftover.name)
             swept.append(leftover.name)
         await self.leases.forget([seen for seen in leases if self.leases.dead(seen)])
 
-    def _mature(self, leftovers: list[Leftover]) -> list[Leftover]:
+    def _old_enough(self, leftovers: list[Leftover]) -> list[Leftover]:
         """Return the leftovers without attempts that this process has not seen for some time. When the storage's clock
         is set forward, all attempts look old at once. Before a later pass a living writer has written to its attempt
         again."""
@@ -145,7 +145,7 @@ class Pruner:
     async def _retain(self, protecting: Callable[[], Collection[int]]) -> Pruned:
         outcomes: dict[str, _DeleteOutcome] = {}
         while True:
-            verified, deletable = await self._judge(protecting, self._verifies)
+            verified, deletable = await self._find_deletable(protecting, self._verifies)
             for step in deletable:
                 if verified is None or await self._have_changed([verified]):
                     break
@@ -159,7 +159,7 @@ class Pruner:
             tuple(sorted(self._damaged)),
         )
 
-    async def _judge(
+    async def _find_deletable(
         self, protecting: Callable[[], Collection[int]], verifies: Callable[[Step], Coroutine[Any, Any, bool]]
     ) -> tuple[Step | None, list[Step]]:
         """Return the newest step that stays, and the older steps that may be deleted because it ``verifies``. If no
@@ -186,7 +186,7 @@ class Pruner:
         there = set(await self.store.directories())
         if not all(step.name in there for step in staying):
             return True
-        return not judges_by_number(self.keep) and await self._have_changed(staying)
+        return not uses_only_numbers(self.keep) and await self._have_changed(staying)
 
     async def _have_changed(self, steps: Sequence[Step]) -> bool:
         """Return whether there are some among ``steps`` that were removed, replaced or damaged since their markers were
@@ -219,7 +219,7 @@ class Pruner:
             del saved[steps.pop(name)]
         self._saved = saved
         self._warn_of_unknown_metrics()
-        deletable = {each.order for each in doomed(list(saved.values()), self.keep, protected)}
+        deletable = {each.order for each in deletable_steps(list(saved.values()), self.keep, protected)}
         return {step.name: step for step in saved if step.order in deletable}
 
     def _warn_of_unknown_metrics(self) -> None:

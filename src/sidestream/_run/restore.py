@@ -150,38 +150,38 @@ class RestoringTogether(Restoring[RankFailuresError]):
         ``RankFailuresError``. If rank 0 sees a step that other ranks do not find, the failure is
         ``StorageNotSharedError`` on rank 0."""
         while True:
-            one_round = _Round(self, state)
+            load = _StepLoad(self, state)
             operation = self.member.begin("restore", current_deadline(), self.request.options.rank_wait_s)
             self._missed = None
             try:
-                report = await run_together(one_round.run, operation)
+                report = await run_together(load.run, operation)
             except RankFailuresError as failures:
                 kinds = {failure.kind for failure in failures.failures}
                 gone = {CheckpointNotFoundError.__name__, IncompleteCheckpointError.__name__}
-                if one_round.step is not None and kinds <= gone:
+                if load.step is not None and kinds <= gone:
                     if all(failure.rank for failure in failures.failures):
-                        self._missed = one_round.step, failures
+                        self._missed = load.step, failures
                     continue  # deleted before it was leased, or without regard to leases; if not, rank 0 finds that out
-                if one_round.step is None or kinds != {CorruptCheckpointError.__name__}:
+                if load.step is None or kinds != {CorruptCheckpointError.__name__}:
                     raise
-                self._passed.append((one_round.step, failures))
+                self._passed.append((load.step, failures))
                 if not self.selector.or_older:
                     raise
                 continue
             finally:
-                if one_round.lease is not None:
-                    await one_round.lease.release()
+                if load.lease is not None:
+                    await load.lease.release()
             if report is None:
                 if self._passed:
                     raise self._passed[0][1]
                 return None
-            assert one_round.step is not None
-            self.step = one_round.step.step
-            passed = _fell_back(self.url, self._passed, one_round.step, rank=operation.rank, world=operation.world)
-            return replace(report, passed_over=passed, leased=one_round.leased)
+            assert load.step is not None
+            self.step = load.step.step
+            passed = _fell_back(self.url, self._passed, load.step, rank=operation.rank, world=operation.world)
+            return replace(report, passed_over=passed, leased=load.leased)
 
 
-class _Round:
+class _StepLoad:
     """The load of one step, which rank 0 chooses and leases and all ranks load."""
 
     def __init__(self, restoring: RestoringTogether, state: Mapping[str, Any]) -> None:

@@ -22,12 +22,12 @@ __all__ = [
     "Retention",
     "SavedStep",
     "best_of",
-    "doomed",
-    "judges_by_number",
+    "deletable_steps",
     "keeps_all",
     "metrics_in",
     "needs_metadata",
     "unknown_metrics",
+    "uses_only_numbers",
 ]
 
 
@@ -271,14 +271,16 @@ def needs_metadata(keep: Retention) -> bool:
     return type(keep) not in (KeepAll, KeepLast, KeepEvery)
 
 
-def judges_by_number(keep: Retention) -> bool:
+def uses_only_numbers(keep: Retention) -> bool:
     """Return whether ``keep`` uses nothing of a step but its number."""
     if isinstance(keep, _Either):
-        return all(judges_by_number(policy) for policy in keep.policies)
+        return all(uses_only_numbers(policy) for policy in keep.policies)
     return not needs_metadata(keep) and getattr(keep, "seconds", None) is None
 
 
-def doomed(saved: Sequence[SavedStep], keep: Retention, protected: AbstractSet[int] = frozenset()) -> list[SavedStep]:
+def deletable_steps(
+    saved: Sequence[SavedStep], keep: Retention, protected: AbstractSet[int] = frozenset()
+) -> list[SavedStep]:
     """Return those of ``saved`` that may be deleted when a newer one has been verified, oldest first.
 
     A policy sees only the highest generation of each step. Lower generations are deleted with every policy except

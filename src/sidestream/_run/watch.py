@@ -62,7 +62,7 @@ class Watch:
 
     async def __anext__(self) -> int:
         while True:
-            await self._look()
+            await self._poll()
             if self._ready:
                 return self._ready.popleft().step
             pause_s = self._poll_s * random.uniform(1 - _JITTER, 1 + _JITTER)
@@ -71,7 +71,7 @@ class Watch:
             else:
                 await self._changes.wait(pause_s)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         with time_limit(Deadline.after(self._timeout_s)):
             steps = await list_generations(self._store, self._known)
         self._known = {step.name: step for step in steps if step.damage is None}

@@ -31,7 +31,7 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LOOK_S = 1.0  # between two looks whether a calling thread that does not run its code is there at all
+_POLL_S = 1.0  # between two checks whether a calling thread that does not run its code is there at all
 
 _serving = threading.local()
 
@@ -111,7 +111,7 @@ class _QueuedCode(Generic[T]):
         self._results: list[T] = []  # the one result, when the code has returned
         self._error: BaseException | None = None
         self._settled = False
-        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._wakeups: SimpleQueue[None] = SimpleQueue()
         self.begun = False
         self.withdrawals: list[Callable[[], None]] = []
 
@@ -126,7 +126,7 @@ class _QueuedCode(Generic[T]):
             self._error = Interrupted(f"interrupted by {type(error).__name__}")
             raise
         self._settled = True
-        self._bell.put(None)
+        self._wakeups.put(None)
 
     def give_up(self) -> None:
         """End the wait for code that has not run to its end. A result that exists already is still delivered, because
@@ -137,12 +137,12 @@ class _QueuedCode(Generic[T]):
             if self._error is None:
                 self._error = Interrupted("interrupted") if self.begun else _CallerLeft()
         self._settled = True
-        self._bell.put(None)
+        self._wakeups.put(None)
 
     def wait(self, timeout_s: float) -> bool:
         """Block until the code has run, or was given up. Return whether that is so."""
         try:
-            self._bell.get(timeout=timeout_s)
+            self._wakeups.get(timeout=timeout_s)
         except Empty:
             return False
         return True
@@ -171,7 +171,7 @@ class Caller:
         self._presence: weakref.ref[_Presence] | None = None
         self.state = ThreadState.here()
         self._queue: deque[_QueuedCode[Any]] = deque()
-        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._wakeups: SimpleQueue[None] = SimpleQueue()
         self._waits = True
         self._ended = False
 
@@ -191,11 +191,11 @@ class Caller:
         its state."""
         queued = _QueuedCode(code)
         self._queue.append(queued)
-        self._bell.put(None)
+        self._wakeups.put(None)
         if not self._waits and self._withdraw(queued):
             return self.state.run(code)
         try:
-            while not queued.wait(_LOOK_S):
+            while not queued.wait(_POLL_S):
                 if self._presence is not None and self._presence() is None:
                     self.leave()
             return queued.result()
@@ -215,7 +215,7 @@ class Caller:
     def end(self) -> None:
         """Make ``wait`` return, because the call has ended."""
         self._ended = True
-        self._bell.put(None)
+        self._wakeups.put(None)
 
     def wait(self, begin: Callable[[], None], interrupt: Callable[[], None]) -> None:
         """Call ``begin`` and run queued code until ``end``. An exception that a signal raises meanwhile
@@ -241,7 +241,7 @@ class Caller:
                 self._queue.popleft()
             if self._ended:
                 return
-            self._bell.get()
+            self._wakeups.get()
 
     def leave(self) -> None:
         """Record that the calling thread has stopped waiting, or never waited."""

@@ -22,7 +22,7 @@ from .pending import SaveInfo, SaveProgress
 __all__ = ["FailedSave", "Group"]
 
 _READ_BACK_S = 10.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class Group:
         if operation.rank == 0:
             await order.transaction.clean_up(verdict)
         else:
-            await self._look_back(verdict)
+            await self._read_back(verdict)
         if isinstance(error, asyncio.CancelledError):
             raise error
         if operation.cancelled is not None:
@@ -161,7 +161,7 @@ class Group:
             )
         return error
 
-    async def _look_back(self, verdict: RankFailuresError) -> None:
+    async def _read_back(self, verdict: RankFailuresError) -> None:
         """Find out the outcome if rank 0 has died in its commit, or does not know the outcome."""
         order, first = self._order, verdict.failures[0]
         if first.rank == 0 and first.kind == "OutcomeUnknownError":
@@ -182,7 +182,7 @@ class Group:
                 order.transaction.outcome = "unknown"  # rank 0 may still commit
             if order.outcome != "unknown" or not deadline.remaining_s():
                 return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def _seen(self) -> Outcome:
         location = self._order.location

@@ -71,7 +71,7 @@ def locate_directory(url: str | os.PathLike[str], storage: Storage = DEFAULT_STO
         if protocol != "memory" or not name:
             raise InvalidOptionError(f"{redacted(text)} is a bucket; a checkpoint needs a prefix of its own in it")
         parent += "/"
-    store = _object_store(text, parent, protocol, storage)
+    store = _object_store(parent, protocol, storage)
     return Location(store, name, f"{store.url}/{name}")
 
 
@@ -81,7 +81,7 @@ def locate_run(url: str | os.PathLike[str], storage: Storage = DEFAULT_STORAGE) 
     if _is_local(protocol, storage):
         path = _local_path(text)
         return _local_store(path, storage), str(path)
-    store = _object_store(text, text.rstrip("/"), protocol, storage)
+    store = _object_store(text.rstrip("/"), protocol, storage)
     return store, store.url
 
 
@@ -155,7 +155,7 @@ def _local_path(text: str) -> Path:
     return Path(strip_protocol(text) if "://" in text else text).absolute()
 
 
-def _object_store(text: str, base: str, protocol: str, storage: Storage) -> ObjectStore:
+def _object_store(base: str, protocol: str, storage: Storage) -> ObjectStore:
     policy = storage.policy or StorePolicy()
     shown = redacted(base)
     if storage.filesystem is not None and not is_fsspec(storage.filesystem):

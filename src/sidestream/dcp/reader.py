@@ -237,15 +237,15 @@ class StorageReader(DcpStorageReader):
             planner.load_bytes(item, io.BytesIO(found[item.storage_index.fqn]))
 
     def _read_tensors(self, load: _Load, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        asked_for = targets_of(items, planner, load.manifest, load.url)
-        streams = current_streams({target.device for _, target in asked_for.targets})
+        targets = targets_of(items, planner, load.manifest, load.url)
+        streams = current_streams({target.device for _, target in targets.targets})
         reader = Reader(load.source, self._verify, None, streams)
         try:
-            with asked_for.naming(), all_there(load.url, "is missing"):
-                run_anywhere(lambda: reader.read(asked_for.wanted, own=load.manifest.own), load.deadline)
+            with targets.naming(), all_there(load.url, "is missing"):
+                run_anywhere(lambda: reader.read(targets.wanted, own=load.manifest.own), load.deadline)
         finally:
             load.add(reader)
-        asked_for.commit(planner)
+        targets.commit(planner)
 
 
 def _context(url: str) -> LoadContext:

@@ -28,7 +28,7 @@ __all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans", "lo
 T = TypeVar("T")
 
 _NO_BUCKET = "there is no such bucket; check the URL, or create the bucket first"
-_LOOK_S = 15.0  # the time limit of listing open uploads: few saves leave any, so callers do not wait longer
+_LIST_S = 15.0  # the time limit of listing open uploads: few saves leave any, so callers do not wait longer
 
 
 class Bucket:
@@ -213,7 +213,7 @@ class Bucket:
                     return {}
                 raise
 
-        with time_limit(Deadline.after(min(_LOOK_S, current_deadline().remaining_s()))):
+        with time_limit(Deadline.after(min(_LIST_S, current_deadline().remaining_s()))):
             return await self.run("listing the uploads of", target, ask)
 
 
