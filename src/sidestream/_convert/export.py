@@ -304,10 +304,10 @@ class _Sink:
             raise SkippedError(f"{self.url} was not written: step {save.step} was saved again meanwhile ({newer})")
 
     async def _read_checkpoint(self, save: SaveOrder, ranks: Operation | None) -> ConvertReport:
-        opened = await prepare_together(ranks, partial(self._open, save))
+        opened = await prepare_together(ranks, self._open, save)
         async with aclosing(opened):
             # In one step: a rank that is cancelled between two steps would not tell the others.
-            selection = await prepare_together(ranks, partial(io_threads().run, self._choose_from, opened))
+            selection = await prepare_together(ranks, io_threads().run, self._choose_from, opened)
             options = ConvertOptions(max_shard_bytes=self.export.max_shard_bytes, durability=self.durability)
             request = ConvertRequest(
                 options,

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from .._runtime.abandoned import register
 from .._runtime.tasks import wait_out
@@ -15,6 +14,7 @@ from .operation import Operation, Stopped
 
 __all__ = ["prepare_together", "run_together", "stoppable"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -42,20 +42,22 @@ class CallPart:
 
 async def run_together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
     """Do ``work`` as ``prepare_together`` does, and close the operation."""
-    result = await prepare_together(operation, partial(work, operation))
+    result = await prepare_together(operation, work, operation)
     operation.close()
     return result
 
 
-async def prepare_together(operation: Operation | None, work: Callable[[], Awaitable[T]]) -> T:
-    """Do ``work`` on this rank, as every rank does, and leave the operation open. If it fails on one rank, it fails on
-    all with the same ``RankFailuresError``. A rank that is cancelled raises its own cancel. Without an operation, do
-    ``work`` alone."""
+async def prepare_together(
+    operation: Operation | None, work: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Do ``work`` with these arguments on this rank, as every rank does, and leave the operation open. If it fails on
+    one rank, it fails on all with the same ``RankFailuresError``. A rank that is cancelled raises its own cancel.
+    Without an operation, do ``work`` alone."""
     if operation is None:
-        return await work()
+        return await work(*args, **kwargs)
     watched = register(CallPart(operation))
     try:
-        return await work()
+        return await work(*args, **kwargs)
     except BaseException as error:
         verdict = await operation.failed(error)
         if not isinstance(error, Exception):

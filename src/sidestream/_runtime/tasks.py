@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import anyio
 
@@ -26,6 +26,7 @@ __all__ = [
     "wait_out",
 ]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -116,8 +117,9 @@ async def wait_for_supervised() -> None:
         await asyncio.wait(tasks)
 
 
-async def run_shielded(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run ``work()`` to its end, however often this task is cancelled. A cancel is raised afterwards.
+async def run_shielded(work: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Run ``work`` with these arguments to its end, however often this task is cancelled. A cancel is raised
+    afterwards.
 
     The shield of anyio is not enough, because ``Task.cancel()`` and ``asyncio.timeout`` pass through it. ``work`` must
     be safe to run again: a closing loop cancels all tasks once, including the one that runs ``work``.
@@ -129,7 +131,7 @@ async def run_shielded(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         return
     cancelled: asyncio.CancelledError | None = None
     while True:
-        task = asyncio.get_running_loop().create_task(work())
+        task = asyncio.get_running_loop().create_task(work(*args, **kwargs))
         track_task(task, "owned")
         cancel = await wait_out(task, shielded=True)
         cancelled = cancelled or cancel

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from .._format.records import Node
@@ -140,7 +139,7 @@ async def completed(pending: PendingSave) -> SaveInfo:
             one.cancel()
         pending.cancel()
         await run_shielded(pending.ended)
-        await run_shielded(partial(all_ended, pending.exports))
+        await run_shielded(all_ended, pending.exports)
         raise
     return replace(info, exports=tuple(one.report_or_error() for one in pending.exports))
 

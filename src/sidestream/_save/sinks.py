@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from .._group import Operation, prepare_together
@@ -229,7 +228,7 @@ class PendingExport:
                         await self._committed(order)
                     return await self._sink.finish(read)
             except (Exception, asyncio.CancelledError) as error:
-                await run_shielded(partial(self._sink.undo, error))
+                await run_shielded(self._sink.undo, error)
                 if not isinstance(error, SnapshotLostError):
                     raise
         await self._committed(order)
@@ -242,7 +241,7 @@ class PendingExport:
         ranks = self._ranks = _following(order, number)
         with time_limit(ranks.deadline):
             if ranks.rank == 0:
-                await prepare_together(ranks, partial(self._sink.prepare, order))
+                await prepare_together(ranks, self._sink.prepare, order)
             return await self._sink.read_checkpoint(order, ranks)
 
     async def _committed(self, order: SaveOrder) -> None:

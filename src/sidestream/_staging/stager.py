@@ -471,7 +471,7 @@ class AsyncStager:
             raise self._not_ended() from error
         finally:
             stages = self._unretrieved.operations()
-            await run_shielded(partial(self._shut_down_off_loop, grace))
+            await run_shielded(self._shut_down_off_loop, grace)
         raise_all(stages)
 
     def _not_ended(self) -> DeadlineExceededError:

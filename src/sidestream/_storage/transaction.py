@@ -292,7 +292,7 @@ class Transaction(ABC):
             raise
         except (Exception, asyncio.CancelledError) as error:
             stuck = is_stuck(error)
-            await run_shielded(lambda: self._read_back(name, tail, stuck))
+            await run_shielded(self._read_back, name, tail, stuck)
             outcome: Outcome = self.outcome
             if isinstance(error, asyncio.CancelledError) or outcome == "absent":
                 raise
