@@ -480,13 +480,12 @@ class Saves:
                 self._check_usable()  # the Checkpointer may have been closed while this save waited
                 self.raise_unretrieved()
         target = run.at(step_name(step, generation))
-        work: SaveWork
         try:
             work = request.start(target, generation, operation=operation)
         except Exception as error:
             if operation is None:
                 raise
-            work = FailedSave(operation, target.url, error)
+            return FailedSave(operation, target.url, error), None
         if operation is None:
             self._generations.started(step, generation)
         leads = operation is None or operation.rank == 0

@@ -193,7 +193,6 @@ def async_save(
         limits = options if isinstance(options, SaveOptions) else SaveOptions()  # what is wrong is raised on all ranks
         operation = member.begin("save", deadline_of(limits.timeout_s), limits.rank_wait_s)
     exports: tuple[PendingExport, ...] = ()
-    work: SaveWork
     try:
         chosen, wanted = options_of(options, SaveOptions), exports_in(export)
         if chosen.streaming and stager is not None:
@@ -219,7 +218,8 @@ def async_save(
     except Exception as error:
         if operation is None:
             raise
-        work = FailedSave(operation, str(url), error)
+        # Not a variable: the error refers to this frame, and must not be in a cycle with what refers to it.
+        return PendingSave(FailedSave(operation, str(url), error), exports)
     return PendingSave(work, exports)
 
 
