@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 _LIMIT_S = 300.0  # of one test: a guard against a hang
 _PART_BYTES = 5 << 20  # the smallest that a policy allows, and S3 takes
+_FEW, _MANY = 4, 3 << 10  # rows of 4 KiB: a file that is put whole, and one of three parts
 _OWN = "docs/stores/own.md"
 _GUARANTEES = "docs/object_stores.md#guarantees"
 _WHOLE = f"a blob becomes visible as a whole or not at all, and is there when the write returns ({_OWN}#rules)"
@@ -80,7 +81,12 @@ def _on_store_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, 
 
     @wraps(test)
     def drive(*args: P.args, **kwargs: P.kwargs) -> None:
-        run(lambda: test(*args, **kwargs))
+        try:
+            run(lambda: test(*args, **kwargs))
+        except Exception as error:
+            if not isinstance(error, AssertionError):  # raised by the store where the contract has a result
+                error.add_note(f"{test.__name__}: {test.__doc__} The contract: {_OWN}")
+            raise
 
     return drive
 
@@ -89,6 +95,15 @@ def _require(held: object, found: str, contract: str) -> None:
     __tracebackhide__ = True
     if not held:
         raise AssertionError(f"{found}\nthe contract: {contract}")
+
+
+def _require_refusal(wanted: type[Exception], call: Callable[[], object], contract: str) -> None:
+    __tracebackhide__ = True
+    try:
+        found = call()
+    except wanted:
+        return
+    raise AssertionError(f"no {wanted.__name__}, and the result {found!r}\nthe contract: {contract}")
 
 
 async def _end(call: Awaitable[object]) -> Exception | None:
@@ -134,24 +149,26 @@ class StorePlace:
     capabilities: Capabilities
 
 
-def _save(place: StorePlace, seed: int, name: str = "ckpt", **options: Any) -> Any:
-    return blocking.save(_state(seed), f"{place.url}/{name}", storage=place.storage, **options)
+def _save(place: StorePlace, seed: int, name: str = "ckpt", *, rows: int = _FEW, **options: Any) -> Any:
+    return blocking.save(_state(seed, rows), f"{place.url}/{name}", storage=place.storage, **options)
 
 
-def _start(place: StorePlace, seed: int, **options: Any) -> blocking.PendingSave:
-    return blocking.async_save(_state(seed), f"{place.url}/ckpt", storage=place.storage, **options)
+def _start(place: StorePlace, seed: int, *, rows: int = _FEW, **options: Any) -> blocking.PendingSave:
+    return blocking.async_save(_state(seed, rows), f"{place.url}/ckpt", storage=place.storage, **options)
 
 
-def _load(place: StorePlace, name: str = "ckpt") -> int:
+def _load(place: StorePlace, name: str = "ckpt", rows: int = _FEW) -> int:
     """Load and verify a checkpoint, and return its seed."""
-    target = _state(-1)
+    target = _state(-1, rows)
     blocking.load(target, f"{place.url}/{name}", storage=place.storage)
     return _seed_of(target)
 
 
-def _require_loads(place: StorePlace, seed: int, contract: str = _VISIBLE, name: str = "ckpt") -> None:
+def _require_loads(
+    place: StorePlace, seed: int, contract: str = _VISIBLE, name: str = "ckpt", rows: int = _FEW
+) -> None:
     __tracebackhide__ = True
-    found = _load(place, name)
+    found = _load(place, name, rows)
     _require(found == seed, f"a load of {name} found save {found} in place of {seed}", contract)
 
 
@@ -163,10 +180,10 @@ def _exists(place: StorePlace, name: str = "ckpt") -> bool:
     return True
 
 
-def _state(seed: int) -> dict[str, Any]:
-    """Return a state of 12 MiB, three parts of an upload, that tells its seed everywhere."""
+def _state(seed: int, rows: int = _FEW) -> dict[str, Any]:
+    """Return a state that tells its seed everywhere."""
     return {
-        "large": torch.arange(3 << 20, dtype=torch.int32).view(1024, -1) + seed,
+        "rows": torch.arange(rows << 10, dtype=torch.int32).view(rows, -1) + seed,
         "half": torch.full((33,), float(seed), dtype=torch.bfloat16),
         "empty": torch.empty(0, 3),
         "optimizer": {"lr": seed / 7, "moments": torch.full((1000,), float(seed))},
@@ -176,8 +193,8 @@ def _state(seed: int) -> dict[str, Any]:
 
 def _seed_of(state: Mapping[str, Any]) -> int:
     seed = int(state["step"])
-    wanted = _state(seed)
-    same = all(torch.equal(state[name], wanted[name]) for name in ("large", "half", "empty"))
+    wanted = _state(seed, len(state["rows"]))
+    same = all(torch.equal(state[name], wanted[name]) for name in ("rows", "half", "empty"))
     same = same and torch.equal(state["optimizer"]["moments"], wanted["optimizer"]["moments"])
     _require(same and state["optimizer"]["lr"] == seed / 7, f"step {seed} was loaded with tensors of another", _VISIBLE)
     return seed
@@ -217,34 +234,31 @@ class OperationTests:
 
     def test_a_checkpoint_comes_back(self, writable: StorePlace) -> None:
         """Whole, by rows, as files beside it, and verified."""
-        info = _save(writable, 3, files={"config.json": b"{}"}, metadata={"run": "a"})
-        _require_loads(writable, 3)
+        info = _save(writable, 3, rows=_MANY, files={"config.json": b"{}"}, metadata={"run": "a"})
+        _require_loads(writable, 3, rows=_MANY)
         opened = blocking.open_checkpoint(f"{writable.url}/ckpt", storage=writable.storage)
         _require(opened.save_id == info.save_id, "another save was opened than was made", _VISIBLE)
         _require(opened.metadata == {"run": "a"}, f"its metadata is {opened.metadata}", _VISIBLE)
         _require(opened.file("config.json") == b"{}", "the file beside the state has another content", _VISIBLE)
         _require(_seed_of(opened.state_dict()) == 3, "state_dict() has the state of another save", _VISIBLE)
-        rows = opened.tensor("large", slice(100, 900))
-        _require(torch.equal(rows, _state(3)["large"][100:900]), "rows 100 to 900 of a tensor are others", _RANGE)
+        rows = opened.tensor("rows", slice(100, 900))
+        _require(torch.equal(rows, _state(3, _MANY)["rows"][100:900]), "rows 100 to 900 of a tensor are others", _RANGE)
         report = blocking.verify(f"{writable.url}/ckpt", storage=writable.storage)
         _require(report.ok, f"verify has found damage: {report}", _VISIBLE)
 
     def test_a_streamed_checkpoint_comes_back(self, writable: StorePlace) -> None:
         """Windows and parts of uploads have different sizes."""
-        _save(writable, 4, options=SaveOptions(streaming=True))
-        _require_loads(writable, 4)
+        _save(writable, 4, rows=_MANY, options=SaveOptions(streaming=True))
+        _require_loads(writable, 4, rows=_MANY)
 
     def test_where_nothing_is(self, place: StorePlace) -> None:
         """No call takes it for an empty or a damaged checkpoint."""
         url = f"{place.url}/none"
-        with pytest.raises(CheckpointNotFoundError):
-            _load(place, "none")
-        with pytest.raises(CheckpointNotFoundError):
-            blocking.verify(url, storage=place.storage)
+        _require_refusal(CheckpointNotFoundError, lambda: _load(place, "none"), _ABSENT)
+        _require_refusal(CheckpointNotFoundError, lambda: blocking.verify(url, storage=place.storage), _ABSENT)
         _require(not _exists(place, "none"), "a checkpoint was opened where none is", _ABSENT)
         if place.capabilities.listing:
-            with pytest.raises(CheckpointNotFoundError):
-                blocking.remove(url, storage=place.storage)
+            _require_refusal(CheckpointNotFoundError, lambda: blocking.remove(url, storage=place.storage), _ABSENT)
 
     def test_what_exists_stays(self, writable: StorePlace) -> None:
         """A second save to the same target is refused."""
@@ -257,8 +271,7 @@ class OperationTests:
         """With ``versions`` the checkpoint is replaced; without it nothing is changed."""
         _save(writable, 0)
         if not writable.capabilities.versions:
-            with pytest.raises(InvalidOptionError):
-                _save(writable, 1, overwrite=True)
+            _require_refusal(InvalidOptionError, lambda: _save(writable, 1, overwrite=True), _VERSIONS)
             _require_loads(writable, 0, _UNCHANGED)
             return
         for seed in (1, 2, 3):
@@ -302,7 +315,7 @@ class OperationTests:
     @pytest.mark.parametrize("staged", [False, True], ids=["at once", "when it is staged"])
     def test_a_cancelled_save(self, writable: StorePlace, staged: bool) -> None:
         """It is there or absent, as it says, and does not stand in the way of the next one."""
-        pending = _start(writable, 1)
+        pending = _start(writable, 1, rows=_MANY)
         if staged:
             pending.staged.result(_LIMIT_S)
         pending.cancel()
@@ -311,8 +324,8 @@ class OperationTests:
             return
         _require(_exists(writable) == (outcome == "committed"), f"a cancelled save is {outcome}", _NOTHING_LEFT)
         if outcome == "absent":
-            _save(writable, 2)
-        _require_loads(writable, 1 if outcome == "committed" else 2, _NOTHING_LEFT)
+            _save(writable, 2, rows=_MANY)
+        _require_loads(writable, 1 if outcome == "committed" else 2, _NOTHING_LEFT, rows=_MANY)
 
     def test_what_is_removed_is_gone(self, writable: StorePlace) -> None:
         """And its name can be used again."""
@@ -335,8 +348,8 @@ class OperationTests:
             checkpoints.save(_state(11), step=10)
         with blocking.Checkpointer(url, keep=keep, storage=writable.storage) as checkpoints:
             _require(checkpoints.steps() == [3, 10], f"steps {checkpoints.steps()} of 1, 2, 3, 10 are left", _RUN)
-            step = checkpoints.restore(target)
-            _require((step, _seed_of(target)) == (10, 11), f"save {_seed_of(target)}, step {step} was restored", _RUN)
+            newest = checkpoints.restore(target)
+            _require((newest, _seed_of(target)) == (10, 11), f"{_seed_of(target)}, step {newest}, was restored", _RUN)
             checkpoints.restore(target, step=3)
             _require(_seed_of(target) == 3 and checkpoints.verify(3).ok, "step 3 is another, or damaged", _RUN)
 
@@ -345,12 +358,11 @@ class OperationTests:
         _save(writable, 1)
         opened = blocking.open_checkpoint(f"{writable.url}/ckpt", storage=writable.storage)
         if not writable.capabilities.mapping:
-            with pytest.raises(InvalidOptionError):
-                opened.state_dict(memory="mapped")
+            _require_refusal(InvalidOptionError, lambda: opened.state_dict(memory="mapped"), _MAPPED)
             return
         mapped = opened.state_dict(memory="mapped")
         _require(_seed_of(mapped) == 1, "mapped files have another state", _MAPPED)
-        mapped["large"].zero_()
+        mapped["rows"].zero_()
         _require_loads(writable, 1, _MAPPED)
 
 
@@ -423,8 +435,7 @@ class StoreTests(OperationTests):
         run(lambda: self.fill(store, files))
         _require_loads(place, 5)
         if not place.capabilities.listing:
-            with pytest.raises(InvalidOptionError):
-                _save(place, 6, "other")
+            _require_refusal(InvalidOptionError, lambda: _save(place, 6, "other"), _LISTED)
 
     # --- read and size ---
 
@@ -465,9 +476,8 @@ class StoreTests(OperationTests):
         prefix = _prefix()
         await self.fill(store, {f"{prefix}/run/blob-10": b"content"})
         for name in (f"{prefix}/none", f"{prefix}/run/none", f"{prefix}/run/blob-1"):
-            for method, call in (("size", store.size(name)), ("read", store.read(name, 0, 10))):
-                error = await _end(call)
-                _require(isinstance(error, FileNotFoundError), f"{method} of no blob {_ended(error)}", _ABSENT)
+            for error in (await _end(store.size(name)), await _end(store.read(name, 0, 10))):
+                _require(isinstance(error, FileNotFoundError), f"size or read of no blob {_ended(error)}", _ABSENT)
         error = await _end(store.size(f"{prefix}/run"))
         _require(isinstance(error, FileNotFoundError), f"size of a prefix of names {_ended(error)}", _ABSENT)
 
@@ -737,8 +747,7 @@ class StoreTests(OperationTests):
     async def test_versions(self, writing: BlobStore) -> None:
         """``replace`` compares, and every content has a version of its own."""
         store, name = self._needs(writing, versions=True), f"{_prefix()}/blob"
-        for call in (store.version(name), store.replace(name, b"x", "none")):
-            error = await _end(call)
+        for error in (await _end(store.version(name)), await _end(store.replace(name, b"x", "none"))):
             _require(isinstance(error, FileNotFoundError), f"version or replace of no blob {_ended(error)}", _VERSIONS)
         _require(await self._found(writing, name) is None, "replace has created a blob", _VERSIONS)
         known: list[str] = []

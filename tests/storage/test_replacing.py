@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _own_stores import VersionedStore
 from _places import Place, s3_place
 from _s3_server import Fault, Request, S3Server
 from keywords import for_load, for_save
@@ -20,55 +20,10 @@ from keywords import for_load, for_save
 import sidestream
 from sidestream import load, remove, save
 from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidOptionError, SidestreamError
-from sidestream.options import BlobInfo, Capabilities, Listing
 
 
 def state_of(seed: int) -> dict[str, Any]:
     return {"a": torch.full((1000,), float(seed)), "b": torch.full((300, 300), seed), "step": seed}
-
-
-class DictStore:
-    """A store of the user that counts the writes of each name."""
-
-    capabilities = Capabilities(create_only=True, listing=True, versions=True)
-
-    def __init__(self) -> None:
-        self.blobs: dict[str, tuple[bytes, str]] = {}
-
-    def _found(self, name: str) -> tuple[bytes, str]:
-        if name not in self.blobs:
-            raise FileNotFoundError(name)
-        return self.blobs[name]
-
-    async def read(self, name: str, start: int, end: int) -> bytes:
-        return self._found(name)[0][start:end]
-
-    async def size(self, name: str) -> int:
-        return len(self._found(name)[0])
-
-    async def put(self, name: str, content: bytes, *, mode: str) -> None:
-        if mode == "create" and name in self.blobs:
-            raise FileExistsError(name)
-        self.blobs[name] = content, uuid.uuid4().hex
-
-    async def version(self, name: str) -> str:
-        return self._found(name)[1]
-
-    async def replace(self, name: str, content: bytes, version: str) -> None:
-        if self._found(name)[1] != version:
-            raise FileExistsError(name)
-        await self.put(name, content, mode="overwrite")
-
-    async def upload(self, name: str, part_bytes: int) -> Any:
-        raise NotImplementedError
-
-    async def listing(self, prefix: str) -> Listing:
-        found = [name.removeprefix(f"{prefix}/") for name in self.blobs if name.startswith(f"{prefix}/")]
-        files = {name: BlobInfo(len(self.blobs[f"{prefix}/{name}"][0])) for name in found if "/" not in name}
-        return Listing(files, {name.partition("/")[0] for name in found if "/" in name})
-
-    async def delete(self, name: str) -> None:
-        self.blobs.pop(name, None)
 
 
 class Target:
@@ -128,7 +83,7 @@ class OnceAt:
 def target(request: pytest.FixtureRequest, s3: S3Server) -> Target:
     if request.param == "s3":
         return on_s3(s3)
-    store = DictStore()
+    store = VersionedStore()
     return Target("run/last", {"storage": sidestream.Storage(filesystem=store)}, lambda: list(store.blobs))
 
 
@@ -360,7 +315,7 @@ async def test_a_server_without_conditions(s3: S3Server) -> None:
 
 
 def test_a_store_that_lacks_the_methods() -> None:
-    class Lacking(DictStore):
+    class Lacking(VersionedStore):
         replace = None  # type: ignore[assignment]
 
     with pytest.raises(InvalidOptionError, match=r"replace\(\)"):

@@ -3,17 +3,21 @@ find."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import _broken_stores
 import pytest
-from _own_stores import DirectoryStore, Wrapped, without
+from _own_stores import DictStore, DirectoryStore, VersionedStore, Wrapped, without
 from _places import s3_place
 from _s3_server import S3Server
-from test_docs import blocks
+from test_docs import anchors
 
 import sidestream
 from sidestream import testing
@@ -22,13 +26,6 @@ from sidestream.testing import OperationTests, StorePlace, StoreTests
 
 DOCS = Path(__file__).parents[2] / "docs"
 FULL = Capabilities(create_only=True, listing=True, versions=True)
-
-
-def store_of_the_page() -> Any:
-    """The store that the documentation shows."""
-    page: dict[str, Any] = {}
-    exec(blocks((DOCS / "stores" / "own.md").read_text())[0].code, page)
-    return page["DictStore"]()
 
 
 class TestLocal(OperationTests):
@@ -61,10 +58,9 @@ class TestS3(OperationTests):
 
 
 class TestStoreOfThePage(StoreTests):
-    @pytest.fixture
-    def store(self) -> BlobStore:
-        store: BlobStore = store_of_the_page()
-        return store
+    @pytest.fixture(params=[DictStore, VersionedStore])
+    def store(self, request: pytest.FixtureRequest) -> Any:
+        return request.param()
 
 
 class TestDirectoryStore(StoreTests):
@@ -96,3 +92,31 @@ class TestWithoutListing(TestDirectoryStore):
 
     async def fill(self, store: Any, blobs: Mapping[str, bytes]) -> None:
         await super().fill(store._store, blobs)
+
+
+# --- what it finds, and how it says it ------------------------------------------------------------------------------
+
+
+def test_faults_of_stores_are_found(tmp_path: Path) -> None:
+    """By pytest alone, as a user's tests of a store may run."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=short", "--noconftest", "-p", "no:cacheprovider"]
+    plugins = [f"-pno:{name}" for name in ("asyncio", "anyio", "xdist", "hypothesispytest")]
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    wanted = " or ".join(["TestSound", *{one.found_by for one in _broken_stores.stores().values()} - {""}])
+    done = subprocess.run(
+        [*command, *plugins, "-k", wanted, "-c", tmp_path / "pytest.ini", "--rootdir", tmp_path, _broken_stores.__file__],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "400"},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    failed = re.findall(r"^FAILED .*::Test(\w+)::(\w+)", done.stdout, re.MULTILINE)
+    for name, store in _broken_stores.stores().items():
+        found = {test for failing, test in failed if failing == name}
+        assert store.found_by in found if store.found_by else not found, (name, found)
+    assert "the contract: " in done.stdout
+
+
+def test_failures_lead_to_sections_of_pages() -> None:
+    links = set(re.findall(r"docs/([\w/]+\.md)(?:#([\w-]+))?", Path(testing.__file__).read_text()))
+    assert len(links) > 4
+    assert [link for link in links if link[1] and link[1] not in anchors((DOCS / link[0]).read_text())] == []
