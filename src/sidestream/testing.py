@@ -386,9 +386,12 @@ class StoreTests(OperationTests):
 
     Attributes:
         many_blobs: How many blobs a listing has to show; more than the storage returns in one answer.
+        cancel_is_final: Whether a call that was cancelled writes nothing after it has ended. False: a server may carry
+            out a request whose connection was closed.
     """
 
     many_blobs: int = 1_100
+    cancel_is_final: bool = True
 
     @pytest.fixture
     def store(self) -> BlobStore:
@@ -586,7 +589,7 @@ class StoreTests(OperationTests):
                 put.exception()
             seen[name] = await self._found(writing, name)
             _require(seen[name] in (None, content), "a cancelled put left a part of its content", _WHOLE)
-        for name, found in seen.items():
+        for name, found in seen.items() if self.cancel_is_final else ():
             _require(await self._found(writing, name) == found, "a cancelled put wrote after its end", _CANCELLED)
 
     # --- listing and delete ---
@@ -733,22 +736,24 @@ class StoreTests(OperationTests):
 
     @_on_store_loop
     async def test_uploads_at_once(self, writing: BlobStore) -> None:
-        """Each keeps its own parts, also those to one name, of which one stays."""
+        """Each keeps its own parts."""
         prefix, contents = _prefix(), [_bytes(_PART_BYTES + 100, seed) for seed in range(3)]
         await asyncio.gather(*(self._upload(writing, f"{prefix}/{seed}", one) for seed, one in enumerate(contents)))
         for seed, content in enumerate(contents):
             _require(await self._found(writing, f"{prefix}/{seed}") == content, "uploads at once are mixed", _UPLOADED)
-        await asyncio.gather(*(self._upload(writing, f"{prefix}/one", content) for content in contents))
-        _require(await self._found(writing, f"{prefix}/one") in contents, "uploads to one name are mixed", _UPLOADED)
 
     # --- versions and mapping ---
 
     @_on_store_loop
     async def test_versions(self, writing: BlobStore) -> None:
         """``replace`` compares, and every content has a version of its own."""
-        store, name = self._needs(writing, versions=True), f"{_prefix()}/blob"
-        for error in (await _end(store.version(name)), await _end(store.replace(name, b"x", "none"))):
-            _require(isinstance(error, FileNotFoundError), f"version or replace of no blob {_ended(error)}", _VERSIONS)
+        store, prefix = self._needs(writing, versions=True), _prefix()
+        name, other = f"{prefix}/blob", f"{prefix}/other"
+        await writing.put(other, b"another blob", mode="overwrite")
+        version = await store.version(other)
+        for error in (await _end(store.version(name)), await _end(store.replace(name, b"x", version))):
+            refused = isinstance(error, FileNotFoundError | FileExistsError)  # servers answer with 404 or with 412
+            _require(refused, f"version or replace of no blob {_ended(error)}", _VERSIONS)
         _require(await self._found(writing, name) is None, "replace has created a blob", _VERSIONS)
         known: list[str] = []
         for content in (b"first", b"second", b"third!"):

@@ -3,12 +3,15 @@ find."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ from test_docs import anchors
 
 import sidestream
 from sidestream import testing
+from sidestream._runtime.threads import Stop
+from sidestream._storage import BytesBody, locate_run
+from sidestream._storage.clients.requests import fate_of
 from sidestream.options import BlobStore, Capabilities
 from sidestream.testing import OperationTests, StorePlace, StoreTests
 
@@ -55,6 +61,66 @@ class TestS3(OperationTests):
         place = s3_place(s3, request.param)
         can = Capabilities(create_only=True, listing=True, versions=request.param == "obstore")
         return StorePlace(url=place.base, storage=place.keywords["storage"], capabilities=can)
+
+
+class Client:
+    """A client of the library as a ``BlobStore``: it raises errors of its own, and takes an upload as a whole."""
+
+    def __init__(self, url: str, storage: sidestream.Storage) -> None:
+        self.bucket = locate_run(url, storage)[0]._bucket
+        self.capabilities = self.bucket.capabilities
+
+    async def call(self, method: str, name: str, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return await getattr(await self.bucket.made(), method)(self.bucket.key(name), *arguments, **keywords)
+        except Exception as error:
+            errors = {"absent": FileNotFoundError, "taken": FileExistsError}
+            raise errors.get(fate_of(error), OSError)(str(error)) from error
+
+    async def put(self, name: str, content: bytes, *, mode: str) -> None:
+        await self.call("put", name, memoryview(content), mode=mode)
+
+    async def replace(self, name: str, content: bytes, version: str) -> None:
+        await self.call("replace", name, memoryview(content), version)
+
+    async def upload(self, name: str, part_bytes: int) -> Any:
+        return ClientUpload(self.bucket, name, {})
+
+    async def delete(self, name: str) -> None:
+        await self.call("delete", name)
+        await self.bucket.forget(name.rpartition("/")[0])
+
+    read, size = partialmethod(call, "read"), partialmethod(call, "size")
+    listing, version = partialmethod(call, "listing"), partialmethod(call, "version")
+
+
+@dataclass
+class ClientUpload:
+    bucket: Any
+    name: str
+    parts: dict[int, bytes]
+
+    async def part(self, number: int, offset: int, content: bytes) -> None:
+        self.parts[number] = content
+
+    async def complete(self) -> None:
+        body = BytesBody(b"".join(self.parts[number] for number in sorted(self.parts)))
+        await asyncio.to_thread(self.bucket.upload, self.name, body, Stop())
+
+    async def abort(self) -> None:
+        self.parts.clear()
+
+
+class TestClients(StoreTests):
+    many_blobs = 50
+    cancel_is_final = False
+
+    @pytest.fixture(params=["memory", "obstore", "fsspec"])
+    def store(self, request: pytest.FixtureRequest, s3: S3Server) -> Any:
+        if request.param == "memory":
+            return Client(f"memory://{uuid.uuid4().hex}", sidestream.Storage())
+        place = s3_place(s3, request.param)
+        return Client(place.base, place.keywords["storage"])
 
 
 class TestStoreOfThePage(StoreTests):
@@ -101,10 +167,11 @@ def test_faults_of_stores_are_found(tmp_path: Path) -> None:
     """By pytest alone, as a user's tests of a store may run."""
     command = [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=short", "--noconftest", "-p", "no:cacheprovider"]
     plugins = [f"-pno:{name}" for name in ("asyncio", "anyio", "xdist", "hypothesispytest")]
+    files = ["-c", tmp_path / "pytest.ini", "--rootdir", tmp_path, _broken_stores.__file__]
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     wanted = " or ".join(["TestSound", *{one.found_by for one in _broken_stores.stores().values()} - {""}])
     done = subprocess.run(
-        [*command, *plugins, "-k", wanted, "-c", tmp_path / "pytest.ini", "--rootdir", tmp_path, _broken_stores.__file__],
+        [*command, *plugins, "-k", wanted, *files],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "400"},
         capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
