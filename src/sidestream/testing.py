@@ -44,7 +44,7 @@ _CREATE = f'of several puts with mode="create" one succeeds, and the others rais
 _LISTED = f"listing shows every completed write and no completed delete, with its size ({_OWN}#capabilities)"
 _DIRECTLY = f"listing(prefix) has the names directly below prefix/, and is empty if there are none ({_OWN}#rules)"
 _DELETED = f"delete removes this blob alone; without it, delete returns or raises FileNotFoundError ({_OWN}#errors)"
-_UPLOADED = f"an upload is no blob before complete(), takes its parts in any order, and again ({_OWN}#rules)"
+_UPLOADED = f"an upload is not a blob before complete(), takes its parts in any order, and again ({_OWN}#rules)"
 _ABORTED = f"abort() removes the parts, and leaves a blob of this name as it is ({_OWN}#rules)"
 _CANCELLED = f"a call that was cancelled changes nothing after it has ended ({_OWN}#rules)"
 _VERSIONS = f"replace writes if the blob still has this version, else it raises FileExistsError ({_OWN}#capabilities)"
@@ -134,7 +134,7 @@ def _bytes(nbytes: int, seed: int = 0) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePlace:
-    """Where the saves and loads of ``OperationTests`` go.
+    """A place for the saves and loads of ``OperationTests``.
 
     Args:
         url: A URL or path below which nothing exists. Each test saves below it.
@@ -439,6 +439,20 @@ class StoreTests(OperationTests):
         _require_loads(place, 5)
         if not place.capabilities.listing:
             _require_refusal(InvalidOptionError, lambda: _save(place, 6, "other"), _LISTED)
+
+    def test_saves_leave_nothing_behind(self, writing: BlobStore, place: StorePlace) -> None:
+        """Those that lost or were cancelled have no files, and what was replaced has none."""
+        self._needs(writing, create_only=True)
+        _failed([_start(place, seed, rows=_MANY) for seed in range(3)])
+        self._is_alone(writing, place)
+        overwrite = writing.capabilities.versions
+        if not overwrite:
+            blocking.remove(f"{place.url}/ckpt", storage=place.storage)
+        cancelled = _start(place, 3, rows=_MANY, overwrite=overwrite)
+        cancelled.cancel()
+        if cancelled.outcome == "absent":
+            _save(place, 4, rows=_MANY, overwrite=overwrite)
+            self._is_alone(writing, place)
 
     # --- read and size ---
 
@@ -802,6 +816,14 @@ class StoreTests(OperationTests):
             if not getattr(store.capabilities, flag):
                 pytest.skip(f"capabilities.{flag} is off: sidestream does not use it, and the tests of saves say how")
         return store
+
+    @staticmethod
+    def _is_alone(store: BlobStore, place: StorePlace) -> None:
+        """Require that the only files at the target are those of the save that a reader finds."""
+        found = blocking.open_checkpoint(f"{place.url}/ckpt", storage=place.storage).save_id
+        files = run(lambda: store.listing(f"{place.url}/ckpt")).files
+        others = sorted(name for name in files if name != ".metadata" and found not in name)
+        _require(not others, f"beside those of {found} there are {others}", _NOTHING_LEFT)
 
     @staticmethod
     async def _found(store: BlobStore, name: str) -> bytes | None:

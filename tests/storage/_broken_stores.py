@@ -69,15 +69,6 @@ class ReadsOneMore(VersionedStore):
         return bytes(await super().read(name, start, end + 1))
 
 
-class RefusesTheEnd(VersionedStore):
-    found_by = "test_a_range_over_the_end"
-
-    async def read(self, name: str, start: int, end: int) -> bytes:
-        if end > len(self.content(name)):
-            raise OSError(22, "the range is not satisfiable")
-        return bytes(await super().read(name, start, end))
-
-
 class ShowsParts(VersionedStore):
     found_by = "test_a_put_is_seen_whole"
 
@@ -115,28 +106,10 @@ class DeletesOnce(VersionedStore):
         await super().delete(name)
 
 
-class DeletesMore(VersionedStore):
-    found_by = "test_a_delete"
-
-    async def delete(self, name: str) -> None:
-        for one in [one for one in self.blobs if one.startswith(name)]:
-            await super().delete(one)
-
-
 class ComparesNoVersions(VersionedStore):
     found_by = "test_versions"
 
     async def replace(self, name: str, content: bytes, version: str) -> None:
-        await self.put(name, content, mode="overwrite")
-
-
-class ComparesVersionsEarly(VersionedStore):
-    found_by = "test_replacing_at_once"
-
-    async def replace(self, name: str, content: bytes, version: str) -> None:
-        if await self.version(name) != version:
-            raise FileExistsError(name)
-        await asyncio.sleep(0)
         await self.put(name, content, mode="overwrite")
 
 
@@ -153,15 +126,6 @@ class JoinsPartsAsTheyCome(WithUpload):
     class made(Upload):
         async def part(self, number: int, offset: int, content: bytes) -> None:
             self.parts[len(self.parts)] = content
-
-
-class ShowsUploads(WithUpload):
-    found_by = "test_an_upload"
-
-    class made(Upload):
-        async def part(self, number: int, offset: int, content: bytes) -> None:
-            await super().part(number, offset, content)
-            await self.complete()
 
 
 class AbortsTheBlob(WithUpload):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import _broken_stores
+import fsspec
 import pytest
 from _own_stores import DictStore, DirectoryStore, VersionedStore, Wrapped, without
 from _places import s3_place
@@ -31,7 +32,6 @@ from sidestream.options import BlobStore, Capabilities
 from sidestream.testing import OperationTests, StorePlace, StoreTests
 
 DOCS = Path(__file__).parents[2] / "docs"
-FULL = Capabilities(create_only=True, listing=True, versions=True)
 
 
 class TestLocal(OperationTests):
@@ -49,10 +49,12 @@ class TestMarked(OperationTests):
 
 
 class TestMemory(OperationTests):
-    @pytest.fixture
-    def place(self) -> StorePlace:
+    @pytest.fixture(params=["memory://", ""])
+    def place(self, request: pytest.FixtureRequest) -> StorePlace:
+        """By the URL, and by a file system that is handed in."""
+        storage = sidestream.Storage(filesystem=None if request.param else fsspec.filesystem("memory"))
         can = Capabilities(create_only=True, listing=True)
-        return StorePlace(url=f"memory://{uuid.uuid4().hex}", storage=sidestream.Storage(), capabilities=can)
+        return StorePlace(url=f"{request.param}{uuid.uuid4().hex}/run", storage=storage, capabilities=can)
 
 
 class TestS3(OperationTests):
@@ -71,11 +73,14 @@ class Client:
         self.capabilities = self.bucket.capabilities
 
     async def call(self, method: str, name: str, *arguments: Any, **keywords: Any) -> Any:
-        try:
-            return await getattr(await self.bucket.made(), method)(self.bucket.key(name), *arguments, **keywords)
-        except Exception as error:
-            errors = {"absent": FileNotFoundError, "taken": FileExistsError}
-            raise errors.get(fate_of(error), OSError)(str(error)) from error
+        engine = await self.bucket.made()
+        while True:
+            try:
+                return await getattr(engine, method)(self.bucket.key(name), *arguments, **keywords)
+            except Exception as error:
+                errors = {"absent": FileNotFoundError, "taken": FileExistsError, "transient": None}
+                if (wanted := errors.get(fate_of(error), OSError)) is not None:
+                    raise wanted(str(error)) from error
 
     async def put(self, name: str, content: bytes, *, mode: str) -> None:
         await self.call("put", name, memoryview(content), mode=mode)
