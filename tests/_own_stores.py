@@ -22,8 +22,6 @@ from sidestream.options import BlobInfo, BlobStore, BlobUpload, Capabilities, Li
 
 __all__ = ["DictStore", "DirectoryStore", "Fault", "VersionedStore", "Wrapped", "without"]
 
-# --- from here on as the documentation says, in 60 lines at most ---
-
 
 async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
@@ -96,8 +94,6 @@ class DirectoryUpload:
     async def abort(self) -> None:
         self.path.unlink(missing_ok=True)
 
-
-# --- up to here ---
 
 _page: dict[str, Any] = {}
 exec(blocks((ROOT / "docs" / "stores" / "own.md").read_text())[0].code, _page)

@@ -225,6 +225,19 @@ async def test_what_is_removed_while_it_is_verified(tmp_path: Path, monkeypatch:
         await sidestream.verify(tmp_path / "last")
 
 
+async def test_several_overwrite_at_once(tmp_path: Path) -> None:
+    """Each succeeds, and one of them stays; none deletes what another has committed."""
+    await save(state_of(0), tmp_path / "last")
+    for _ in range(5):
+        saves = [
+            save(state_of(seed), tmp_path / "last", overwrite=True, options=sidestream.SaveOptions(durability="flush"))
+            for seed in range(1, 7)
+        ]
+        await asyncio.gather(*saves)
+        assert await loaded(tmp_path / "last") in range(1, 7)
+        assert os.listdir(tmp_path) == ["last"]
+
+
 async def test_one_that_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the exchange and the look at what was published another save replaces it, and deletes it."""
     await save(state_of(0), tmp_path / "last")

@@ -24,7 +24,7 @@ from . import blocking
 from ._run.retention import KeepLast
 from ._runtime.threads import Deadline, time_limit
 from ._storage.clients.requests import LoopCall
-from .errors import CheckpointExistsError, CheckpointNotFoundError, InvalidOptionError
+from .errors import CheckpointExistsError, CheckpointNotFoundError, InvalidOptionError, StorageError
 from .options import BlobInfo, BlobStore, Capabilities, Listing, SaveOptions, Storage, StorePolicy
 
 __all__ = ["OperationTests", "StorePlace", "StoreTests", "run"]
@@ -439,6 +439,8 @@ class StoreTests(OperationTests):
         _require_loads(place, 5)
         if not place.capabilities.listing:
             _require_refusal(InvalidOptionError, lambda: _save(place, 6, "other"), _LISTED)
+            with blocking.Checkpointer(place.url, storage=place.storage) as checkpoints:
+                _require_refusal(StorageError, checkpoints.steps, _LISTED)
 
     def test_saves_leave_nothing_behind(self, writing: BlobStore, place: StorePlace) -> None:
         """Those that lost or were cancelled have no files, and what was replaced has none."""

@@ -20,21 +20,7 @@ def state(seed: int = 0) -> dict[str, Any]:
     return {
         "large": torch.randn(3 << 19),
         "rows": torch.randn(1024, 1024),
-        "small": {str(number): torch.randn(7, number + 1) for number in range(20)},
-        "empty": torch.empty(0, 3),
         "step": seed,
-        "name": "run",
-    }
-
-
-def blank() -> dict[str, Any]:
-    return {
-        "large": torch.zeros(3 << 19),
-        "rows": torch.zeros(1024, 1024),
-        "small": {str(number): torch.zeros(7, number + 1) for number in range(20)},
-        "empty": torch.empty(0, 3),
-        "step": -1,
-        "name": "",
     }
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import _own_stores
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _own_stores import DirectoryStore, Fault, Wrapped, without
 from _places import policy
-from keywords import for_load, for_run, for_save
+from keywords import for_load, for_save
 
 import sidestream
 from sidestream import errors, events
@@ -53,14 +50,6 @@ def store(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore(tmp_path)
 
 
-def test_the_store_is_short() -> None:
-    source = inspect.getsource(_own_stores)
-    mine = source.partition("# --- from here on")[2].partition("# --- up to here")[0]
-    lines = [line for line in mine.splitlines()[1:] if line.strip()]
-    assert len(lines) <= 60
-    assert "sidestream" not in ast.unparse(ast.parse("\n".join(lines)))  # but for the import of the public names
-
-
 async def test_a_large_file_is_sent_in_parts(store: DirectoryStore, tmp_path: Path) -> None:
     counting = Wrapped(store)
     info = await sidestream.save(state(), f"/{URL}", **for_save(**keywords(counting, concurrency=2)))
@@ -94,20 +83,6 @@ async def test_without_create_only_it_is_looked_first(store: DirectoryStore, mon
     await assert_loads(store)
     with pytest.raises(errors.CheckpointExistsError):
         await sidestream.save(state(), URL, **for_save(**keywords(plain)))
-
-
-async def test_without_listing_it_is_only_read(store: DirectoryStore) -> None:
-    await sidestream.save(state(), URL, **for_save(**keywords(store)))
-    plain = without(store, listing=False)
-    await assert_loads(plain)
-    with pytest.raises(errors.InvalidOptionError, match="can be read and not written"):
-        await sidestream.save(state(), "run/new", **for_save(**keywords(plain)))
-    with pytest.raises(errors.CheckpointNotFoundError):
-        await sidestream.load(blank(), "run/none", **for_load(**keywords(plain)))
-    async with sidestream.Checkpointer("run", **for_run(**keywords(plain))) as checkpoints:
-        with pytest.raises(errors.StorageError, match="Wrapped has no listings: give the URL of a checkpoint"):
-            await checkpoints.steps()
-    assert plain.counts["listing"] == 0
 
 
 async def test_a_mapped_file_that_was_cut_short(store: DirectoryStore) -> None:

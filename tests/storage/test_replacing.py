@@ -79,14 +79,6 @@ class OnceAt:
         self._work()
 
 
-@pytest.fixture(params=["s3", "a store of the user"])
-def target(request: pytest.FixtureRequest, s3: S3Server) -> Target:
-    if request.param == "s3":
-        return on_s3(s3)
-    store = VersionedStore()
-    return Target("run/last", {"storage": sidestream.Storage(filesystem=store)}, lambda: list(store.blobs))
-
-
 async def test_the_saver_process_replaces(s3: S3Server) -> None:
     target = on_s3(s3)
     for seed in range(2):
