@@ -338,7 +338,7 @@ class OperationTests:
         _require_loads(writable, 3)
 
     def test_a_run(self, writable: StorePlace) -> None:
-        """Steps, one of which is saved again; retention; a second program that goes on from the newest."""
+        """Steps, one of which is saved again; retention; a second program that continues from the newest."""
         url, keep = f"{writable.url}/run", KeepLast(2)
         target = _state(-1)
         with blocking.Checkpointer(url, keep=keep, storage=writable.storage) as checkpoints:

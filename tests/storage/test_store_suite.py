@@ -189,6 +189,7 @@ def test_faults_of_stores_are_found(tmp_path: Path) -> None:
 
 
 def test_failures_lead_to_sections_of_pages() -> None:
-    links = set(re.findall(r"docs/([\w/]+\.md)(?:#([\w-]+))?", Path(testing.__file__).read_text()))
+    contract = " ".join(text for text in vars(testing).values() if isinstance(text, str))
+    links = set(re.findall(r"docs/([\w/]+\.md)(?:#([\w-]+))?", contract))
     assert len(links) > 4
     assert [link for link in links if link[1] and link[1] not in anchors((DOCS / link[0]).read_text())] == []
