@@ -1,4 +1,5 @@
-"""Stores that a user could have written: one over a directory, and a wrapper that delays and fails."""
+"""Stores that a user could have written: one over a directory, that of the documentation, and a wrapper that delays and
+fails."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from test_docs import ROOT, blocks
+
 from sidestream.options import BlobInfo, BlobStore, BlobUpload, Capabilities, Listing, PutMode
 
-__all__ = ["DirectoryStore", "Fault", "Wrapped", "without"]
-
-# --- from here on as the documentation says, in 60 lines at most ---
+__all__ = ["DictStore", "DirectoryStore", "Fault", "VersionedStore", "Wrapped", "without"]
 
 
 async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -94,7 +95,33 @@ class DirectoryUpload:
         self.path.unlink(missing_ok=True)
 
 
-# --- up to here ---
+_page: dict[str, Any] = {}
+exec(blocks((ROOT / "docs" / "stores" / "own.md").read_text())[0].code, _page)
+DictStore: Any = _page["DictStore"]
+"""The store that the documentation shows."""
+
+
+class VersionedStore(DictStore):
+    """With versions, which are those of the writes."""
+
+    capabilities = replace(DictStore.capabilities, versions=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: Counter[str] = Counter()
+
+    async def put(self, name: str, content: bytes, *, mode: PutMode) -> None:
+        await super().put(name, content, mode=mode)
+        self.writes[name] += 1
+
+    async def version(self, name: str) -> str:
+        self.content(name)
+        return str(self.writes[name])
+
+    async def replace(self, name: str, content: bytes, version: str) -> None:
+        if await self.version(name) != version:
+            raise FileExistsError(name)
+        await self.put(name, content, mode="overwrite")
 
 
 @dataclass

@@ -164,6 +164,8 @@ class _Handler(BaseHTTPRequestHandler):
             closing.wait(600)
             return self._hang_up()
         body = self._body(length)
+        if body is None:  # the client has closed the connection: a server stores no object that is not whole
+            return self._hang_up()
         if isinstance(fault, int):
             code = {400: "RequestTimeout", 404: "NoSuchBucket", 503: "SlowDown", 409: "ConditionalRequestConflict"}.get(
                 fault, "InternalError"
@@ -204,8 +206,13 @@ class _Handler(BaseHTTPRequestHandler):
         start, _, end = value.removeprefix("bytes=").partition("-")
         return (-int(end), 0) if not start else (int(start), int(end) + 1 if end else 1 << 62)
 
-    def _body(self, length: int) -> bytes:
-        raw = self.rfile.read(length)
+    def _body(self, length: int) -> bytes | None:
+        try:
+            raw = self.rfile.read(length)
+        except ConnectionError:
+            return None
+        if len(raw) < length:
+            return None
         if "aws-chunked" not in self.headers.get("Content-Encoding", ""):
             return raw
         content = b""

@@ -47,6 +47,7 @@ _LONGEST = (
     "security/test_bounds.py",
     "saver/test_saver_process.py",
     "storage/test_store_faults.py",
+    "storage/test_store_suite.py",
     "goldens/test_goldens.py",
     "test_budgets.py",
     "crash/test_ended_loops.py",

@@ -486,7 +486,7 @@ def test_public_names_survive_the_import_of_their_modules() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["", ".blocking", ".dcp", ".errors", ".events", ".signing"])
+@pytest.mark.parametrize("module", ["", ".blocking", ".dcp", ".errors", ".events", ".signing", ".testing"])
 def test_public_names_carry_their_public_path(module: str) -> None:
     """In tracebacks, ``repr`` and pickles. A pickle of a name stays readable when the module that defines it moves."""
     public = importlib.import_module(PACKAGE + module)

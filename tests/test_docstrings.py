@@ -31,13 +31,15 @@ MODULES = (
     "sidestream.events",
     "sidestream.options",
     "sidestream.signing",
+    "sidestream.testing",
 )
 
 NOT_CONSTRUCTED = frozenset({
     "sidestream.Checkpoint", "sidestream.PendingExport", "sidestream.PendingSave", "sidestream.StagedState",
     "sidestream.StagingFuture", "sidestream.Watch", "sidestream.blocking.Checkpoint", "sidestream.blocking.PendingSave",
+    "sidestream.testing.OperationTests", "sidestream.testing.StoreTests",
 })  # fmt: skip
-"""Classes whose objects calls return. Programs do not make them, so their arguments are not documented."""
+"""Classes whose objects calls, or pytest, return. Programs do not make them, so their arguments are not documented."""
 
 NO_BEGINNING = frozenset({
     "and", "as", "everything", "how", "if", "in", "is", "it", "none", "nothing", "some",
@@ -99,7 +101,7 @@ def members(path: str, kind: type) -> Iterator[tuple[str, Any]]:
     filters = hidden(PAGE)
     out = filters.get(path, frozenset()) | filters.get(path.rpartition(".")[0], frozenset())
     for name, member in vars(kind).items():
-        if name.startswith("_") or name in out:
+        if name.startswith(("_", "test_")) or name in out:
             continue
         one = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         if inspect.isfunction(one) or isinstance(one, property):

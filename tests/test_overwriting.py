@@ -25,7 +25,6 @@ from sidestream.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    InvalidOptionError,
     NotDurableError,
     StorageError,
 )
@@ -58,13 +57,6 @@ async def test_one_of_stock_dcp_is_replaced(tmp_path: Path) -> None:
     assert await loaded(tmp_path / "last") == 2
 
 
-async def test_not_without_being_asked(tmp_path: Path) -> None:
-    await save(state_of(1), tmp_path / "last")
-    with pytest.raises(CheckpointExistsError):
-        await save(state_of(2), tmp_path / "last")
-    assert await loaded(tmp_path / "last") == 1
-
-
 async def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
@@ -72,31 +64,6 @@ async def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
         await save(state_of(1), tmp_path / "home", overwrite=True)
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
     assert os.listdir(tmp_path) == ["home"]
-
-
-async def test_object_storage_says_what_to_do() -> None:
-    with pytest.raises(InvalidOptionError, match="remove"):
-        await save(state_of(1), "memory://overwriting/last", overwrite=True)
-
-
-async def test_readers_find_one_of_both(tmp_path: Path) -> None:
-    await save(state_of(0), tmp_path / "last")
-    over = False
-    found: list[int] = []
-
-    async def read() -> None:
-        while not over:
-            found.append(await loaded(tmp_path / "last"))
-
-    readers = [asyncio.create_task(read()) for _ in range(2)]
-    for seed in range(1, 20):
-        await save(
-            state_of(seed), tmp_path / "last", overwrite=True, options=sidestream.SaveOptions(durability="flush")
-        )
-    over = True
-    await asyncio.gather(*readers)
-    assert found == sorted(found) or len(set(found)) > 1
-    assert await loaded(tmp_path / "last") == 19
 
 
 async def test_a_directory_that_is_replaced_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,17 +526,6 @@ async def test_a_link_is_not_removed(tmp_path: Path) -> None:
         await remove(tmp_path / "link")
     assert sorted(os.listdir(tmp_path)) == ["a", "link"]
     assert await loaded(tmp_path / "link") == 1
-
-
-async def test_remove_on_object_storage() -> None:
-    await save(state_of(1), "memory://removing/a")
-    await save(state_of(2), "memory://removing/b")
-    await remove("memory://removing/a")
-    with pytest.raises(CheckpointNotFoundError):
-        await loaded("memory://removing/a")
-    assert await loaded("memory://removing/b") == 2
-    await save(state_of(3), "memory://removing/a")  # the name is free again
-    assert await loaded("memory://removing/a") == 3
 
 
 async def test_an_export_is_removed(tmp_path: Path) -> None:

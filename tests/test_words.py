@@ -36,7 +36,7 @@ RETIRED_PHRASES = ("as ever", "hear of", "hears", "in a hurry", "knows no more t
 PLAIN_ROOMS = (
     "__init__", "_convert", "_format", "_group", "_layout", "_load", "_run", "_runtime", "_save", "_staging",
     "_storage", "_worker", "blocking", "checkpointer", "dcp", "errors", "events", "options", "signing",
-    "sidestream_cli",
+    "sidestream_cli", "testing",
 )  # fmt: skip
 """The rooms whose docstrings, comments and messages have none of ``RIDDLES``."""
 

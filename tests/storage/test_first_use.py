@@ -39,7 +39,8 @@ import sidestream
 
 assert all(name in vars(sidestream) for name in sidestream.__all__ if name != "dcp")
 HEAVY = ("aiobotocore", "aiohttp", "botocore", "s3fs", "obstore", "gcsfs", "adlfs", "typer", "rich",
-         "torch.distributed.checkpoint", "torch._dynamo", "watchfiles", "fsspec.implementations.memory")
+         "torch.distributed.checkpoint", "torch._dynamo", "watchfiles", "fsspec.implementations.memory",
+         "pytest", "sidestream.testing")
 def heavy():
     return [name for name in HEAVY if name in sys.modules]
 

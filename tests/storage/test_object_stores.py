@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
-import pytest
 import torch
 from _places import Place, s3_place
 from _s3_server import Request, S3Server
@@ -22,69 +20,8 @@ def state(seed: int = 0) -> dict[str, Any]:
     return {
         "large": torch.randn(3 << 19),
         "rows": torch.randn(1024, 1024),
-        "small": {str(number): torch.randn(7, number + 1) for number in range(20)},
-        "empty": torch.empty(0, 3),
         "step": seed,
-        "name": "run",
     }
-
-
-def blank() -> dict[str, Any]:
-    return {
-        "large": torch.zeros(3 << 19),
-        "rows": torch.zeros(1024, 1024),
-        "small": {str(number): torch.zeros(7, number + 1) for number in range(20)},
-        "empty": torch.empty(0, 3),
-        "step": -1,
-        "name": "",
-    }
-
-
-async def test_round_trip(place: Place) -> None:
-    source, target = state(3), blank()
-    info = await sidestream.save(source, place.url(), **for_save(**place.keywords))
-    assert info.url == place.url()
-    report = await sidestream.load(target, place.url(), **for_load(**place.keywords))
-    assert report.save_id == info.save_id
-    assert_same(source, target)
-    opened = await sidestream.open_checkpoint(place.url(), **place.keywords)
-    assert_same(source, await opened.state_dict())
-    assert torch.equal(await opened.tensor("rows", slice(100, 900)), source["rows"][100:900])
-    with pytest.raises(errors.InvalidOptionError, match="not on this machine"):
-        await opened.state_dict(memory="mapped")
-
-
-async def test_what_stands_there_is_not_touched(place: Place) -> None:
-    await sidestream.save(state(1), place.url(), **for_save(**place.keywords))
-    with pytest.raises(errors.CheckpointExistsError):
-        await sidestream.save(state(2), place.url(), **for_save(**place.keywords))
-    target = blank()
-    await sidestream.load(target, place.url(), **for_load(**place.keywords))
-    assert_same(state(1), target)
-    with pytest.raises(errors.CheckpointNotFoundError):
-        await sidestream.load(blank(), place.url("other"), **for_load(**place.keywords))
-
-
-async def test_a_run(place: Place) -> None:
-    target = blank()
-    async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
-        assert await checkpoints.restore(target) is None
-        for step in (1, 2, 2):
-            await checkpoints.save(state(step), step=step)
-        assert await checkpoints.steps() == [1, 2]
-        assert await checkpoints.restore(target) == 2
-        assert_same(state(2), target)
-        assert await checkpoints.restore(target, step=1) == 1
-        assert_same(state(1), target)
-
-
-def test_blocking(place: Place) -> None:
-    from sidestream import blocking
-
-    target = blank()
-    assert blocking.save(state(4), place.url(), **for_save(**place.keywords)).url == place.url()
-    blocking.load(target, place.url(), **for_load(**place.keywords))
-    assert_same(state(4), target)
 
 
 async def test_an_export_beside_a_save(place_on_s3: Place) -> None:
@@ -99,22 +36,6 @@ async def test_an_export_beside_a_save(place_on_s3: Place) -> None:
     assert torch.equal(found["rows"], state(4)["rows"].to(torch.bfloat16))
     again = await sidestream.save(state(5), place.url("again"), export=export, **for_save(**place.keywords))
     assert isinstance(again.exports[0], errors.CheckpointExistsError)
-    assert server.uploads == {}
-
-
-async def test_two_writers_one_winner(place_on_s3: Place) -> None:
-    """Both find the target empty; the storage decides."""
-    place, server = place_on_s3, place_on_s3.server
-    assert server is not None
-    saves = [sidestream.save(state(seed), place.url(), **for_save(**place.keywords)) for seed in (1, 2, 3)]
-    results = await asyncio.gather(*saves, return_exceptions=True)
-    won = [seed for seed, result in enumerate(results, 1) if isinstance(result, sidestream.SaveInfo)]
-    assert len(won) == 1
-    assert all(isinstance(one, (errors.CheckpointExistsError, sidestream.SaveInfo)) for one in results)
-    target = blank()
-    await sidestream.load(target, place.url(), **for_load(**place.keywords))
-    assert_same(state(won[0]), target)
-    assert len({name.rpartition("-")[2].partition(".")[0] for name in server.objects if "-" in name}) == 1
     assert server.uploads == {}
 
 

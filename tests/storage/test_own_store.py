@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import _own_stores
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _own_stores import DirectoryStore, Fault, Wrapped, without
 from _places import policy
-from keywords import for_load, for_run, for_save
+from keywords import for_load, for_save
 
 import sidestream
-from sidestream import blocking, errors, events
+from sidestream import errors, events
 from sidestream.options import BlobStore, Capabilities
 
 URL = "run/ckpt"
@@ -53,14 +50,6 @@ def store(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore(tmp_path)
 
 
-def test_the_store_is_short() -> None:
-    source = inspect.getsource(_own_stores)
-    mine = source.partition("# --- from here on")[2].partition("# --- up to here")[0]
-    lines = [line for line in mine.splitlines()[1:] if line.strip()]
-    assert len(lines) <= 60
-    assert "sidestream" not in ast.unparse(ast.parse("\n".join(lines)))  # but for the import of the public names
-
-
 async def test_a_large_file_is_sent_in_parts(store: DirectoryStore, tmp_path: Path) -> None:
     counting = Wrapped(store)
     info = await sidestream.save(state(), f"/{URL}", **for_save(**keywords(counting, concurrency=2)))
@@ -73,51 +62,6 @@ async def test_a_large_file_is_sent_in_parts(store: DirectoryStore, tmp_path: Pa
     assert torch.equal(target["large"], state()["large"])
     report = await sidestream.verify(URL, **keywords(store))
     assert report.ok
-    assert files(store.parts) == []
-
-
-async def test_windows_of_a_streamed_state_are_cut_into_parts(store: DirectoryStore) -> None:
-    """Parts and windows have different sizes."""
-    source = {str(number): torch.full((5 << 18,), float(number)) for number in range(7)}
-    await sidestream.save(source, URL, **for_save(streaming=True, **keywords(Wrapped(store))))
-    target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
-    await sidestream.load(target, URL, **for_load(**keywords(store)))
-    assert all(torch.equal(tensor, target[name]) for name, tensor in source.items())
-
-
-async def test_a_run(store: DirectoryStore) -> None:
-    target = blank()
-    wrapped = Wrapped(store)
-    async with sidestream.Checkpointer(
-        "run", keep=sidestream.KeepLast(2), **for_run(**keywords(wrapped))
-    ) as checkpoints:
-        assert await checkpoints.restore(target) is None
-        for step in (1, 2, 3):
-            await checkpoints.save(state(), step=step)
-        assert await checkpoints.restore(target) == 3
-    assert torch.equal(target["large"], state()["large"])
-    assert {name.split("/")[1] for name in files(store.blobs)} - {".leases"} == {"step-2", "step-3"}
-    async with sidestream.Checkpointer("run", **for_run(**keywords(store))) as checkpoints:
-        assert await checkpoints.steps() == [2, 3]
-
-
-def test_blocking(store: DirectoryStore) -> None:
-    blocking.save(state(), URL, **for_save(**keywords(store)))
-    target = blank()
-    blocking.load(target, URL, **for_load(**keywords(store)))
-    assert torch.equal(target["large"], state()["large"])
-
-
-async def test_two_writers_one_winner(store: DirectoryStore) -> None:
-    saves = [sidestream.save(state(), URL, **for_save(**keywords(Wrapped(store, seed=seed)))) for seed in range(3)]
-    results = await asyncio.gather(*saves, return_exceptions=True)
-    assert sorted(type(one).__name__ for one in results) == [
-        "CheckpointExistsError",
-        "CheckpointExistsError",
-        "SaveInfo",
-    ]
-    await assert_loads(store)
-    assert len(files(store.blobs)) == 4
     assert files(store.parts) == []
 
 
@@ -139,36 +83,6 @@ async def test_without_create_only_it_is_looked_first(store: DirectoryStore, mon
     await assert_loads(store)
     with pytest.raises(errors.CheckpointExistsError):
         await sidestream.save(state(), URL, **for_save(**keywords(plain)))
-
-
-async def test_without_listing_it_is_only_read(store: DirectoryStore) -> None:
-    await sidestream.save(state(), URL, **for_save(**keywords(store)))
-    plain = without(store, listing=False)
-    await assert_loads(plain)
-    with pytest.raises(errors.InvalidOptionError, match="can be read and not written"):
-        await sidestream.save(state(), "run/new", **for_save(**keywords(plain)))
-    with pytest.raises(errors.CheckpointNotFoundError):
-        await sidestream.load(blank(), "run/none", **for_load(**keywords(plain)))
-    async with sidestream.Checkpointer("run", **for_run(**keywords(plain))) as checkpoints:
-        with pytest.raises(errors.StorageError, match="Wrapped has no listings: give the URL of a checkpoint"):
-            await checkpoints.steps()
-    assert plain.counts["listing"] == 0
-
-
-async def test_with_mapping_files_are_memory(store: DirectoryStore) -> None:
-    await sidestream.save(state(), URL, **for_save(**keywords(store)))
-    opened = await sidestream.open_checkpoint(URL, **keywords(store))
-    mapped = await opened.state_dict(memory="mapped")
-    assert torch.equal(mapped["large"], state()["large"])
-    mapped["large"].zero_()  # its own copy of the pages
-    await assert_loads(store)
-
-
-async def test_without_mapping_it_is_refused(store: DirectoryStore) -> None:
-    await sidestream.save(state(), URL, **for_save(**keywords(store)))
-    opened = await sidestream.open_checkpoint(URL, **keywords(without(store, mapping=False)))
-    with pytest.raises(errors.InvalidOptionError, match="not on this machine"):
-        await opened.state_dict(memory="mapped")
 
 
 async def test_a_mapped_file_that_was_cut_short(store: DirectoryStore) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _own_stores import VersionedStore
 from _places import Place, s3_place
 from _s3_server import Fault, Request, S3Server
 from keywords import for_load, for_save
@@ -20,55 +20,10 @@ from keywords import for_load, for_save
 import sidestream
 from sidestream import load, remove, save
 from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidOptionError, SidestreamError
-from sidestream.options import BlobInfo, Capabilities, Listing
 
 
 def state_of(seed: int) -> dict[str, Any]:
     return {"a": torch.full((1000,), float(seed)), "b": torch.full((300, 300), seed), "step": seed}
-
-
-class DictStore:
-    """A store of the user that counts the writes of each name."""
-
-    capabilities = Capabilities(create_only=True, listing=True, versions=True)
-
-    def __init__(self) -> None:
-        self.blobs: dict[str, tuple[bytes, str]] = {}
-
-    def _found(self, name: str) -> tuple[bytes, str]:
-        if name not in self.blobs:
-            raise FileNotFoundError(name)
-        return self.blobs[name]
-
-    async def read(self, name: str, start: int, end: int) -> bytes:
-        return self._found(name)[0][start:end]
-
-    async def size(self, name: str) -> int:
-        return len(self._found(name)[0])
-
-    async def put(self, name: str, content: bytes, *, mode: str) -> None:
-        if mode == "create" and name in self.blobs:
-            raise FileExistsError(name)
-        self.blobs[name] = content, uuid.uuid4().hex
-
-    async def version(self, name: str) -> str:
-        return self._found(name)[1]
-
-    async def replace(self, name: str, content: bytes, version: str) -> None:
-        if self._found(name)[1] != version:
-            raise FileExistsError(name)
-        await self.put(name, content, mode="overwrite")
-
-    async def upload(self, name: str, part_bytes: int) -> Any:
-        raise NotImplementedError
-
-    async def listing(self, prefix: str) -> Listing:
-        found = [name.removeprefix(f"{prefix}/") for name in self.blobs if name.startswith(f"{prefix}/")]
-        files = {name: BlobInfo(len(self.blobs[f"{prefix}/{name}"][0])) for name in found if "/" not in name}
-        return Listing(files, {name.partition("/")[0] for name in found if "/" in name})
-
-    async def delete(self, name: str) -> None:
-        self.blobs.pop(name, None)
 
 
 class Target:
@@ -124,42 +79,12 @@ class OnceAt:
         self._work()
 
 
-@pytest.fixture(params=["s3", "a store of the user"])
-def target(request: pytest.FixtureRequest, s3: S3Server) -> Target:
-    if request.param == "s3":
-        return on_s3(s3)
-    store = DictStore()
-    return Target("run/last", {"storage": sidestream.Storage(filesystem=store)}, lambda: list(store.blobs))
-
-
-async def test_a_checkpoint_is_replaced(target: Target) -> None:
-    for seed in range(3):
-        info = await target.save(seed)
-        assert await target.loaded() == seed
-        assert len(target.names()) == 4
-        assert target.ids() == {info.save_id}
-
-
 async def test_the_saver_process_replaces(s3: S3Server) -> None:
     target = on_s3(s3)
     for seed in range(2):
         info = await target.save(seed, writer="process")
     assert await target.loaded() == 1
     assert target.ids() == {info.save_id}
-
-
-async def test_one_of_several_wins(target: Target) -> None:
-    """The others raise ``CheckpointExistsError``, and leave nothing behind."""
-    await target.save(0)
-    for _ in range(4):
-        ends = await asyncio.gather(*(target.save(seed) for seed in range(1, 6)), return_exceptions=True)
-        won = [one for one in ends if isinstance(one, sidestream.SaveInfo)]
-        assert won, ends
-        assert all(isinstance(one, (sidestream.SaveInfo, CheckpointExistsError)) for one in ends), ends
-        found = await target.loaded()
-        assert ends[found - 1] in won
-        await target.save(6)  # also what began its first file when the winner had listed
-        assert len(target.ids()) == 1
 
 
 async def test_a_save_that_was_overtaken(s3: S3Server) -> None:
@@ -235,24 +160,6 @@ async def test_a_save_that_lives_keeps_its_files(s3: S3Server) -> None:
     assert target.ids() == {info.save_id}
 
 
-async def test_readers_find_one_of_both(target: Target) -> None:
-    await target.save(0)
-    over = False
-    found: list[int] = []
-
-    async def read() -> None:
-        while not over:
-            found.append(await target.loaded())
-
-    readers = [asyncio.create_task(read()) for _ in range(2)]
-    for seed in range(1, 12):
-        await target.save(seed)
-    over = True
-    await asyncio.gather(*readers)  # each load of a mixture has raised
-    assert set(found) <= set(range(12))
-    assert 11 in found
-
-
 @pytest.mark.parametrize("kind", ["get", "list"])
 async def test_a_reader_is_overtaken_at_each_request(kind: str, s3: S3Server) -> None:
     """Before its request number n a whole save replaces what it reads."""
@@ -284,13 +191,6 @@ async def test_a_verification_is_overtaken_at_each_request(kind: str, s3: S3Serv
         if overtaking.left:
             break
     assert number >= 2
-
-
-async def test_not_without_being_asked(target: Target) -> None:
-    await target.save(1)
-    with pytest.raises(CheckpointExistsError):
-        await save(state_of(2), target.url, **for_save(**target.how))
-    assert await target.loaded() == 1
 
 
 async def test_what_is_no_checkpoint_is_not_replaced(s3: S3Server) -> None:
@@ -337,7 +237,7 @@ async def test_dcp_replaces(s3: S3Server) -> None:
 
 
 async def test_a_client_without_conditions(s3: S3Server) -> None:
-    with pytest.raises(InvalidOptionError, match="obstore"):
+    with pytest.raises(InvalidOptionError, match="remove"):
         await save(state_of(1), "memory://replacing/last", overwrite=True)
     with pytest.raises(InvalidOptionError, match="fsspec"):
         await on_s3(s3, "fsspec").save(1)
@@ -360,7 +260,7 @@ async def test_a_server_without_conditions(s3: S3Server) -> None:
 
 
 def test_a_store_that_lacks_the_methods() -> None:
-    class Lacking(DictStore):
+    class Lacking(VersionedStore):
         replace = None  # type: ignore[assignment]
 
     with pytest.raises(InvalidOptionError, match=r"replace\(\)"):

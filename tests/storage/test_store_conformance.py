@@ -16,7 +16,7 @@ from _places import policy, s3_place
 from sidestream import Storage, errors
 from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, Kind, ReadRange, Store, Transaction, locate_run
-from sidestream._storage.bodies import BytesBody, PiecesBody
+from sidestream._storage.bodies import BytesBody
 
 ID, OTHER_ID = "a" * 32, "b" * 32
 MARKER = b"a marker that is long enough to be looked at"
@@ -29,7 +29,6 @@ MARKER = b"a marker that is long enough to be looked at"
         "memory",
         "s3 by obstore",
         "s3 by fsspec",
-        "a store of the user",
         "one that delays",
         "one that fails",
         "one without create-only put",
@@ -42,8 +41,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         yield locate_run(tmp_path / "run", Storage(commit="marker"))[0]
     elif request.param == "memory":
         yield locate_run(f"memory://{uuid.uuid4().hex}/run")[0]
-    elif request.param == "a store of the user":
-        yield locate_run("run", Storage(filesystem=DirectoryStore(tmp_path), policy=policy()))[0]
     elif request.param == "one that delays":
         yield locate_run("run", Storage(filesystem=Wrapped(DirectoryStore(tmp_path)), policy=policy()))[0]
     elif request.param == "one without create-only put":
@@ -114,20 +111,6 @@ async def test_an_attempt_is_published(store: Store) -> None:
     assert await tail_of(store, "ckpt/.metadata", 8) == MARKER[-8:]
     assert await tail_of(store, "ckpt/.metadata", 4096) == MARKER
     assert await tail_of(store, f"ckpt/{empty}", 10) == b""
-
-
-async def test_a_large_file_in_odd_pieces(store: Store) -> None:
-    """Larger than a part of an upload, and no piece ends where a part does."""
-    lengths = [1, (3 << 20) + 7, 11 << 20, 4096, (5 << 20) - 1]
-    pieces = [bytes([number]) * length for number, length in enumerate(lengths)]
-    transaction = begin(store)
-    transaction.write([("__0_0.distcp", PiecesBody(pieces))])
-    await publish(transaction)
-    name = f"ckpt/{transaction.committed_name('__0_0.distcp')}"
-    assert await size_of(store, name) == sum(lengths)
-    found = bytearray(sum(lengths))
-    await read(store, name, [ReadRange(0, memoryview(found))])
-    assert found == b"".join(pieces)
 
 
 async def test_ranges(store: Store) -> None:
@@ -230,20 +213,6 @@ async def test_what_arrives_may_fail(store: Store) -> None:
         await read(store, name, [ReadRange(0, memoryview(bytearray(2)), refuse)])
 
 
-async def test_a_target_belongs_to_the_first(store: Store) -> None:
-    transaction = written(store, {"__0_0.distcp": b"first"})
-    other = written(store, {"__0_0.distcp": b"second"}, OTHER_ID)
-    await publish(transaction)
-    with pytest.raises(errors.CheckpointExistsError):
-        await publish(other, b"another marker, of the same length as it is")
-    await other.discard()
-    name = transaction.committed_name("__0_0.distcp")
-    assert set(await store.sizes("ckpt")) == {name, ".metadata"}
-    assert await tail_of(store, "ckpt/.metadata", 4096) == MARKER
-    with pytest.raises(errors.CheckpointExistsError):
-        written(store, {"__0_0.distcp": b"third"}, "c" * 32)
-
-
 async def test_what_is_discarded_is_gone(store: Store) -> None:
     transaction = written(store, {"__0_0.distcp": b"content"})
     await transaction.discard()
@@ -300,14 +269,6 @@ async def test_files_are_removed(store: Store) -> None:
         await store.put(f"notes/{name}", b"note", durability="fsync")
     await store.remove(["notes/one", "notes/none", "none/none"])
     assert set(await store.ages("notes")) == {"two"}
-
-
-async def test_nothing_there(store: Store) -> None:
-    assert await store.directories() == []
-    with pytest.raises(FileNotFoundError):
-        await store.sizes("ckpt")
-    with pytest.raises(FileNotFoundError):
-        await size_of(store, "ckpt/.metadata")
 
 
 def test_a_stop_before_anything_is_written(store: Store) -> None:

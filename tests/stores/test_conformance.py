@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _servers import Endpoint
-from _states import PART_BYTES, blank_state, make_state, seed_in
-from keywords import for_load, for_run, for_save
+from _states import PART_BYTES
 
 import sidestream
-from sidestream import events
-from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import Store, locate_directory, locate_run
+from sidestream._storage import Store, locate_run
+from sidestream.options import Capabilities
+from sidestream.testing import OperationTests, StorePlace
 
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
 import test_store_conformance as suite
@@ -52,29 +50,12 @@ def store(run: tuple[str, dict[str, Any]]) -> Store:
     return locate_run(url, how["storage"])[0]
 
 
-async def test_a_checkpoint_is_replaced(run: tuple[str, dict[str, Any]]) -> None:
-    url, how = f"{run[0]}/last", run[1]
-    if how["storage"].policy.engine == "fsspec":
-        with pytest.raises(sidestream.errors.InvalidOptionError):
-            await sidestream.save(make_state(31), url, overwrite=True, **for_save(**how))
-        return
-    for seed in (31, 32):
-        info = await sidestream.save(make_state(seed), url, overwrite=True, **for_save(**how))
-    ends = await asyncio.gather(
-        *(sidestream.save(make_state(seed), url, overwrite=True, **for_save(**how)) for seed in (33, 34)),
-        return_exceptions=True,
-    )
-    assert {type(end) for end in ends} <= {sidestream.SaveInfo, sidestream.errors.CheckpointExistsError}
-    info = await sidestream.save(make_state(35), url, overwrite=True, **for_save(**how))
-    state = blank_state()
-    await sidestream.load(state, url, **for_load(**how))
-    assert seed_in(state) == 35
-    with time_limit(Deadline.after(60)):
-        names = set(await locate_directory(url, how["storage"]).store.sizes("last"))
-    assert all(info.save_id in name for name in names - {".metadata"})
-    await sidestream.remove(url, **how)
-    with pytest.raises(sidestream.errors.CheckpointNotFoundError):
-        await sidestream.load(state, url, **for_load(**how))
+class TestOperations(OperationTests):
+    @pytest.fixture
+    def place(self, run: tuple[str, dict[str, Any]]) -> StorePlace:
+        url, how = run
+        can = Capabilities(create_only=True, listing=True, versions=how["storage"].policy.engine == "obstore")
+        return StorePlace(url=url, storage=how["storage"], capabilities=can)
 
 
 async def test_what_is_discarded_is_gone(store: Store) -> None:
@@ -85,24 +66,3 @@ async def test_what_is_discarded_is_gone(store: Store) -> None:
     suite.written(store, {"__0_0.distcp": b"content"}, suite.OTHER_ID).discard_here()
     with pytest.raises(FileNotFoundError):
         await store.sizes("ckpt")
-
-
-async def test_a_run_is_saved_and_restored(run: tuple[str, dict[str, Any]]) -> None:
-    url, how = run
-    told: list[events.Event] = []
-    with events.observe(told.append):
-        async with sidestream.Checkpointer(url, **for_run(**how)) as checkpoints:
-            assert await checkpoints.restore(blank_state()) is None
-            for step, seed in ((1, 31), (2, 32), (2, 33)):
-                await checkpoints.save(make_state(seed), step=step)
-            assert await checkpoints.steps() == [1, 2]
-        state = blank_state()
-        async with sidestream.Checkpointer(url, **for_run(**how)) as checkpoints:
-            assert await checkpoints.restore(state) == 2
-            assert seed_in(state) == 33
-            assert await checkpoints.restore(state, 1) == 1
-            assert seed_in(state) == 31
-        with pytest.raises(sidestream.errors.CheckpointExistsError):
-            await sidestream.save(make_state(34), f"{url}/step-1", **for_save(**how))
-    secret = how["storage"].options.get("secret") or how["storage"].options.get("account_key")
-    assert secret is None or secret not in repr(told)
