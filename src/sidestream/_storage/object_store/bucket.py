@@ -189,6 +189,7 @@ class Bucket:
                 keys = [self.key(name) for name in some[start : start + most]]
                 await self.run("deleting", some[start], partial(_delete_all, keys=keys))
 
+
 async def _is_refused_as(request: Awaitable[object], *fates: Fate) -> bool:
     """Do ``request``, and return whether its fate is one of ``fates``. Raises every other error.
 
