@@ -170,7 +170,7 @@ class ObstoreEngine(Engine):
     async def _abort(self, put: asyncio.Future[Any], feed: Feed, key: str) -> None:
         """Abort the upload. obstore does that when the parts in flight have ended. If that takes too long, because the
         peer stalls, cancel the put. Then the upload stays open until a lifecycle rule of the bucket removes it: obstore
-        lists no uploads, so nobody else can find it."""
+        lists no uploads, so no later call can find it."""
         feed.fail()
         patience = max(_ABORT_S, min(_LONGEST_ABORT_S, current_deadline().remaining_s()))
         with suppress(asyncio.CancelledError):
