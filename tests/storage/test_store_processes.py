@@ -91,6 +91,29 @@ def test_the_package_does_without_the_extra(s3: S3Server) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_the_extra_does_not_bring_is_named(s3: S3Server) -> None:
+    """The client of fsspec, where it is asked for, or where only it knows the options."""
+    done = run(
+        """
+        import sys
+        sys.modules["s3fs"] = None
+        import sidestream
+        from sidestream import errors
+        for options in ({"engine": "fsspec"}, {}):
+            policy = sidestream.StorePolicy(**options)
+            storage = sidestream.Storage({**OPTIONS, "client_kwargs": {"verify": "ca.pem"}}, policy=policy)
+            try:
+                sidestream._storage.locate_run(BASE, storage)
+            except errors.MissingExtraError as error:
+                assert str(error).endswith("pip install s3fs"), error
+            else:
+                raise SystemExit("no error")
+        """,
+        s3,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_saves_and_loads_make_one_client(s3: S3Server) -> None:
     """Also uploads in parts: the client of fsspec is not imported, and need not be installed."""
     done = run(
