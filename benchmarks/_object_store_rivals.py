@@ -181,11 +181,11 @@ class PlainObstoreNoChecksum(PlainObstore):
     checksum = None
 
 
-class CopyAndSums(PlainObstore):
+class CopyAndSum(PlainObstore):
     """Plain obstore behind the least that a save does with each byte: one thread copies it, computes the CRC-32 of the
-    files and the CRC-64 of the object while the bytes are in the cache, and hands over window by window."""
+    files while the bytes are in the cache, and hands over window by window."""
 
-    name = "copy + CRCs, obstore"
+    name = "copy + CRC, obstore"
 
     async def open(self) -> None:
         await super().open()
@@ -207,17 +207,15 @@ class CopyAndSums(PlainObstore):
         await working
 
     def _work(self, loop: asyncio.AbstractEventLoop, windows: asyncio.Queue[memoryview | None]) -> None:
-        from awscrt.checksums import crc64nvme
         from isal.isal_zlib import crc32
 
         target, source = self._copy.data_ptr(), self._bytes.data_ptr()
-        of_file = of_object = 0
+        crc = 0
         for begin, end in self._ranges():
             for start in range(begin, end, CACHED_BYTES):
                 size = min(CACHED_BYTES, end - start)
                 memmove(target + start, source + start, size)
-                of_file = crc32(self._copied[start : start + size], of_file)
-                of_object = crc64nvme(self._copied[start : start + size], of_object)
+                crc = crc32(self._copied[start : start + size], crc)
             loop.call_soon_threadsafe(windows.put_nowait, self._copied[begin:end])
         loop.call_soon_threadsafe(windows.put_nowait, None)
 
@@ -251,7 +249,7 @@ class PlainFsspec(_Plain):
 RIVALS: dict[str, type[Rival]] = {
     rival.name: rival
     for rival in (
-        SidestreamThreads, SidestreamProcess, SidestreamStreaming, PlainObstore, PlainObstoreNoChecksum, CopyAndSums,
+        SidestreamThreads, SidestreamProcess, SidestreamStreaming, PlainObstore, PlainObstoreNoChecksum, CopyAndSum,
         SidestreamFsspec, PlainFsspec, Stock,
     )
 }  # fmt: skip

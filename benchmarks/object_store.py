@@ -13,7 +13,7 @@ Every rival is a process of its own that lives for the whole run: they take turn
 the same number of bytes to each server, and downloads them from there, except from the socket, into existing tensors.
 The first round warms up and is not counted. What a save of sidestream does beside the upload is on its clock: staging,
 checksums, the look at the target, manifest and marker; so is what stock DCP does. "plain" rivals send one object that
-is ready in memory, and read it without checking anything. "copy + CRCs" shows what
+is ready in memory, and read it without checking anything. "copy + CRC" shows what
 a save can reach at most: a thread copies the bytes and computes the checksums of a save, and nothing else is done.
 
 Rates are medians over the rounds. "of plain" is the median over the rounds of the rate as a share of that of plain
@@ -57,7 +57,7 @@ NAMES = [
     "sidestream, streaming",
     "plain obstore",
     "plain obstore, no checksum",
-    "copy + CRCs, obstore",
+    "copy + CRC, obstore",
     "sidestream, fsspec",
     "plain fsspec",
     "stock DCP, fsspec",
@@ -68,7 +68,7 @@ SUITS = {
     "az": ["sidestream, threads", "sidestream, process", "sidestream, streaming", "plain obstore"],
     "gs": ["sidestream, fsspec", "plain fsspec"],
 }
-UPLOADS_ONLY = ("plain obstore, no checksum", "copy + CRCs, obstore")
+UPLOADS_ONLY = ("plain obstore, no checksum", "copy + CRC, obstore")
 BASE = {"s3": "plain obstore", "az": "plain obstore", "gs": "plain fsspec"}
 sys.path.append(str(HERE.parent / "tests" / "stores"))  # where the server is started for the tests, too
 

@@ -20,8 +20,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree as ET
 from xml.sax.saxutils import escape
 
-from awscrt.checksums import crc64nvme
-
 __all__ = ["KEY", "SECRET", "Request", "S3Server", "serving"]
 
 KEY, SECRET = "AKIACANARY00000000", "canary-secret-0123456789abcdef"
@@ -34,7 +32,7 @@ body of the answer, ``"stall-midway"`` in the middle of it."""
 
 @dataclass(frozen=True)
 class Request:
-    """``kind``: put, create, replace, part, begin, complete, abort, get, head, list, uploads, delete."""
+    """``kind``: put, create, replace, part, begin, complete, abort, get, head, list, delete."""
 
     kind: str
     key: str
@@ -46,7 +44,6 @@ class Request:
 class Upload:
     key: str
     parts: dict[int, bytes] = field(default_factory=dict)
-    begun: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
 class S3Server:
@@ -197,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
             return "abort" if "uploadId" in query else "delete"
         if verb == "HEAD":
             return "head"
-        return "get" if key else "uploads" if "uploads" in query else "list"
+        return "get" if key else "list"
 
     def _asked(self) -> tuple[int, int] | None:
         value = self.headers.get("Range")
@@ -319,11 +316,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _head(self, key: str, query: dict[str, str], body: bytes) -> tuple[int, bytes, dict[str, str]]:
         status, content, headers = self._get(key, query, body)
         headers["Content-Length"] = str(len(content) if status < 400 else 0)
-        if self.headers.get("x-amz-checksum-mode") and status < 400:
-            from base64 import b64encode
-
-            crc = crc64nvme(content).to_bytes(8, "big")
-            headers |= {"x-amz-checksum-crc64nvme": b64encode(crc).decode(), "x-amz-checksum-type": "FULL_OBJECT"}
         return status, b"", headers
 
     def _headers(self, key: str) -> dict[str, str]:
@@ -358,15 +350,6 @@ class _Handler(BaseHTTPRequestHandler):
         )
         content += "".join(f"<CommonPrefixes><Prefix>{escape(one)}</Prefix></CommonPrefixes>" for one in sorted(folded))
         return 200, _xml("ListBucketResult", content), {}
-
-    def _uploads(self, key: str, query: dict[str, str], body: bytes) -> tuple[int, bytes, dict[str, str]]:
-        content = "<IsTruncated>false</IsTruncated>" + "".join(
-            f"<Upload><Key>{escape(one.key)}</Key><UploadId>{name}</UploadId><Initiated>{_iso(one.begun)}</Initiated>"
-            "</Upload>"
-            for name, one in self.s3.uploads.items()
-            if one.key.startswith(query.get("prefix", ""))
-        )
-        return 200, _xml("ListMultipartUploadsResult", content), {}
 
 
 def _xml(name: str, content: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
+import botocore.session
 import pytest
+from botocore.validate import ParamValidator
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -113,3 +116,14 @@ def test_every_error_is_in_the_table() -> None:
 
     page = (ROOT / "docs" / "errors.md").read_text()
     assert [name for name in errors.__all__ if f"`{name}`" not in page and f".{name}`" not in page] == []
+
+
+def test_the_lifecycle_rule_is_what_s3_takes() -> None:
+    """As ``aws s3api put-bucket-lifecycle-configuration`` checks it before it sends it."""
+    found = re.search(r"```json\n(.*?)```", (ROOT / "docs" / "object_stores.md").read_text(), re.DOTALL)
+    assert found is not None
+    rule = json.loads(found[1])
+    model = botocore.session.get_session().get_service_model("s3")
+    takes = model.operation_model("PutBucketLifecycleConfiguration").input_shape.members["LifecycleConfiguration"]
+    assert not (report := ParamValidator().validate(rule, takes)).has_errors(), report.generate_report()
+    assert rule["Rules"][0]["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"] == 2

@@ -102,8 +102,8 @@ class SlowPart:
 
 @dataclass(frozen=True, slots=True)
 class GuaranteeLost:
-    """A guarantee of sidestream does not hold on this storage. Emitted once per storage for a guarantee that never
-    holds, and each time that open uploads could not be listed. Also logged as a warning.
+    """A guarantee of sidestream does not hold on this storage. Emitted once per storage. Also logged as a
+    warning.
 
     Attributes:
         url: The storage, or the object.

@@ -386,7 +386,8 @@ class BlobStore(Protocol):
 
 Commit = Literal["rename", "marker"]
 """The way in which a save to a local directory makes its files visible. ``"rename"``: it writes a hidden directory, and
-renames it. ``"marker"``: it writes into the target, and creates the marker last."""
+renames it. ``"marker"``: it writes into the target, and creates the marker last. Such a save replaces nothing, so
+``overwrite=True`` raises ``InvalidOptionError``."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

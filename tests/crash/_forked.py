@@ -184,7 +184,6 @@ class _Child:
                     overwrite=True,
                     files=files_of(seed),
                     stager=stager,
-                    storage=self.storage,
                     options=sidestream.SaveOptions(writer=self.saver()),
                 )
                 self.tell(acked=Path(info.url).name, seed=seed)
@@ -227,9 +226,7 @@ class _Child:
         for number in range(rounds):
             seed, name = 2 * number + me + 1, f"plain-{number}"
             if number % 2 and me:
-                await sidestream.save(
-                    make_state(0), run / name, overwrite=True, files=files_of(0), storage=self.storage
-                )
+                await sidestream.save(make_state(0), run / name, overwrite=True, files=files_of(0))
             (run / f"ready-{number}-{me}").touch()
             while not (run / f"ready-{number}-{1 - me}").exists():
                 await asyncio.sleep(0)
@@ -237,7 +234,7 @@ class _Child:
             try:
                 if removes:
                     await asyncio.sleep(random.random() * 0.01)
-                    await sidestream.remove(run / name, storage=self.storage)
+                    await sidestream.remove(run / name)
                     self.tell(removed=number)
                     continue
                 await sidestream.save(
@@ -245,15 +242,9 @@ class _Child:
                     run / name,
                     overwrite=True,
                     files=files_of(seed),
-                    storage=self.storage,
                     options=sidestream.SaveOptions(writer=self.saver()),
                 )
                 self.tell(acked=name, seed=seed, round=number)
-            except (errors.CheckpointExistsError, errors.StorageError) as error:
-                if "commit" not in self.trial:  # without a rename a removal ends a save to the same name
-                    (run / f"ready-{number + 1}-{me}").touch()
-                    raise
-                self.tell(lost=number, why=str(error))
             except BaseException:
                 (run / f"ready-{number + 1}-{me}").touch()
                 raise
@@ -268,7 +259,6 @@ class _Child:
                 run / "last",
                 overwrite=True,
                 files=files_of(seed),
-                storage=self.storage,
                 options=sidestream.SaveOptions(durability="flush", writer=self.saver()),
             )
             if seed == 1:

@@ -82,7 +82,7 @@ _PRUNING = "_run/pruning.py"
 _OBJECTS = "_storage/object_store/transaction.py"
 _OVER = "a save over another"
 _SIDECARS = '    """Every byte of a sidecar file."""\n'
-_FOUND = "_Replaced(version, marked_id, frozenset(ids - {save_id})"
+_FOUND = "_Replaced(version, frozenset(ids - {save_id})"
 _READ_FILE = "            await self._read(files, NewTensors({}, wanted), Streams())\n"
 
 MUTANTS = (

@@ -235,24 +235,6 @@ def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> Non
             assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
 
 
-@given(SIZES, st.integers(1, 3))
-def test_a_window_is_shown_as_it_is_sealed(sizes: list[int], window_blocks: int) -> None:
-    """Each byte once, in order, and in its final state; the checksums are the same."""
-    looks = [("uint8", (size,)) for size in sizes]
-    for shard in ShardLayout.lay_out(looks, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
-        images = [bytearray(random.Random(1).randbytes(shard.nbytes)) for _ in range(2)]
-        sealers = [Sealer(shard), Sealer(shard)]
-        shown = bytearray()
-        for window in shard.windows:
-            for image, sealer, seen in zip(images, sealers, (None, shown.extend), strict=True):
-                view = memoryview(image)[window.start : window.end]
-                for _ in sealer.seal(view, window, wait=waiting(), seen=seen):
-                    pass
-        assert shown == images[0] == images[1]
-        assert sealers[0].crcs == sealers[1].crcs
-        assert [sealer.sums.whole(shard) for sealer in sealers] == [zlib.crc32(image) for image in images]
-
-
 def waiting(stop: Stop | None = None, timeout_s: float = 60.0) -> Callable[[threading.Condition], None]:
     deadline = Deadline.after(timeout_s)
 

@@ -849,12 +849,6 @@ def object_storage(rank: int, world: int, directory: Path, url: str, options: di
     return saved_by_markers(world, url, sidestream.Storage(options, policy=policy))
 
 
-def large_on_rank_1(rank: int, world: int, directory: Path, url: str, options: dict[str, Any]) -> str:
-    storage = sidestream.Storage(options, policy=sidestream.StorePolicy(engine="fsspec", part_bytes=5 << 20))
-    state = {f"of {rank}": torch.zeros(3 << 20 if rank == 1 else 3)}
-    return run(sidestream.save(state, url, **for_save(storage=storage, timeout_s=TIMEOUT_S))).save_id  # type: ignore[no-any-return]
-
-
 def marked(rank: int, world: int, directory: Path) -> list[Any]:
     return saved_by_markers(world, str(directory), sidestream.Storage(commit="marker"))
 

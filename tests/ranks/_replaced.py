@@ -254,24 +254,3 @@ def restored(rank: int, world: int, directory: Path) -> dict[str, Any]:
         return {"step": step, "opened": race.opened, "again": again.save_id}
 
     return dict(run(work()))
-
-
-def replaced_with_a_marker(rank: int, world: int, directory: Path) -> list[str]:
-    """All ranks save to one name several times, where no directory is renamed."""
-    mesh = init_device_mesh("cpu", (world,))
-    where = sidestream.Storage(commit="marker")
-    options = sidestream.SaveOptions(timeout_s=TIMEOUT_S)
-    ids = []
-
-    async def save() -> None:
-        for number in range(3):
-            info = await sidestream.save(
-                large(mesh, number), directory / "marked", storage=where, overwrite=True, options=options
-            )
-            ids.append(info.save_id)
-            target = large(mesh, 9)
-            await sidestream.load(target, directory / "marked", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
-            same(target, large(mesh, number))
-
-    run(save())
-    return ids

@@ -43,18 +43,6 @@ async def test_ranks_replace_a_checkpoint_in_a_bucket(groups: Groups, tmp_path: 
         assert all(report.save_id in name for name in names - {".metadata"})
 
 
-async def test_an_upload_that_another_rank_left_open_is_aborted(groups: Groups, tmp_path: Path) -> None:
-    """The answer to its creation was lost, so only a listing shows it, and only rank 0 lists uploads."""
-    with serving() as server:
-        server.once("begin", "lose")
-        url = f"s3://{server.bucket}/ranks/last"
-        groups.run("large_on_rank_1", 2, tmp_path, url=url, options=server.options)
-        assert server.count("begin") == 2
-        assert server.uploads == {}
-        report = await sidestream.verify(url, storage_options=server.options)
-        assert report.ok, report.damaged
-
-
 def test_what_was_saved_to_storage_first_can_be_read_from_a_disk(groups: Groups, tmp_path: Path) -> None:
     groups.run("storage_then_disk", 1, tmp_path)
 

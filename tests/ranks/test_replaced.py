@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sidestream._load import operation
-from sidestream._storage import id_of
 
 if TYPE_CHECKING:
     from conftest import Groups
@@ -92,9 +91,3 @@ def test_a_step_that_is_replaced(groups: Groups, tmp_path: Path) -> None:
         assert told["step"] == first["step"] == 1
         assert told["opened"] == [first["opened"][1]] * 2
         assert told["again"] == first["again"]
-
-
-def test_ranks_replace_a_checkpoint_with_a_marker(groups: Groups, tmp_path: Path) -> None:
-    first, *others = groups.run("replaced_with_a_marker", 3, tmp_path).results
-    assert others == [first] * 2
-    assert {id_of(path.name) for path in (tmp_path / "marked").iterdir()} == {first[-1], None}

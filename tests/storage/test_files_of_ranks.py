@@ -10,16 +10,12 @@ from typing import Any
 
 import fsspec
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from _s3_server import serving
 
-from sidestream import Storage, StorePolicy
+from sidestream import Storage
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._save.operation import RankReceipt, check_shared
 from sidestream._storage import Attempt, BytesBody, Location, Transaction, locate_directory
 from sidestream._storage.local import marking
-from sidestream.dcp import StorageWriter
 from sidestream.errors import StorageError
 
 
@@ -77,11 +73,3 @@ async def test_the_commit_checks_the_files_of_all_ranks() -> None:
         fsspec.filesystem("memory").rm(f"{where.store.url}/checkpoint/{name}")
         with pytest.raises(StorageError, match=r"is gone, 1 were written"):
             await first.commit({"last": [b"x"]})
-
-
-def test_a_small_save_by_dcp_makes_no_client_for_uploads() -> None:
-    with serving() as server:
-        storage = Storage(server.options, policy=StorePolicy(engine="obstore"))
-        writer = StorageWriter(f"s3://{server.bucket}/checkpoint", storage=storage)
-        dcp.save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
-        assert server.count("uploads") == 0

@@ -88,7 +88,8 @@ def test_the_first_local_save_imports_nothing(tmp_path: Path) -> None:
 def test_clients_of_an_object_store_are_imported_in_other_threads(s3: S3Server) -> None:
     found = ran(f"s3://{s3.bucket}/run", s3.options)
     assert found["after_import"] == []
-    assert {"obstore", "s3fs", "aiobotocore"} <= set(found["after_save"])
+    assert "obstore" in found["after_save"]
+    assert "s3fs" not in found["after_save"]
     assert [name for name, on_the_loop in found["imported"] if on_the_loop] == []
 
 
@@ -156,7 +157,7 @@ def test_the_package_brings_neither_dcp_nor_the_command_line() -> None:
 
 def test_prewarm_imports_and_connects_what_the_first_save_uses(s3: S3Server) -> None:
     found = ran(f"s3://{s3.bucket}/run", s3.options, "prewarm")
-    assert {"obstore", "s3fs", "aiobotocore"} <= set(found["prewarmed"])
+    assert "obstore" in found["prewarmed"]
     assert found["imported"] == []
 
 

@@ -21,7 +21,7 @@ from late import late
 from leases import all_returned
 
 import sidestream
-from sidestream import errors, events
+from sidestream import errors
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage.clients.engine import Engine, LateEngine
 from sidestream._storage.clients.lazy import EngineCache, frozen
@@ -207,30 +207,3 @@ async def test_throttling_without_a_status_is_uncertain() -> None:
     error = await late(write, lambda: tries)
     assert isinstance(error, errors.DeadlineExceededError)
     assert errors.is_uncertain(error)
-
-
-@pytest.mark.parametrize("status", [403, 405, 501])
-@pytest.mark.parametrize("engine", ENGINES)
-async def test_a_storage_that_lists_no_uploads(s3: S3Server, engine: str, status: int) -> None:
-    """A right that is missing, or a request that it does not know: then there are none to be found."""
-    place = s3_place(s3, engine)
-    s3.always("uploads", status)
-    seen: list[events.Event] = []
-    with events.observe(seen.append):
-        await sidestream.save(STATE, place.url(), **for_save(**place.keywords))
-    assert [one for one in seen if not isinstance(one, events.SaveEvent)] == []
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-async def test_uploads_that_could_not_be_listed(s3: S3Server, engine: str) -> None:
-    """It is no reason to fail a save, and is heard of; whoever looks for leftovers is told."""
-    place = s3_place(s3, engine, retries=0)
-    s3.always("uploads", 500)
-    seen: list[events.Event] = []
-    with events.observe(seen.append):
-        await sidestream.save(STATE, place.url(), **for_save(**place.keywords))
-    assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.GuaranteeLost]
-    async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
-        store = checkpoints._run.store
-        with pytest.raises(errors.StorageError, match="listing the uploads"), time_limit(Deadline.after(60)):
-            await store.leftovers()

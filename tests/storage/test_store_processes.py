@@ -91,20 +91,42 @@ def test_the_package_does_without_the_extra(s3: S3Server) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_loads_and_small_saves_make_one_client(s3: S3Server) -> None:
-    """The second one lists uploads that were left open, and asks for checksums: only uploads in parts need it."""
+def test_what_the_extra_does_not_bring_is_named(s3: S3Server) -> None:
+    """The client of fsspec, where it is asked for, or where only it knows the options."""
+    done = run(
+        """
+        import sys
+        sys.modules["s3fs"] = None
+        import sidestream
+        from sidestream import errors
+        for options in ({"engine": "fsspec"}, {}):
+            policy = sidestream.StorePolicy(**options)
+            storage = sidestream.Storage({**OPTIONS, "client_kwargs": {"verify": "ca.pem"}}, policy=policy)
+            try:
+                sidestream._storage.locate_run(BASE, storage)
+            except errors.MissingExtraError as error:
+                assert str(error).endswith("pip install s3fs"), error
+            else:
+                raise SystemExit("no error")
+        """,
+        s3,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_saves_and_loads_make_one_client(s3: S3Server) -> None:
+    """Also uploads in parts: the client of fsspec is not imported, and need not be installed."""
     done = run(
         """
         import asyncio, sys, torch, sidestream
+        sys.modules["s3fs"] = None
         def moved(state, name):
             asyncio.run(sidestream.save(state, f"{BASE}/{name}", storage_options=OPTIONS))
             target = {"w": torch.zeros_like(state["w"])}
             asyncio.run(sidestream.load(target, f"{BASE}/{name}", storage_options=OPTIONS))
             assert torch.equal(target["w"], state["w"])
         moved({"w": torch.ones(1000)}, "small")
-        assert "s3fs" not in sys.modules
         moved({"w": torch.ones(9 << 20)}, "large")
-        assert "s3fs" in sys.modules
         """,
         s3,
     )

@@ -234,9 +234,6 @@ class Matrix:
             notes.append(f"FALSE FAILURE: {error!r}")
         if error is not None and must_succeed:
             notes.append(f"did not survive it: {error!r}")
-        uploads = await asyncio.to_thread(self.judge.open_uploads, path + "/")
-        if uploads:
-            notes.append(f"open multipart uploads: {uploads} after {error!r}")
         if error is not None and found is None and not isinstance(error, errors.OutcomeUnknownError):
             left = await asyncio.to_thread(self.judge.keys, path + "/")
             if left:

@@ -317,8 +317,6 @@ class Over(Matrix):
         info = await sidestream.save({"seed": 9}, url, overwrite=True, **for_save(**options))
         left = [key for key in await asyncio.to_thread(self.judge.keys, path + "/") if info.save_id not in key]
         case.notes += [f"left behind: {key}" for key in left if not key.endswith("/.metadata")]
-        uploads = await asyncio.to_thread(self.judge.open_uploads, path + "/")
-        case.notes += [f"open uploads: {uploads}"] if uploads else []
 
     async def remove(self, case: Case, path: str) -> None:
         url = self.seaweed.url(path)

@@ -94,7 +94,6 @@ def seal_run(
 PAGE_BYTES = 4096
 _PAGED_PAYLOAD_BYTES = 64 << 10
 _PACKED_ALIGN_BYTES = 64
-_RUN_BYTES = 512 << 10  # fits into the cache of a core; each call takes the GIL once
 _COMBINED_BYTES = 128 << 10  # for a payload of this size, to combine CRCs takes less than to read the bytes again
 
 
@@ -312,16 +311,13 @@ class Sealer:
         window: Window,
         *,
         wait: Callable[[threading.Condition], object],
-        seen: Callable[[memoryview], object] | None = None,
     ) -> Iterator[None]:
         """Seal ``window``, whose payload bytes are in ``view``. The iterator does the work, item by item.
 
         The window with the trailer of an item waits for the earlier windows with its payload. ``wait`` is called with
-        the lock of the condition held. It waits until the condition is notified, or raises an error. ``seen`` is called
-        with all of ``view`` in its final state, run by run, while a run is still in the processor's cache.
+        the lock of the condition held. It waits until the condition is notified, or raises an error.
         """
         written = window.start
-        passing = None if seen is None else _Passing(view, seen)
         total = _WindowCrc(view)
         index = window.first
         while index < window.last:
@@ -329,8 +325,6 @@ class Sealer:
             if crcs:
                 self.crcs[index : index + len(crcs)] = crcs
                 index += len(crcs)
-                if passing is not None:
-                    passing.up_to(written - window.start)
                 yield
                 continue
             item = self._items[index]
@@ -338,7 +332,7 @@ class Sealer:
                 _write(view, window, written, bytes(item.item_offset - written))
                 _write(view, window, item.item_offset, item.frame.header)
             start, end = _payload(window, item)
-            blocks = _checksums(view, start, end, passing, self._burst)
+            blocks = block_crcs(view[start:end], self._burst)
             self._note_digests(index, view, window, item)
             crc = join_blocks(blocks, end - start)
             if end - start >= _COMBINED_BYTES:
@@ -353,8 +347,6 @@ class Sealer:
             yield
         _write(view, window, written, bytes(window.end - written))
         self._windows[self._numbers[window.start]] = total.up_to(window.end - window.start)
-        if passing is not None:
-            passing.up_to(len(view), least=1)
 
     def _seal_small(self, view: memoryview, window: Window, written: int, index: int) -> tuple[int, list[bytes]]:
         """Seal the run of small items that begins with item ``index``, if there is one (``seal_run``)."""
@@ -426,37 +418,6 @@ class _WindowCrc:
         self._crc = crc32(self._view[self._at : end], self._crc)
         self._at = end
         return self._crc
-
-
-class _Passing:
-    """Calls ``seen`` with the bytes of a window, in runs that fit into the cache of a core."""
-
-    def __init__(self, view: memoryview, seen: Callable[[memoryview], object]) -> None:
-        self._view = view
-        self._seen = seen
-        self._shown = 0
-
-    def up_to(self, end: int, least: int = _RUN_BYTES // 2) -> None:
-        if end - self._shown >= least:
-            self._seen(self._view[self._shown : end])
-            self._shown = end
-
-
-def _checksums(view: memoryview, begin: int, end: int, passing: _Passing | None, burst: Burst) -> list[int]:
-    """Return the CRCs of the blocks of a payload, whose bytes are ``begin`` to ``end`` of ``view``."""
-    if passing is None:
-        return block_crcs(view[begin:end], burst)
-    starts = range(begin, end, BLOCK_BYTES)
-    return [_checksum(view, start, min(start + BLOCK_BYTES, end), passing) for start in starts]
-
-
-def _checksum(view: memoryview, start: int, end: int, passing: _Passing) -> int:
-    crc = 0
-    for at in range(start, end, _RUN_BYTES):
-        to = min(at + _RUN_BYTES, end)
-        crc = crc32(view[at:to], crc)
-        passing.up_to(to)
-    return crc
 
 
 def _blocks(window: Window, item: Placed) -> Iterator[tuple[int, int]]:

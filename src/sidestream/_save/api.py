@@ -91,7 +91,7 @@ async def save(
             for them. An export that fails does not fail the save.
         overwrite: Replace the checkpoint that is at ``url``. At any time a reader finds the old one or the new one. Of
             several such saves at the same time each succeeds in a local directory, and the last one stays. On object
-            storage one succeeds, and conditional puts are needed.
+            storage one succeeds, and conditional puts are needed. Not possible with ``Storage(commit="marker")``.
         process_group: The ranks that save together (``options.GroupChoice``); ``"alone"`` saves from this process only.
         storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
         storage: How the storage at ``url`` is reached.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from .._format.checksum import digest_of
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window
 from .._runtime.threads import Stop, holding_gil, paced, wait_for_change
 from ..options import Digest
 
-__all__ = ["Body", "BytesBody", "FilePart", "Image", "PiecesBody", "ShardBody", "ShowingPart"]
+__all__ = ["Body", "BytesBody", "FilePart", "Image", "PiecesBody", "ShardBody"]
 
 
 class FilePart(Protocol):
@@ -30,15 +30,6 @@ class FilePart(Protocol):
 
     def release(self) -> None:
         """Allow the memory of the part to be used again. Idempotent. A part that was never taken is released too."""
-
-
-@runtime_checkable
-class ShowingPart(FilePart, Protocol):
-    """A part that reads its content when it is taken, to compute checksums. It can pass the content on while that is
-    still in the processor's cache."""
-
-    def take_showing(self, stop: Stop, seen: Callable[[memoryview], object] | None) -> memoryview:
-        """Do ``take``, and call ``seen`` with the content first, piece by piece in its order."""
 
 
 class Body(Protocol):
@@ -152,12 +143,9 @@ class _WindowPart:
         return self.image.nbytes
 
     def take(self, stop: Stop) -> memoryview:
-        return self.take_showing(stop, None)
-
-    def take_showing(self, stop: Stop, seen: Callable[[memoryview], object] | None) -> memoryview:
         view = self.image.wait(self.nbytes, stop=stop)
         wait = partial(wait_for_change, stop=stop, name="checksums of the windows before")
-        for _ in paced(self.sealer.seal(view, self.window, wait=wait, seen=seen), every=1):
+        for _ in paced(self.sealer.seal(view, self.window, wait=wait), every=1):
             stop.check()
         return view[: self.nbytes]
 

@@ -85,8 +85,7 @@ def is_attempt_at(name: str, target: str) -> bool:
 
 
 def target_of_attempt(name: str) -> str | None:
-    """Return the name of the step's directory that an attempt, or an upload, was made for; None if its target was not
-    a step.
+    """Return the name of the step's directory that an attempt was made for; None if its target was not a step.
 
     The names of attempts of earlier versions contain the name of the target. Attempts on object stores are below the
     target."""

@@ -189,14 +189,14 @@ def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy
     here are raised here; those that only the client finds are raised by the first request."""
     kind = CLOUDS[protocol]
     if client is None and find_spec(_PACKAGES[kind]) is None:
-        raise MissingExtraError(f'{protocol}:// needs a client: pip install "sidestream[cloud]"', extra="cloud")
+        raise _no_client(protocol, policy)
 
     def make() -> Engine:
         if client is None:
             return _through_fsspec(base, protocol, options, policy)[0]
         from .clients.obstore import ObstoreEngine  # needs an extra
 
-        return ObstoreEngine(client.complete(), policy, _helper(base, protocol, options, policy))
+        return ObstoreEngine(client.complete(), policy)
 
     def kept() -> Engine:
         try:
@@ -208,6 +208,14 @@ def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy
     if client is None:
         return LateEngine(f"fsspec:{kind}", make)  # not kept here: fsspec caches its instances
     return LateEngine(f"obstore:{kind}", kept, versions=True)
+
+
+def _no_client(protocol: str, policy: StorePolicy) -> MissingExtraError:
+    if policy.engine == "auto" and find_spec("obstore") is None:
+        return MissingExtraError(f'{protocol}:// needs a client: pip install "sidestream[cloud]"', extra="cloud")
+    return MissingExtraError(
+        f"{protocol}:// needs the client of fsspec with these options: pip install {_PACKAGES[CLOUDS[protocol]]}"
+    )
 
 
 def _cache(engine: FsspecEngine, policy: StorePolicy) -> FileCache | None:
@@ -238,15 +246,6 @@ def _client(base: str, protocol: str, options: Mapping[str, Any], policy: StoreP
         return None
 
 
-def _helper(base: str, protocol: str, options: Mapping[str, Any], policy: StorePolicy) -> LateEngine | None:
-    """Return the fsspec client that is used beside obstore; None if it is not installed. It lists the uploads that were
-    left open, and gets the checksum of a whole object. The first upload in parts makes it, because loads and small
-    files do not need it."""
-    if CLOUDS[protocol] != "s3" or find_spec("s3fs") is None:
-        return None
-    return LateEngine("fsspec:s3", lambda: _through_fsspec(base, protocol, dict(options), policy)[0])
-
-
 def _through_fsspec(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy) -> tuple[FsspecEngine, str]:
     if protocol in CLOUDS:
         options.setdefault("use_listings_cache", False)
@@ -257,9 +256,7 @@ def _through_fsspec(base: str, protocol: str, options: dict[str, Any], policy: S
         if protocol in ("s3", "s3a"):
             filesystem.retries = 1  # Requests retries: with events, the deadline and a common pause
     except ImportError as error:
-        raise MissingExtraError(
-            f'{protocol}:// needs a package: {error}. pip install "sidestream[cloud]"', extra="cloud"
-        ) from error
+        raise MissingExtraError(f"{protocol}:// needs a package: {error}") from error  # fsspec says which
     except OSError as error:  # some file systems connect when they are made
         raise from_os_error(error, f"connecting to {protocol}://", redacted(base)) from error
     except (ValueError, TypeError, AttributeError) as error:  # of options that are wrong or missing

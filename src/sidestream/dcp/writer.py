@@ -83,8 +83,8 @@ class StorageWriter(DcpStorageWriter):
         url: The target. It must be empty, unless ``overwrite`` is set. ``checkpoint_id`` of a DCP call replaces it for
             that call; all other options stay.
         overwrite: Exchange the new checkpoint with the old one in one step, and then delete the old one. Raises
-            ``CheckpointExistsError`` if the file system cannot exchange directories. See ``sidestream.save`` for object
-            storage.
+            ``CheckpointExistsError`` if the file system cannot exchange directories, and ``InvalidOptionError`` with
+            ``Storage(commit="marker")``. See ``sidestream.save`` for object storage.
         durability: ``"fsync"`` (the default) or ``"flush"``, as for ``sidestream.save``.
         timeout_s: The deadline of a whole save, in seconds.
         extensions: DCP's ``StreamTransformExtension`` objects. Only ``ZStandard`` is supported.
@@ -162,6 +162,8 @@ class StorageWriter(DcpStorageWriter):
             )
         forget_order()
         session, location = self._sessions.current(), self._wanted()
+        if self._kind == "replacement":
+            location.store.check_replaces()
         session.drop()
         session.save, session.wanted = _Save(location, Deadline.after(self._timeout_s)), None
 

@@ -9,10 +9,9 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -55,8 +54,8 @@ class Engine(ABC):
     @abstractmethod
     def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
         """Send a large object in parts, in the calling thread, while its content is still being staged. Each part is
-        released when the client has accepted it. When this raises, no part of the object is visible. An upload is left
-        open only if the storage did not answer; then ``open_uploads`` returns it."""
+        released when the client has accepted it. When this raises, no part of the object is visible, and the upload has
+        been aborted. It stays open only if the storage did not answer."""
 
     @abstractmethod
     async def read(self, key: str, start: int, end: int) -> memoryview: ...
@@ -96,30 +95,13 @@ class Engine(ABC):
         return bytes(await self.read(key, max(0, size - nbytes), size)) if size else b""
 
     async def connect(self, prefix: str) -> None:
-        """Import, make and use now, for a listing of ``prefix``, each client that an upload in parts needs."""
+        """Use the client now, for a listing of ``prefix``."""
         if self.capabilities.listing:
             await self.listing(prefix)
-
-    async def open_session(self) -> None:
-        """Make what the first request would make, without a request."""
-        return
 
     async def forget(self, prefix: str) -> None:
         """Remove the empty directory of a storage that has directories."""
         return
-
-    async def open_uploads(self, prefix: str) -> Mapping[str, datetime | None]:
-        """Return the uploads below ``prefix`` that were begun and neither completed nor aborted, as ``key?upload=id``,
-        with the time at which they began. The result is empty if there are none or the storage cannot list them."""
-        return {}
-
-    async def abort_uploads(self, uploads: Collection[str]) -> None:
-        """End uploads that ``open_uploads`` has returned."""
-        return
-
-    async def checksum(self, key: str) -> str | None:
-        """Return the CRC-64/NVME that the storage has of the whole object, in base64; None if it has none."""
-        return None
 
     def is_complete(self, key: str, nbytes: int, patience_s: float) -> bool:
         """Return whether the object is there with ``nbytes``: then only the acknowledgement of the upload was lost.

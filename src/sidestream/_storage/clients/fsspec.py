@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -45,11 +45,6 @@ class FsspecEngine(Engine):
         self.capabilities = Capabilities(
             create_only=bool(self._protocols & _CREATE_ONLY), listing=not self._protocols & _READ_ONLY
         )
-
-    async def open_session(self) -> None:
-        if self._asynchronous and (opening := getattr(_innermost(self.filesystem), "set_session", None)) is not None:
-            with suppress(Exception):  # raised by the request that needs the session
-                await opening()
 
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
         data = bytes(content)  # botocore and the client of Azure accept bytes only
@@ -175,35 +170,6 @@ class FsspecEngine(Engine):
             with suppress(Exception):  # not empty, or gone
                 await self._in_thread(self.filesystem.rmdir, prefix)
 
-    async def open_uploads(self, prefix: str) -> Mapping[str, datetime | None]:
-        if not hasattr(self.filesystem, "_call_s3"):
-            return {}
-        bucket, key, _ = self.filesystem.split_path(prefix)
-        found: dict[str, datetime | None] = {}
-        more: dict[str, Any] = {}
-        while True:
-            page = await self.filesystem._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **more)
-            for one in page.get("Uploads", ()):
-                found[f"{bucket}/{one['Key']}?upload={one['UploadId']}"] = one.get("Initiated")
-            if not page.get("IsTruncated"):
-                return found
-            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-    async def checksum(self, key: str) -> str | None:
-        if not hasattr(self.filesystem, "_call_s3"):
-            return None
-        bucket, name, _ = self.filesystem.split_path(key)
-        head = await self.filesystem._call_s3("head_object", Bucket=bucket, Key=name, ChecksumMode="ENABLED")
-        found = head.get("ChecksumCRC64NVME")
-        return found if isinstance(found, str) and head.get("ChecksumType") != "COMPOSITE" else None
-
-    async def abort_uploads(self, uploads: Collection[str]) -> None:
-        for upload in uploads:
-            path, _, upload_id = upload.rpartition("?upload=")
-            bucket, _, key = path.partition("/")
-            with suppress(FileNotFoundError):
-                await self.filesystem._call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
-
     async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Call a method of the file system: its coroutine if it has one, else the method itself, in a thread."""
         coroutine = getattr(self.filesystem, f"_{method}", None)
@@ -229,7 +195,7 @@ def _check(bounded: Bounded | None, key: str, stop: Stop) -> None:
 
 
 def _quietly(work: Callable[[], object]) -> None:
-    """Call ``work`` and ignore its errors: ``open_uploads`` finds uploads that could not be aborted."""
+    """Call ``work`` and ignore its errors: the error that led to the abort is raised."""
     with suppress(Exception):
         work()
 

@@ -5,30 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import errno
 import json
 import os
 import threading
 import time
-from base64 import b64encode
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime, timedelta
-from importlib import import_module
-from importlib.util import find_spec
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import obstore
 import obstore.store
 
-from ..._runtime.imports import collecting_later
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
-from ...errors import AccessDeniedError, ClosedError, ForkedProcessError, SidestreamError, StorageError
+from ...errors import ClosedError, ForkedProcessError, SidestreamError
 from ...events import SlowPart, emit
 from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
-from ..bodies import Body, FilePart, ShowingPart
+from ..bodies import Body
 from .credentials import Client
-from .engine import Engine, LateEngine, part_bytes_for
+from .engine import Engine, part_bytes_for
 from .feed import Feed
 from .requests import LoopCall, Requests, failure_kind, translated
 
@@ -37,7 +32,7 @@ __all__ = ["ObstoreEngine"]
 T = TypeVar("T")
 
 _ABORT_S = 1.5  # three times this is less than the time that callers wait for a thread after its deadline
-_ABORT_ALONE_S = 10.0  # without a helper, which could find an upload that is left open
+_LONGEST_ABORT_S = 10.0
 _WATCH_S = 10.0
 _used_in: int | None = None
 _used_lock = threading.Lock()
@@ -61,38 +56,17 @@ def _mark_used() -> None:
             )
 
 
-class Checksum:
-    """The CRC-64/NVME of a sequence of bytes. S3 has this checksum of a whole object also after an upload in parts. It
-    is computed by awscrt, at some 30 GB/s; ``known`` says whether awscrt is installed."""
-
-    known = find_spec("awscrt") is not None
-
-    def __init__(self) -> None:
-        self._crc64 = import_module("awscrt.checksums").crc64nvme
-        self._crc = 0
-
-    def update(self, view: memoryview) -> None:
-        self._crc = self._crc64(view, self._crc)
-
-    @property
-    def value(self) -> str:
-        """The checksum in base64, as S3 writes it."""
-        return b64encode(self._crc.to_bytes(8, "big")).decode()
-
-
 class ObstoreEngine(Engine):
-    """The engine of one bucket. ``helper`` is the fsspec client of the same bucket, or None. It is needed because
-    obstore cannot list uploads or return the checksum of an object."""
+    """The engine of one bucket."""
 
     capabilities = Capabilities(create_only=True, listing=True, versions=True)
 
-    def __init__(self, client: Client, policy: StorePolicy, helper: LateEngine | None) -> None:
+    def __init__(self, client: Client, policy: StorePolicy) -> None:
         _mark_used()
         self.name = f"obstore:{client.kind}"
         self._bucket = client.bucket
         self._kind = client.kind
         self._policy = policy
-        self._helper = helper
         self._client = _open(client, policy, retries=0)  # Requests retries, with events
         self._uploads = _open(client, policy, retries=policy.retries)  # only obstore can send one part again
 
@@ -104,12 +78,6 @@ class ObstoreEngine(Engine):
 
     def __repr__(self) -> str:
         return f"<ObstoreEngine {self._kind} {self._bucket}>"
-
-    async def connect(self, prefix: str) -> None:
-        await super().connect(prefix)
-        if self._helper is not None:
-            await self._open_helper()
-            await (await self._helper.get()).connect(prefix)
 
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
         await obstore.put_async(self._store, self._name(key), content, mode=mode, use_multipart=False)
@@ -126,17 +94,14 @@ class ObstoreEngine(Engine):
 
     def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
         self._check_process()
-        if self._helper is not None:  # made before the upload: an abort has no time for the imports
-            LoopCall(self._open_helper).result("connecting", stop)
         feed = Feed()
-        checksum = Checksum() if Checksum.known and self._helper is not None and self._kind == "s3" else None
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
         call = LoopCall(lambda: self._send(key, feed, body.nbytes, part_bytes))
         call.future.add_done_callback(lambda _: feed.close())
         try:
             for part in body.parts:
                 try:
-                    view = _taken(part, checksum, stop)
+                    view = part.take(stop)
                     feed.put(view, stop)
                     del view
                 finally:
@@ -150,24 +115,6 @@ class ObstoreEngine(Engine):
                 raise failure from None
             raise
         self._wait(call, feed, key, stop)
-        if checksum is not None:
-            self._compare(key, checksum.value, requests, stop)
-
-    async def _open_helper(self) -> None:
-        if self._helper is not None:
-            with collecting_later():
-                await (await self._helper.get()).open_session()
-
-    def _compare(self, key: str, expected: str, requests: Requests, stop: Stop) -> None:
-        """Compare the checksum of the staged content with the one that the storage has. Raises ``StorageError`` if they
-        differ. No content is read back."""
-        asked = LoopCall(lambda: requests.run("looking at", key, lambda: self.checksum(key)))
-        try:
-            found = asked.result(f"looking at {key}", stop)
-        except AccessDeniedError:  # credentials for writing need not allow this request
-            return
-        if found is not None and len(found) == len(expected) and found != expected:
-            raise StorageError(errno.EIO, f"the storage has CRC-64/NVME {found}, {expected} was sent: save again", key)
 
     def _wait(self, call: LoopCall[None], feed: Feed, key: str, stop: Stop) -> None:
         """Wait for the end of the upload, after all buffers were passed on. If ``stop`` is set, the feed fails, which
@@ -221,26 +168,19 @@ class ObstoreEngine(Engine):
                 emit(SlowPart(key, time.monotonic() - since, sent))
 
     async def _abort(self, put: asyncio.Future[Any], feed: Feed, key: str) -> None:
-        """Abort the upload. obstore does that when the parts in flight have ended. If it takes too long, cancel the
-        put. Then abort the uploads that ``open_uploads`` lists."""
+        """Abort the upload. obstore does that when the parts in flight have ended. If that takes too long, because the
+        peer stalls, cancel the put. Then the upload stays open until a lifecycle rule of the bucket removes it: obstore
+        lists no uploads, so no later call can find it."""
         feed.fail()
-        patience = (
-            _ABORT_S
-            if self._helper is not None
-            else max(_ABORT_S, min(_ABORT_ALONE_S, current_deadline().remaining_s()))
-        )
+        patience = max(_ABORT_S, min(_LONGEST_ABORT_S, current_deadline().remaining_s()))
         with suppress(asyncio.CancelledError):
             await asyncio.wait([put], timeout=patience)
-        if not put.done():  # the peer stalls
+        if not put.done():
             put.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([put], timeout=_ABORT_S / 10)
         if put.done() and not put.cancelled():
             put.exception()
-        if self._helper is not None:
-            with suppress(Exception):
-                async with asyncio.timeout(_ABORT_S):
-                    await self.abort_uploads(await self.open_uploads(key))
 
     async def _is_complete(self, key: str, nbytes: int) -> bool:
         try:
@@ -294,16 +234,6 @@ class ObstoreEngine(Engine):
                 raise
             await super().delete_all(keys)  # storage without such a request ends at the first that does not exist
 
-    async def open_uploads(self, prefix: str) -> Mapping[str, datetime | None]:
-        return {} if self._helper is None else await (await self._helper.get()).open_uploads(prefix)
-
-    async def checksum(self, key: str) -> str | None:
-        return None if self._helper is None else await (await self._helper.get()).checksum(key)
-
-    async def abort_uploads(self, uploads: Collection[str]) -> None:
-        if self._helper is not None:
-            await (await self._helper.get()).abort_uploads(uploads)
-
     def _name(self, key: str) -> str:
         """Return the key within the bucket."""
         return key.partition("/")[2]
@@ -311,16 +241,6 @@ class ObstoreEngine(Engine):
     def _check_process(self) -> None:
         if _used_in != os.getpid():
             _mark_used()
-
-
-def _taken(part: FilePart, checksum: Checksum | None, stop: Stop) -> memoryview:
-    if checksum is None:
-        return part.take(stop)
-    if isinstance(part, ShowingPart):  # both checksums are computed while the bytes are in the processor's cache
-        return part.take_showing(stop, checksum.update)
-    view = part.take(stop)
-    checksum.update(view)
-    return view
 
 
 def _result(call: LoopCall[T], name: str) -> T:

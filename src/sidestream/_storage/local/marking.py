@@ -1,8 +1,8 @@
 """An attempt with ``commit="marker"``: files with unique names in the target, and a marker that is created last.
 
 A process may die while it writes the marker. So the last bytes of the marker are written when all others are durable.
-Without them the marker is incomplete, and there is no checkpoint. A save that replaces a checkpoint writes its marker
-under another name first, and renames that file. The names of the other files tell to which save they belong.
+Without them the marker is incomplete, and there is no checkpoint. The names of the other files tell to which save they
+belong. A checkpoint is never replaced: the exclusive creation of the marker is what lets one of two saves commit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
-    NotDurableError,
     SidestreamError,
     StorageError,
     os_errors_as,
 )
 from ..bodies import Body
-from ..names import ABANDONED_AFTER_S, MARKER, NOTE, id_of, is_attempt_at, is_unfinished, owner_of, sidecar_with_id
+from ..names import ABANDONED_AFTER_S, MARKER, NOTE, id_of, is_attempt_at, is_unfinished, sidecar_with_id
 from ..transaction import Attempt, StoreAddress, being_removed
 from .directories import (
     RACES,
@@ -39,10 +38,9 @@ from .directories import (
     storage_time,
     sync_directory,
     unlink,
-    unlink_or_remove,
 )
 from .orphans import collect_orphans
-from .publishing import NO_RENAME, check_whole, files_in, occupied, sync_visible
+from .publishing import NO_RENAME, check_whole, files_in, look_at, occupied, sync_visible
 from .read import read_tail
 from .transaction import LocalTransaction, write_again, write_buffer
 
@@ -62,40 +60,16 @@ __all__ = [
 _NO_ID = "0" * 32
 
 
-def marked_id(target: Path, *, removed: bool = False) -> str | None:
-    """Return the id of the save whose checkpoint is in ``target``; None if there is no complete marker. Raises
-    ``CheckpointExistsError`` if the checkpoint cannot be replaced. With ``removed``, a checkpoint that is being removed
-    raises no error."""
-    names = files_in(target)
-    if MARKER not in names or (is_torn(target) and is_unfinished(names)):
-        return None
-    if NOTE in names and not removed:
-        raise being_removed(target)
+def marked_id(directory: Path) -> str | None:
+    """Return the id of the save whose marker is in the directory; empty if the marker is incomplete, damaged or of
+    another writer. Return None if there is no marker."""
     try:
-        marker = find_marker(read_tail(target / MARKER, None, TAIL_BYTES))
+        marker = find_marker(read_tail(directory / MARKER, None, TAIL_BYTES))
     except FileNotFoundError:
         return None
-    except CorruptCheckpointError as error:
-        raise CheckpointExistsError(f"{target}: {error}. remove() it first, or save to a new directory") from error
-    if marker is None:
-        raise CheckpointExistsError(
-            f'{target} was written by another writer, and is not replaced with commit="marker": remove() it first, or '
-            "save to a new directory"
-        )
-    return marker.save_id
-
-
-def discard_orphans(target: Path, marked: str) -> None:
-    """Delete the files of dead saves beside the checkpoint of the save ``marked``."""
-    for save_id, age_s in ages_of(target, files_in(target)).items():
-        if save_id != marked and age_s > ABANDONED_AFTER_S:
-            remove_files(target, save_id)
-
-
-def delete_replaced(target: Path, replaced: str) -> None:
-    for name in files_in(target):
-        if name not in (MARKER, NOTE) and owner_of(name) in (None, replaced):
-            unlink_or_remove(target / name)
+    except CorruptCheckpointError:
+        return ""
+    return "" if marker is None else marker.save_id
 
 
 def write_note(directory: Path, save_id: str, *, durable: bool) -> None:
@@ -126,10 +100,19 @@ def _write_id(path: Path, save_id: str, durable: bool) -> None:
 
 def taken(target: Path) -> CheckpointExistsError:
     if not is_torn(target):
-        return occupied(target)
+        return _occupied(target)
     return CheckpointExistsError(
         f"{target} has an incomplete {MARKER}: another save is committing there, or its process has ended. Save "
         f"to another directory, or try again {ABANDONED_AFTER_S / 60:.0f} minutes after the last write there"
+    )
+
+
+def _occupied(target: Path) -> CheckpointExistsError:
+    """Return the error of ``occupied``, which does not offer ``overwrite=True``."""
+    if look_at(target, in_place=True) not in ("checkpoint", "stock"):
+        return occupied(target)
+    return CheckpointExistsError(
+        f"{target} is not empty: save to a new directory, or remove() the checkpoint there first"
     )
 
 
@@ -184,7 +167,7 @@ def make_vacant(target: Path) -> None:
     if not names:
         return
     if not _is_unmarked(target, names):
-        raise occupied(target)
+        raise being_removed(target) if NOTE in names else _occupied(target)
     _discard_dead(target, names, ABANDONED_AFTER_S)
     if MARKER in names and is_torn(target):
         raise taken(target)
@@ -268,17 +251,12 @@ class MarkedTransaction(LocalTransaction):
     def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
         super().__init__(root, attempt, address)
         self._claimed = False  # whether this attempt has created the marker, which may be incomplete
-        self._replaced: str | None = None  # the id of the save whose marker this attempt has replaced
 
     def _make(self) -> None:
         if not self._carries_id:
             super()._make()
             return
-        marked = marked_id(self._target) if self.attempt.kind == "replacement" else None
-        if marked is None:
-            make_vacant(self._target)
-        else:
-            discard_orphans(self._target, marked)
+        make_vacant(self._target)
         with self._make_once():
             self._made = self._make_and_look()
 
@@ -354,10 +332,7 @@ class MarkedTransaction(LocalTransaction):
         with os_errors_as("publishing", path):
             if durable:
                 sync_names(self._target)  # makes the names of the files durable before there is a marker
-            if self.attempt.kind == "replacement":
-                self._rename_marker(path, content, durable)
-            else:
-                self._create_marker(path, content, durable)
+            self._create_marker(path, content, durable)
         if durable:
             failed = "the checkpoint is committed, but the sync of its directory failed"
             sync_visible(self._target, self._target, failed, sync_names)
@@ -400,66 +375,6 @@ class MarkedTransaction(LocalTransaction):
             with suppress(OSError):
                 os.close(descriptor)
         self._claimed = False
-
-    def _rename_marker(self, path: Path, content: bytes, durable: bool) -> None:
-        """Write the whole marker under another name, and rename that file over the present marker. The present marker
-        is read again first, because each of several saves at the same time deletes what it has replaced. The checkpoint
-        of the last one is kept."""
-        hidden = path.with_name(self.sidecar_name(MARKER))
-        began = time.monotonic()
-        descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            write_buffer(descriptor, memoryview(content), 0)
-            if durable:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        check_whole(self._target, self._names, self._target)
-        replaced = marked_id(self._target)
-        if replaced is None and is_torn(self._target):
-            raise taken(self._target)
-        _check_not_late(began, path)
-        try:
-            os.rename(hidden, path)
-        except OSError as error:
-            if error.errno not in NO_RENAME:
-                raise
-            raise StorageError(
-                error.errno,
-                f"replacing the marker failed: {error.strerror}. If this file system cannot rename a file over another "
-                "one, save to a new directory, and remove() the old one afterwards",
-                str(path),
-            ) from error
-        self._replaced = replaced
-        self._check_not_removed(path)
-
-    def _check_not_removed(self, path: Path) -> None:
-        """Withdraw the marker if a removal has begun meanwhile, or has deleted files of this attempt. Then the files of
-        the checkpoint that it has replaced are deleted too."""
-        try:
-            check_whole(self._target, (*self._names, path.name), self._target)
-            if NOTE in files_in(self._target):
-                raise being_removed(self._target)
-        except SidestreamError:
-            marked = marked_id(self._target, removed=True)
-            if marked == self.attempt.save_id:
-                unlink(path)
-            elif marked is not None:
-                return  # another save has replaced this one already
-            if self._replaced is not None:
-                with suppress(SidestreamError):  # its marker is gone: the rest counts as files of a dead save
-                    delete_replaced(self._target, self._replaced)
-            raise
-
-    def _note_replaced(self, error: NotDurableError) -> None:
-        if self._replaced is not None:
-            error.add_note(f"the files of what it has replaced stay in {self._target} until the next save replaces it")
-
-    async def _discard_replaced(self) -> None:
-        """Delete the checkpoint whose marker this attempt has replaced: the files with the id of that save, and the
-        files without an id."""
-        if self._replaced is not None:
-            await io_threads().run(delete_replaced, self._target, self._replaced)
 
     def discard_here(self) -> None:
         if not self._carries_id:

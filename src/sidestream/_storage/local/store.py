@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..._runtime.threads import Stop
-from ...errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, os_errors_as
+from ...errors import CheckpointNotFoundError, InvalidOptionError, StorageError, os_errors_as
 from ...options import Capabilities, Durability, Storage
 from ..bodies import Body, BytesBody
 from ..names import (
@@ -124,6 +124,12 @@ class MarkedStore(LocalStore):
 
     def begin(self, attempt: Attempt) -> Transaction:
         return MarkedTransaction(self.root, attempt, self.address)
+
+    def check_replaces(self) -> None:
+        raise InvalidOptionError(
+            f'{self.root}: overwrite=True is not possible with Storage(commit="marker"): save under a new name and '
+            "remove() the old checkpoint afterwards, or remove() it first"
+        )
 
     async def discard(self, leftover: str) -> None:
         target, _, name = leftover.rpartition("/")
@@ -297,14 +303,15 @@ def _delete_marker(directory: Path, durability: Durability) -> str | None:
     """Write the note, delete the marker, and return what the note contains. Return None if another process has deleted
     the marker, or the directory.
 
-    A save may replace the marker meanwhile. The descriptor stays open until the markers have been compared, so that no
-    other file has the same inode. A save that replaces the marker after that finds the note."""
+    Another process may remove the checkpoint meanwhile, and a save may create its own marker. The descriptor stays open
+    until the markers have been compared, so that no other file has the same inode. A save that creates its marker after
+    that finds the note."""
     marker = directory / MARKER
     for _ in range(RACES):
         try:
             descriptor = os.open(marker, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                save_id = _marked_id(directory)
+                save_id = marked_id(directory)
                 if save_id is None:
                     continue
                 write_note(directory, save_id, durable=durability == "fsync")
@@ -318,17 +325,7 @@ def _delete_marker(directory: Path, durability: Durability) -> str | None:
         except FileNotFoundError:
             return None
         return save_id
-    raise StorageError(errno.EBUSY, "other saves replace the checkpoint as often as it is removed", str(directory))
-
-
-def _marked_id(directory: Path) -> str | None:
-    """Return the id of the save whose marker is in the directory; empty if the marker is incomplete, damaged or of
-    another writer. Return None if it has changed meanwhile."""
-    try:
-        save_id = marked_id(directory, removed=True)
-    except CheckpointExistsError:
-        return ""
-    return "" if save_id is None and is_torn(directory) else save_id
+    raise StorageError(errno.EBUSY, "other saves commit here as often as the checkpoint is removed", str(directory))
 
 
 def _finish_retiring(directory: Path, save_id: str | None = None) -> None:

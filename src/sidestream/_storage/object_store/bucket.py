@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
-from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
+from ..._runtime.threads import Stop
 from ...errors import CheckpointExistsError, StorageError
 from ...options import BlobInfo, Listing, StorePolicy
 from ..bodies import Body
@@ -28,7 +28,6 @@ __all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans", "lo
 T = TypeVar("T")
 
 _NO_BUCKET = "there is no such bucket; check the URL, or create the bucket first"
-_LIST_S = 15.0  # the time limit of listing open uploads: few saves leave any, so callers do not wait longer
 
 
 class Bucket:
@@ -173,23 +172,11 @@ class Bucket:
         if unless_committed and MARKER in listing.files:
             return
         found = [file for file in listing.files if id_of(file) == save_id]
-        try:
-            await self.delete(target, found)
-        finally:
-            await self.abort_uploads(target, save_id)
+        await self.delete(target, found)
         await self.forget(target)
 
     async def forget(self, target: str) -> None:
         await (await self.made()).forget(self.key(target))
-
-    async def abort_uploads(self, target: str, save_id: str) -> None:
-        uploads = await self.uploads(target)
-        await self.abort([upload for upload in uploads if f"-{save_id}" in upload], target)
-
-    async def abort(self, uploads: Sequence[str], name: str) -> None:
-        """Abort these uploads. ``name`` is their name in messages."""
-        if uploads:
-            await self.run("aborting", name, lambda engine: engine.abort_uploads(uploads))
 
     async def delete(self, target: str, files: Iterable[str]) -> None:
         """Delete these files, first those that readers look for, and the note of a removal last. Of the others many are
@@ -201,20 +188,6 @@ class Bucket:
             for start in range(0, len(some), most):
                 keys = [self.key(name) for name in some[start : start + most]]
                 await self.run("deleting", some[start], partial(_delete_all, keys=keys))
-
-    async def uploads(self, target: str) -> dict[str, datetime | None]:
-        key = self.key(target) + "/"
-
-        async def ask(engine: Engine) -> dict[str, datetime | None]:
-            try:
-                return dict(await engine.open_uploads(key))
-            except Exception as error:
-                if is_refused(error):  # not every server knows the request, and not every writer has the right to it
-                    return {}
-                raise
-
-        with time_limit(Deadline.after(min(_LIST_S, current_deadline().remaining_s()))):
-            return await self.run("listing the uploads of", target, ask)
 
 
 async def _is_refused_as(request: Awaitable[object], *failures: FailureKind) -> bool:
@@ -321,12 +294,10 @@ async def collect_orphans(bucket: Bucket, target: str, after_s: float) -> list[s
         return []
     now = await clock_of(bucket)
     collected: list[str] = []
-    for owner, files in owned.items():
+    for files in owned.values():
         if _silence_s(now, (listing.files[file] for file in files)) > after_s:
             await bucket.delete(target, files)
             collected += files
-            if owner:
-                await bucket.abort_uploads(target, owner)
     await bucket.forget(target)
     return collected
 

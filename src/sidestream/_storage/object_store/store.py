@@ -78,9 +78,7 @@ class ObjectStore:
         await on_io_loop(lambda: self._discard(leftover), f"removing {leftover}")
 
     async def _discard(self, leftover: str) -> None:
-        if "?upload=" in leftover:
-            await self._bucket.abort([self._bucket.key(leftover)], leftover)
-        elif leftover.endswith(f"/{NOTE}"):
+        if leftover.endswith(f"/{NOTE}"):
             await self._finish_retiring(leftover.removesuffix(f"/{NOTE}"))
         elif "/" in leftover:
             target, _, save_id = leftover.rpartition("/")
@@ -180,11 +178,6 @@ class ObjectStore:
             for save_id, infos in ids.items():
                 newest = max((info.modified for info in infos if info.modified), default=None)
                 found.append(Leftover(f"{directory}/{save_id}", "attempt", age_s(now, newest)))
-        root = f"{self._bucket.root}/"
-        for upload, begun in (await self._bucket.uploads("")).items():
-            name = upload.partition("?upload=")[0].rpartition("/")[2]
-            if id_of(name) is not None:
-                found.append(Leftover(upload.removeprefix(root), "attempt", age_s(now, begun)))
         return found
 
     async def ages(self, directory: str) -> dict[str, float]:

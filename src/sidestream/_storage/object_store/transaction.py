@@ -11,9 +11,8 @@ import errno
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 
-from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
+from ..._runtime.threads import Deadline, Stop, io_threads, time_limit
 from ...errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -41,7 +40,7 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """The state of the target before a replacement: the ``version`` of the marker, and the id in it.
+    """The state of the target before a replacement: the ``version`` of the marker.
 
     When the replacement has committed, it deletes the files of the saves ``ids``, and ``shards``, whose names contain
     no id. The files were listed before the version was read, and a save reads the version before it writes its first
@@ -49,7 +48,6 @@ class _Replaced:
     version has changed."""
 
     version: str
-    marked_id: str | None
     ids: frozenset[str]
     shards: frozenset[str]
 
@@ -63,7 +61,6 @@ class ObjectTransaction(Transaction):
         super().__init__(attempt, address)
         self._bucket = bucket
         self._made = False
-        self._in_parts = False  # whether an upload may have been left open
         self._sizes: dict[str, int] = {}  # of the files that the storage has acknowledged
         self._begun: set[str] = set()  # names of what this attempt wrote, or may have written
         self._last: tuple[str, bytes] | None = None
@@ -111,7 +108,6 @@ class ObjectTransaction(Transaction):
             if body.nbytes <= bucket.policy.part_bytes:
                 self._send_whole(name, body, stop)
             else:
-                self._in_parts = True
                 self._begun.add(name)
                 self._send_parts(name, body, stop)
             self._sizes[name.rpartition("/")[2]] = body.nbytes
@@ -167,7 +163,7 @@ class ObjectTransaction(Transaction):
         ids = {owner for file in listed if (owner := owner_of(file)) is not None}
         if marked_id is not None:
             ids.add(marked_id)
-        return _Replaced(version, marked_id, frozenset(ids - {save_id}), frozenset(filter(is_plain_shard, listed)))
+        return _Replaced(version, frozenset(ids - {save_id}), frozenset(filter(is_plain_shard, listed)))
 
     async def _marked_id(self, name: str) -> str | None:
         """Return the id of the save that wrote this marker; None if it is damaged."""
@@ -246,29 +242,17 @@ class ObjectTransaction(Transaction):
         return f"{self.attempt.name}/{name}"
 
     def wrote(self, sizes: Mapping[str, int]) -> None:
-        self._in_parts = True  # another process may have left an upload open
         self._begun.update(map(self.path_of, sizes))
         self._sizes.update(sizes)
 
     def expect(self, sizes: Mapping[str, int]) -> None:
         self._sizes.update(sizes)
-        self._in_parts |= any(nbytes > self._bucket.policy.part_bytes for nbytes in sizes.values())
 
     def clear(self, names: Sequence[str]) -> None:
-        self._in_parts = True
         bucket, target = self._bucket, self.attempt.target
         files = [self.committed_name(name) for name in names]
         self._begun.update(self.path_of(file) for file in files)
-
-        async def clear() -> None:
-            await bucket.delete(target, files)
-            uploads: Mapping[str, datetime | None] = {}
-            with suppress(StorageError):  # the commit lists them again, and reports a failure
-                uploads = await bucket.uploads(target)
-            for file in files:  # not by the id of the save, which the uploads of other ranks have too
-                await bucket.abort([upload for upload in uploads if f"/{file}?upload=" in upload], file)
-
-        LoopCall(clear).result(f"removing files of {self.attempt.name}")
+        LoopCall(lambda: bucket.delete(target, files)).result(f"removing files of {self.attempt.name}")
 
     # --- the end ---
 
@@ -311,18 +295,11 @@ class ObjectTransaction(Transaction):
             raise
 
     async def _check_complete(self) -> None:
-        """Abort uploads that were left open, and raise ``StorageError`` if a file is missing or has another size.
+        """Raise ``StorageError`` if a file is missing or has another size.
 
-        An upload is left open if the answer to its creation was lost. A file is missing if another process has deleted
-        the attempt because it seemed abandoned. It has another size if the client has lost a part of it."""
+        A file is missing if another process has deleted the attempt because it seemed abandoned. It has another size if
+        the client has lost a part of it."""
         bucket, target = self._bucket, self.attempt.target
-        if self._in_parts and self._carries_id:
-            try:
-                await bucket.abort_uploads(target, self.attempt.save_id)
-            except SidestreamError as error:  # the commit continues: the files may be complete
-                current_deadline().check("listing uploads")
-                unknown = f"a save leaves no open uploads: they could not be listed, so one may stay open ({error})"
-                emit(GuaranteeLost(f"{bucket.url}/{target}", unknown))
         listing = await bucket.listing(self._directory)
         if NOTE in listing.files:
             raise being_removed(f"{bucket.url}/{target}")
@@ -361,8 +338,6 @@ class ObjectTransaction(Transaction):
         listing = await bucket.listing(target)
         old = [name for name in listing.files if name in replaced.shards or owner_of(name) in replaced.ids]
         await bucket.delete(target, old)
-        uploads = await bucket.uploads(target) if replaced.ids - {replaced.marked_id} else {}
-        await bucket.abort([one for one in uploads if any(f"-{save_id}" in one for save_id in replaced.ids)], target)
 
     @property
     def _directory(self) -> str:
@@ -396,13 +371,7 @@ class ObjectTransaction(Transaction):
             committed = MARKER in listing.files
             with suppress(CheckpointExistsError):
                 self._check_export_not_overtaken(listing)
-        try:
-            await bucket.delete("", () if committed else sorted(self._begun))
-        finally:
-            keys = {bucket.key(name) for name in self._begun}
-            uploads = await bucket.uploads(self._directory) if self._in_parts else {}
-            mine = [upload for upload in uploads if upload.partition("?upload=")[0] in keys]
-            await bucket.abort(mine, attempt.target)
+        await bucket.delete("", () if committed else sorted(self._begun))
         await bucket.forget(attempt.target)
 
 

@@ -1,10 +1,11 @@
-"""``overwrite=True`` with ``Storage(commit="marker")``: the marker is renamed over the one of the old checkpoint."""
+"""``remove`` with ``Storage(commit="marker")``, alone and beside saves; and what such saves refuse to replace."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
+import re
 import threading
 import uuid
 from pathlib import Path
@@ -12,148 +13,121 @@ from typing import Any
 
 import fsspec
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from states import assert_same
-from test_marked import MARKER, blank, loaded, mount, state
+from test_marked import MARKER, blank, loaded, state
+from torch.distributed.checkpoint.api import CheckpointException
 
 import sidestream
 from sidestream import errors
 from sidestream._convert.safetensors import header_of
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import Attempt, BytesBody, Kind, id_of, locate_run
+from sidestream._storage import Attempt, BytesBody, locate_run
 from sidestream._storage.names import NOTE, name_with_id
 from sidestream.dcp import StorageWriter
 
 
-def ids(directory: Path) -> set[str | None]:
-    return {id_of(path.name) for path in directory.iterdir()}
+async def first(target: Path, seed: int = 1) -> sidestream.SaveInfo:
+    return await sidestream.save(state(seed), target, storage=MARKER)
 
 
-async def replace(target: Path, seed: int, **options: Any) -> sidestream.SaveInfo:
-    return await sidestream.save(state(seed), target, storage=MARKER, overwrite=True, **options)
+def contents(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-async def test_a_checkpoint_is_replaced_on_a_mount(tmp_path: Path) -> None:
-    """Nothing is needed but the rename of a file. Only what was replaced is deleted."""
-    with mount():
-        await replace(tmp_path / "a", 1, files={"notes": b"one", "more": b"x"})
-        other = tmp_path / "a" / name_with_id("__0_1.distcp", "0" * 31 + "1")
-        other.touch()  # of a save that goes on
-        for seed in (2, 3):
-            info = await replace(tmp_path / "a", seed, files={"notes": b"%d" % seed})
-            assert_same(await loaded(tmp_path / "a"), state(seed))
-            assert ids(tmp_path / "a") == {info.save_id, None, id_of(other.name)}
-        checkpoint = await sidestream.open_checkpoint(tmp_path / "a")
-        assert checkpoint.files == {"notes": 1}
-        assert (await sidestream.verify(tmp_path / "a")).ok
-        os.utime(other, (1, 1))
-        os.utime(tmp_path / "a" / ".metadata", (1, 1))
-        info = await replace(tmp_path / "a", 4)  # an hour later
-    assert ids(tmp_path / "a") == {info.save_id, None}
-    assert sum(path.name == ".metadata" for path in (tmp_path / "a").iterdir()) == 1
-    target = {"w": torch.zeros(3 << 20)}
-    dcp.load(target, checkpoint_id=tmp_path / "a")
-    assert torch.equal(target["w"], state(4)["w"])
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("call", ["save", "async_save", "blocking", "dcp.save"])
+async def test_overwrite_is_refused_before_anything_is_changed(call: str, there: bool, tmp_path: Path) -> None:
+    """Also where nothing is there yet: a program finds out at its first save, and not at its second."""
+    run, target = tmp_path / "run", tmp_path / "run" / "a"
+    if there:
+        await first(target)
+    before, names = contents(run), sorted(run.iterdir()) if there else []
+    keywords: dict[str, Any] = {"storage": MARKER, "overwrite": True}
+    told = r"save under a new name and remove\(\) the old checkpoint afterwards, or remove\(\) it first"
+    if call == "dcp.save":
+        writer = StorageWriter(target, **keywords)
+        with pytest.raises(CheckpointException) as failed:
+            await asyncio.to_thread(dcp.save, state(2), storage_writer=writer, no_dist=True)
+        ((error, _),) = failed.value.failures.values()
+        assert isinstance(error, errors.InvalidOptionError)
+        assert re.search(told, str(error))
+    else:
+        with pytest.raises(errors.InvalidOptionError, match=told):
+            if call == "save":
+                await sidestream.save(state(2), target, **keywords)
+            elif call == "async_save":
+                sidestream.async_save(state(2), target, **keywords)
+            else:
+                await asyncio.to_thread(sidestream.blocking.save, state(2), target, **keywords)
+    assert run.exists() == there
+    assert contents(run) == before
+    assert (sorted(run.iterdir()) if there else []) == names
+    if there:  # the ways out
+        await first(tmp_path / "run" / "b", 2)
+        await sidestream.remove(target, storage=MARKER)
+    await first(target, 2)
+    assert_same(await loaded(target), state(2))
 
 
-async def test_every_way_to_save(tmp_path: Path) -> None:
-    options = sidestream.SaveOptions(writer="process", timeout_s=60)
-    for number in range(2):
-        await replace(tmp_path / "process", number + 1, options=options)
-        assert_same(await loaded(tmp_path / "process"), state(number + 1))
-        writer = StorageWriter(tmp_path / "dcp", storage=MARKER, overwrite=True)
-        dcp.save(state(number + 1), storage_writer=writer, no_dist=True)
-        assert_same(await loaded(tmp_path / "dcp"), state(number + 1))
-    for name in ("process", "dcp"):
-        assert len(ids(tmp_path / name)) == 2
-
-
-async def test_checkpoints_of_both_kinds_replace_each_other(tmp_path: Path) -> None:
-    await sidestream.save(state(1), tmp_path / "a", files={"notes": b"1", "retired": b"2"})
-    info = await replace(tmp_path / "a", 2)
-    assert ids(tmp_path / "a") == {info.save_id, None}
-    assert [path.name for path in (tmp_path / "a").iterdir() if id_of(path.name) is None] == [".metadata"]
-    assert_same(await loaded(tmp_path / "a"), state(2))
+async def test_where_directories_are_renamed_it_is_replaced(tmp_path: Path) -> None:
+    info = await first(tmp_path / "a")
     await sidestream.save(state(3), tmp_path / "a", overwrite=True)
     assert_same(await loaded(tmp_path / "a"), state(3))
     assert not any(info.save_id in path.name for path in (tmp_path / "a").iterdir())
 
 
-async def test_what_is_not_replaced(tmp_path: Path) -> None:
+async def test_what_is_there_is_refused(tmp_path: Path) -> None:
     dcp.save(state(1), checkpoint_id=tmp_path / "stock", no_dist=True)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    await replace(tmp_path / "retired", 1)
+    for name in ("ours", "retired", "damaged", "torn"):
+        await first(tmp_path / name)
+    await sidestream.save(state(1), tmp_path / "renamed")
     (tmp_path / "retired" / NOTE).touch()  # by a removal that was interrupted
-    await replace(tmp_path / "damaged", 1)
     marker = tmp_path / "damaged" / ".metadata"
     altered = bytearray(marker.read_bytes())
     altered[-60] ^= 1
     marker.write_bytes(altered)
-    await replace(tmp_path / "torn", 1)
     marker = tmp_path / "torn" / ".metadata"
     marker.write_bytes(marker.read_bytes()[:-2])
+    remedy = r"save to a new directory, or remove\(\) the checkpoint there first"
     for name, told in {
-        "stock": "another writer, and is not replaced",
-        "mine": "is not empty",
+        "stock": remedy,
+        "ours": remedy,
+        "renamed": remedy,
+        "damaged": remedy,
+        "mine": "is not empty, and no checkpoint",
         "retired": "is being removed",
-        "damaged": r"remove\(\) it first",
         "torn": "has an incomplete .metadata",
     }.items():
-        before = {path: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        before = contents(tmp_path / name)
         with pytest.raises(errors.CheckpointExistsError, match=told):
-            await replace(tmp_path / name, 2)
-        assert {path: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
+            await first(tmp_path / name, 2)
+        assert contents(tmp_path / name) == before
+        if told is remedy:
+            await sidestream.remove(tmp_path / name, storage=MARKER)
+            await first(tmp_path / name, 2)
     await sidestream.remove(tmp_path / "retired", storage=MARKER)
-    await replace(tmp_path / "retired", 2)
+    await first(tmp_path / "retired", 2)
 
 
-async def test_what_fails_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    await replace(tmp_path / "a", 1)
-    names = set(os.listdir(tmp_path / "a"))
-    with pytest.raises(errors.UnsafeObjectError):
-        await sidestream.save({"x": object()}, tmp_path / "a", storage=MARKER, overwrite=True)
-    pending = sidestream.async_save(state(2), tmp_path / "a", storage=MARKER, overwrite=True)
-    await pending.staged
-    pending.cancel()
-    await pending.ended()
-    if pending.outcome == "absent":
-        assert set(os.listdir(tmp_path / "a")) == names
-        assert_same(await loaded(tmp_path / "a"), state(1))
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    names = set(os.listdir(tmp_path / "a"))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", refuse)
-        with pytest.raises(errors.StorageError, match="cannot rename a file over another one, save to a new directory"):
-            await replace(tmp_path / "a", 3)
-    assert set(os.listdir(tmp_path / "a")) == names
-
-
-async def test_several_at_a_time(tmp_path: Path) -> None:
-    """All succeed, whether anything was there before or not, and one of them stays whole."""
-    for seed in (0, 10):
-        saves = [replace(tmp_path / "a", seed + number) for number in range(4)]
-        infos = await asyncio.gather(*saves)
-        (winner,) = [info for info in infos if info.save_id == await marked(tmp_path / "a")]
-        assert_same(await loaded(tmp_path / "a"), state(seed + infos.index(winner)))
-        assert (await sidestream.verify(tmp_path / "a")).ok
-
-
-async def marked(directory: Path) -> str:
-    return (await sidestream.open_checkpoint(directory)).save_id
+async def test_of_several_at_a_time_one_commits(tmp_path: Path) -> None:
+    results = await asyncio.gather(*(first(tmp_path / "a", seed) for seed in range(4)), return_exceptions=True)
+    (seed,) = [seed for seed, one in enumerate(results) if isinstance(one, sidestream.SaveInfo)]
+    for other in results[:seed] + results[seed + 1 :]:
+        assert isinstance(other, errors.CheckpointExistsError)
+    assert_same(await loaded(tmp_path / "a"), state(seed))
+    assert (await sidestream.verify(tmp_path / "a")).ok
 
 
 async def test_a_removal_that_comes_first(tmp_path: Path) -> None:
     """A save whose files are removed before its commit leaves nothing that looks like a checkpoint."""
-    await replace(tmp_path / "a", 1)
     with time_limit(Deadline.after(60)):
         store = locate_run(tmp_path, MARKER)[0]
-        begun = store.begin(Attempt("a", "replacement", "a" * 32, "fsync"))
+        begun = store.begin(Attempt("a", "directory", "a" * 32, "fsync"))
         begun.write([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
+        await first(tmp_path / "a")
         os.utime(tmp_path / "a" / begun.committed_name("__0_0.distcp"), (1, 1))  # more than an hour ago
         await sidestream.remove(tmp_path / "a", storage=MARKER)
         with pytest.raises((errors.StorageError, OSError)):
@@ -164,14 +138,13 @@ async def test_a_removal_that_comes_first(tmp_path: Path) -> None:
         await loaded(tmp_path / "a")
 
 
-@pytest.mark.parametrize("kind", ["directory", "replacement"])
-async def test_a_save_that_commits_after_a_removal(kind: Kind, tmp_path: Path) -> None:
+async def test_a_save_that_commits_after_a_removal(tmp_path: Path) -> None:
     """The removal keeps its files, which belong to no checkpoint yet."""
     with time_limit(Deadline.after(60)):
         store = locate_run(tmp_path, MARKER)[0]
-        begun = store.begin(Attempt("a", kind, "a" * 32, "fsync"))
+        begun = store.begin(Attempt("a", "directory", "a" * 32, "fsync"))
         begun.write([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
-        await replace(tmp_path / "a", 1)
+        await first(tmp_path / "a")
         await sidestream.remove(tmp_path / "a", storage=MARKER)
         file = begun.committed_name("__0_0.distcp")
         assert os.listdir(tmp_path / "a") == [file]
@@ -185,7 +158,7 @@ async def test_a_save_that_commits_during_a_removal(tmp_path: Path, monkeypatch:
     with time_limit(Deadline.after(60)):
         begun = locate_run(tmp_path, MARKER)[0].begin(Attempt("a", "directory", "a" * 32, "fsync"))
         begun.write([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
-        await replace(tmp_path / "a", 1)
+        await first(tmp_path / "a")
         failures: list[BaseException | None] = []
 
         def commit_first(path: Any, **options: Any) -> None:
@@ -236,7 +209,7 @@ async def test_two_removals_at_once_keep_the_files_of_a_save(
     with time_limit(Deadline.after(60)):
         begun = locate_run(tmp_path, MARKER)[0].begin(Attempt("a", "directory", "a" * 32, "fsync"))
         begun.write([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
-        await replace(tmp_path / "a", 1)
+        await first(tmp_path / "a")
         hold = Hold(monkeypatch, "open", "/.metadata", number)
         slower = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
         await hold.come()
@@ -252,7 +225,7 @@ async def test_two_removals_at_once_keep_the_files_of_a_save(
 async def test_a_removal_in_a_directory_that_another_one_has_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await replace(tmp_path / "a", 1)
+    await first(tmp_path / "a")
     hold = Hold(monkeypatch, "open", NOTE)
     slower = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
     await hold.come()
@@ -262,57 +235,17 @@ async def test_a_removal_in_a_directory_that_another_one_has_removed(
     assert os.listdir(tmp_path) == []
 
 
-async def test_a_save_that_commits_when_a_removal_has_read_the_marker(
+async def test_another_removal_and_a_save_when_a_removal_has_read_the_marker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The removal finds out before it deletes the marker, and deletes the files of this save too."""
-    await replace(tmp_path / "a", 1)
+    await first(tmp_path / "a")
     hold = Hold(monkeypatch, "open", NOTE)
     removal = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
     await hold.come()
-    await replace(tmp_path / "a", 2)
+    await sidestream.remove(tmp_path / "a", storage=MARKER)
+    await first(tmp_path / "a", 2)
     hold.done.set()
-    await removal
-    assert os.listdir(tmp_path) == []
-
-
-async def test_a_removal_when_a_save_has_replaced_the_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save finds the note and fails. The files of the checkpoint that it has replaced are deleted too."""
-    await replace(tmp_path / "a", 1)
-    renaming = Hold(monkeypatch, "rename", "..metadata")
-    save = asyncio.create_task(replace(tmp_path / "a", 2))
-    await renaming.come()
-    listing = Hold(monkeypatch, "listdir", "/a")
-    renaming.done.set()
-    await listing.come()
-    unlinking = Hold(monkeypatch, "unlink", "/.metadata")
-    removal = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
-    await unlinking.come()
-    listing.done.set()
-    with pytest.raises(errors.CheckpointExistsError, match="is being removed"):
-        await save
-    unlinking.done.set()
-    await removal
-    assert os.listdir(tmp_path) == []
-
-
-async def test_a_removal_when_a_save_deletes_what_it_has_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await replace(tmp_path / "a", 1)
-    renaming = Hold(monkeypatch, "rename", "..metadata")
-    save = asyncio.create_task(replace(tmp_path / "a", 2))
-    await renaming.come()
-    syncing = Hold(monkeypatch, "fsync", "/a")
-    renaming.done.set()
-    await syncing.come()
-    unlinking = Hold(monkeypatch, "unlink", "/.metadata")
-    removal = asyncio.create_task(sidestream.remove(tmp_path / "a", storage=MARKER))
-    await unlinking.come()
-    syncing.done.set()
-    await save
-    assert NOTE in os.listdir(tmp_path / "a")
-    unlinking.done.set()
     await removal
     assert os.listdir(tmp_path) == []
 
@@ -334,7 +267,7 @@ async def test_a_new_directory_that_another_process_removes(tmp_path: Path, monk
 
 
 async def test_the_note_where_no_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    await replace(tmp_path / "a", 1)
+    await first(tmp_path / "a")
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -409,32 +342,3 @@ async def test_the_rest_of_a_removal_beside_a_later_checkpoint(place: str, tmp_p
     target = blank()
     await sidestream.load(target, url, storage=storage)
     assert_same(target, state(2))
-
-
-async def test_readers_beside_saves(tmp_path: Path) -> None:
-    """Old or new, never neither and never a mixture: loads start over."""
-    await replace(tmp_path / "a", 1)
-    done = False
-
-    async def read() -> int:
-        count = 0
-        while not done:
-            target = blank()
-            await sidestream.load(target, tmp_path / "a")
-            assert_same(target, state(target["step"]))
-            count += 1
-        return count
-
-    readers = [asyncio.create_task(read()) for _ in range(2)]
-    for seed in range(2, 14):
-        await replace(tmp_path / "a", seed, options=sidestream.SaveOptions(durability="flush"))
-    done = True
-    assert min(await asyncio.gather(*readers)) >= 1
-
-
-async def test_an_open_checkpoint_that_was_replaced(tmp_path: Path) -> None:
-    await replace(tmp_path / "a", 1)
-    opened = await sidestream.open_checkpoint(tmp_path / "a")
-    await replace(tmp_path / "a", 2)
-    with pytest.raises(errors.CorruptCheckpointError, match="another checkpoint has replaced this one"):
-        await opened.tensor("w")
