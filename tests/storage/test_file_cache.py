@@ -292,7 +292,8 @@ async def test_nobody_waits_for_a_fetch_that_hangs(tmp_path: Path, monkeypatch: 
         with pytest.raises(errors.DeadlineExceededError):
             await within(0.05, cache.read(filesystem, "/file", 0, 3))
         assert filesystem.fetches == 1
-        content = await within(PATIENCE_S, cache.read(filesystem, "/file", 1, 4))  # when the time of the first one is over
+        # When the time of the first one is over.
+        content = await within(PATIENCE_S, cache.read(filesystem, "/file", 1, 4))
         assert bytes(content) == b"ont"
         assert filesystem.fetches == 2
         with pytest.raises(errors.DeadlineExceededError):

@@ -436,5 +436,5 @@ async def test_an_open_checkpoint_that_was_replaced(tmp_path: Path) -> None:
     await replace(tmp_path / "a", 1)
     opened = await sidestream.open_checkpoint(tmp_path / "a")
     await replace(tmp_path / "a", 2)
-    with pytest.raises(errors.CorruptCheckpointError, match="another checkpoint has replaced this one"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="is not there any more"):
         await opened.tensor("w")

@@ -30,7 +30,7 @@ _DOING = {"export": "exporting", "convert": "converting", "copy": "copying"}
 async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, Manifest], Awaitable[T]]) -> T:
     """Open the checkpoint at ``location``, and do ``work`` with it. If its files are deleted meanwhile because another
     save has replaced it, do that again with the new one, up to a limit. Raises what ``work`` raises, and
-    ``CorruptCheckpointError``, which says that the checkpoint was replaced, beyond the limit."""
+    ``CheckpointNotFoundError``, which names the last save that was replaced, beyond the limit."""
     for left in reversed(range(_MOST_RESTARTS)):
         files, manifest = await open_manifest(location)
         async with aclosing(files):
@@ -41,7 +41,7 @@ async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, M
                 if not (await was_replaced(location, manifest) or await files.moved()):
                     raise
                 if not left:
-                    raise replaced(location.url) from error
+                    raise replaced(location.url, manifest) from error
     raise AssertionError("unreachable")
 
 
