@@ -530,7 +530,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         which a file could not be read."""
         if self._manifest.own:
             return await was_replaced(self._location, self._manifest)
-        # An export has no id. Another one is told by what it says about itself; of a single file nothing is left.
+        # An export has no id, so its names and places are compared. A single file cannot be opened by this location.
         if self._location.name == ".":
             return isinstance(cause, FileNotFoundError)
         try:

@@ -137,7 +137,7 @@ def _fetch_if_free(get_file: Callable[[str, str], object], key: str, path: Path,
     if not lock.try_acquire():
         return False
     try:
-        current_deadline().check(f"fetching {key}")  # this thread may have hung until nobody waited for it any more
+        current_deadline().check(f"fetching {key}")  # this thread may have hung until its caller had left it
         if not path.exists():
             _sweep(path, lock)
             _fetch(get_file, key, path)
