@@ -102,6 +102,24 @@ async def test_sparse_tensors_go_by_their_parts(stager: AsyncStager) -> None:
     del staged, copy
 
 
+@pytest.mark.parametrize("others", [2, 100])
+async def test_one_unusual_tensor_among_plain_ones(others: int, stager: AsyncStager) -> None:
+    """Large dicts of plain tensors are captured as a whole, small ones tensor by tensor."""
+    plain = {f"t{n}": torch.full((3,), float(n)) for n in range(others)}
+    marked = torch.ones(3)
+    marked.mine = ["kept"]  # type: ignore[attr-defined]
+    sparse = torch.eye(3).to_sparse()
+    staged = await stager.stage({"marked": {**plain, "it": marked}, "sparse": {**plain, "it": sparse}, "plain": plain})
+    assert staged["marked"]["it"].mine == ["kept"]
+    assert staged["sparse"]["it"].layout is torch.sparse_coo
+    assert torch.equal(staged["sparse"]["it"].to_dense(), torch.eye(3))
+    for found in staged.values():
+        assert list(found)[:others] == list(plain)
+        assert all(torch.equal(found[name], one) for name, one in plain.items())
+    staged.release()
+    del staged, found
+
+
 @pytest.mark.parametrize("kind", [None, KeyboardInterrupt])
 async def test_a_save_of_one_rank_that_cannot_start_leaves_nothing_open(
     kind: type[BaseException] | None, mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -120,11 +120,11 @@ async def test_verify_starts_over(at: str, tmp_path: Path, monkeypatch: pytest.M
     assert other.done
     assert report.ok, report.damaged
     assert report.save_id != opened.save_id
-    with pytest.raises(CorruptCheckpointError, match="replaced"):
+    with pytest.raises(CheckpointNotFoundError, match="replaced"):
         await opened.verify()
     opened = await sidestream.open_checkpoint(tmp_path / "last")
     Once(monkeypatch, "open", lambda path, *_: str(path).endswith(at), replace)
-    with pytest.raises(CorruptCheckpointError):
+    with pytest.raises(CheckpointNotFoundError):
         await opened.verify()
 
 
@@ -212,7 +212,7 @@ async def test_a_copy_of_what_is_replaced_again_and_again(
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", open_)
-    with pytest.raises(CorruptCheckpointError, match="another checkpoint has replaced this one"):
+    with pytest.raises(CheckpointNotFoundError, match="is not there any more"):
         await getattr(sidestream, verb)(tmp_path / "last", tmp_path / "target")
     assert os.listdir(tmp_path) == ["last"]
 
@@ -517,6 +517,39 @@ async def test_an_export_that_is_replaced_while_it_is_read_is_not_damaged(
             break
     assert not replaced.done
     assert seen == {1, 2}
+
+
+async def test_an_open_export_that_is_replaced_or_removed_is_not_damaged(tmp_path: Path) -> None:
+    """It has other files, one that ends earlier, or none."""
+    large = {"a": torch.zeros(1000), "b": torch.zeros(300)}
+    others = ((large, 1), ({"a": torch.ones(3), "b": torch.ones(2)}, 1 << 20), None)
+    for number, other in enumerate(others):
+        place = tmp_path / f"hf-{number}"
+        await save(large, tmp_path / f"old-{number}", export=HF(place))
+        opened = await sidestream.open_checkpoint(place)
+        await remove(place)
+        if other is not None:
+            await save(other[0], tmp_path / f"new-{number}", export=HF(place, max_shard_bytes=other[1]))
+        with pytest.raises(CheckpointNotFoundError, match="that was opened is not there any more"):
+            await opened.tensor("b")
+
+
+async def test_an_open_checkpoint_that_is_removed_names_its_save(tmp_path: Path) -> None:
+    info = await save(state_of(1), tmp_path / "last")
+    opened = await sidestream.open_checkpoint(tmp_path / "last")
+    await remove(tmp_path / "last")
+    for call in (opened.tensor("a"), opened.verify()):
+        with pytest.raises(CheckpointNotFoundError, match=f"the save {info.save_id} is not there any more"):
+            await call
+
+
+async def test_an_open_checkpoint_that_lost_a_file_is_damaged(tmp_path: Path) -> None:
+    await save(state_of(1), tmp_path / "last")
+    opened = await sidestream.open_checkpoint(tmp_path / "last")
+    for file in (tmp_path / "last").glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(CorruptCheckpointError, match="is missing"):
+        await opened.tensor("a")
 
 
 async def test_a_link_is_not_removed(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ import sidestream
 from sidestream import errors
 from sidestream._runtime import threads
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage.wrappers.file_cache import FileCache
-from sidestream._storage.wrappers.host_lock import HostLock
+from sidestream._storage.wrappers.file_cache import FetchLock, FileCache
 
 STATE = {f"tensor{number}": torch.full((1 << 18,), float(number)) for number in range(8)}
 PATIENCE_S = 60.0
@@ -188,11 +187,11 @@ def test_a_lock_has_one_holder(tmp_path: Path) -> None:
     code = """
         import os, time
         from pathlib import Path
-        from sidestream._storage.wrappers.host_lock import HostLock
+        from sidestream._storage.wrappers.file_cache import FetchLock
         had = 0
         until = time.monotonic() + 240.0
         while had < 300 and time.monotonic() < until:
-            lock = HostLock(Path(DIRECTORY) / "name.lock")
+            lock = FetchLock(Path(DIRECTORY) / "name")
             if lock.try_acquire():
                 os.close(os.open(Path(DIRECTORY) / "held", os.O_CREAT | os.O_EXCL))
                 os.unlink(Path(DIRECTORY) / "held")
@@ -212,8 +211,8 @@ def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
     code = """
         import os, sys, time
         from pathlib import Path
-        from sidestream._storage.wrappers.host_lock import HostLock
-        lock = HostLock(Path(PATH))
+        from sidestream._storage.wrappers.file_cache import FetchLock
+        lock = FetchLock(Path(PATH))
         assert lock.try_acquire() and lock.among_processes
         child = os.fork()
         if not child:
@@ -221,11 +220,11 @@ def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
         print(child, flush=True)
         sys.stdin.readline()
     """
-    path = tmp_path / "name.lock"
+    path = tmp_path / "name"
     process = start(code, PATH=str(path))
     child = int(line_of(process))
     try:
-        lock = HostLock(path)
+        lock = FetchLock(path)
         assert not lock.try_acquire()
         process.kill()
         wait_until(lock.try_acquire)
@@ -233,7 +232,7 @@ def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         end([process])
-    assert not path.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- in one process -------------------------------------------------------------------------------------------------
@@ -260,8 +259,7 @@ class _Counting(MemoryFileSystem):
 
 
 def cache_of(directory: Path) -> tuple[_Counting, FileCache]:
-    filesystem = _Counting()
-    return filesystem, FileCache(filesystem, str(directory))
+    return _Counting(), FileCache(str(directory))
 
 
 async def within(timeout_s: float, read: Coroutine[Any, Any, memoryview]) -> memoryview:
@@ -278,7 +276,7 @@ async def begun(filesystem: _Counting) -> None:
 async def begun_and_hanging(filesystem: _Counting, cache: FileCache) -> asyncio.Future[memoryview]:
     """A read whose fetch has begun before its deadline, which has not passed yet."""
     for timeout_s in (2.0, 8.0, 32.0):
-        hangs = asyncio.ensure_future(within(timeout_s, cache.read("/file", 0, 3)))
+        hangs = asyncio.ensure_future(within(timeout_s, cache.read(filesystem, "/file", 0, 3)))
         while not hangs.done():
             if filesystem.begun.is_set():
                 return hangs
@@ -292,16 +290,17 @@ async def test_nobody_waits_for_a_fetch_that_hangs(tmp_path: Path, monkeypatch: 
     try:
         hangs = await begun_and_hanging(filesystem, cache)
         with pytest.raises(errors.DeadlineExceededError):
-            await within(0.05, cache.read("/file", 0, 3))
+            await within(0.05, cache.read(filesystem, "/file", 0, 3))
         assert filesystem.fetches == 1
-        content = await within(PATIENCE_S, cache.read("/file", 1, 4))  # when the time of the first one is over
+        # When the time of the first one is over.
+        content = await within(PATIENCE_S, cache.read(filesystem, "/file", 1, 4))
         assert bytes(content) == b"ont"
         assert filesystem.fetches == 2
         with pytest.raises(errors.DeadlineExceededError):
             await hangs
     finally:
         filesystem.go.set()
-    assert bytes(await within(PATIENCE_S, cache.read("/file", 0, 9))) == b"content"
+    assert bytes(await within(PATIENCE_S, cache.read(filesystem, "/file", 0, 9))) == b"content"
     assert filesystem.fetches == 2
     wait_until(lambda: [path.suffix for path in tmp_path.iterdir()] == [""])
 
@@ -309,8 +308,8 @@ async def test_nobody_waits_for_a_fetch_that_hangs(tmp_path: Path, monkeypatch: 
 async def test_reads_of_one_process_share_a_fetch(tmp_path: Path) -> None:
     """Also through several caches, as several loads have."""
     filesystem, cache = cache_of(tmp_path)
-    caches = [cache, FileCache(filesystem, str(tmp_path))]
-    reads = [asyncio.ensure_future(within(60.0, caches[n % 2].read("/file", n, n + 1))) for n in range(6)]
+    caches = [cache, FileCache(str(tmp_path))]
+    reads = [asyncio.ensure_future(within(60.0, caches[n % 2].read(filesystem, "/file", n, n + 1))) for n in range(6)]
     await begun(filesystem)
     filesystem.go.set()
     assert b"".join([bytes(await read) for read in reads]) == b"conten"
@@ -319,24 +318,24 @@ async def test_reads_of_one_process_share_a_fetch(tmp_path: Path) -> None:
 
 async def test_a_cancelled_fetch_lets_another_one_fetch(tmp_path: Path) -> None:
     filesystem, cache = cache_of(tmp_path)
-    first = asyncio.ensure_future(within(60.0, cache.read("/file", 0, 3)))
+    first = asyncio.ensure_future(within(60.0, cache.read(filesystem, "/file", 0, 3)))
     await begun(filesystem)
     first.cancel()
     filesystem.go.set()
     with pytest.raises(asyncio.CancelledError):
         await first
-    assert bytes(await within(60.0, cache.read("/file", 0, 3))) == b"con"
+    assert bytes(await within(60.0, cache.read(filesystem, "/file", 0, 3))) == b"con"
     assert [path.suffix for path in tmp_path.iterdir()] == [""]
 
 
 async def test_what_dead_processes_left_is_deleted(tmp_path: Path) -> None:
     filesystem, cache = cache_of(tmp_path)
     filesystem.go.set()
-    held = HostLock(tmp_path / "held.lock")
+    held = FetchLock(tmp_path / "held")
     assert held.try_acquire()
     for name in ("dead.12-34.partial", "dead.lock", "held.12-34.partial", "other.lock"):
         (tmp_path / name).touch()
-    await within(60.0, cache.read("/file", 0, 3))
+    await within(60.0, cache.read(filesystem, "/file", 0, 3))
     assert {path.name for path in tmp_path.iterdir() if path.suffix} == {"held.12-34.partial", "held.lock"}
     held.release()
 
@@ -352,7 +351,7 @@ async def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.M
     for name, age_s in (("one.a.partial", 7200), ("two.b.partial", 60)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (time.time() - age_s,) * 2)
-    reads = [asyncio.ensure_future(within(60.0, cache.read("/file", 0, 3))) for _ in range(3)]
+    reads = [asyncio.ensure_future(within(60.0, cache.read(filesystem, "/file", 0, 3))) for _ in range(3)]
     await begun(filesystem)
     filesystem.go.set()
     assert {bytes(await read) for read in reads} == {b"con"}

@@ -93,6 +93,32 @@ def test_clients_of_an_object_store_are_imported_in_other_threads(s3: S3Server) 
     assert [name for name, on_the_loop in found["imported"] if on_the_loop] == []
 
 
+CACHED = """
+import asyncio, json, sys
+
+import sidestream, torch
+
+
+async def main(url, options, cache):
+    storage, state = sidestream.Storage(options, policy=sidestream.StorePolicy(cache_dir=cache)), {"w": torch.ones(8)}
+    sys.meta_path.insert(0, Finder())
+    await sidestream.save(state, url, storage=storage)
+    await sidestream.load(state, url, storage=storage)
+
+
+asyncio.run(main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]))
+print(json.dumps(imported))
+"""
+
+
+def test_a_cache_imports_its_client_and_its_locks_in_other_threads(s3: S3Server, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    imported = json.loads(output_of(FINDER + CACHED, f"s3://{s3.bucket}/run", json.dumps(s3.options), str(cache)))
+    assert {"s3fs", "aiobotocore", "filelock"} <= {name for name, _ in imported}
+    assert [name for name, on_the_loop in imported if on_the_loop] == []
+    assert list(cache.iterdir())
+
+
 CALLS = """
 import asyncio, json, sys
 

@@ -141,7 +141,7 @@ async def convert(
     Raises:
         InvalidOptionError, MissingExtraError: The call is wrong, or plain values are to be written to safetensors,
             which cannot hold them.
-        CheckpointNotFoundError: There is no checkpoint at ``source``.
+        CheckpointNotFoundError: There is no checkpoint at ``source``, or it was replaced again and again.
         CheckpointExistsError: There is something at ``target``.
         MissingKeysError: A pattern matches nothing.
         KeyCollisionError: Two entries would have one name.

@@ -113,7 +113,7 @@ async def copy(
 
     Raises:
         InvalidOptionError, MissingExtraError: The call is wrong, or a package is missing.
-        CheckpointNotFoundError: There is no checkpoint at ``source``.
+        CheckpointNotFoundError: There is no checkpoint at ``source``, or it was replaced again and again.
         CheckpointExistsError: There is something at ``target``.
         CorruptCheckpointError: Bytes of ``source`` are missing or altered.
         NoSpaceError, AccessDeniedError, StorageError: The storage failed, or returned other bytes than were written.

@@ -30,7 +30,14 @@ from .._runtime.threads import Deadline, io_threads, pause_point, time_limit
 from .._runtime.torch_probes import dtype_from_name
 from .._staging.streams import Streams, streams_of
 from .._storage import Location, RangeSource, locate_directory
-from ..errors import CorruptCheckpointError, InvalidOptionError, MissingKeysError, UnsupportedCheckpointError
+from ..errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidOptionError,
+    MissingKeysError,
+    SidestreamError,
+    UnsupportedCheckpointError,
+)
 from ..options import (
     Dtypes,
     Memory,
@@ -158,8 +165,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
     """A checkpoint that can be read in parts: a mapping from FQNs to ``TensorInfo``, or None for a plain value.
 
     ``open_checkpoint`` and ``Checkpointer.reading`` return it. Its mapping is in memory. Each call that reads opens the
-    files, and closes them when it returns. If another checkpoint has taken the place of this one meanwhile, it raises
-    ``CorruptCheckpointError``.
+    files, and closes them when it returns. If the checkpoint was replaced or removed meanwhile, it raises
+    ``CheckpointNotFoundError``, which names the save.
 
     A tensor that consists of others (sparse, a subclass) is listed as one. Its parts are not listed, and can be read by
     their names (``"w.values"``).
@@ -480,33 +487,52 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             The report. Damage is in it, and is not raised: see ``ok``.
 
         Raises:
-            CorruptCheckpointError: Another checkpoint has taken the place of this one.
+            CheckpointNotFoundError: The checkpoint was replaced or removed.
             StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
         """
-        with time_limit(Deadline.after(self._timeout_s)), all_there(self.url, _MISSING):
-            async with aclosing(self._location.source()) as source:
+        with time_limit(Deadline.after(self._timeout_s)):
+            async with self._unless_replaced(), aclosing(self._location.source()) as source:
                 report = await verify_manifest(source, self.url, self._manifest, progress)
-            if not report.ok and await was_replaced(self._location, self._manifest):
-                raise replaced(self.url)
+            if not report.ok and await self._was_replaced(None):
+                raise replaced(self.url, self._manifest)
             return report
 
     @asynccontextmanager
     async def _files(self, call: ReadCall) -> AsyncIterator[_Files]:
         """Open the files of the checkpoint for one call, with its time limit. Raises ``CorruptCheckpointError``, also
-        if a file is missing that was there when the checkpoint was opened."""
+        if a file is missing that was there when the checkpoint was opened, and ``CheckpointNotFoundError``."""
         with reading(call, self.url) as lifecycle, time_limit(Deadline.after(self._timeout_s)):
-            async with aclosing(self._location.source()) as source:
-                with all_there(self.url, _MISSING):
-                    await check_not_replaced(source, self._location, self._manifest)
+            async with self._unless_replaced(), aclosing(self._location.source()) as source:
+                await check_not_replaced(source, self._location, self._manifest)
                 lifecycle.opened(self._manifest)
-                try:
-                    with all_there(self.url, _MISSING):
-                        yield _Files(source, lifecycle)
-                except CorruptCheckpointError as error:
-                    gone = isinstance(error.__cause__, FileNotFoundError)
-                    if gone and await was_replaced(self._location, self._manifest):
-                        raise replaced(self.url) from error
-                    raise
+                yield _Files(source, lifecycle)
+
+    @asynccontextmanager
+    async def _unless_replaced(self) -> AsyncIterator[None]:
+        """Raise ``CheckpointNotFoundError`` instead of a ``CorruptCheckpointError`` of the body if the checkpoint was
+        replaced or removed."""
+        try:
+            with all_there(self.url, _MISSING):
+                yield
+        except CorruptCheckpointError as error:
+            if await self._was_replaced(error.__cause__):
+                raise replaced(self.url, self._manifest) from error
+            raise
+
+    async def _was_replaced(self, cause: BaseException | None) -> bool:
+        """Return whether another checkpoint, or nothing, has taken the place of this one. ``cause`` is the reason for
+        which a file could not be read."""
+        if self._manifest.own:
+            return await was_replaced(self._location, self._manifest)
+        # An export has no id, so its names and places are compared. A single file cannot be opened by this location.
+        if self._location.name == ".":
+            return isinstance(cause, FileNotFoundError)
+        try:
+            source, manifest = await open_manifest(self._location)
+        except SidestreamError as error:
+            return isinstance(error, CheckpointNotFoundError)
+        await source.aclose()
+        return manifest.entries != self._manifest.entries
 
     def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
         entries = self._manifest.entries

@@ -164,17 +164,18 @@ def _object_store(base: str, protocol: str, storage: Storage) -> ObjectStore:
         root = storage.filesystem._strip_protocol(base)
         handed_in = FsspecEngine(storage.filesystem, policy)
         again = _made_again(storage.filesystem, root, policy)
-        return ObjectStore(handed_in, root, shown, policy, _cache(handed_in, policy), again)
+        return ObjectStore(handed_in, root, shown, policy, _cache(policy), again)
     options = dict(storage.options or {})
     # No other process can open memory://.
     address = None if protocol == "memory" else StoreAddress(base, storage)
     client = _client(base, protocol, options, policy)
-    if protocol in CLOUDS and policy.cache_dir is None:
+    if protocol in CLOUDS:
         engine = _late(base, protocol, options, policy, client)
         bucket, prefix = _bucket_and_prefix(base)
-        return ObjectStore(engine, f"{bucket.partition('@')[0]}/{prefix}".rstrip("/"), shown, policy, address=address)
+        root = f"{bucket.partition('@')[0]}/{prefix}".rstrip("/")
+        return ObjectStore(engine, root, shown, policy, _cache(policy), address)
     through, root = _through_fsspec(base, protocol, options, policy)
-    return ObjectStore(through, root, shown, policy, _cache(through, policy), address)
+    return ObjectStore(through, root, shown, policy, _cache(policy), address)
 
 
 def _own_store(store: BlobStore, base: str, policy: StorePolicy) -> ObjectStore:
@@ -218,8 +219,8 @@ def _no_client(protocol: str, policy: StorePolicy) -> MissingExtraError:
     )
 
 
-def _cache(engine: FsspecEngine, policy: StorePolicy) -> FileCache | None:
-    return None if policy.cache_dir is None else FileCache(engine.filesystem, os.fspath(policy.cache_dir))
+def _cache(policy: StorePolicy) -> FileCache | None:
+    return None if policy.cache_dir is None else FileCache(os.fspath(policy.cache_dir))
 
 
 def _client(base: str, protocol: str, options: Mapping[str, Any], policy: StorePolicy) -> Client | None:

@@ -228,7 +228,7 @@ async def _read_single(source: RangeSource, location: Location) -> Manifest:
 
 
 async def check_not_replaced(source: RangeSource, location: Location, manifest: Manifest) -> None:
-    """Raise ``CorruptCheckpointError`` if the checkpoint that is now at ``location`` is not the one of ``manifest``.
+    """Raise ``CheckpointNotFoundError`` if the checkpoint that is now at ``location`` is not the one of ``manifest``.
 
     This is only checked if the files of the two checkpoints may have the same names. On object storage, which has no
     rename, names contain the id of the save, and so do the names of parts everywhere."""
@@ -236,11 +236,13 @@ async def check_not_replaced(source: RangeSource, location: Location, manifest: 
         return
     marker = await source.marker()
     if marker is None or marker.save_id != manifest.save_id:
-        raise replaced(location.url)
+        raise replaced(location.url, manifest)
 
 
-def replaced(url: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{url}: another checkpoint has replaced this one since it was opened: open it again")
+def replaced(url: str, manifest: Manifest) -> CheckpointNotFoundError:
+    """Return the error for the checkpoint of ``manifest``, which was opened at ``url`` and is not there any more."""
+    which = f"the save {manifest.save_id}" if manifest.save_id else "the checkpoint that was opened"
+    return CheckpointNotFoundError(f"{url}: {which} is not there any more, it was replaced or removed: open it again")
 
 
 async def was_replaced(location: Location, manifest: Manifest) -> bool:
@@ -260,7 +262,7 @@ async def was_replaced(location: Location, manifest: Manifest) -> bool:
 async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, Manifest], Awaitable[T]]) -> T:
     """Open the checkpoint at ``location``, and do ``work`` with it. If its files are deleted meanwhile because another
     save has replaced it, do that again with the new one, up to a limit. Raises what ``work`` raises, and
-    ``CorruptCheckpointError``, which says that the checkpoint was replaced, beyond the limit."""
+    ``CheckpointNotFoundError``, which names the last save that was replaced, beyond the limit."""
     for left in reversed(range(_MOST_RESTARTS)):
         files, manifest = await open_manifest(location)
         async with aclosing(files):
@@ -271,7 +273,7 @@ async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, M
                 if not (await was_replaced(location, manifest) or await files.moved()):
                     raise
                 if not left:
-                    raise replaced(location.url) from error
+                    raise replaced(location.url, manifest) from error
     raise AssertionError("unreachable")
 
 

@@ -45,6 +45,8 @@ class Engine(ABC):
 
     name: str
     capabilities: Capabilities
+    filesystem: Any = None
+    """The fsspec file system, from which a ``FileCache`` gets whole files. None: the engine uses another client."""
     compares_versions: bool | None = None
     """Whether ``replace`` refuses to replace an object with another version; None until that was tried."""
 

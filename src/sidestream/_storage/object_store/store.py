@@ -248,7 +248,7 @@ class ObjectSource(RangeSource):
 
     async def _read_cached(self, cache: FileCache, key: str, start: int, end: int) -> memoryview:
         async def get() -> memoryview:
-            return await cache.read(key, start, end)
+            return await cache.read((await self._bucket.made()).filesystem, key, start, end)
 
         name, timeout_s = key.rpartition("/")[2], current_deadline().timeout_s
         return await self._bucket.requests.run("fetching", name, get, request_timeout_s=timeout_s)
