@@ -497,6 +497,9 @@ from sidestream.errors import SidestreamError
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
 
+def read():
+    return int(re.search(r"rchar: (\\d+)", Path("/proc/self/io").read_text())[1]) >> 20
+
 async def ends(call):
     try:
         await call
@@ -522,9 +525,9 @@ async def told_of(url):
     calls["convert"] = sidestream.convert(url, str(url) + ".out")
     found = {}
     for name, call in calls.items():
-        before = peak()
+        before, read_before = peak(), read()
         found[name] = await ends(call)
-        found[name + " MiB"] = peak() - before
+        found[name + " MiB"], found[name + " MiB read"] = peak() - before, read() - read_before
     return found
 
 asyncio.run(main(int(sys.argv[1]), *sys.argv[2:]))
@@ -532,7 +535,7 @@ asyncio.run(main(int(sys.argv[1]), *sys.argv[2:]))
 
 
 def in_a_process(sound: Path, *urls: Path, limit_mib: int = 0) -> list[dict[str, Any]]:
-    """What one process is told of each url, and by how much each call raises the peak of its memory."""
+    """What one process is told of each url, by how much each call raises the peak of its memory, and what it reads."""
     done = warm.run(
         [sys.executable, "-c", _LIMITED, str(limit_mib), str(sound), *map(str, urls)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -619,7 +622,7 @@ def test_compressed_values_share_one_budget(tmp_path: Path) -> None:
     assert "expands to more" in told["state_dict"]
     assert "expands to more" in told["convert"]
     assert told["verify"] == "returned"  # and detects damage
-    assert max(told["state_dict MiB"], told["convert MiB"], told["verify MiB"]) < 600
+    assert max(told["state_dict MiB"], told["convert MiB"], told["verify MiB"]) < 900, "all of them have 1,800 MiB"
 
 
 async def test_compressed_tensors_of_a_checkpoint_have_one_ratio(tmp_path: Path) -> None:
@@ -647,7 +650,7 @@ def test_sparse_metadata_and_indexes_are_not_read(tmp_path: Path) -> None:
     for path, told in found.items():
         assert told["state_dict"].startswith("CorruptCheckpointError"), (path, told)
         assert path.name.startswith("index") or told["load"].startswith("CorruptCheckpointError"), (path, told)
-    assert sum(told["state_dict MiB"] for told in found.values()) < 100, found
+        assert told["state_dict MiB read"] <= 48, "the smallest has 86 MiB"
 
 
 def test_views_of_one_storage_take_its_memory_once(tmp_path: Path) -> None:
