@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if (writer := config.getoption("--writer")) != "thread":
         for function in (sidestream.SaveOptions.__init__, StorageWriter.__init__):
             assert function.__kwdefaults__ is not None
+            assert "writer" in function.__kwdefaults__
             function.__kwdefaults__["writer"] = writer
 
 

@@ -421,6 +421,11 @@ def full_run(at: Path, slots: int, when_full: Any) -> None:
     asyncio.run(run())
 
 
+def steps_of(at: Path) -> None:
+    with sidestream.blocking.Checkpointer(at) as steps:
+        steps.steps()
+
+
 def quantized() -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 
@@ -662,10 +667,10 @@ ADVISED: dict[str, Advised] = {
         lambda at: sidestream.blocking.save(SAVED, f"memory://{at}/y", storage=sidestream.Storage(options={})),
     ),
     "a run that is a checkpoint": Advised(
-        lambda at: sidestream.blocking.Checkpointer(saved(at)).__enter__().steps(),
+        lambda at: steps_of(saved(at)),
         errors.InvalidOptionError,
         "use that url, or read this checkpoint with sidestream.load",
-        lambda at: sidestream.blocking.Checkpointer(at).__enter__().steps(),
+        steps_of,
     ),
     "a step that is not there": Advised(
         lambda at: restored(at, 5),

@@ -44,6 +44,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 def very_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that took ten seconds to find the pages of a window, so that any disk is faster."""
     rate = property(lambda self: MIB / 10, lambda self, measured: None)
+    assert Arena(MIB)._touched_bytes_per_s == 0, "objects have it, and the class gets it here"
     monkeypatch.setattr(Arena, "_touched_bytes_per_s", rate, raising=False)
 
 

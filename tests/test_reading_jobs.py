@@ -160,36 +160,19 @@ async def test_reads_of_cached_files_stay_small_on_a_busy_machine(
     """A reader that waited for a core or for the GIL was taken for one that waited for the disk. Bytes that nobody
     verifies need not stay in the cache of the processor, and fewer calls wait less often for the GIL."""
     await sidestream.save(STATE, tmp_path / "c")
-    (shard,) = (tmp_path / "c").glob("*.distcp")
-    with shard.open("rb") as opened:
-        try:
-            os.preadv(opened.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
-        except BlockingIOError:
-            pass
-        except OSError:
-            pytest.skip("this file system does not say what is in the page cache")
     sizes: list[int] = []
-    missed: list[int] = []
     preadv = os.preadv
 
     def read(descriptor: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
         sizes.append(sum(map(len, buffers)))
-        if not flags and sizes[-1] >= 1 << 16:  # payloads, and no manifest
-            missed.append(offset)
-        count = preadv(descriptor, buffers, offset, flags)
+        count = preadv(descriptor, buffers, offset)  # no read that may not wait says that it would have to
         time.sleep(2e-3)  # another thread computes
         return count
 
     monkeypatch.setattr(os, "preadv", read)
     state = blank()
-    for _ in range(20):
-        shard.read_bytes()  # into the page cache
-        sizes.clear()
-        missed.clear()
-        await sidestream.load(state, tmp_path / "c", options=sidestream.LoadOptions(verify=verify))
-        assert all(torch.equal(state[name], STATE[name]) for name in STATE)
-        if not missed:  # or others had the memory meanwhile
-            break
+    await sidestream.load(state, tmp_path / "c", options=sidestream.LoadOptions(verify=verify))
+    assert all(torch.equal(state[name], STATE[name]) for name in STATE)
     assert max(sizes) == most_bytes
 
 

@@ -360,7 +360,7 @@ def test_a_forked_child_is_told_at_once_and_closes_nothing() -> None:
 
 
 async def test_an_error_keeps_no_source_alive() -> None:
-    async with AsyncStager(budget_bytes=64 * KIB, timeout_s=0.05) as stager:
+    async with AsyncStager(budget_bytes=64 * KIB, timeout_s=1.0) as stager:
         held = await stager.stage({"t": torch.ones(12_000)})
         memory = np.ones(12_000, dtype=np.float32)
         gone = weakref.ref(memory)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_device import FakeDriver
+from late import late
 
 import sidestream
 from sidestream import errors
@@ -39,26 +40,34 @@ async def test_copies_go_to_the_stream_of_the_caller_and_are_waited_for() -> Non
 @pytest.mark.parametrize("where", ["in a copy", "at the end"])
 async def test_a_device_that_stands_still_is_named(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_GRACE_S", 0.05)
-    driver, goes_on = FakeDriver(), threading.Event()
+    driver, stands_still, goes_on = FakeDriver(), threading.Event(), threading.Event()
     streams = Streams([(driver, "cuda:0", driver.current_stream(0))])
-    monkeypatch.setattr(driver, "synchronize", lambda event: goes_on.wait(60))
+
+    def stand_still(event: object = None) -> None:
+        stands_still.set()
+        goes_on.wait(60)
+
+    monkeypatch.setattr(driver, "synchronize", stand_still)
 
     def copy() -> None:
         with streams.current("model.weight"):
-            goes_on.wait(60)
+            stand_still()
 
     work, doing = {
         "in a copy": (copy, "copying model.weight to cuda:0"),
         "at the end": (streams.finish, "waiting for the copies to cuda:0"),
     }[where]
-    try:
-        with (
-            pytest.raises(errors.DeadlineExceededError, match=f"^{doing}, which does not return: not done within"),
-            threads.time_limit(threads.Deadline.after(0.05)),
-        ):
+
+    async def run(timeout_s: float) -> None:
+        with threads.time_limit(threads.Deadline.after(timeout_s)):
             await threads.io_threads().run(work)
+
+    try:
+        error = await late(run, stands_still.is_set)
     finally:
         goes_on.set()
+    assert isinstance(error, errors.DeadlineExceededError)
+    assert str(error).startswith(f"{doing}, which does not return: not done within")
 
 
 @needs_cuda

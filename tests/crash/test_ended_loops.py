@@ -462,6 +462,8 @@ from sidestream._storage.local import transaction as local
 
 held, real = threading.Event(), local.os.fsync
 def slowly(descriptor):
+    while not (loop.is_closed() or threading._SHUTTING_DOWN):  # however long the main thread takes to its end
+        held.wait(0.01)
     held.wait(0.3)
     real(descriptor)
 local.os.fsync = slowly

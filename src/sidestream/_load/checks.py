@@ -18,6 +18,7 @@ from .._format.checksum import (
     crc32,
     installed_digest,
     join_blocks,
+    pack_crcs,
     unpack_crcs,
 )
 from .._format.frame import frame_tensor
@@ -62,6 +63,18 @@ class SmallItem(NamedTuple):
     dtype: str
     chunk: Chunk
 
+    def is_right(self, view: memoryview) -> bool:
+        """Return whether all bytes are the expected ones, without a look at digests. Which byte is wrong is found with
+        pieces, of which making takes longer than all other work on a small item."""
+        chunk, frame = self.chunk, frame_tensor(self.dtype, self.chunk.sizes)
+        start, end = len(frame.header), len(frame.header) + frame.payload_bytes
+        crc = crc32(view[start:end])
+        return (
+            chunk.crcs == pack_crcs([crc] if frame.payload_bytes else [])
+            and bytes(view[:start]) == frame.header
+            and bytes(view[end:]) == frame.trailer(crc)
+        )
+
 
 class Piece(NamedTuple):
     """``nbytes`` from ``offset`` of ``file``, which belong to ``fqn``.
@@ -86,9 +99,10 @@ class Piece(NamedTuple):
         elif isinstance(expected, Whole):
             expected.check(self.number, view)
         elif isinstance(expected, SmallItem):
-            for one in _item_pieces(self.fqn, *expected):
-                start = one.offset - self.offset
-                one.check(view[start : start + one.nbytes], burst)
+            if expected.chunk.digests is not None or not expected.is_right(view):
+                for one in _item_pieces(self.fqn, *expected):
+                    start = one.offset - self.offset
+                    one.check(view[start : start + one.nbytes], burst)
         elif bytes(view) != expected:  # a view itself would be compared element by element
             raise altered(self.fqn, self.file, self.offset, "they are not what the manifest says")
 
