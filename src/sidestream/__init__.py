@@ -15,7 +15,8 @@ from ._convert.copy import CopyReport, copy, remove
 from ._convert.export import HF
 from ._load.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from ._load.operation import LoadReport, PassedOver, load
-from ._load.verify import Damage, VerifyReport, verify
+from ._load.report import Damage, VerifyReport
+from ._load.verify import verify
 from ._run.health import Health
 from ._run.retention import KeepAll, KeepBest, KeepEvery, KeepLast, Pruned, Retention, SavedStep
 from ._run.watch import Watch

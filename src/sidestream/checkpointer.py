@@ -16,7 +16,8 @@ from typing import Any, Literal, NoReturn
 from ._load.checkpoint import Checkpoint, open_from
 from ._load.open.manifest import read_metadata
 from ._load.operation import LoadReport, LoadRequest
-from ._load.verify import VerifyReport, verify_at
+from ._load.report import VerifyReport
+from ._load.verify import verify_at
 from ._run.exports import Exports, Upkeep
 from ._run.health import Health
 from ._run.opened import Opened

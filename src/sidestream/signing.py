@@ -20,7 +20,8 @@ from ._format.marker import METADATA_NAME, manifest_name, part_name
 from ._format.records import Manifest
 from ._load.foreign.manifests import read_file
 from ._load.open.manifest import read_manifest
-from ._load.verify import VerifyReport, verify_manifest
+from ._load.report import VerifyReport
+from ._load.verify import verify_manifest
 from ._runtime.tasks import running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
 from ._storage import Location, RangeSource, locate_directory

@@ -58,7 +58,8 @@ from .open.manifest import all_there, check_not_replaced, open_manifest, replace
 from .open.mmap import map_tensors
 from .operation import LoadLifecycle, ReadCall, reading
 from .reader import Reader, Wanted, whole
-from .verify import VerifyReport, verify_manifest
+from .report import VerifyReport
+from .verify import verify_manifest
 
 __all__ = ["Checkpoint", "Memory", "TensorInfo", "open_checkpoint", "open_from"]
 

@@ -1,4 +1,4 @@
-"""``LoadRequest``, the options of a load, and ``LoadReport``, its result."""
+"""``LoadRequest``, the options of a load, and the results of loads and verifications."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._runtime.public import Displayed, Table, public, readable_bytes, shortene
 from ..errors import SidestreamError
 from ..options import STRICT, LoadOptions, Tolerance
 
-__all__ = ["LoadReport", "LoadRequest", "Loaded", "PassedOver", "report_of"]
+__all__ = ["Damage", "LoadReport", "LoadRequest", "Loaded", "PassedOver", "VerifyReport", "report_of"]
 
 
 @public
@@ -140,3 +140,66 @@ class LoadRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allowed", allowed_types(self.options.safe_globals))
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A place of a checkpoint that is wrong.
+
+    Attributes:
+        message: What is wrong.
+        file: The file, if it is known.
+        fqn: The tensor or value, if it is known.
+        offset: The byte in ``file``, if it is known.
+    """
+
+    message: str
+    file: str | None = None
+    fqn: str | None = None
+    offset: int | None = None
+
+
+@public
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Displayed):
+    """The result of a verification.
+
+    Attributes:
+        url: The checkpoint.
+        save_id: The id of the save that wrote it. Empty if another writer did.
+        step: Its step, as ``Checkpoint.step``.
+        generation: Its generation, from 1.
+        nbytes: How many bytes were read.
+        verified: The FQNs whose bytes were all compared and found right.
+        unverified: The FQNs for which the writer left nothing to compare with (safetensors).
+        damaged: The first thing that is wrong with each tensor, value or file.
+        digest: Whether the digests in the checkpoint were compared in addition to its checksums. None if it has none.
+        unreadable: Tensors of a kind that this version does not read (quantized ones, subclasses). Their bytes match
+            the checksums of their writer, and nothing else was compared.
+    """
+
+    url: str
+    save_id: str
+    step: int | None
+    generation: int
+    nbytes: int
+    verified: tuple[str, ...]
+    unverified: tuple[str, ...]
+    damaged: tuple[Damage, ...]
+    digest: DigestCheck | None
+    unreadable: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """True if no damage was found."""
+        return not self.damaged
+
+    def _summary(self) -> str:
+        verdict = "ok" if self.ok else f"{len(self.damaged):,} damaged"
+        unverified = f", {len(self.unverified):,} without checksums" if self.unverified else ""
+        return f"{self.url}: {verdict}, {len(self.verified):,} verified{unverified}, {readable_bytes(self.nbytes)} read"
+
+    def _table(self) -> Table:
+        rows = ([one.fqn or "", one.file or "", one.message] for one in self.damaged)
+        return Table(("name", "file", "damage"), rows, len(self.damaged))

@@ -5,27 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from .._format.checksum import DigestCheck, digest_check
-from .._format.dcp.metadata import read_dcp_description
-from .._format.dcp.write import metadata_of
-from .._format.marker import (
-    ATTRIBUTE,
-    METADATA_NAME,
-    PART_ATTRIBUTE,
-    TAIL_BYTES,
-    attribute_end,
-    find_marker,
-    part_metadata_name,
-)
+from .._format.checksum import digest_check
 from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry, stored
 from .._format.transforms import require
 from .._layout.checks import (
     Piece,
-    compare_metadata,
     foreign_pieces,
     has_no_checksum,
     own_pieces,
@@ -35,7 +23,7 @@ from .._layout.checks import (
 from .._layout.ranges import batches
 from .._runtime.abandoned import registered
 from .._runtime.caller import run_in_calling_thread
-from .._runtime.public import Displayed, Table, public, readable_bytes
+from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import (
     Deadline,
@@ -58,6 +46,7 @@ from ..errors import (
     printable_lines,
 )
 from ..options import Progress, Storage, check_timeout, storage_of
+from .descriptions import compare_descriptions
 from .foreign.items import (
     Unlocated,
     ValueBudgets,
@@ -65,75 +54,12 @@ from .foreign.items import (
     check_opaque_item,
     locate_all,
 )
-from .foreign.manifests import MOST_METADATA_BYTES, read_file, read_part
 from .jobs import Batches, Reads, Scratch
 from .open.manifest import open_manifest
 from .operation import LoadLifecycle, reading
+from .report import Damage, VerifyReport
 
-__all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
-
-
-@public
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """A place of a checkpoint that is wrong.
-
-    Attributes:
-        message: What is wrong.
-        file: The file, if it is known.
-        fqn: The tensor or value, if it is known.
-        offset: The byte in ``file``, if it is known.
-    """
-
-    message: str
-    file: str | None = None
-    fqn: str | None = None
-    offset: int | None = None
-
-
-@public
-@dataclass(frozen=True, slots=True, repr=False)
-class VerifyReport(Displayed):
-    """The result of a verification.
-
-    Attributes:
-        url: The checkpoint.
-        save_id: The id of the save that wrote it. Empty if another writer did.
-        step: Its step, as ``Checkpoint.step``.
-        generation: Its generation, from 1.
-        nbytes: How many bytes were read.
-        verified: The FQNs whose bytes were all compared and found right.
-        unverified: The FQNs for which the writer left nothing to compare with (safetensors).
-        damaged: The first thing that is wrong with each tensor, value or file.
-        digest: Whether the digests in the checkpoint were compared in addition to its checksums. None if it has none.
-        unreadable: Tensors of a kind that this version does not read (quantized ones, subclasses). Their bytes match
-            the checksums of their writer, and nothing else was compared.
-    """
-
-    url: str
-    save_id: str
-    step: int | None
-    generation: int
-    nbytes: int
-    verified: tuple[str, ...]
-    unverified: tuple[str, ...]
-    damaged: tuple[Damage, ...]
-    digest: DigestCheck | None
-    unreadable: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """True if no damage was found."""
-        return not self.damaged
-
-    def _summary(self) -> str:
-        verdict = "ok" if self.ok else f"{len(self.damaged):,} damaged"
-        unverified = f", {len(self.unverified):,} without checksums" if self.unverified else ""
-        return f"{self.url}: {verdict}, {len(self.verified):,} verified{unverified}, {readable_bytes(self.nbytes)} read"
-
-    def _table(self) -> Table:
-        rows = ([one.fqn or "", one.file or "", one.message] for one in self.damaged)
-        return Table(("name", "file", "damage"), rows, len(self.damaged))
+__all__ = ["Verification", "verify", "verify_at", "verify_manifest"]
 
 
 @public
@@ -299,7 +225,7 @@ class Verification:
         """Compare the metadata, and return the pieces that are to be read and compared."""
         pieces: list[Piece] = []
         if self.manifest.own:
-            await self._compare_metadata()
+            self.done_bytes += await compare_descriptions(self.source, self.manifest, self._noting, self._note)
             await io_threads().run(self._plan_own, pieces)
         else:
             found, errors = await locate_all(self.source, self.manifest, records="all")
@@ -319,50 +245,6 @@ class Verification:
             with self._noting(fqn):
                 await check_opaque_item(self.source, fqn, chunk, self._budgets)
             self._tell(chunk.item_bytes)
-
-    async def _compare_metadata(self) -> None:
-        """Compare ``.metadata`` with the manifest. Both were written from one plan. Stock DCP reads the former, and
-        sidestream the latter."""
-        if self.manifest.parts:
-            await self._compare_parts()
-            return
-        nbytes = (await self.source.sizes()).get(METADATA_NAME, 0)
-        read = await read_file(self.source, METADATA_NAME, nbytes, most_bytes=MOST_METADATA_BYTES)
-
-        def compare() -> None:
-            with self._noting(METADATA_NAME):
-                made = self._metadata_made(bytes(read[-TAIL_BYTES:]))
-                if made is not None and read == made:
-                    return  # without decoding, which makes a hundred thousand objects for 10,000 tensors
-                for difference in _differences(self.manifest, read, ATTRIBUTE):
-                    self._note(difference, METADATA_NAME)
-
-        await io_threads().run(compare)
-        self.done_bytes += nbytes
-
-    def _metadata_made(self, tail: bytes) -> bytes | None:
-        """Return the ``.metadata`` that this version would write; None if planners added data, or if ranks share lists
-        of chunks."""
-        if not self.manifest.exact or self.manifest.ranks:
-            return None
-        marker = find_marker(tail)
-        return None if marker is None else metadata_of(self.manifest.entries, marker)
-
-    async def _compare_parts(self) -> None:
-        """Compare the metadata that stock DCP reads with the manifest, for each part that a rank has saved without the
-        others."""
-        sizes = await self.source.sizes()
-        for marker in self.manifest.parts:
-            name = part_metadata_name(marker.rank)
-            with self._noting(name):
-                part = await read_part(self.source, sizes, marker)
-                part = replace(part, save_id=marker.save_id)  # the id in storage_meta, which is not that of the part
-                raw = await read_file(self.source, name, sizes.get(name, 0), most_bytes=MOST_METADATA_BYTES)
-                found = await io_threads().run(_differences, part, raw, PART_ATTRIBUTE, name)
-                for difference in found:
-                    difference.file = name
-                    self._note(difference, name)
-                self.done_bytes += len(raw)
 
     def _plan_own(self, pieces: list[Piece]) -> None:
         seen: set[Chunk] = set()
@@ -507,27 +389,6 @@ def _places(entry: Entry | None) -> Iterator[object]:
 
 def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk | ValueEntry]]) -> int:
     return sum(collected(piece.nbytes for piece in pieces)) + sum(collected(item.item_bytes for _, _, item in whole))
-
-
-def _differences(
-    manifest: Manifest, raw: bytes | bytearray, attribute: str, file: str = METADATA_NAME
-) -> list[CorruptCheckpointError]:
-    """Return the places where ``.metadata`` contradicts the manifest. ``attribute`` is the name of the attribute that
-    points to the manifest."""
-    try:
-        metadata = read_dcp_description(raw)
-    except UnsupportedCheckpointError as error:
-        if not manifest.exact:
-            raise
-        return [CorruptCheckpointError(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
-    compared = collected(compare_metadata(manifest, metadata))
-    found = [one for one in compared if one is not None]
-    pointer = metadata.attributes.get(attribute)
-    if pointer is None or not raw.endswith(attribute_end(attribute, pointer)):
-        found.append(
-            CorruptCheckpointError(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file)
-        )
-    return found
 
 
 def _damage(error: SidestreamError) -> Damage:
