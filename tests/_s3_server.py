@@ -40,6 +40,8 @@ class Request:
     key: str
     nbytes: int = 0
     asked: tuple[int, int] | None = None
+    keys: tuple[str, ...] = ()
+    """What a ``delete_many`` names."""
 
 
 @dataclass
@@ -148,7 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
         kind = self._kind(key, query)
         key = key or query.get("prefix", "")
         length = int(self.headers.get("Content-Length") or 0)
-        request = Request(kind, key, length, self._asked())
+        named = self._body(length) if kind == "delete_many" else b""
+        request = Request(kind, key, length, self._asked(), _keys(named) if named else ())
         with self.s3.seen:
             closing = self.s3.closing
             if bucket != self.s3.bucket:
@@ -163,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "stall":
             closing.wait(600)
             return self._hang_up()
-        body = self._body(length)
+        body = named or self._body(length)
         if isinstance(fault, int):
             code = {400: "RequestTimeout", 404: "NoSuchBucket", 503: "SlowDown", 409: "ConditionalRequestConflict"}.get(
                 fault, "InternalError"
@@ -330,7 +333,7 @@ class _Handler(BaseHTTPRequestHandler):
         return 204, b"", {}
 
     def _delete_many(self, key: str, query: dict[str, str], body: bytes) -> tuple[int, bytes, dict[str, str]]:
-        keys = [one.text or "" for one in ET.fromstring(body).iter() if one.tag.endswith("Key")]
+        keys = _keys(body)
         for one in keys:
             self.s3.objects.pop(one, None)
         return 200, _xml("DeleteResult", "".join(f"<Deleted><Key>{escape(one)}</Key></Deleted>" for one in keys)), {}
@@ -360,6 +363,10 @@ class _Handler(BaseHTTPRequestHandler):
             if one.key.startswith(query.get("prefix", ""))
         )
         return 200, _xml("ListMultipartUploadsResult", content), {}
+
+
+def _keys(body: bytes) -> tuple[str, ...]:
+    return tuple(one.text or "" for one in ET.fromstring(body).iter() if one.tag.endswith("Key"))
 
 
 def _xml(name: str, content: str) -> bytes:
