@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from _golden_calls import Fault
 from _golden_checkpoints import COLUMNS, ROWS
 from _golden_states import blank, small
-from keywords import for_save
 
 import sidestream
 from sidestream import KeepLast
@@ -36,7 +35,7 @@ async def run_saved(root: Path) -> None:
 
 
 async def save(root: Path, **options: Any) -> Any:
-    return await sidestream.save(small(), root / "c", **for_save(**options))
+    return await sidestream.save(small(), root / "c", **options)
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def _stock_save(root: Path, **options: Any) -> None:
 
 async def _cancelled(root: Path, **options: Any) -> Any:
     """The supervisor sends ``SIGUSR1`` at some call, and waits until the save has been told."""
-    pending = sidestream.async_save(small(), root / "c", **for_save(**options))
+    pending = sidestream.async_save(small(), root / "c", **options)
 
     loop = asyncio.get_running_loop()
 
@@ -172,19 +171,14 @@ def _other_writers() -> dict[str, Case]:
         f"{name}, denied: renaming": Case(*works[name], Fault("rename", "partial", errno.EACCES))
         for name in ("StorageWriter", "StorageWriter, overwrite", "Checkpointer", "copy")
     }
-    cancelled = {
-        f"{name}, cancelled: writing a shard": Case(
-            lambda root, o=options: _cancelled(root, **o), fault=Fault("pwrite64", "__0_1", action="cancel")
-        )
-        for name, options in {
-            "save, streaming": {"streaming": True},
-        }.items()
-    }
     killed = Fault("pwrite64", "__0_1", action="kill")
     return {
         **faults,
         **renamed,
-        **cancelled,
+        "save, streaming, cancelled: writing a shard": Case(
+            lambda root: _cancelled(root, options=sidestream.SaveOptions(streaming=True)),
+            fault=Fault("pwrite64", "__0_1", action="cancel"),
+        ),
         "save, writer process, it is killed: writing a shard": Case(
             lambda root: save(root, options=sidestream.SaveOptions(writer="process")), fault=killed
         ),

@@ -12,13 +12,10 @@ import json
 import logging
 import os
 import re
-import socket
-import sys
-import sysconfig
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -120,10 +117,6 @@ class Table:
 
     def text(self, text: str) -> str:
         text = text.replace(str(self.folder), "{folder}").replace(str(CHECKPOINTS), "{checkpoints}")
-        for path in {sys.prefix, sysconfig.get_paths()["purelib"], sys.base_prefix}:
-            text = text.replace(path, "{python}")
-        with suppress(OSError):
-            text = text.replace(socket.gethostname(), "{host}") if len(socket.gethostname()) > 3 else text
         for pattern, placeholder in _PATTERNS:
             text = pattern.sub(placeholder, text)
         return text
