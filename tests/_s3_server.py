@@ -38,6 +38,8 @@ class Request:
     key: str
     nbytes: int = 0
     asked: tuple[int, int] | None = None
+    keys: tuple[str, ...] = ()
+    """What a ``delete_many`` names."""
 
 
 @dataclass
@@ -145,7 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
         kind = self._kind(key, query)
         key = key or query.get("prefix", "")
         length = int(self.headers.get("Content-Length") or 0)
-        request = Request(kind, key, length, self._asked())
+        named = self._body(length) if kind == "delete_many" else b""
+        request = Request(kind, key, length, self._asked(), _keys(named) if named else ())
         with self.s3.seen:
             closing = self.s3.closing
             if bucket != self.s3.bucket:
@@ -160,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "stall":
             closing.wait(600)
             return self._hang_up()
-        body = self._body(length)
+        body = named or self._body(length)
         if body is None:  # the client has closed the connection: a server stores no object that is not whole
             return self._hang_up()
         if isinstance(fault, int):
@@ -329,7 +332,7 @@ class _Handler(BaseHTTPRequestHandler):
         return 204, b"", {}
 
     def _delete_many(self, key: str, query: dict[str, str], body: bytes) -> tuple[int, bytes, dict[str, str]]:
-        keys = [one.text or "" for one in ET.fromstring(body).iter() if one.tag.endswith("Key")]
+        keys = _keys(body)
         for one in keys:
             self.s3.objects.pop(one, None)
         return 200, _xml("DeleteResult", "".join(f"<Deleted><Key>{escape(one)}</Key></Deleted>" for one in keys)), {}
@@ -350,6 +353,10 @@ class _Handler(BaseHTTPRequestHandler):
         )
         content += "".join(f"<CommonPrefixes><Prefix>{escape(one)}</Prefix></CommonPrefixes>" for one in sorted(folded))
         return 200, _xml("ListBucketResult", content), {}
+
+
+def _keys(body: bytes) -> tuple[str, ...]:
+    return tuple(one.text or "" for one in ET.fromstring(body).iter() if one.tag.endswith("Key"))
 
 
 def _xml(name: str, content: str) -> bytes:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,6 +23,39 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
     high = 2 if dtype == torch.bool else 256
     raw = torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=generator)
     return torch.empty(shape, dtype=dtype) if nbytes == 0 else raw.view(dtype).reshape(shape)
+
+
+def values() -> dict[Any, Any]:
+    """Every type that can be stored as data."""
+    return {
+        "int": 7,
+        "big": 1 << 100,
+        "negative": -(1 << 64),
+        "float": 0.1,
+        "inf": -math.inf,
+        "nan": math.nan,
+        "bool": True,
+        "none": None,
+        "text": "größer\n",
+        "bytes": b"\x00\xff",
+        "bytearray": bytearray(b"ab"),
+        "complex": complex(1.5, -math.inf),
+        "tuple": (1, (2, "x"), ()),
+        "list": [1, [2, None]],
+        "empty list": [],
+        "empty dict": {},
+        "nested empty": {"a": {"b": {}}},
+        "set": {1},
+        "frozenset": frozenset({"a"}),
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda:1"),
+        "in tuple": (torch.arange(6).reshape(2, 3).t(), torch.tensor(2.5)),
+        "dict in tuple": ({"a": 1, 2: OrderedDict(b=3)},),
+        "numpy": (np.float32(0.1), np.int64(3), np.bool_(True), np.arange(6, dtype=np.uint32).reshape(2, 3)),
+        "list of dicts": [{"lr": 0.1, "betas": (0.9, 0.999)}, {}],
+        0: {"integer key": 1, 1.5: "float key", None: "none key", True: "bool key"},
+    }
 
 
 def raw_bytes(tensor: torch.Tensor) -> list[int]:

@@ -13,6 +13,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from damages import DAMAGE, changed, flipped
 from keywords import for_load, for_save
 from states import assert_same, model_and_optimizer
 
@@ -388,47 +389,14 @@ async def test_nothing_there(tmp_path: Path) -> None:
         await sidestream.open_checkpoint(tmp_path / "c")
 
 
-def change(pattern: str, edit: Callable[[bytearray], None]) -> Callable[[Path], None]:
-    def apply(directory: Path) -> None:
-        (path,) = directory.glob(pattern)
-        raw = bytearray(path.read_bytes())
-        edit(raw)
-        path.write_bytes(raw)
-
-    return apply
+LOOKED_AT_AT_ONCE = {
+    name: damage
+    for name, damage in DAMAGE.items()
+    if name not in {"shard altered", "metadata altered", "metadata gone"}
+} | {f"manifest flipped at {at}": changed("manifest-*", flipped(at)) for at in (0.0, 0.3, 0.6, 1.0)}
 
 
-def flip(at: float) -> Callable[[bytearray], None]:
-    def edit(raw: bytearray) -> None:
-        raw[int(at * (len(raw) - 1))] ^= 0x10
-
-    return edit
-
-
-def cut(raw: bytearray) -> None:
-    del raw[-1:]
-
-
-DAMAGE = {
-    "shard cut off": change("__0_1.distcp", cut),
-    "shard longer": change("__0_1.distcp", lambda raw: raw.extend(b"x")),
-    "shard gone": lambda directory: (directory / "__0_1.distcp").unlink(),
-    "shard a link": lambda directory: _move_behind_link(directory / "__0_1.distcp"),
-    "manifest cut off": change("manifest-*", cut),
-    "manifest gone": lambda directory: next(directory.glob("manifest-*")).unlink(),
-    "metadata cut off": change(".metadata", cut),
-    "metadata empty": change(".metadata", lambda raw: raw.clear()),
-    "marker flipped": change(".metadata", flip(0.99)),
-    **{f"manifest flipped at {at}": change("manifest-*", flip(at)) for at in (0.0, 0.3, 0.6, 1.0)},
-}
-
-
-def _move_behind_link(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.parametrize("damage", LOOKED_AT_AT_ONCE.values(), ids=LOOKED_AT_AT_ONCE)
 async def test_damage_is_found_before_anything_is_changed(damage: Callable[[Path], None], saved: Path) -> None:
     damage(saved)
     await refused(template(), saved, errors.CorruptCheckpointError, str(saved))

@@ -8,8 +8,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from keywords import for_save
+from phases import names, watched
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -30,24 +29,13 @@ from sidestream.events import SaveContext, SaveEvent
 WHOLE = ["SaveStarted", "SavePlanned", "SaveStaged", "SaveWritten", "SaveCommitted"]
 
 
-@contextmanager
-def watched() -> Iterator[list[Any]]:
-    seen: list[Any] = []
-    with events.observe(lambda event: isinstance(event, SaveEvent) and seen.append(event)):
-        yield seen
-
-
-def names(seen: list[Any]) -> list[str]:
-    return [type(event).__name__ for event in seen]
-
-
 def state() -> dict[str, Any]:
     return {"weights": torch.arange(100_000.0), "step": 7}
 
 
 @pytest.mark.parametrize("options", [{}, {"writer": "process"}], ids=["thread", "process"])
 async def test_a_save(options: dict[str, Any], tmp_path: Path) -> None:
-    with watched() as seen:
+    with watched(SaveEvent) as seen:
         info = await sidestream.save(state(), tmp_path / "a", **for_save(**options))
     # Staging may end before or after the plan is passed on.
     assert sorted(names(seen)) == sorted(WHOLE)
@@ -80,7 +68,7 @@ async def test_an_observer_may_wait_for_the_loop(options: dict[str, Any], tmp_pa
             loop.call_soon_threadsafe(turn, 100)
             waited.append(turned.wait(20))
 
-    with watched() as seen, events.observe(wait_for_the_loop):
+    with watched(SaveEvent) as seen, events.observe(wait_for_the_loop):
         await sidestream.save(state(), tmp_path / "a", **for_save(**options))
     assert waited == [True]
     assert sorted(names(seen)) == sorted(WHOLE)
@@ -98,7 +86,7 @@ def test_events_that_an_observer_brings_about_come_after_the_one_that_it_is_call
             lifecycle.failed(RuntimeError("the observer ends the save"), "absent")
             lifecycle.staged()  # too late
 
-    with events.observe(end), watched() as seen:
+    with events.observe(end), watched(SaveEvent) as seen:
         lifecycle.started()
         lifecycle.planned("0" * 32)
         lifecycle.committed(0, {})
@@ -107,7 +95,7 @@ def test_events_that_an_observer_brings_about_come_after_the_one_that_it_is_call
 
 async def test_a_step_of_a_run(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
-        with watched() as seen:
+        with watched(SaveEvent) as seen:
             await checkpoints.save(state(), step=5)
             await checkpoints.save(state(), step=5)
     assert [
@@ -119,7 +107,7 @@ async def test_a_step_of_a_run(tmp_path: Path) -> None:
 
 
 async def test_a_value_that_is_refused(tmp_path: Path) -> None:
-    with watched() as seen, pytest.raises(UnsafeObjectError):
+    with watched(SaveEvent) as seen, pytest.raises(UnsafeObjectError):
         await sidestream.save({"bad": object()}, tmp_path / "a")
     assert names(seen)[0] == "SaveStarted"
     assert names(seen)[-1] == "SaveFailed"
@@ -130,7 +118,7 @@ async def test_a_value_that_is_refused(tmp_path: Path) -> None:
 async def test_a_target_that_is_taken(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").touch()
-    with watched() as seen, pytest.raises(CheckpointExistsError):
+    with watched(SaveEvent) as seen, pytest.raises(CheckpointExistsError):
         await sidestream.save(state(), tmp_path / "a")
     assert (seen[-1].phase, seen[-1].error_type, seen[-1].outcome) == ("write", "CheckpointExistsError", "absent")
     assert seen[-1].reason
@@ -145,14 +133,14 @@ async def test_a_full_disk_at_the_commit(tmp_path: Path, monkeypatch: pytest.Mon
         rename(source, target, **options)
 
     monkeypatch.setattr("os.rename", full)
-    with watched() as seen, pytest.raises(NoSpaceError):
+    with watched(SaveEvent) as seen, pytest.raises(NoSpaceError):
         await sidestream.save(state(), tmp_path / "a")
     assert names(seen)[-2:] == ["SaveWritten", "SaveFailed"]
     assert (seen[-1].phase, seen[-1].outcome) == ("commit", "absent")
 
 
 async def test_a_cancel(tmp_path: Path) -> None:
-    with watched() as seen:
+    with watched(SaveEvent) as seen:
         pending = sidestream.async_save(state(), tmp_path / "a")
         await asyncio.sleep(0)  # a save that is cancelled before its first step has not started
         assert pending.cancel()
@@ -162,7 +150,7 @@ async def test_a_cancel(tmp_path: Path) -> None:
 
 
 async def test_a_save_that_is_cancelled_before_its_first_step(tmp_path: Path) -> None:
-    with watched() as seen:
+    with watched(SaveEvent) as seen:
         pending = sidestream.async_save(state(), tmp_path / "a")
         assert pending.cancel()
         await pending.ended()
@@ -172,7 +160,7 @@ async def test_a_save_that_is_cancelled_before_its_first_step(tmp_path: Path) ->
 
 async def test_a_newer_save_comes_first(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path / "run", when_full="latest", slots=1) as checkpoints:
-        with watched() as seen:
+        with watched(SaveEvent) as seen:
             pendings = [await checkpoints.async_save(state(), step=step) for step in (1, 2, 3)]
             ended = await asyncio.gather(*pendings, return_exceptions=True)
     skipped = [step for step, one in zip((1, 2, 3), ended, strict=True) if isinstance(one, SkippedError)]
@@ -187,7 +175,7 @@ def test_an_end_of_the_loop(tmp_path: Path) -> None:
         pendings.append(sidestream.async_save({"w": torch.ones(3_000_000)}, tmp_path / "a"))
         await asyncio.sleep(0)
 
-    with watched() as seen:
+    with watched(SaveEvent) as seen:
         loop = asyncio.new_event_loop()
         loop.run_until_complete(start())
         loop.close()
@@ -201,7 +189,7 @@ def test_an_end_of_the_loop(tmp_path: Path) -> None:
 
 async def test_conversions_and_copies(tmp_path: Path) -> None:
     await sidestream.save(state(), tmp_path / "a")
-    with watched() as seen:
+    with watched(SaveEvent) as seen:
         await sidestream.convert(tmp_path / "a", tmp_path / "a.pt")
         await sidestream.copy(tmp_path / "a", tmp_path / "b")
     assert [(event.save.operation, type(event).__name__) for event in seen] == [
@@ -210,10 +198,10 @@ async def test_conversions_and_copies(tmp_path: Path) -> None:
 
 
 def test_a_save_of_dcp(tmp_path: Path) -> None:
-    with watched() as seen:
+    with watched(SaveEvent) as seen:
         dcp.save(state(), storage_writer=StorageWriter(tmp_path / "a"))
     assert names(seen) == [name for name in WHOLE if name != "SaveStaged"]
-    with watched() as seen, pytest.raises(CheckpointException, match="the planner fails"):
+    with watched(SaveEvent) as seen, pytest.raises(CheckpointException, match="the planner fails"):
         dcp.save(state(), storage_writer=StorageWriter(tmp_path / "b"), planner=Failing())
     assert names(seen).count("SaveCommitted") == 0
 

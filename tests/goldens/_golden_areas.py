@@ -24,6 +24,7 @@ AREAS: dict[str, Callable[[Table], Awaitable[None]]] = {
     "load": _golden_load.load,
     "open": _golden_load.open_checkpoint,
     "checkpointer": _golden_run.checkpointer,
+    "errors": _golden_tools.errors,
     "verify": _golden_tools.verify,
     "convert": _golden_tools.convert,
     "signing": _golden_tools.signing,

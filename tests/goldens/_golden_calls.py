@@ -24,12 +24,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 NUMBERS = {
-    "read": 0, "write": 1, "open": 2, "pread64": 17, "pwrite64": 18, "readv": 19, "writev": 20, "sendfile": 40,
-    "fsync": 74, "fdatasync": 75, "truncate": 76, "ftruncate": 77, "rename": 82, "mkdir": 83, "rmdir": 84, "creat": 85,
-    "link": 86, "unlink": 87, "symlink": 88, "chmod": 90, "fchmod": 91, "sync": 162, "openat": 257, "mkdirat": 258,
-    "unlinkat": 263, "renameat": 264, "linkat": 265, "symlinkat": 266, "fchmodat": 268, "sync_file_range": 277,
-    "utimensat": 280, "fallocate": 285, "preadv": 295, "pwritev": 296, "syncfs": 306, "renameat2": 316,
-    "copy_file_range": 326, "preadv2": 327, "pwritev2": 328, "io_uring_setup": 425, "openat2": 437, "fchmodat2": 452,
+    "write": 1, "open": 2, "pwrite64": 18, "writev": 20, "sendfile": 40, "fsync": 74, "fdatasync": 75, "truncate": 76,
+    "ftruncate": 77, "rename": 82, "mkdir": 83, "rmdir": 84, "creat": 85, "link": 86, "unlink": 87, "symlink": 88,
+    "openat": 257, "mkdirat": 258, "unlinkat": 263, "renameat": 264, "linkat": 265, "symlinkat": 266, "fallocate": 285,
+    "preadv": 295, "pwritev": 296, "renameat2": 316, "copy_file_range": 326, "preadv2": 327, "pwritev2": 328,
+    "openat2": 437,
 }  # fmt: skip
 _NAMES = {number: name for name, number in NUMBERS.items()}
 _SECCOMP, _SET_MODE_FILTER, _NEW_LISTENER = 317, 1, 8
@@ -75,15 +74,13 @@ def watch(supervisor: socket.socket) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """One system call: its name, the thread, the path and the second path that it names, its bytes."""
+    """One system call: its name, the thread, the path and the second path that it names."""
 
     name: str
     thread: int
     path: str
     target: str = ""
     flags: int = 0
-    start: int = -1
-    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,16 +134,19 @@ class Supervisor:
         identity, thread = struct.unpack_from("QI", notification)
         number, _, _, *arguments = struct.unpack_from("iIQ6Q", notification, 16)
         try:
-            call = _decoded(_NAMES[number], thread, arguments)
+            call = _DECODERS.get(_NAMES[number], _on_descriptor)(_NAMES[number], thread, arguments)
         except OSError:
             call = Call(_NAMES[number], thread, "")
         if self._held is not None and call.path.endswith("/cancelled"):
             held, self._held = self._held, None
             _answer(listener, held)
         if call.path == self._root or call.path.startswith(self._root + "/"):
-            self.log.append(call)
-            if self._fault is not None and self._fault.meets(call):
-                fault, self._fault = self._fault, None
+            fault = self._fault
+            struck = fault is not None and fault.meets(call)
+            if not struck or fault.action == "cancel":  # otherwise it does not take place
+                self.log.append(call)
+            if struck:
+                self._fault = None
                 self._strike(listener, identity, thread, fault)
                 return
         _answer(listener, identity)
@@ -180,25 +180,8 @@ _Arguments = list[int]
 _Decoder = Callable[[str, int, _Arguments], Call]
 
 
-def _decoded(name: str, thread: int, arguments: _Arguments) -> Call:
-    if name in ("sync", "io_uring_setup"):
-        return Call(name, thread, "")
-    return _DECODERS.get(name, _on_descriptor)(name, thread, arguments)
-
-
 def _on_descriptor(name: str, thread: int, arguments: _Arguments) -> Call:
     return Call(name, thread, _of_descriptor(thread, arguments[0]))
-
-
-def _transfer(name: str, thread: int, arguments: _Arguments) -> Call:
-    path = _of_descriptor(thread, arguments[0])
-    if name.startswith(("readv", "writev", "preadv", "pwritev")):
-        vector = _memory(thread, arguments[1], 16 * arguments[2]) if path.startswith("/") else b""
-        nbytes = sum(struct.unpack(f"{len(vector) // 8}Q", vector)[1::2])
-    else:
-        nbytes = arguments[2]
-    start = arguments[3] if name.startswith("p") else -1
-    return Call(name, thread, path, start=start, nbytes=nbytes)
 
 
 def _named(name: str, thread: int, arguments: _Arguments) -> Call:
@@ -221,21 +204,11 @@ def _two_at(name: str, thread: int, arguments: _Arguments) -> Call:
     return Call(name, thread, *paths, flags=arguments[4])
 
 
-def _allocation(name: str, thread: int, arguments: _Arguments) -> Call:
-    start, nbytes = (arguments[2], arguments[3]) if name == "fallocate" else (0, arguments[1])
-    return Call(name, thread, _of_descriptor(thread, arguments[0]), start=start, nbytes=nbytes)
-
-
 _DECODERS: dict[str, _Decoder] = (
-    dict.fromkeys(("open", "creat", "mkdir", "rmdir", "unlink", "chmod", "truncate"), _named)
-    | dict.fromkeys(("openat", "openat2", "mkdirat", "unlinkat", "fchmodat", "fchmodat2", "utimensat"), _named_at)
+    dict.fromkeys(("open", "creat", "mkdir", "rmdir", "unlink", "truncate"), _named)
+    | dict.fromkeys(("openat", "openat2", "mkdirat", "unlinkat"), _named_at)
     | dict.fromkeys(("rename", "link"), _two)
     | dict.fromkeys(("renameat", "renameat2", "linkat"), _two_at)
-    | dict.fromkeys(("fallocate", "ftruncate"), _allocation)
-    | dict.fromkeys(
-        ("read", "write", "pread64", "pwrite64", "readv", "writev", "preadv", "pwritev", "preadv2", "pwritev2"),
-        _transfer,
-    )
 )
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _golden_states import blocks, counted, plain, small, tensors, training, values
+from _golden_states import blocks, counted, plain, small, tensors, training
+from states import values
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints" / "a3c8103"
 ROWS = torch.arange(70.0).reshape(10, 7)

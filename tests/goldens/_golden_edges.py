@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from _golden_checkpoints import CHECKPOINTS
-from _golden_load import DAMAGE
 from _golden_states import blank, counted, small
 from _golden_table import Table
+from damages import DAMAGE
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sidestream
@@ -141,7 +141,7 @@ async def storages(table: Table) -> None:
 
 
 async def command_line(table: Table) -> None:
-    """What the commands print, and their exit codes. Usage errors are those of typer and are left out."""
+    """What the commands name or print as JSON, and their exit codes. Usage errors are those of typer: left out."""
     folder = table.folder
     run = folder / "run"
     async with sidestream.Checkpointer(run) as checkpoints:
@@ -196,8 +196,20 @@ async def command_line(table: Table) -> None:
     }
     for (name, _), answer in zip(commands.items(), await _answers(list(commands.values())), strict=True):
         code, output, errors = answer
-        lines = [[line.rstrip() for line in table.text(text).splitlines()] for text in (output, errors)]
-        table.entries[name] = {"exit code": code, "output": lines[0], "errors": lines[1]}
+        told = {"output": _printed(table, output), "errors": table.names(errors)}
+        table.entries[name] = {"exit code": code} | {stream: found for stream, found in told.items() if found}
+
+
+def _printed(table: Table, output: str) -> Any:
+    """What ``--json`` prints whole; of other lines, what they name."""
+    if not output.startswith(("[", "{")):
+        return table.names(output)
+    printed = json.loads(output)
+    for one in printed if isinstance(printed, list) else [printed]:
+        one.pop("save_id", None)
+        if "message" in one:
+            one["message"] = table.names(one["message"])
+    return table.plain(printed)
 
 
 async def _answers(commands: list[list[str]]) -> list[tuple[int, str, str]]:

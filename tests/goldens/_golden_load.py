@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from _golden_checkpoints import CHECKPOINTS
 from _golden_states import blank, counted
 from _golden_table import Table
+from damages import DAMAGE
 from keywords import for_load
 
 import sidestream
@@ -31,49 +32,6 @@ class Picky:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise KeyError("not today")
-
-
-def _flipped(at: float) -> Callable[[bytearray], None]:
-    def edit(raw: bytearray) -> None:
-        raw[int(at * (len(raw) - 1))] ^= 0x10
-
-    return edit
-
-
-def _changed(pattern: str, edit: Callable[[bytearray], object]) -> Callable[[Path], None]:
-    def apply(directory: Path) -> None:
-        (path,) = directory.glob(pattern)
-        raw = bytearray(path.read_bytes())
-        edit(raw)
-        path.write_bytes(raw)
-
-    return apply
-
-
-def _cut(raw: bytearray) -> None:
-    del raw[-1:]
-
-
-def _behind_a_link(directory: Path) -> None:
-    (directory / "__0_1.distcp").rename(directory / "elsewhere")
-    (directory / "__0_1.distcp").symlink_to("elsewhere")
-
-
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "shard cut off": _changed("__0_1.distcp", _cut),
-    "shard longer": _changed("__0_1.distcp", lambda raw: raw.extend(b"x")),
-    "shard gone": lambda directory: (directory / "__0_1.distcp").unlink(),
-    "shard a link": _behind_a_link,
-    "shard altered": _changed("__0_1.distcp", lambda raw: raw.__setitem__(slice(None), bytes(b ^ 1 for b in raw))),
-    "manifest cut off": _changed("manifest-*", _cut),
-    "manifest altered": _changed("manifest-*", _flipped(0.5)),
-    "manifest gone": lambda directory: next(directory.glob("manifest-*")).unlink(),
-    "metadata cut off": _changed(".metadata", _cut),
-    "metadata altered": _changed(".metadata", _flipped(0.2)),
-    "metadata empty": _changed(".metadata", lambda raw: raw.clear()),
-    "metadata gone": lambda directory: (directory / ".metadata").unlink(),
-    "marker altered": _changed(".metadata", _flipped(0.99)),
-}
 
 
 async def load(table: Table) -> None:

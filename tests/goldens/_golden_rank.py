@@ -7,11 +7,10 @@ import gc
 import inspect
 import json
 import logging
-import re
 import resource
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _golden_states import counted
-from _golden_table import Table
+from _golden_table import Table, by_folder
 from keywords import for_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -29,51 +28,31 @@ import sidestream
 import sidestream.blocking
 from sidestream.errors import RankFailuresError
 
-_STEP = re.compile(r"(rank \d+ )\([a-z ]+\)")
-_FAILURE = re.compile(r"\n  (?=rank \d+ \([a-z ]+\): )")
-_COUNT = re.compile(r"\d+ of the ranks failed:")
-_WAITED = re.compile(r"has waited \d+ s")
 _SHORT_BYTES = 200
 
 
 class _RankTable(Table):
-    """Records also of ``RankFailuresError`` which errors could be made again, and the cause on a rank that failed."""
+    """Records of ``RankFailuresError`` also who failed with what, and the cause on a rank that failed."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder)
         self._rank = rank
 
-    def text(self, text: str) -> str:
-        return _WAITED.sub("has waited {seconds} s", super().text(text))
-
     def error(self, error: BaseException) -> dict[str, Any]:
         entry = super().error(error)
         if isinstance(error, RankFailuresError):
-            entry["rebuilt"] = [None if one.error is None else type(one.error).__name__ for one in error.failures]
+            entry["failures"] = [[one.rank, one.kind, one.error is not None] for one in error.failures]
             if error.__cause__ is not None and any(one.rank == self._rank for one in error.failures):
                 entry["cause"] = super().error(error.__cause__)
         return entry
 
 
-def _without_steps(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_steps(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_steps(item) for item in value]
-    return _STEP.sub(r"\1({step})", value) if isinstance(value, str) else value
-
-
 def _without_ranks(value: Any) -> Any:
     if isinstance(value, dict):
-        kept = {key: _without_ranks(item) for key, item in value.items()}
-        return {key: item for key, item in kept.items() if key not in ("rebuilt", "cause")}
-    if isinstance(value, list):
-        return [_without_ranks(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    first, *failures = _FAILURE.split(value)
-    each_once = sorted({_STEP.sub("rank {rank} ({step})", failure) for failure in failures})
-    return "\n  ".join([_COUNT.sub("{count} of the ranks failed:", first), *each_once]) if failures else value
+        kept = {key: _without_ranks(item) for key, item in value.items() if key != "cause"}
+        failed = value.get("type") == "RankFailuresError"
+        return kept | ({"failures": sorted({kind for _, kind, _ in value["failures"]})} if failed else {})
+    return [_without_ranks(item) for item in value] if isinstance(value, list) else value
 
 
 async def _and_collect(call: Callable[[], Any]) -> Any:
@@ -116,24 +95,21 @@ class Rank:
         """Every rank has come to this point."""
         await asyncio.to_thread(dist.barrier)
 
-    async def tries(self, name: str, call: Callable[[], Any], *, free: str = "", files: bool = True) -> Any:
-        """All ranks make a call together. Record what comes of it here, but for what is ``free``: the ``"step"`` that
-        a rank has come to when it fails; the ``"ranks"`` that are named, where several fail in one way and the first
-        one stops the others. ``files``: also what has appeared and vanished."""
+    async def tries(self, name: str, call: Callable[[], Any], *, by_any: bool = False, files: bool = True) -> Any:
+        """All ranks make a call together. Record what comes of it here. ``by_any``: several fail in one way, the first
+        one stops the others, and which one that is is free. ``files``: also what has appeared and vanished."""
         await self.together()
         result = await self.tries_alone(name, call)
-        if free:
-            replace = _without_steps if free == "step" else _without_ranks
-            self.table.entries[name] = replace(self.table.entries[name])
+        if by_any:
+            self.table.entries[name] = _without_ranks(self.table.entries[name])
             self._write()
         await self.together()
         if self.number == 0 and files:
             found = frozenset(tree(self.folder))
             text = self.table.text
             changes = {"appeared": found - self._known, "vanished": self._known - found}
-            self.table.entries[name]["files"] = {
-                kind: by_folder(text(path) for path in paths) for kind, paths in changes.items() if paths
-            }
+            changed = {kind: by_folder(text(path) for path in paths) for kind, paths in changes.items() if paths}
+            self.table.entries |= {f"{name}, files": changed} if changed else {}
             self._known = found
             self._write()
         return result
@@ -189,15 +165,6 @@ def tree(folder: Path) -> Iterator[str]:
             yield str(path.relative_to(folder))
         elif kept and not any(path.iterdir()):
             yield f"{path.relative_to(folder)}/"
-
-
-def by_folder(paths: Iterable[str]) -> dict[str, str]:
-    """The names in each folder."""
-    folders: dict[str, list[str]] = {}
-    for path in sorted(paths):
-        folder, _, name = path.rpartition("/")
-        folders.setdefault(folder, []).append(name)
-    return {folder: " ".join(names) for folder, names in folders.items()}
 
 
 def local(state: Any) -> Any:

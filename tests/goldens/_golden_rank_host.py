@@ -11,40 +11,28 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
-import importlib
 import json
 import os
-import pkgutil
 import secrets
 import signal
 import sys
 import time
-import traceback
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
+from _golden_host import fork, import_all
 from _golden_rank import Rank
 from _golden_rank_cases import CASES
 from _golden_table import fixed
-
-import sidestream
 
 _CASE_S = 120.0
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # or the first threads of a fork race to do it
-    for module in pkgutil.walk_packages(sidestream.__path__, "sidestream."):
-        if "__main__" not in module.name and ".cli" not in module.name:
-            importlib.import_module(module.name)
-    for name in ("torch._dynamo", "s3fs", "blake3"):  # otherwise every rank imports them at its first use
-        importlib.import_module(name)
+    import_all("torch._dynamo", "s3fs", "blake3")  # these too, or every rank imports them at its first use
     gc.freeze()  # so that a rank collects garbage in a millisecond
     running: dict[str, list[int]] = {}
     for line in sys.stdin:
@@ -53,32 +41,19 @@ def main() -> None:
             name, desk = asked["start"], Path(asked["desk"])
             desk.mkdir(parents=True)
             ranks = range(CASES[name].world)
-            running[name] = [fork(name, rank, Path(asked["folder"]), desk, asked["options"]) for rank in ranks]
+            running[name] = [
+                fork(partial(take_part, name, rank, Path(asked["folder"]), desk, asked["options"])) for rank in ranks
+            ]
         else:
             children = running.pop(asked["finish"])
             print(json.dumps(finish(children, Path(asked["desk"]))), flush=True)
 
 
-def fork(name: str, number: int, folder: Path, desk: Path, options: dict[str, Any]) -> int:
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        with (desk / f"{number}.err").open("w") as errors:
-            os.dup2(errors.fileno(), 1)
-            os.dup2(errors.fileno(), 2)
-        faulthandler.dump_traceback_later(_CASE_S, exit=True)
-        take_part(name, number, folder, desk, options)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def take_part(name: str, number: int, folder: Path, desk: Path, options: dict[str, Any]) -> None:
+    with (desk / f"{number}.err").open("w") as errors:
+        os.dup2(errors.fileno(), 1)
+        os.dup2(errors.fileno(), 2)
+    faulthandler.dump_traceback_later(_CASE_S, exit=True)
     case = CASES[name]
     store = dist.FileStore(str(desk / "store"), case.world)
     dist.init_process_group("gloo", store=store, rank=number, world_size=case.world)

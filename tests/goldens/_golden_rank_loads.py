@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _golden_load import DAMAGE
 from _golden_rank import Gate, GatedNames, Rank, altered, awaited, damaged, local, one_of, same
 from _golden_users import Custom
+from damages import DAMAGE
 from keywords import for_load, for_run, for_save
 from torch.distributed.tensor import Shard
 
@@ -59,7 +59,7 @@ async def load(rank: Rank) -> None:
     for name, target in targets.items():
         await rank.tries(f"target: {name}", lambda t=target: sidestream.load(t, saved))
     both = blank | {"more": torch.zeros(1)}
-    await rank.tries("target: a key is missing on both", lambda: sidestream.load(both, saved), free="ranks")
+    await rank.tries("target: a key is missing on both", lambda: sidestream.load(both, saved), by_any=True)
     await sidestream.save(rank.state(1.0), folder / "other")
     urls: dict[str, Any] = {
         "another checkpoint on rank 1": folder / one_of(rank, 1, "other", "saved"),
@@ -69,9 +69,9 @@ async def load(rank: Rank) -> None:
     }
     for name, url in urls.items():
         await rank.tries(f"url: {name}", lambda u=url: sidestream.load(rank.blank(), u))
-    await rank.tries("url: nothing there", lambda: sidestream.load(rank.blank(), folder / "none"), free="ranks")
+    await rank.tries("url: nothing there", lambda: sidestream.load(rank.blank(), folder / "none"), by_any=True)
     for number in range(2):
-        await rank.tries(f"cancelled by rank {number}", lambda n=number: _cancelled_load(rank, saved, n), free="step")
+        await rank.tries(f"cancelled by rank {number}", lambda n=number: _cancelled_load(rank, saved, n))
     await rank.tries("after all", lambda: sidestream.load(rank.blank(), saved))
 
 
@@ -103,14 +103,11 @@ async def load_damaged(rank: Rank) -> None:
     for name, damage in kinds.items():
         path = damaged(rank, saved, name, damage)
         await rank.together()
-        for word, options in {
-            name: {},
-            f"{name}, atomic": {"atomic": True},
-            f"{name}, unverified": {"verify": "manifest"},
-        }.items():
+        more = {f"{name}, atomic": {"atomic": True}, f"{name}, unverified": {"verify": "manifest"}}
+        for word, options in {name: {}, **(more if name == "a shard of rank 1" else {})}.items():
             mine = rank.own()  # of two damaged tensors of a rank, either could be named
             await rank.tries(
-                word, lambda t=mine, p=path, o=options: sidestream.load(t, p, **for_load(**o)), free="ranks"
+                word, lambda t=mine, p=path, o=options: sidestream.load(t, p, **for_load(**o)), by_any=True
             )
     path = damaged(rank, saved, "more", altered("__0_1.distcp"))
     await rank.tries("own keys of the other rank", lambda: sidestream.load(rank.own(), path))
@@ -188,7 +185,7 @@ async def run_damaged(rank: Rank) -> None:
         async with sidestream.Checkpointer(folder) as checkpoints:
             target = rank.own()
             step = await checkpoints.restore(target, **for_load(**options))
-            return [step, checkpoints.restored, local(target), checkpoints.health().passed_over]
+            return [step, checkpoints.restored, local(target), sorted(checkpoints.health().passed_over)]
 
     for name, options in {
         "restore": {},
@@ -197,11 +194,11 @@ async def run_damaged(rank: Rank) -> None:
         "restore 2": {"step": 2},
         "restore 2, fallback": {"step": 2, "fallback": "older"},
     }.items():
-        await rank.tries(name, lambda o=options: restored(**o), free="ranks")
+        await rank.tries(name, lambda o=options: restored(**o), by_any=True)
     await rank.together()
     if rank.number == 0:
         altered("__0_1.distcp")(folder / "step-1")
-    await rank.tries("restore, none is good", lambda: restored(fallback="older"), free="ranks")
+    await rank.tries("restore, none is good", lambda: restored(fallback="older"), by_any=True)
     await rank.tries("save over a damaged step", lambda: _one_step(rank, folder, 3))
     await rank.tries("restore that", restored)
 

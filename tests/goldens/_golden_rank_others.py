@@ -43,7 +43,7 @@ async def blocking(rank: Rank) -> None:
         "Checkpointer": in_run,
     }
     for name, call in calls.items():
-        await rank.tries(name, lambda c=call: asyncio.to_thread(c), free="ranks" if "nothing there" in name else "")
+        await rank.tries(name, lambda c=call: asyncio.to_thread(c), by_any="nothing there" in name)
     saved, target = Holder(1.0), Holder()
     for name, call in {
         "save, an object": lambda: sidestream.blocking.save({"o": saved}, folder / "o"),

@@ -63,7 +63,7 @@ async def save(rank: Rank) -> None:
     await rank.tries("one key, other contents", lambda: sidestream.save(values, folder / "values"))
     await rank.together()
     if rank.number == 0:
-        for name in ("first", "second", "metadata and digest"):
+        for name in ("first", "second"):
             for path in sorted((folder / name).iterdir()):
                 described = _described(path)
                 rank.table.entries[f"{name}, {rank.table.text(path.name)}"] = described
@@ -79,7 +79,7 @@ async def three(rank: Rank) -> None:
     await rank.tries("a value on rank 2", lambda: sidestream.save(rank.state() | bad, folder / "bad"))
     both = {} if rank.number == 0 else {"a": Custom()}
     await rank.tries(
-        "values on ranks 1 and 2", lambda: sidestream.save(rank.state() | both, folder / "bad"), free="ranks"
+        "values on ranks 1 and 2", lambda: sidestream.save(rank.state() | both, folder / "bad"), by_any=True
     )
     await rank.tries("after that", lambda: sidestream.save(rank.state(), folder / "after"))
 
@@ -165,7 +165,7 @@ async def cancelled(rank: Rank) -> None:
                 pending.cancel()
             return await pending
 
-        await rank.tries(f"at once, by rank {number}", call, free="step")
+        await rank.tries(f"at once, by rank {number}", call)
         assert pending is not None
         rank.note(f"at once, by rank {number}, outcome", pending.outcome)
     for number in range(2):
@@ -184,7 +184,7 @@ async def cancelled(rank: Rank) -> None:
                 gate.open()
             return await task
 
-        await rank.tries(f"while rank {1 - number} plans, by rank {number}", call, free="step")
+        await rank.tries(f"while rank {1 - number} plans, by rank {number}", call)
     await rank.tries("after that", lambda: sidestream.save(rank.state(), folder / "after"))
 
 
@@ -221,7 +221,7 @@ async def not_awaited(rank: Rank) -> None:
         pending = await checkpoints.async_save(bad, step=1)
         await pending.ended()
         await rank.tries(
-            "Checkpointer, the next save", lambda: checkpoints.async_save(rank.state(), step=2), free="ranks"
+            "Checkpointer, the next save", lambda: checkpoints.async_save(rank.state(), step=2), by_any=True
         )
         pending = await checkpoints.async_save(rank.state(), step=3)
         await rank.tries("Checkpointer, the one after that", lambda: awaited(pending))

@@ -1,8 +1,9 @@
 """Several ranks: what each of them gets from a call that all of them make, also where one of them fails, differs from
 the others, does not come, or dies.
 
-Every case is a group of processes of its own. An entry is named after the case, the call and the rank. Rank 0 also
-records which files and directories have appeared and vanished since the call before, once all ranks have returned.
+Every case is a group of processes of its own. An entry is named after the case, the call and the rank, or stands for
+every rank. Rank 0 also records which files and directories have appeared and vanished since the call before, once all
+ranks have returned.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _golden_rank import Case, by_folder, tree
+from _golden_rank import Case, tree
 from _golden_rank_cases import CASES
-from _golden_stores import canonical
-from _golden_table import Table
+from _golden_stores import steps
+from _golden_table import Table, by_folder
 from _places import s3_place
 from _s3_server import S3Server, serving
 
@@ -62,7 +63,7 @@ def _without_chance(entry: Any, rank: int) -> Any:
         return [_without_chance(one, rank) for one in entry]
     if not isinstance(entry, dict):
         return entry
-    stopped = entry.get("type") == "RankFailuresError" and f"rank {rank} (" not in entry["message"]
+    stopped = entry.get("type") == "RankFailuresError" and all(failure[0] != rank for failure in entry["failures"])
     return {key: _without_chance(one, rank) for key, one in entry.items() if not (stopped and key == "written")}
 
 
@@ -80,12 +81,18 @@ class _Cases:
         self._ask({"finish": name, "desk": f"{self._folder(name)}.desk"})
         assert self._host.stdout is not None
         ended = json.loads(self._host.stdout.readline())
+        by_rank: dict[str, dict[int, Any]] = {}
         for number, (code, entries, output) in enumerate(ended):
             assert code == case.dies.get(number, 0), f"{name}, rank {number}: ended with {code}\n{output}"
             for key, entry in entries.items():
-                self._table.entries[f"{name}: {key}, rank {number}"] = _without_chance(entry, number)
+                by_rank.setdefault(key, {})[number] = _without_chance(entry, number)
             if code:
                 self._table.entries[f"{name}: rank {number}"] = {"process": f"ended with {code}"}
+        for key, entries in by_rank.items():
+            first, *others = entries.values()
+            together = len(entries) == case.world and all(entry == first for entry in others)
+            told = {"every rank": first} if together else {f"rank {number}": one for number, one in entries.items()}
+            self._table.entries |= {f"{name}: {key}, {who}": entry for who, entry in told.items()}
         if case.stored:
             self._note_requests(name)
         elif case.dies:
@@ -111,9 +118,5 @@ class _Cases:
 
     def _note_requests(self, name: str) -> None:
         text = self._table.text
-        noted: dict[str, Any] = {"objects": sorted(text(key) for key in self._server.objects)}
-        if not name.endswith("raises"):  # what has been sent when a rank is stopped is free
-            lines = [text(line) for line in canonical(list(self._server.log))]
-            # Rank 0 verifies and renews leases beside the next save of a run.
-            noted["requests"] = sorted(lines) if name.endswith("run") else lines
-        self._table.note(f"{name}: {'requests' if 'requests' in noted else 'left behind'}", noted)
+        lines = [text(line) for line in steps(list(self._server.log))]
+        self._table.note(name, {"steps": lines, "objects": by_folder(text(key) for key in self._server.objects)})

@@ -280,10 +280,6 @@ async def staging(table: Table) -> None:
     await table.tries("save with a closed stager", lambda: sidestream.save(SMALL, table.folder / "c", stager=stager))
 
 
-async def _gone() -> None:
-    """Have the number of a scenario that was removed, so that the identifiers of those after it stay as recorded."""
-
-
 async def files(table: Table) -> None:
     """The bytes that a save writes: names, sizes and contents of all files, the manifest in clear."""
     folder = table.folder
@@ -297,8 +293,6 @@ async def files(table: Table) -> None:
         lambda: sidestream.save(tensors(), folder / "tensors"),
         lambda: sidestream.save(training(), folder / "training"),
         lambda: sidestream.save({"a": counted(5), "values": {"n": 1}}, folder / "values"),
-        _gone,
-        _gone,
         lambda: _step(folder / "run", {"loss": 1.5}),
         lambda: _step(folder / "run", None),
         lambda: sidestream.convert(folder / "small", folder / "converted"),

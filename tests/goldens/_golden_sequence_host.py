@@ -6,32 +6,21 @@ Reads a JSON object with ``case`` and ``folder`` per line; answers with the exit
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
-import pkgutil
 import socket
 import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from _golden_calls import watch
+from _golden_host import fork, import_all
 from _golden_sequence_cases import CASES, Case, nothing
 from _golden_table import Table, fixed
 
-import sidestream
-
 
 def main(descriptor: int) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # or the first threads of a fork race to do it
-    for module in pkgutil.walk_packages(sidestream.__path__, "sidestream."):
-        if "__main__" not in module.name and ".cli" not in module.name:
-            importlib.import_module(module.name)
+    import_all()
     channel = socket.socket(fileno=descriptor)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -44,17 +33,7 @@ def main(descriptor: int) -> None:
 
 def in_a_fork(work: Callable[[], None]) -> int:
     """The exit status; negative: the signal."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return os.waitstatus_to_exitcode(os.waitpid(fork(work), 0)[1])
 
 
 def prepare(case: Case, folder: Path) -> None:

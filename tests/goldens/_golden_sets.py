@@ -1,9 +1,9 @@
 """The recorded sets and how they are compared.
 
-``sets/a3c8103`` is the base: one JSON file per area, ``{"reason": ..., "entries": {name: entry}}``. Every other
-directory of ``sets`` is an overlay with the entries that were changed on purpose since, or recorded for the first time,
-and the reason. Overlays apply in the order of their names; an entry of ``null`` removes one. An area that the base does
-not have begins with the first set that has a file of it.
+``sets/2026-11-28-promises`` is the base: one JSON file per area, ``{"reason": ..., "entries": {name: entry}}``. Every
+other directory of ``sets`` is an overlay with the entries that were changed on purpose since, or recorded for the first
+time, and the reason. Overlays apply in the order of their names; an entry of ``null`` removes one. An area that the
+base does not have begins with the first set that has a file of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SETS = HERE / "sets"
-BASE = "a3c8103"
+BASE = "2026-11-28-promises"
 _SHOWN_LINES = 40
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,39 +48,6 @@ def tensors() -> dict[str, Any]:
         "list": [[1, 2], [torch.ones(2), [torch.arange(3)]], []],
         "parameter": nn.Parameter(counted(3)),
         0: {"integer key": torch.arange(2)},
-    }
-
-
-def values() -> dict[Any, Any]:
-    """Every type that can be stored as data."""
-    return {
-        "int": 7,
-        "big": 1 << 100,
-        "negative": -(1 << 64),
-        "float": 0.1,
-        "inf": -math.inf,
-        "nan": math.nan,
-        "bool": True,
-        "none": None,
-        "text": "größer\n",
-        "bytes": b"\x00\xff",
-        "bytearray": bytearray(b"ab"),
-        "complex": complex(1.5, -math.inf),
-        "tuple": (1, (2, "x"), ()),
-        "list": [1, [2, None]],
-        "empty list": [],
-        "empty dict": {},
-        "nested empty": {"a": {"b": {}}},
-        "set": {1},
-        "frozenset": frozenset({"a"}),
-        "size": torch.Size([2, 3]),
-        "dtype": torch.bfloat16,
-        "device": torch.device("cuda:1"),
-        "in tuple": (torch.arange(6).reshape(2, 3).t(), torch.tensor(2.5)),
-        "dict in tuple": ({"a": 1, 2: OrderedDict(b=3)},),
-        "numpy": (np.float32(0.1), np.int64(3), np.bool_(True), np.arange(6, dtype=np.uint32).reshape(2, 3)),
-        "list of dicts": [{"lr": 0.1, "betas": (0.9, 0.999)}, {}],
-        0: {"integer key": 1, 1.5: "float key", None: "none key", True: "bool key"},
     }
 
 

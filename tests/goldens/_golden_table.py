@@ -1,10 +1,9 @@
-"""How one call is recorded: what it returned or raised, and which events and warnings it emitted, without what differs
-from run to run."""
+"""How one call is recorded: what it returned or raised, and which events and warnings it emitted; of texts only what a
+reader acts on, and nothing that differs from run to run."""
 
 from __future__ import annotations
 
 import asyncio
-import builtins
 import dataclasses
 import hashlib
 import inspect
@@ -13,13 +12,11 @@ import json
 import logging
 import os
 import re
-import socket
-import sys
-import sysconfig
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,23 +29,36 @@ from torch.distributed.checkpoint.api import CheckpointException
 import sidestream
 from sidestream import errors, events
 
-_SKIPPED = frozenset({"seconds", "since_saved_s", "save_id", "waited_s", "wait_s", "pid", "age_s"})
-"""Fields whose value differs from run to run."""
+_SKIPPED = frozenset({"seconds", "since_saved_s", "save_id", "message"})
+"""Fields whose value differs from run to run, or is a text."""
 _COUNT_METADATA = (sidestream.CopyReport, sidestream.VerifyReport)
 """Their bytes include those of .metadata, whose length varies by the digits of a checksum in it."""
 _PATTERNS = (
     (re.compile(r"127\.0\.0\.1:\d+|localhost:\d+"), "{address}"),
     (re.compile(r"bucket-[0-9a-f]{12}"), "{bucket}"),
     (re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])"), "{id}"),
-    (re.compile(r"upload-[0-9a-f]+"), "{upload}"),
     (re.compile(r"(?<![0-9a-f])[0-9a-f]{16}(?=\.(manifest|distcp))"), "{short id}"),
-    (re.compile(r"Error performing \w+ .*?(?=\); check|: '|$)", re.DOTALL), "{the client's words}"),
-    (re.compile(r"0x[0-9a-f]{8,}"), "{memory address}"),
-    (re.compile(r"\bpid \d+"), "pid {pid}"),
     (re.compile(r"\bpid=\d+"), "pid={pid}"),
-    (re.compile(r"\b\d+\.\d{3,} s\b"), "{seconds} s"),
-    (re.compile(r"sidestream-[a-z0-9_]{8}(?=/)"), "{temporary}"),
+    (re.compile(r"Error performing \w+ .*?(?=\); check|: '|$)", re.DOTALL), "{the client's words}"),
 )
+_NAMED = re.compile(
+    r"""
+    (?P<quoted>(?<!\w)(?P<mark>['"])(?P<inside>[^'"\n]*)(?P=mark)(?!\w)) # 'auto', "blake3"
+    | \{\w+\}[^\s'",;:()\[\]]* | \w+://[^\s'",;()]+                     # a path, a URL
+    | --[a-z][\w-]*                                                     # an option of the command line
+    | \b[a-z_]+=(?:'[^'\s]*'|"[^"\s]*"|[\w.]*)                          # a keyword, and the value to give it
+    | [\w.]*\w(?=\()                                                    # a call
+    | \b(?:CLASSES)\b
+    | [\w.-]*[A-Za-z_]\w*\.[\w.]*\w | (?<!\w)\.[A-Za-z_]\w*              # an FQN, a file
+    | \b__[\w{}.-]+ | \bmanifest-[\w{}.]+ | \bstep-[\w.]+
+    | (?:(?<=Error:\ )|(?<=\n\ \ )|\A)[\w.]+(?=:\ )                       # an FQN before what is said of it
+    """.replace("CLASSES", "|".join(errors.__all__)),
+    re.VERBOSE,
+)
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""Fields with such a value are left out."""
+_WITH_REASONS = ("damaged", "passed_over")
+"""Fields that may map directories to texts."""
 
 
 @contextmanager
@@ -92,10 +102,13 @@ class Table:
                     entry = {"raises": self.error(error)}
         finally:
             logger.removeHandler(records)
-        logged = [self.text(line) for line in records.lines]
         phases = (events.SaveEvent, events.LoadEvent)  # they have times; tests of their own compare them
-        told = [self.plain(event) for event in seen if not isinstance(event, phases)]
-        self.entries[name] = entry | {"events": told, "log": logged}
+        told = {
+            "events": [self._event(event) for event in seen if not isinstance(event, phases)],
+            "log": [[line.partition(" ")[0], *self.names(line)] for line in records.lines],
+        }
+        told["events"] = [event for event, _ in groupby(told["events"])]  # how often it is tried again is free
+        self.entries[name] = entry | {key: lines for key, lines in told.items() if lines}
         return result
 
     def note(self, name: str, value: Any) -> None:
@@ -104,28 +117,33 @@ class Table:
 
     def text(self, text: str) -> str:
         text = text.replace(str(self.folder), "{folder}").replace(str(CHECKPOINTS), "{checkpoints}")
-        for path in {sys.prefix, sysconfig.get_paths()["purelib"], sys.base_prefix}:
-            text = text.replace(path, "{python}")
-        with suppress(OSError):
-            text = text.replace(socket.gethostname(), "{host}") if len(socket.gethostname()) > 3 else text
         for pattern, placeholder in _PATTERNS:
             text = pattern.sub(placeholder, text)
         return text
 
+    def names(self, text: str) -> list[str]:
+        """What a reader of the text acts on: paths, names in the state, options with their values, calls, classes. How
+        it is worded is free."""
+        found = (match["inside"] or match[0] for match in _NAMED.finditer(self.text(text)))
+        return sorted({name.rstrip(".:") for name in found} - {""})
+
+    def _event(self, event: events.Event) -> str:
+        return f"{type(event).__name__} {self.text(getattr(event, 'url', ''))}".rstrip()
+
     def error(self, error: BaseException) -> dict[str, Any]:
-        """Its class, what else it can be caught as, its message and notes, and the public attributes of ours."""
+        """Its class, what its message and notes name, and the public attributes of ours."""
         if isinstance(error, CheckpointException):  # of DCP: its message has tracebacks
             failures = {str(rank): self.error(failed[0]) for rank, failed in error.failures.items()}
             return {"type": type(error).__name__, "failures": failures}
         told: dict[str, Any] = {
             "type": type(error).__name__,
-            "caught as": [kind.__name__ for kind in type(error).__mro__[1:] if _is_public(kind)],
-            "message": self.text(str(error)),
-            "notes": [self.text(note) for note in getattr(error, "__notes__", ())],
+            "names": self.names("\n".join([str(error), *getattr(error, "__notes__", ())])),
         }
-        for name in ("errno", "file", "fqn", "offset", "written", "offenders", "missing", "others", "extra"):
+        for name in ("errno", "file", "fqn", "offset", "written", "missing", "others", "extra"):
             if isinstance(error, errors.SidestreamError) and getattr(error, name, None) not in (None, ()):
                 told[name] = self.plain(getattr(error, name))
+        if isinstance(error, errors.StateMismatchError):
+            told["offenders"] = [self.names(one) for one in error.offenders]
         if isinstance(error, BaseExceptionGroup):
             told["errors"] = [self.error(one) for one in error.exceptions]
         return told
@@ -140,12 +158,16 @@ class Table:
             return self.error(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            told = {name: self.plain(item) for name, item in fields.items() if name not in _SKIPPED and name[0] != "_"}
+            told = {
+                name: self.plain(list(item) if name in _WITH_REASONS else item)
+                for name, item in fields.items()
+                if name not in _SKIPPED and name[0] != "_"
+            }
             if "files" in told:  # in the order in which the file system lists them
                 told["files"] = sorted(told["files"])
             if isinstance(value, _COUNT_METADATA) and "{checkpoints}" not in told["url"]:
                 told["nbytes"] = "{nbytes}"
-            return {"type": type(value).__name__} | told
+            return {"type": type(value).__name__} | {name: item for name, item in told.items() if item not in _NOTHING}
         if isinstance(value, torch.Tensor):
             content = hashlib.sha256(raw_bytes(value)).hexdigest()[:12]
             return {"tensor": str(value.dtype), "shape": list(value.shape), "sha256": content}
@@ -160,9 +182,13 @@ class Table:
         return str(value) if isinstance(value, (torch.dtype, torch.device)) else f"<{type(value).__name__}>"
 
 
-def _is_public(kind: type) -> bool:
-    ours = getattr(errors, kind.__name__, None) is kind
-    return ours or (getattr(builtins, kind.__name__, None) is kind and kind not in (object, BaseException, Exception))
+def by_folder(paths: Iterable[str]) -> dict[str, str]:
+    """The names in each folder."""
+    folders: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        folder, _, name = path.rpartition("/")
+        folders.setdefault(folder, []).append(name)
+    return {folder: " ".join(names) for folder, names in folders.items()}
 
 
 class _Records(logging.Handler):

@@ -10,12 +10,20 @@ from typing import Any
 
 import torch
 from _golden_checkpoints import CHECKPOINTS, GOLDENS
-from _golden_load import DAMAGE
 from _golden_states import counted, small
 from _golden_table import Table
+from damages import DAMAGE
 from keywords import for_convert
 
 import sidestream
+
+
+async def errors(table: Table) -> None:
+    """What each error can be caught as."""
+    for name in sidestream.errors.__all__:
+        kind = getattr(sidestream.errors, name)
+        if issubclass(kind, Exception):
+            table.note(name, [base.__name__ for base in kind.__mro__[1:-3]])  # which are of every exception
 
 
 async def verify(table: Table) -> None:

@@ -28,9 +28,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the tests share, as pytest has it
+
 from _golden_checkpoints import COLUMNS, METADATA, ROWS, floats, foreign
 from _golden_composites import composites, two
-from _golden_states import blocks, small, tensors, training, values
+from _golden_states import blocks, small, tensors, training
+from states import values
 
 import sidestream
 from sidestream.dcp import StorageWriter
@@ -44,12 +48,16 @@ def _id(rank: int = 0) -> uuid.UUID:
     return uuid.UUID(int=(0xA3C8103 << 96) + (rank << 32) + next(_numbers), version=4)
 
 
-def main(target: Path) -> None:
+def made(target: Path) -> None:
     if target.exists():
         raise SystemExit(f"{target} exists: a recorded set is never written again")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     target.mkdir(parents=True)
+
+
+def main(target: Path) -> None:
+    made(target)
     with mock.patch.object(uuid, "uuid4", _id), mock.patch.object(time, "time", return_value=NOW):
         asyncio.run(native(target))
         foreign_ones(target)
@@ -60,19 +68,13 @@ def main(target: Path) -> None:
 
 
 def only_composites(target: Path) -> None:
-    if target.exists():
-        raise SystemExit(f"{target} exists: a recorded set is never written again")
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    target.mkdir(parents=True)
+    made(target)
     with mock.patch.object(uuid, "uuid4", _id), mock.patch.object(time, "time", return_value=NOW):
         asyncio.run(sidestream.save(composites(), target / "threads"))
 
 
 def composites_of_ranks(target: Path) -> None:
-    if target.exists():
-        raise SystemExit(f"{target} exists: a recorded set is never written again")
-    target.mkdir(parents=True)
+    made(target)
     ranks("composites", target)
 
 

@@ -266,12 +266,7 @@ def load_events(rank: int, world: int, directory: Path) -> list[Any]:
     seen: list[events.LoadEvent] = []
 
     async def work() -> None:
-        async with sidestream.Checkpointer(
-            directory / "run",
-            timeout_s=TIMEOUT_S,
-            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
-            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
-        ) as checkpoints:
+        async with sidestream.Checkpointer(directory / "run", **for_run(timeout_s=TIMEOUT_S)) as checkpoints:
             await checkpoints.save({f"t{rank}": torch.ones(3)}, step=4)
             await checkpoints.restore({f"t{rank}": torch.zeros(3)})
         other = {f"t{rank}": torch.zeros(3 + rank)}

@@ -621,25 +621,14 @@ def a_run(rank: int, world: int, directory: Path) -> list[Any]:
 
     async def steps() -> list[Any]:
         keep = sidestream.KeepLast(2)
-        async with sidestream.Checkpointer(
-            directory / "run",
-            keep=keep,
-            timeout_s=TIMEOUT_S,
-            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
-            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
-        ) as checkpoints:
+        async with sidestream.Checkpointer(directory / "run", keep=keep, **for_run(timeout_s=TIMEOUT_S)) as checkpoints:
             first = await checkpoints.restore(large(mesh))
             for step in range(4):
                 pending = await checkpoints.async_save(large(mesh, step), step=step, metadata={"step": step})
                 await pending.staged
                 info = await pending
             again = await checkpoints.save(large(mesh, 30), step=3)
-        async with sidestream.Checkpointer(
-            directory / "run",
-            timeout_s=TIMEOUT_S,
-            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
-            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
-        ) as checkpoints:
+        async with sidestream.Checkpointer(directory / "run", **for_run(timeout_s=TIMEOUT_S)) as checkpoints:
             target = large(mesh, 99)
             restored = await checkpoints.restore(target)
             same(target, large(mesh, 30))
@@ -692,12 +681,7 @@ def own_disks(rank: int, world: int, directory: Path) -> list[Any]:
     mine = directory / f"disk{rank}"
 
     async def restore(path: Path) -> list[Any]:
-        async with sidestream.Checkpointer(
-            path,
-            timeout_s=TIMEOUT_S,
-            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
-            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
-        ) as checkpoints:
+        async with sidestream.Checkpointer(path, **for_run(timeout_s=TIMEOUT_S)) as checkpoints:
             target = {"w": torch.zeros_like(ROWS)}
             try:
                 step = await checkpoints.restore(target, fallback="older")
@@ -707,13 +691,7 @@ def own_disks(rank: int, world: int, directory: Path) -> list[Any]:
             return [step]
 
     async def save() -> None:
-        async with sidestream.Checkpointer(
-            mine,
-            process_group="alone",
-            timeout_s=TIMEOUT_S,
-            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
-            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
-        ) as checkpoints:
+        async with sidestream.Checkpointer(mine, process_group="alone", **for_run(timeout_s=TIMEOUT_S)) as checkpoints:
             await checkpoints.save({"w": ROWS}, step=1)
 
     if rank == 0:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _cases import TIMEOUT_S, large, run, same
-from keywords import for_save
+from keywords import for_run, for_save
 from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream
@@ -56,12 +56,7 @@ def preempted(rank: int, world: int, directory: Path) -> list[Any]:
     mesh = init_device_mesh("cpu", (world,))
 
     async def train() -> list[Any]:
-        async with sidestream.Checkpointer(
-            directory / "run",
-            timeout_s=TIMEOUT_S,
-            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
-            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
-        ) as checkpoints:
+        async with sidestream.Checkpointer(directory / "run", **for_run(timeout_s=TIMEOUT_S)) as checkpoints:
             checkpoints.on_preemption(save=lambda: (large(mesh, 7), 7), then="stay", grace_s=TIMEOUT_S)
             pending = await checkpoints.async_save(large(mesh, 1), step=1)
             await asyncio.sleep(0.05 * rank)  # as a scheduler does, not all at once
@@ -69,12 +64,7 @@ def preempted(rank: int, world: int, directory: Path) -> list[Any]:
             while checkpoints.preempted is None:
                 await asyncio.sleep(0.01)
             await pending
-        async with sidestream.Checkpointer(
-            directory / "run",
-            timeout_s=TIMEOUT_S,
-            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
-            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
-        ) as checkpoints:
+        async with sidestream.Checkpointer(directory / "run", **for_run(timeout_s=TIMEOUT_S)) as checkpoints:
             target = large(mesh, 9)
             step = await checkpoints.restore(target)
             same(target, large(mesh, 7))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _cases import TIMEOUT_S, damage, die, large, run, same
-from keywords import for_load
+from keywords import for_load, for_run
 from torch.distributed.device_mesh import init_device_mesh
 
 import sidestream
@@ -231,22 +231,12 @@ def restored(rank: int, world: int, directory: Path) -> dict[str, Any]:
 
     async def work() -> dict[str, Any]:
         for name, plus in (("run", OLD), ("other", NEW)):
-            async with sidestream.Checkpointer(
-                directory / name,
-                timeout_s=TIMEOUT_S,
-                save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
-                load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
-            ) as checkpoints:
+            async with sidestream.Checkpointer(directory / name, **for_run(timeout_s=TIMEOUT_S)) as checkpoints:
                 await checkpoints.save(large(race.mesh, plus), step=1)
         race._desk.mkdir(exist_ok=True)
         race.on_event = seen
         target = large(race.mesh, 9)
-        async with sidestream.Checkpointer(
-            directory / "run",
-            timeout_s=TIMEOUT_S,
-            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
-            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
-        ) as checkpoints:
+        async with sidestream.Checkpointer(directory / "run", **for_run(timeout_s=TIMEOUT_S)) as checkpoints:
             with events.observe(race.observe):
                 step = await checkpoints.restore(target)
             same(target, large(race.mesh, NEW))
