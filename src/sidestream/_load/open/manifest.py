@@ -15,6 +15,7 @@ from ..._foreign.manifests import (
     read_file_manifest,
     read_foreign_manifest,
 )
+from ..._foreign.transforms import check_expansion
 from ..._format.checksum import crc32
 from ..._format.manifest import parse_metadata_line
 from ..._format.marker import METADATA_NAME, Marker
@@ -329,6 +330,8 @@ async def read_root(
             manifest = await _own_manifest_listed(source, marker, sizes)
         if isinstance(manifest, Manifest):
             await io_threads().run(validate, manifest)
+            if not manifest.own:
+                await io_threads().run(check_expansion, manifest.entries.values())
     return _numbered(manifest, location.name)
 
 
