@@ -283,6 +283,8 @@ def storage_time(directory: Path) -> float:
     time of this machine."""
     flags = os.O_WRONLY | os.O_CLOEXEC
     with suppress(OSError):
+        # A file without a name cannot be taken for a part of what is in the directory. If the process is killed here,
+        # nothing is left behind.
         if hasattr(os, "O_TMPFILE"):
             with open(os.open(directory, flags | os.O_TMPFILE, 0o600), "wb") as nameless:
                 return os.fstat(nameless.fileno()).st_mtime

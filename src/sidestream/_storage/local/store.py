@@ -182,6 +182,8 @@ def _retire(root: Path, directory: str, durability: Durability, use: Use) -> boo
     path = root / directory
     if not _may_retire(path, use, in_place=False):
         return False
+    # In this order: invisible, durably so, and only then deleted. If the directory were deleted in place, a reader
+    # could open a checkpoint that lacks files, and a power cut could bring back its name with a part of its files.
     hidden = take_away(root, directory)
     if hidden is None:  # another process has removed it meanwhile
         return True
