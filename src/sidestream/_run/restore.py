@@ -100,10 +100,15 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
             step, lease = chosen
             try:
                 report = await self._load(step, state)
+            # There are three failures of a chosen step. It is gone: the listing was older than its deletion, so the
+            # choice is made again. It is damaged: an older one is taken if the caller admits that. Everything else is
+            # an error of this load, and not a reason to continue with an older state.
             except (CheckpointNotFoundError, IncompleteCheckpointError) as error:
                 gone = error  # deleted before it was leased, or by a process that ignores leases: choose again
                 continue
             except CorruptCheckpointError as error:
+                # Without a lease the step may have been deleted during the load, which looks like damage. The marker
+                # tells it.
                 if lease is None and step.damage is None and await look_at(self.store, step) is None:
                     gone = error  # deleted during the load, because this process could not put a lease
                     continue
@@ -155,6 +160,9 @@ class RestoringTogether(Restoring[RankFailuresError]):
             except RankFailuresError as failures:
                 kinds = {failure.kind for failure in failures.failures}
                 gone = {CheckpointNotFoundError.__name__, IncompleteCheckpointError.__name__}
+                # If rank 0 found the step and only other ranks did not, there are two explanations: it was deleted in
+                # between, or they see other storage. The next round tells them apart: rank 0 looks whether the step is
+                # still there.
                 if one_round.step is not None and kinds <= gone:
                     if all(failure.rank for failure in failures.failures):
                         self._missed = one_round.step, failures
