@@ -136,6 +136,8 @@ class Checkpointer:
             stager = own_stager = AsyncStager(budget_bytes=budget_bytes, timeout_s=limit_s, backing=backing)
         self._opened = Opened(self.url, own_stager, worker[0])
         self._run = Run(store, self.url, process_group, timeout_s=timeout_s, lease_s=lease_s)
+        # One pass at a time: the one after a save, and one that the program asks for, would verify and delete the same
+        # steps.
         self._pruning = asyncio.Lock()
         self._upkeep = Upkeep(
             self._prune, f"sidestream retention {self.url}", lambda: list(self._pruner.damaged.values())
@@ -591,12 +593,15 @@ class Checkpointer:
                 await self._preemption.ended()  # its last save may have begun meanwhile
                 await self._all_ended()
         except asyncio.CancelledError:
+            # The saves are cancelled, and the exports and the upkeep after them. All of that is awaited, shielded: when
+            # this raises, no task and no thread of the ``Checkpointer`` is left.
             self._saves.cancel()
             await run_shielded(self._stop)
             raise
         finally:
             if self._preemption is not None:
                 self._preemption.uninstall()
+            # Last, because saves that still clean up need the stager and the writer process.
             await self._opened.release()
         self._saves.raise_unretrieved()
 

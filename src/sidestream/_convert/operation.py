@@ -38,6 +38,8 @@ async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, M
                 return await work(files, manifest)
             except CorruptCheckpointError as error:
                 # An export has no marker. When it is replaced, another directory has its name.
+                # Damage and replacement look the same to the code that reads. Only here, after a failure, is the marker
+                # compared.
                 if not (await was_replaced(location, manifest) or await files.moved()):
                     raise
                 if not left:
@@ -55,6 +57,7 @@ class CopyingWriter:
         self._nbytes = nbytes
 
     def pass_on(self, staged: asyncio.Future[None]) -> None:
+        # There are no sources that could change: the data comes from another checkpoint.
         staged.set_result(None)
 
     async def ended(self) -> tuple[Any, Any]:

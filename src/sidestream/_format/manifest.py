@@ -175,6 +175,7 @@ def parse_manifest(raw: bytes | bytearray) -> Manifest | Root:
         raise CorruptCheckpointError("the manifest is cut off")
     try:
         head = json.loads(lines[0].decode())  # for bytes that look like UTF-16, loads() would import a codec
+        # Before anything else is read of it: a later version may mean something else by every other field.
         if head["sidestream"] not in _VERSIONS or head["block_bytes"] != BLOCK_BYTES:
             raise UnsupportedCheckpointError(
                 f"the manifest has version {head['sidestream']}, this sidestream reads {_VERSIONS[-1]}: upgrade it"

@@ -126,6 +126,8 @@ def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | N
     if not tail.endswith(b"."):
         raise CorruptCheckpointError(f"{file} is cut off: it does not end as a pickle does", file=file)
     name = p.text(attribute)
+    # The last one. A value of the user earlier in the pickle may contain the same bytes, but the attribute stands at
+    # the very end: the length that follows has to lead exactly to the end of the file.
     at = tail.rfind(name + b"X")
     if at < 0:
         return None
@@ -205,6 +207,8 @@ def whole(found: Mapping[int, PartMarker | None]) -> list[PartMarker]:
     of another writer. At least one marker is not None.
 
     Raises ``IncompleteCheckpointError`` unless all parts of one save are present, and no others."""
+    # The save with the most parts counts as the one that is meant. A part of another save beside it is named in the
+    # error, and never taken for one of this.
     counts = Counter((one.save_id, one.world_size) for one in found.values() if one is not None)
     (save_id, world), _ = max(counts.items(), key=lambda item: (item[1], item[0]))
     mine = {

@@ -82,6 +82,9 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
         _check_file(name, size)
     ranges: dict[str, list[_Range]] = {}
     holes: list[str] = []
+    # In two groups, because most entries of a large checkpoint are ordinary tensors, which were checked while they were
+    # parsed. What is left for them, overlaps, is found by sorting numbers. Only if that finds some, as tied tensors
+    # make them, are the files concerned looked at item by item.
     rows, others = _sorted_out(manifest.entries)
     for fqn, entry in others.items():
         pause_point()
@@ -321,6 +324,8 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: s
     boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     available = sum(files[file] for file in {chunk.file for chunk in entry.chunks})
     expansion = MOST_EXPANSION if any(chunk.transform for chunk in entry.chunks) else 1
+    # Before memory is allocated for the tensor: a manifest of a few bytes must not cost more memory than its files
+    # have.
     if volume(boxes) * itemsize(entry.dtype) > available * expansion:
         raise CorruptCheckpointError(f"{fqn!r} claims more bytes than its files have ({available})", fqn=fqn)
     return _uncovered(fqn, boxes, entry.shape)

@@ -174,6 +174,8 @@ class _Walk:
             )
         if is_stateful(value):
             own = value.state_dict() if self.answers is None else self.answers.state_dict(value)
+            # The outermost object owns what is below it. What an inner object returned is only a part of its state
+            # dict, and is handed over with it.
             if owner is None:
                 owner = len(self.roots)
                 self.roots.append(StatefulRoot(owner, value))

@@ -267,6 +267,8 @@ def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePl
     # The same tensors may have other names, and be converted to other dtypes under these.
     converted = (tuple(captured.dtypes.items()), outline.key) if captured.dtypes else ()
     key = ("save", budget_bytes, converted)
+    # Two parts with two keys. Where the tensors lie in files depends on the tensors alone, and is kept by their look.
+    # How they are called is kept beside it for the newest names. Values are encoded in every save, because they change.
     layout = plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, budget_bytes))
     description = layout.describe(outline.key, leaves)
     items = ValueItems()
@@ -319,6 +321,7 @@ def _lay_out(find: Callable[[], Sequence[Leaf]], captured: Captured, budget_byte
         dtype, shape = captured.dtypes.get(leaf.fqn) or dtype_name(tensor.dtype), tuple(tensor.shape)
         check_saved(leaf.fqn, dtype, shape)
         identity = (*view_key(tensor), dtype)
+        # Tied tensors share one item. Empty ones never do: all of them have address 0 and no bytes.
         number = known.get(identity) if tensor.numel() else None
         if number is None:
             number = known[identity] = len(items)
@@ -345,6 +348,8 @@ def _windows(
             sources = tuple(items[before + number] for number in numbers)
             into = tuple(collected((converted_to(tensors[one], dtypes[one]) for one in sources), _EVERY))
             copies = zip(map(tensors.__getitem__, sources), offsets, sizes, repeat(None), skips, into)
+            # Computed once, when the plan is made: a known plan then copies small tensors in C, from addresses that are
+            # read at the time of the copy.
             starts = collected(_start(Copy(*copy)) for copy in copies)
             columns = columns_of(offsets, sizes, starts, skips, into)
             windows.append(_Window(window.end - window.start, sources, columns))

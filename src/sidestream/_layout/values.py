@@ -67,9 +67,13 @@ def _rebuild(content: Any, allow: Allowed) -> Any:
     elements = _decode_all(content.get("elements", ()), allow)
     flat = _decode_all(chain.from_iterable((key, value) for key, value in content.get("items", ())), allow)
     items = list(zip(flat[::2], flat[1::2], strict=True))
+    # Before a dict is filled: a file may choose integers that all have one hash, and filling the dict would then take
+    # hours.
     check_hashes(flat[::2])
     (state,) = _decode_all([content.get("state")], allow)
     try:
+        # The types are those that the caller allowed. Their code runs, as an unpickler would run it, and nothing else:
+        # no name is looked up in a module, and no other callable is called.
         instance = kind.__new__(kind, *args) if content["new"] else kind(*args)
         for element in elements:
             instance.append(element)

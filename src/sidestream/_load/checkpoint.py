@@ -147,6 +147,8 @@ async def open_from(
     with reading("open_checkpoint", location.url, run) as lifecycle, time_limit(Deadline.after(timeout_s)):
         source, manifest = await open_manifest(location)
         lifecycle.opened(manifest)
+        # An open ``Checkpoint`` holds nothing open, so it needs no ``close`` and no loop. Each call opens the files
+        # anew, and compares the marker with the manifest first where another checkpoint could have taken their names.
         await source.aclose()
     return Checkpoint(replace(location, name=source.name), manifest, verify, timeout_s, allowed, trust)
 
@@ -449,6 +451,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         if memory == "mapped":
             if not self._location.store.capabilities.mapping:
                 raise InvalidOptionError(f'{self.url} is not on this machine; use memory="host"')
+            # Three kinds are not mapped: indices of sparse tensors, tensors that are converted, and those whose bytes
+            # are not in one piece (``map_tensors`` leaves these out).
             taken = fqns.keys() - _indices(composites) - dtypes.keys()
             mapped = await map_tensors(source, self._manifest, taken)
         streams = await streams_of([] if device is None else [device])
@@ -509,6 +513,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
                     with all_there(self.url, _MISSING):
                         yield _Files(source, lifecycle)
                 except CorruptCheckpointError as error:
+                    # A file that is gone has two causes: damage, or a save that has replaced the checkpoint since it
+                    # was opened. The marker tells them apart.
                     gone = isinstance(error.__cause__, FileNotFoundError)
                     if gone and await was_replaced(self._location, self._manifest):
                         raise replaced(self.url) from error

@@ -197,6 +197,9 @@ async def verify_at(location: Location, progress: Progress | None = None, run: s
             async with aclosing(source):
                 try:
                     report = await _verify(Verification(source, location.url, manifest, progress), lifecycle)
+                # Damage counts only if the directory is still the one that was opened. Otherwise another checkpoint has
+                # taken its place while it was read, whose files may have the same names, and everything begins again
+                # with that one.
                 except (CorruptCheckpointError, FileNotFoundError):
                     if not await source.moved():
                         raise
@@ -332,6 +335,9 @@ class Verification:
         def compare() -> None:
             with self._noting(METADATA_NAME):
                 made = self._metadata_made(bytes(read[-TAIL_BYTES:]))
+                # There are two ways to compare. Equal bytes: nothing is left to look at. Different bytes: another
+                # version of torch or of sidestream may have pickled the same content in another way, so both are
+                # decoded and compared.
                 if made is not None and read == made:
                     return  # without decoding, which makes a hundred thousand objects for 10,000 tensors
                 for difference in _differences(self.manifest, read, ATTRIBUTE):
@@ -369,6 +375,8 @@ class Verification:
         for fqn, entry in self.manifest.entries.items():
             pause_point()
             with self._noting(fqn):
+                # Tied tensors are one item in the file: it is read once, and what is wrong with it is found for all of
+                # them (``_sharing``).
                 if isinstance(entry, TensorEntry) and not seen.issuperset(entry.chunks):
                     seen.update(entry.chunks)
                     pieces.extend(own_pieces(fqn, entry))

@@ -141,6 +141,8 @@ def _manifest_of(metadata: Metadata, about: Manifest) -> tuple[bytes, bytes]:
 def _marked(metadata: Metadata, attribute: bytes) -> bytes:
     pickled = _pickled(metadata)
     assert pickled.endswith(END)
+    # The metadata that the planner made is written, with the marker spliced in at its end, and not a rendering of our
+    # manifest. Planners may put data of their own into it, and DCP returns this object to the program.
     return pickled[: -len(END)] + attribute
 
 

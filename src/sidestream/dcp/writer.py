@@ -159,6 +159,7 @@ class StorageWriter(DcpStorageWriter):
                 "use_collectives=False: ranks that exchange no messages cannot commit one checkpoint; leave it out, or "
                 "save with torch.distributed.checkpoint.FileSystemWriter, whose files of ranks are read"
             )
+        # An order of an earlier save may have been received in this thread. This save must not write by it.
         forget_order()
         session, location = self._sessions.current(), self._wanted()
         session.drop()
@@ -172,6 +173,8 @@ class StorageWriter(DcpStorageWriter):
         """Make the attempt, and send it to every rank in its plan."""
         save = self._save()
         session, target = self._sessions.current(), save.location.name
+        # The id names the attempt, so it must be new in each save. ``reset`` makes it, and DCP does not call that in
+        # every case.
         if session.used == self.save_id:  # the id of an earlier save, if reset() was not called
             session.save_id = uuid.uuid4().hex
         save_id = session.used = session.save_id
@@ -187,6 +190,8 @@ class StorageWriter(DcpStorageWriter):
         except BaseException as error:
             order.lifecycle.failed(error, order.outcome)
             raise
+        # DCP notifies the writer of success only. A failure on another rank ends the call without a call of the writer,
+        # so the attempt is removed when the writer is used again, closed or collected.
         save.cleanup = weakref.finalize(self, _discard, order)
         return [replace(plan, storage_data=one) for plan, one in zip(plans, sent, strict=True)]
 

@@ -116,9 +116,11 @@ def assign(ranks: Sequence[RankReport], tables: Mapping[str, Sequence[Row]]) -> 
     patterns: dict[tuple[object, ...], int] = {}
     placed: list[tuple[PlacedBox, ...]] = []
     of_row: dict[int, int] = {}
+    # The largest first, so that the small ones fill up what these leave uneven.
     by_size = sorted(groups, key=lambda group: -math.prod(group.row.shape) * itemsize(group.row.dtype))
     for group in by_size:
         _place_group(work, group, patterns, placed, of_row)
+    # Values have been compared: all ranks have the same. The first rank that has one writes it.
     for number, where in others:
         of_row[number] = min(work.cohorts[table][0] for table, _ in where)
         work.values[of_row[number]].append(number)

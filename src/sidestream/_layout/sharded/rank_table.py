@@ -103,6 +103,8 @@ def local_table(plans: PlanCache, captured: Captured) -> LocalTable:
     converted = tuple(captured.dtypes.items())
     described = tuple([json.dumps(entry.content) for entry in composites.values()])
     paths = tuple([leaf.path for leaf in leaves])
+    # Everything that the rows and boxes depend on, and no tensor. The fingerprint has the addresses, because ties are a
+    # part of the rows.
     key = (paths, kinds, described, tuple(shardings), converted, fingerprint(sources))
     held = plans.get(("table", key), lambda: _hold(leaves, composites, captured))
     values = {number: leaf for number, leaf in enumerate(leaves) if held.rows[number].kind == "value"}

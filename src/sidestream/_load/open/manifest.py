@@ -155,6 +155,8 @@ async def open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
     """Do ``open_manifest``, but read only the root of the manifest of a checkpoint that several ranks wrote. The root
     is not validated yet."""
     while True:
+        # A save may exchange the directory while it is being opened. The files that were read then belong to two
+        # checkpoints, or are gone. So every failure asks whether the name has moved, and opens again if it has.
         with suppress(_Moved):
             return await _open_root(location)
 
@@ -165,6 +167,7 @@ async def _open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
         listed = await _listed(store, source)
         if listed is not None or not (store.capabilities.listing or location.name.endswith(FILE_SUFFIXES)):
             return source, await read_root(source, location, listed)
+    # Nothing of that name, or it is a file. The directory above is opened in its place, and read as a single file.
     await source.aclose()
     source = store.source(".")
     async with _closed_on_error(source):
@@ -303,6 +306,9 @@ async def read_root(
     sizes: Mapping[str, int] = {}
     try:
         sizes = await source.sizes() if listed is None else listed
+        # There are three kinds of directories. With a marker: a checkpoint of sidestream. With ``.metadata`` and no
+        # marker: one of stock DCP. Without ``.metadata``: parts, or a format of other programs, which is known by its
+        # files. The order of listing and marker matters for the first: see ``_own_manifest_listed``.
         unmarked = METADATA_NAME not in sizes and await io_threads().run(is_foreign, sizes)
         marker = None if unmarked else await committed_marker(source, store)
     except FileNotFoundError as error:

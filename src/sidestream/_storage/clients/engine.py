@@ -238,10 +238,15 @@ class StoreEngine(Engine):
             with closing(_pieces(body, part_bytes, stop)) as pieces:
                 for number, piece in enumerate(pieces):
                     if len(parts) == self._policy.concurrency:
+                        # The oldest part first. This is the only brake: the parts in flight are copies, so the memory
+                        # of a stage is free as soon as a part has been copied, and a slow store must not collect all of
+                        # it.
                         result(parts.popleft())
                     parts.append(send(partial(upload.part, number, number * part_bytes, piece)))
             while parts:
                 result(parts.popleft())
+            # From here on the object may be visible although an error arrives: the answer to ``complete`` may be lost.
+            # Then its size decides. No other save uses this name.
             completing = True
             result(send(upload.complete))
         except BaseException as error:
