@@ -255,7 +255,7 @@ def _in_order(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
     sizes = {name: nbytes for name, nbytes in paced(listed.items()) if id_of(name) in (None, manifest.save_id)}
     markers = [name for name in (METADATA_NAME, INDEX_NAME, part_metadata_name(0)) if name in sizes]
     # The last file completes the copy for readers: the marker, the index of safetensors, the first part; of files
-    # without any of these the largest, which takes longest.
+    # without any of these the largest.
     last = markers[0] if markers else max(sizes, key=lambda name: sizes[name])
     return {**{name: nbytes for name, nbytes in sizes.items() if name != last}, last: sizes[last]}
 

@@ -104,8 +104,8 @@ def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manife
             )
         if not isinstance(entry, TensorEntry) or chunk is None:
             raise _missing(url, item)
-        # The planner's tensor may require gradients, and reading into it is no operation of autograd. ``commit`` counts
-        # the version for each of them.
+        # The planner's tensor may require gradients, and reading into it does not go through autograd. ``commit``
+        # counts the version for each of them.
         target = planner.resolve_tensor(item).detach()
         if written_dtype(entry.dtype) == dtype_name(target.dtype):
             entry = replace(entry, dtype=written_dtype(entry.dtype))  # as stock DCP reads it
