@@ -122,6 +122,8 @@ class _Layout:
         """Describe a state dict with these tensors. Raises ``UnsafeObjectError``, ``KeyCollisionError`` and
         ``InvalidOptionError``."""
         newest = self.newest  # read once, because another save may replace it meanwhile
+        # Two saves may be planned at once with the same layout. Both are right with their own description: the
+        # attribute is replaced as a whole, and neither reads it twice.
         if newest is None or newest[0] != outline:
             fqns: list[str] = []
             paths: list[tuple[Key, ...]] = []
@@ -160,7 +162,9 @@ class _Description:
         key = tuple(names.values())
         found = self.templates.get(key)
         if found is None:
-            self.templates.clear()  # names with the id of a save are not used again
+            # On local directories the names are the same in every save, and the template is made once. On object
+            # storage they contain the id of the save.
+            self.templates.clear()
             found = Template.of(self._blank(names), set(self.tensors.dtypes), self.tensors.items)
             self.templates[key] = found
         return found
@@ -297,6 +301,8 @@ def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Sequence[Leaf]:
 def window_bytes_for(total: int, budget_bytes: int) -> int:
     """Return the bytes of a window for a state of ``total`` bytes within a budget."""
     low, high = _WINDOW_BYTES
+    # Windows of a fixed fraction of the state, so that writing can begin early, but neither so small that system calls
+    # count nor so large that the budget holds too few of them to overlap copies and writes.
     wanted = min(max(total // _WINDOWS, low), high, budget_bytes // _BUDGET_WINDOWS)
     return max(wanted // BLOCK_BYTES, 1) * BLOCK_BYTES
 

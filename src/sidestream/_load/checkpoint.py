@@ -249,6 +249,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         if entry is None:
             there = ", ".join(self.files) or "none"
             raise MissingKeysError(f"{self.url} has no file {name!r}; its sidecar files: {there}", [name])
+        # ``frombuffer`` refuses an empty buffer, and an empty file has nothing to compare.
         content = bytearray(entry.nbytes)
         wanted = []
         if content:
@@ -323,6 +324,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             CorruptCheckpointError: Bytes are missing or altered.
             StorageError, DeadlineExceededError, OutOfMemoryError: The storage, the time or the memory did not suffice.
         """
+        # This version cannot read it, but it says why, which takes a look into the file. So the files are opened before
+        # the error is raised.
         if isinstance(one := self._entry(fqn), OpaqueEntry):
             async with self._files("tensor") as files:
                 await self._refuse(files.source, {fqn: one})
@@ -335,6 +338,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         box = whole(entry) if rows is None else _rows(fqn, entry.shape, rows)
 
         async with self._files("tensor") as files:
+            # Memory of a device is allocated on the stream that the copy will use. The caching allocator reuses memory
+            # in the order of one stream, so work of another stream could still be reading what was there before.
             streams = await streams_of([where])
 
             def new() -> torch.Tensor:

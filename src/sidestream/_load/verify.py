@@ -184,12 +184,16 @@ async def verify(
 async def verify_at(location: Location, progress: Progress | None = None, run: str | None = None) -> VerifyReport:
     """Verify the checkpoint at a resolved location. ``run`` is the URL of the run that it belongs to."""
     with (
+        # A loop that is closed or dropped leaves no coroutine that could stop the threads. The registry finds such
+        # loops, and lets the threads end.
         registered(f"verifying {location.url}", "its threads have stopped", current_deadline().at),
         reading("verify", location.url, run) as lifecycle,
     ):
         while True:
             lifecycle.opening()
             try:
+                # What cannot be opened is damage too, and so the result of this call. An error is raised only where
+                # nothing can be said, for storage that does not answer.
                 source, manifest = await open_manifest(location)
             except (CorruptCheckpointError, IncompleteTensorError) as damage:
                 lifecycle.failed(damage, 0)
@@ -204,6 +208,8 @@ async def verify_at(location: Location, progress: Progress | None = None, run: s
                     if not await source.moved():
                         raise
                 else:
+                    # A report without damage counts in any case: each byte that was compared belonged to the checkpoint
+                    # that was opened.
                     if report.ok or not await source.moved():
                         return _reported(report, lifecycle)
 
@@ -255,6 +261,7 @@ class Verification:
     def report(self) -> VerifyReport:
         """Return the report, after ``run``. Called in a worker thread."""
         manifest, damaged = self.manifest, self.damages
+        # A name is in one list only. Damage outweighs the others, since it is what the caller has to act on.
         unreadable = self.unreadable - damaged.keys()
         unverified = self.unverified - damaged.keys() - unreadable
         fqns = (
@@ -287,6 +294,8 @@ class Verification:
     async def run(self, planned: Callable[[], object]) -> None:
         """Read and compare everything. ``planned`` is called before the first payload is read."""
         threads = io_threads()
+        # Everything is planned before the first payload is read, so ``progress`` knows from its first call how many
+        # bytes there are.
         whole = await threads.run(self._whole_items)
         pieces = await self.plan()
         runs = await threads.run(batches, pieces)
@@ -301,6 +310,8 @@ class Verification:
     async def plan(self) -> list[Piece]:
         """Compare the metadata, and return the pieces that are to be read and compared."""
         pieces: list[Piece] = []
+        # A checkpoint of ours describes itself twice, so these are compared first. One of another writer has its
+        # description in zips, one for each item, and these have to be opened before there is anything to plan.
         if self.manifest.own:
             await self._compare_metadata()
             await io_threads().run(self._plan_own, pieces)
@@ -362,7 +373,9 @@ class Verification:
             name = part_metadata_name(marker.rank)
             with self._noting(name):
                 part = await read_part(self.source, sizes, marker)
-                part = replace(part, save_id=marker.save_id)  # the id in storage_meta, which is not that of the part
+                # Each part has an id of its own, because parts are saved without the other ranks. ``storage_meta``
+                # names the one in the marker.
+                part = replace(part, save_id=marker.save_id)
                 raw = await read_file(self.source, name, sizes.get(name, 0), most_bytes=MOST_METADATA_BYTES)
                 found = await io_threads().run(_differences, part, raw, PART_ATTRIBUTE, name)
                 for difference in found:
@@ -388,6 +401,7 @@ class Verification:
     def _plan_foreign(self, found: Mapping[str, TensorEntry], pieces: list[Piece]) -> None:
         """Plan the reads of a foreign checkpoint. ``found`` has the tensors whose zips could be opened. Called in a
         worker thread."""
+        # Nothing of such a checkpoint has checksums (safetensors), so all of it is read for its size alone.
         if not self.manifest.checked:
             self.unverified.update(self.manifest.entries)
         for fqn, entry in self.manifest.entries.items():
@@ -404,6 +418,8 @@ class Verification:
         in a worker thread."""
         for fqn, error in paced(errors.items()):
             with self._noting(fqn):
+                # There are two kinds of errors. A tensor whose kind this version does not know is no damage: its bytes
+                # are compared with the checksums of the zip. Any other error is what a load would raise.
                 if not isinstance(error, UnsupportedCheckpointError):
                     raise error
                 self.unreadable.add(fqn)
@@ -443,6 +459,8 @@ class Verification:
             if self.progress is not None:
                 run_in_calling_thread(self.progress, done + read, self.total_bytes)
 
+        # One call reads a run of pieces. If the call fails, no piece of it was compared, so damage is recorded for all
+        # of them, under the name of the file.
         def noting(run: Sequence[Piece]) -> AbstractContextManager[None]:
             return _Noting(partial(self._note_unread, run), run[0].file)
 
@@ -477,6 +495,8 @@ class Verification:
         return _Noting(self._note, what)
 
     def _note(self, damage: SidestreamError, what: str) -> None:
+        # ``setdefault``: the first damage of a tensor stays. Threads call this at the same time, and the operation on a
+        # dict is atomic.
         self.damages.setdefault(getattr(damage, "fqn", None) or what, _damage(damage))
 
     def _tell(self, nbytes: int) -> None:

@@ -56,6 +56,8 @@ async def what_is_there(store: Store, name: str, url: str, files: Mapping[str, i
     """Return a description of a place without a checkpoint: a run, directories with checkpoints, or files. The result
     is empty if that is unknown. ``files`` are the files in the directory."""
     with suppress(SidestreamError, FileNotFoundError):  # the caller raises its own error, with or without this advice
+        # The caller may have named the run and not a step, its parent, or a file in it. These are looked for in this
+        # order, and a few of each are enough for an advice.
         names = await store.directories(name)
         steps = await newest_committed(store, name, names)
         if steps:
@@ -120,6 +122,8 @@ async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
         try:
             marker = await read_marker(source)
         except FileNotFoundError:
+            # Parts of ranks have no common marker. Only a set of all parts is a checkpoint, whose metadata is in one of
+            # them.
             if not await is_whole(source, await source.sizes()):
                 raise
             return decode_metadata((await read_manifest(source, Location(store, directory, directory))).metadata)
@@ -131,6 +135,8 @@ async def metadata_of(source: RangeSource, marker: Marker) -> dict[str, Any]:
     if not marker.metadata_bytes:
         return {}
     name = manifest_name(marker.save_id)
+    # The metadata is the last line of the manifest, and the marker has its size and checksum. So a list of the metrics
+    # of a run reads a few hundred bytes of each step, and no manifest.
     line = await source.read_tail(name, marker.metadata_bytes)
     if crc32(line) != marker.metadata_crc:
         raise CorruptCheckpointError(f"{source.name}: the metadata line of {name} was altered", file=name)
@@ -146,6 +152,7 @@ async def open_manifest(location: Location) -> tuple[RangeSource, Manifest]:
         source, root = await open_root(location)
         if isinstance(root, Manifest):
             return source, root
+        # The second read, of the parts, is later than the first, so the directory may have been exchanged between them.
         with suppress(_Moved):
             async with _closed_on_error(source):
                 return source, await _whole(source, location.url, root)
@@ -165,6 +172,9 @@ async def _open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
     source, store = location.source(), location.store
     async with _closed_on_error(source):
         listed = await _listed(store, source)
+        # There are three cases. A directory of that name: read as a checkpoint. No directory, but the storage lists, or
+        # the name ends like a file: it may be a single file. Storage without listings, and another name: only a marker
+        # could be there.
         if listed is not None or not (store.capabilities.listing or location.name.endswith(FILE_SUFFIXES)):
             return source, await read_root(source, location, listed)
     # Nothing of that name, or it is a file. The directory above is opened in its place, and read as a single file.
@@ -193,6 +203,8 @@ async def _closed_on_error(source: RangeSource) -> AsyncIterator[None]:
         yield
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:
         try:
+            # Asked before the source is closed: the answer compares the name with the directory that this source has
+            # open.
             moved = await source.moved()
         finally:
             await source.aclose()
@@ -320,6 +332,8 @@ async def read_root(
         raise error.within(url) from error
     with naming(url):
         if marker is None:
+            # A ``.metadata`` without a marker looks like one of stock DCP. With a manifest beside it the marker was
+            # lost, and reading it as a foreign checkpoint would skip every checksum.
             ours = await io_threads().run(own_manifest_among, sizes)
             if ours is not None:
                 what = f"it names no manifest, but {ours} is there"
@@ -335,6 +349,9 @@ async def read_root(
 def _numbered(manifest: Manifest | Root, directory: str) -> Manifest | Root:
     """Return ``manifest`` with the step and the generation that the name of its ``directory`` has, if it has them. The
     checkpoint may have been saved under another name, or outside of a run."""
+    # The name alone decides which step of a run a checkpoint is, wherever it was saved first. A checkpoint that was
+    # copied into a run under the name of a step is that step. The number in the marker is a record, which counts where
+    # the name has no number.
     order = parse_step(directory.rpartition("/")[2])
     if order is None:
         return manifest
@@ -367,6 +384,7 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
     parts: dict[int, RankPart] = {}
     for rank in ranks:
         nbytes, crc = root.parts[rank]
+        # A rank that wrote nothing has no file.
         if not nbytes:
             parts[rank] = RankPart({}, {})
             continue
