@@ -324,6 +324,7 @@ class Checkpointer:
         """
         self._opened.check()
         options = self._load if options is None else options_of(options, LoadOptions)
+        # What was saved under other names is restored under them, without a second declaration of the mapping.
         if options.names is None:
             options = replace(options, names=self._saves.options.names)
         request = LoadRequest(options, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))
@@ -357,6 +358,8 @@ class Checkpointer:
         self._opened.check()
         options = self._load if options is None else options_of(options, LoadOptions)
         async with self._reading.step(step) as (found, location):
+            # The newest step with a damaged marker is an error here, and not a reason to take an older one: that would
+            # silently go back in training.
             if found.damage is not None:
                 raise found.damage
             yield await open_from(

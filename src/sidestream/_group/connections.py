@@ -85,6 +85,8 @@ def decode_message(message: Message) -> GroupMessage:
     body = message.body
     end = 1 + body[0] if body else 1
     try:
+        # The peer may be of another version, or not one of ours at all. Such a connection is closed, and no other one
+        # is affected.
         if end > len(body):
             raise ValueError("it ends within the name of the step")
         return GroupMessage(GroupMessageKind(message.kind), message.number, body[1:end].decode("ascii"), body[end:])
@@ -165,6 +167,9 @@ class ConnectionThread:
             _log.exception("control traffic between ranks: unexpected")
 
 
+# Connections of our own, and not a group of gloo: a collective ends when all ranks have come or its time is over, and
+# cannot be taken back. A closed socket is noticed in milliseconds, and a message names the operation that it belongs
+# to.
 class Connection:
     """One connection. All methods run in the connection thread, which also calls ``on_message`` and ``on_close``."""
 
@@ -196,6 +201,8 @@ class Connection:
 
     def send(self, message: GroupMessage) -> None:
         if self.open:
+            # The socket does not block, and what it does not take waits here. One slow rank then delays no message to
+            # another.
             self._out.append(memoryview(encode_message(message)))
             self._write()
 
@@ -245,6 +252,8 @@ class Connection:
         except OSError as error:
             self.close(f"its connection broke: {error.strerror or error}")
             return
+        # Watched for writing only while something waits: a socket can nearly always be written to, and ``select`` would
+        # return at once, for ever.
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
         self._thread.register(self._sock, wanted, self._ready)
 
@@ -276,6 +285,7 @@ def connection_thread() -> ConnectionThread:
 
 
 def _after_fork() -> None:
+    # A new lock too: a thread of the parent may have held the old one at the fork, and that thread does not exist here.
     global _running, _running_lock
     _running, _running_lock = None, threading.Lock()
     for sock in list(_sockets):

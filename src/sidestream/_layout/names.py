@@ -170,7 +170,7 @@ def renamed_path(path: tuple[Key, ...], old: str, new: str, *, nested: bool = Fa
     if new == old:
         return path
     # The innermost container whose name the new name begins with: ``model.layer.w`` renamed to ``model.layer.v`` stays
-    # in ``layer``. An index of a list is no name, so an entry of a list is never kept there under another name.
+    # in ``layer``. An index of a list is not a name, so an entry of a list is never kept there under another name.
     for depth in range(len(path) - 1, 0, -1):
         if any(isinstance(key, int) for key in path[:depth]):
             continue

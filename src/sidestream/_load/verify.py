@@ -418,7 +418,7 @@ class Verification:
         in a worker thread."""
         for fqn, error in paced(errors.items()):
             with self._noting(fqn):
-                # There are two kinds of errors. A tensor whose kind this version does not know is no damage: its bytes
+                # There are two kinds of errors. A tensor whose kind this version does not know is not damage: its bytes
                 # are compared with the checksums of the zip. Any other error is what a load would raise.
                 if not isinstance(error, UnsupportedCheckpointError):
                     raise error

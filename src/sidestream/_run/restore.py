@@ -133,6 +133,7 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
         """Raise the error of the newest damaged step. Do nothing if no step was damaged."""
         if not self._passed:
             return
+        # The newest one: it is what the caller would have got without a fallback. The others are notes.
         error = self._passed[0][1]
         for step, other in self._passed[1:]:
             error.add_note(f"{step.name} is damaged too: {other}")
@@ -152,6 +153,8 @@ class RestoringTogether(Restoring[RankFailuresError]):
         """Return the report of the load; None if there is no step that the wish admits. Raises ``RankFailuresError``.
         If rank 0 sees a step that other ranks do not find, the failure is ``StorageNotSharedError`` on rank 0."""
         while True:
+            # Each round is an operation of its own, so messages of the round before are not taken for messages of this
+            # one.
             one_round = _Round(self, state)
             operation = self.member.begin("restore", current_deadline(), self.request.options.rank_wait_s)
             self._missed = None
