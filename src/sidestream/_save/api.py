@@ -284,8 +284,8 @@ def start_save(
     """
     deadline = Deadline.after(options.timeout_s)
     check_stager(stager)
-    # First of all: after this line the caller may change plain values, since they have been copied. What comes next may
-    # raise.
+    # Plain values are copied here, during the call: afterwards the caller may change them. Of tensors it takes only
+    # references.
     captured = capture(state, copy_value)
     # Only rank 0 commits sidecar files, so a path need not exist on the other ranks.
     sources = check_sources(files) if operation is None or operation.rank == 0 else {}

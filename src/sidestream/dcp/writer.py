@@ -210,7 +210,7 @@ class StorageWriter(DcpStorageWriter):
                 results = self._write_items(save.order, sent.rank, plan, planner)
         except BaseException as error:
             save.order.lifecycle.failed(error, save.order.outcome)
-            if save.alone:  # otherwise other ranks may still be writing there
+            if save.alone:
                 self._sessions.current().drop()
             raise
         done: Future[list[WriteResult]] = Future()
