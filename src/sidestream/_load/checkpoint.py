@@ -249,9 +249,9 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         if entry is None:
             there = ", ".join(self.files) or "none"
             raise MissingKeysError(f"{self.url} has no file {name!r}; its sidecar files: {there}", [name])
-        # ``frombuffer`` refuses an empty buffer, and an empty file has nothing to compare.
         content = bytearray(entry.nbytes)
         wanted = []
+        # ``frombuffer`` refuses an empty buffer, and an empty file has nothing to compare.
         if content:
             wanted.append(Wanted(name, entry, whole(entry), torch.frombuffer(content, dtype=torch.uint8)))
         async with self._files("file") as files:

@@ -83,6 +83,7 @@ class ThreadState:
                 stack.enter_context(torch.get_device_module(self.accelerator).device(self.device_index))
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
+            # Inference mode before the mode of gradients: entering it changes both.
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             return code()
@@ -266,6 +267,8 @@ class Caller:
 
 
 def _run_queued(queued: _QueuedCode[Any]) -> None:
+    # Restored at the end, because a call may be nested: code of the caller that runs here may return into another call
+    # of this thread.
     outer = is_serving()
     _serving.now, _serving.queued = True, queued
     try:
