@@ -222,7 +222,7 @@ class _Sink:
         # In the order in which the snapshot has them, so that a file is written while the state is staged, and a window
         # is kept for no longer than one part needs it. A tensor whose size would leave those behind it unaligned goes
         # to the end of its file, and is copied until then; too many of them end the reading of the snapshot.
-        tensors = [by_item[item] for item in sorted(by_item)]  # in the order of the snapshot
+        tensors = [by_item[item] for item in sorted(by_item)]
         laid, index = safetensors_layout(tensors, None, self.export.max_shard_bytes, chosen.aliases)
         if any(sum(one.nbytes for one in file.late) > _MOST_HELD_BYTES for file in laid):
             raise SnapshotLostError(f"{self.url}: too many tensors have to be kept back for the end of their file")

@@ -37,9 +37,8 @@ async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, M
             try:
                 return await work(files, manifest)
             except CorruptCheckpointError as error:
-                # An export has no marker. When it is replaced, another directory has its name.
                 # Damage and replacement look the same to the code that reads. Only here, after a failure, is the marker
-                # compared.
+                # compared. An export has none: when it is replaced, another directory has its name.
                 if not (await was_replaced(location, manifest) or await files.moved()):
                     raise
                 if not left:
