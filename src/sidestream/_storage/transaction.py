@@ -290,11 +290,10 @@ class Transaction(ABC):
     async def _send(self, name: str, tail: bytes) -> None:
         """Send the commit. If that fails, find out whether it took place: then the file ``name`` ends with ``tail``."""
         target = self.attempt.target
-        # For ``settle``: if the loop ends during the next await, this coroutine never runs again, and a thread has to
-        # find out the outcome.
+        # Both before the call: once the rename or the put is sent, it may take effect whatever is raised here.
+        # ``_look`` is for ``settle``. If the loop ends during the next await, this coroutine never runs again, and a
+        # thread has to find out the outcome. From ``"unknown"`` on nothing is deleted that has not been looked at.
         self._look = lambda stuck: self._read_back(name, tail, stuck)
-        # Before the call and not after it. Once the rename or the put is sent, it may take effect whatever is raised
-        # here, so from this line on nothing is deleted that has not been looked at.
         self.outcome = "unknown"
         try:
             await self.make_visible()
