@@ -219,7 +219,10 @@ class _Sink:
         chosen = _choose(self.export, candidates, self.url)
         items = {fqn: item for fqn, _, _, item in plan.named_tensors()}
         by_item = {items[chosen.origin[one.fqn]]: one for one in chosen.tensors}
-        tensors = [by_item[item] for item in sorted(by_item)]  # in the order of the snapshot
+        # In the order in which the snapshot has them, so that a file is written while the state is staged, and a window
+        # is kept for no longer than one part needs it. A tensor whose size would leave those behind it unaligned goes
+        # to the end of its file, and is copied until then; too many of them end the reading of the snapshot.
+        tensors = [by_item[item] for item in sorted(by_item)]
         laid, index = safetensors_layout(tensors, None, self.export.max_shard_bytes, chosen.aliases)
         if any(sum(one.nbytes for one in file.late) > _MOST_HELD_BYTES for file in laid):
             raise SnapshotLostError(f"{self.url}: too many tensors have to be kept back for the end of their file")
@@ -241,6 +244,7 @@ class _Sink:
         self._order = order
         order.lifecycle.started()
         order.lifecycle.planned(order.save_id)
+        # The checkpoint comes first on a disk that is too small: its bytes are counted before the export asks for room.
         save.space.expect(save.transaction, plan.nbytes)
         try:
             save.space.take(order.transaction, sum(body.nbytes for _, body in files))
@@ -254,6 +258,8 @@ class _Sink:
     async def finish(self, read: ConvertReport) -> ConvertReport:
         order = self._order
         assert order is not None
+        # Right before the commit, and again after the one in ``prepare``: a newer generation of the step may have been
+        # exported meanwhile, and must not be replaced by this one.
         await order.before_commit()
         try:
             await order.transaction.commit({})
@@ -266,6 +272,7 @@ class _Sink:
     async def undo(self, error: BaseException) -> None:
         order = self._order
         if order is not None:
+            # For observers the first try was skipped, and did not fail: the export is made from the checkpoint.
             starts_over = isinstance(error, SnapshotLostError)
             order.lifecycle.failed(SkippedError(str(error)) if starts_over else error, order.outcome)
             await order.transaction.clean_up(error)
@@ -283,6 +290,8 @@ class _Sink:
         try:
             return await self._read_checkpoint(save, ranks)
         except (CheckpointNotFoundError, CorruptCheckpointError, RankFailuresError) as error:
+            # The reader found files missing or altered. If the checkpoint of this save is not there any more, that is
+            # the cause, and the error says so. Otherwise the files are damaged.
             kinds = {one.kind for one in error.failures} if isinstance(error, RankFailuresError) else set()
             if kinds <= _GONE and not await holds(save.location, save.save_id):
                 raise self._gone(save) from error
@@ -424,6 +433,8 @@ class _Stream:
         held: dict[str, list[_Piece]] = {one.fqn: [] for one in laid.late}
         left = sum(one.nbytes for one in laid.tensors)
         while left:
+            # Pieces arrive in the order of the snapshot, and one at a time: all threads that write parts take them
+            # under one lock. Dropping the piece before the next one is asked for lets the snapshot release the window.
             piece = next(self._pieces)
             left -= piece.elements.numel() * piece.dtype.itemsize
             if piece.name in held:
@@ -460,6 +471,8 @@ class _StreamedFile:
     def take(self, number: int, stop: Stop) -> memoryview:
         with self._lock:
             stop.check()
+            # The parts of a file have to be made in order, because the snapshot is read once. A thread that needs a
+            # later part makes those before it, and leaves them for the others.
             while self._next <= number:
                 if self._error is not None:  # the thread that met it may not have set ``stop`` yet
                     raise self._error

@@ -26,6 +26,7 @@ _MANY = 256  # items of less than a microsecond, between two points for pauses
 
 def pack_layout(layout: ShardLayout) -> bytes:
     """Encode ``layout``. The first time takes some microseconds for each item; ``layout`` keeps the result."""
+    # A plan that is used again has the same layout object, so a steady run packs it once.
     packed: bytes | None = layout.derived.get("packed")
     if packed is None:
         packed = layout.derived["packed"] = _pack(layout)

@@ -146,6 +146,8 @@ async def open_from(
     with reading("open_checkpoint", location.url, run) as lifecycle, time_limit(Deadline.after(timeout_s)):
         source, manifest = await open_manifest(location)
         lifecycle.opened(manifest)
+        # An open ``Checkpoint`` holds nothing open, so it needs no ``close`` and no loop. Each call opens the files
+        # anew, and compares the marker with the manifest first where another checkpoint could have taken their names.
         await source.aclose()
     return Checkpoint(replace(location, name=source.name), manifest, verify, timeout_s, allowed, trust)
 
@@ -248,6 +250,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             raise MissingKeysError(f"{self.url} has no file {name!r}; its sidecar files: {there}", [name])
         content = bytearray(entry.nbytes)
         wanted = []
+        # ``frombuffer`` refuses an empty buffer, and an empty file has nothing to compare.
         if content:
             wanted.append(Wanted(name, entry, Box.whole(entry.shape), torch.frombuffer(content, dtype=torch.uint8)))
         async with self._files("file") as files:
@@ -320,6 +323,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             CorruptCheckpointError: Bytes are missing or altered.
             StorageError, DeadlineExceededError, OutOfMemoryError: The storage, the time or the memory did not suffice.
         """
+        # This version cannot read it, but it says why, which takes a look into the file. So the files are opened before
+        # the error is raised.
         if isinstance(one := self._entry(fqn), OpaqueEntry):
             async with self._files("tensor") as files:
                 await self._refuse(files.source, {fqn: one})
@@ -332,6 +337,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         box = Box.whole(entry.shape) if rows is None else _rows(fqn, entry.shape, rows)
 
         async with self._files("tensor") as files:
+            # Memory of a device is allocated on the stream that the copy will use. The caching allocator reuses memory
+            # in the order of one stream, so work of another stream could still be reading what was there before.
             streams = await streams_of([where])
 
             def new() -> torch.Tensor:
@@ -508,6 +515,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
                     with all_there(self.url, _MISSING):
                         yield _Files(source, lifecycle)
                 except CorruptCheckpointError as error:
+                    # A file that is gone has two causes: damage, or a save that has replaced the checkpoint since it
+                    # was opened. The marker tells them apart.
                     gone = isinstance(error.__cause__, FileNotFoundError)
                     if gone and await was_replaced(self._location, self._manifest):
                         raise replaced(self.url) from error

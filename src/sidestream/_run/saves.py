@@ -72,8 +72,13 @@ def decide(size: int, places: Sequence[Place]) -> list[Verdict]:
 
     Slots are given in that order. So a save that does not ask yet blocks the saves behind it.
     """
+    # Pure, so that every order of calls can be tested without a loop. Four questions in one pass: who gets a slot, who
+    # may begin (all before it have begun), who is refused, and who is skipped because a newer call wants the newest
+    # state only.
     free = size - sum(place.holds for place in places)
     asking = next((number for number, place in enumerate(places) if not place.asks), len(places))
+    # Only among those that ask. In a group a save counts as called when every rank has called it. If the newest call of
+    # one rank decided, a rank that is always ahead would have every save skipped but the last.
     newest = max(
         (number for number in range(asking) if places[number].when_full == "latest"),
         default=0,
@@ -89,6 +94,8 @@ def decide(size: int, places: Sequence[Place]) -> list[Verdict]:
             verdict = "full"
         elif number < newest and place.when_full == "latest":
             verdict = "overtaken"
+        # A save begins after those before it have begun, also if it has a slot. Two saves whose plans were made in
+        # different orders on two ranks would wait for each other in the threads of the stagers.
         all_begun = all_begun and (place.begun or verdict in ("full", "overtaken"))
         verdicts.append(verdict)
     return verdicts
@@ -243,6 +250,8 @@ class JointTurn(Turn):
         self._exchanging = operation.rank > 0
         self.on_taken()
         try:
+            # One exchange decides for all ranks: the slot, the generation, and whether the save is skipped. Ranks above
+            # 0 then wait in their own queue, so that each begins the saves in the order of its calls.
             answer = await operation.aexchange("begin", json.dumps(part).encode(), self._decide)
         finally:
             if self._exchanging:
@@ -265,6 +274,8 @@ class JointTurn(Turn):
             values = {str(call[name]) for call in calls}
             if len(values) > 1:
                 raise InvalidOptionError(f"ranks that save together have to say the same: {name} is {sorted(values)}")
+        # The saves ahead have their own deadlines, and may take any time. Only from its beginning does this save have
+        # one.
         operation.suspend()
         self.ask("wait" if any(call["promised"] for call in calls) else None)
         begins = await stoppable(operation, self.decided())
@@ -306,6 +317,7 @@ class QueuedSave:
         start, self._start = self._start, None  # releases the reference to the state
         if start is None or not await self._turn.come():
             return False
+        # The hand-over of the state: the launched save refers to it from here on, and the queue does not.
         self._work, self._lease = await start()
         self._turn.begun()
         return True
@@ -403,12 +415,15 @@ class Saves:
         """Do ``Checkpointer.async_save``. A ``promised`` save is never skipped, and is made also if other saves have
         failed."""
         step = plain_integer(step)
+        # Wrong options are not raised here: the other ranks learn of them through the operation, which needs a deadline
+        # to begin with.
         limits = options if isinstance(options, SaveOptions) else self.options
         run, member = self._run, self._run.together()
         when_full: WhenFull = "wait" if promised else self._when_full
         limit = Deadline.after(limits.timeout_s)
         operation = None if member is None else member.begin("save", limit, limits.rank_wait_s)
         if operation is None:
+            # The place is taken in the call, before the first await, so the queue has the order of the calls.
             turn = Turn(self._queue, when_full)
         else:
             claim, deadline = self._claim, run.deadline
@@ -434,6 +449,9 @@ class Saves:
         exports: tuple[PendingExport, ...] = ()
         try:
             launch, exports = await prepare_together(operation, check)
+            # There are two ways. With ``"latest"`` the call returns while the save waits, and a newer call may overtake
+            # it. Otherwise the call itself waits for the slot, so its caller is slowed down to the speed of the
+            # storage.
             queued = when_full == "latest" and (operation is not None or not turn.ask())
             checks = not (promised or queued)
             work = QueuedSave(run.url, step, turn, partial(self._start, turn, operation, launch, step, checks=checks))
@@ -445,6 +463,7 @@ class Saves:
                     )
                 return PendingSave(work, exports)
             pending = PendingSave(work, exports)
+        # The place, and the exports that no ``PendingSave`` has taken over, would otherwise stay for ever.
         except BaseException:
             turn.leave()
             for one in exports:
@@ -487,9 +506,12 @@ class Saves:
         target = run.at(step_name(step, generation))
         launch = partial(launch, location=target, generation=generation)
         if operation is not None:
+            # In a group the generation was claimed with the turn. The lease is that of rank 0, which owns the attempt.
             work = start_together(lambda operation: launch(operation=operation), operation, target.url)
             return work, None if operation.rank else run.leases.announce(target.name)
         work = launch()
+        # After the launch: if it raises, the generation is free for the next save. Between the look at the storage and
+        # this line no other save of this process begins, because ``begun`` comes later.
         self._generations.started(step, generation)
         return work, run.leases.announce(target.name)
 

@@ -132,6 +132,8 @@ async def save(
 
 async def completed(pending: PendingSave) -> SaveInfo:
     """Wait for a save and its exports. A cancel cancels all of them, and waits until they have cleaned up."""
+    # The export comes after the save, because it may need the committed checkpoint. A cancel of this call has to end
+    # both: nothing else waits for them.
     try:
         info = await pending
         await all_ended(pending.exports)
@@ -188,10 +190,15 @@ def async_save(
         InvalidOptionError, MissingExtraError: The call is wrong; nothing was started.
         WrongLoopError: No event loop of asyncio runs in this thread.
     """
+    # What is wrong with the call is raised here, and what is wrong with the state by the pending: a look at every
+    # tensor takes about ten times as long as taking references to them, and this call is on the loop. Nothing is
+    # written before the look.
     running_loop("async_save")
     member = group_of(process_group)
     exports: list[PendingExport] = []
 
+    # A function, because in a group an error at the call has to reach the other ranks too. A rank that raised alone
+    # would leave them waiting for it, so ``start_together`` turns the error into a save that fails.
     def start(operation: Operation | None) -> SaveOperation:
         chosen, wanted = options_of(options, SaveOptions), exports_in(export)
         if chosen.streaming and stager is not None:
@@ -219,7 +226,9 @@ def async_save(
 
     if member is None or member.group.world == 1:
         return PendingSave(start(None), tuple(exports))
-    limits = options if isinstance(options, SaveOptions) else SaveOptions()  # what is wrong is raised on all ranks
+    # ``options`` may be wrong, and is checked in ``start`` only. The operation has to begin before that, so defaults
+    # are used for it until the error is raised on all ranks.
+    limits = options if isinstance(options, SaveOptions) else SaveOptions()
     operation = member.begin("save", deadline_of(limits.timeout_s), limits.rank_wait_s)
     work = start_together(start, operation, str(url))
     return PendingSave(work, tuple(exports))
@@ -273,9 +282,14 @@ def start_save(
     """
     deadline = Deadline.after(options.timeout_s)
     check_stager(stager)
+    # Plain values are copied here, during the call: afterwards the caller may change them. Of tensors it takes only
+    # references.
     captured = capture(state, copy_value)
+    # Only rank 0 commits sidecar files, so a path need not exist on the other ranks.
     sources = check_sources(files) if operation is None or operation.rank == 0 else {}
     begun = None
+    # A group of one rank saves like a process without a group, except that a sharded tensor has offsets in a global
+    # shape. Only the layout of a group describes these.
     if operation is None and member is not None and captured.sharded:
         operation = begun = member.begin("save", deadline)
     order = SaveOrder(
@@ -322,6 +336,7 @@ def _started(
         )
     layout = AgreedLayout(order)
     lay_out = saved_as(layout.lay_out, options, order.location.url, others=True)
+    # No exports here: ranks have no sinks that read a snapshot. They export the committed checkpoint together.
     writer = LiveWriter(order, Stage(order, captured, stager, lay_out))
     return SaveOperation(order=order, writer=writer, layout=layout, coordinator=Group(order), exports=exports)
 
@@ -339,6 +354,7 @@ async def prewarm(
     process, map staging memory and, if this process saves ``alone``, plan the save to ``url``."""
     plan = saved_as(SavePlan.of, options, url, others=False) if alone else None
     process, falls_back = worker
+    # With ``writer="auto"`` threads write where no process starts, so a failure here is not an error.
     if process is not None and falls_back:
         await io_threads().run(process.start)
     elif process is not None:

@@ -44,9 +44,7 @@ class _Replaced:
     """The state of the target before a replacement: the ``version`` of the marker, and the id in it.
 
     When the replacement has committed, it deletes the files of the saves ``ids``, and ``shards``, whose names contain
-    no id. The files were listed before the version was read, and a save reads the version before it writes its first
-    file. So the save that wrote a listed file has read this version or an older one, and cannot commit after the
-    version has changed."""
+    no id."""
 
     version: str
     marked_id: str | None
@@ -158,6 +156,9 @@ class ObjectTransaction(Transaction):
         if NOTE in listed:
             raise being_removed(f"{bucket.url}/{self.attempt.target}")
         try:
+            # After the listing, and the id after the version. A save reads the version before it writes its first file.
+            # So each save whose files are in the listing has read this version or an older one, and none of them can
+            # commit once this one has: that is why their files may be deleted without a look at a clock or a lease.
             version = await bucket.version(name)
             marked_id = await self._marked_id(name)
         except FileNotFoundError as error:
@@ -200,6 +201,9 @@ class ObjectTransaction(Transaction):
         bucket = self._bucket
         key = bucket.key(name)
         try:
+            # A name with the id of the save belongs to this attempt alone, so it is put without a condition, and
+            # repeating the request does no harm. Any other name may be taken by another writer meanwhile. It is
+            # created, and compared if it exists.
             content = _in_one_piece(body, stop)
             if self._carries_id:
                 LoopCall(lambda: bucket.put(name, content)).result(f"writing {key}", stop)
@@ -318,6 +322,8 @@ class ObjectTransaction(Transaction):
         bucket, target = self._bucket, self.attempt.target
         if self._in_parts and self._carries_id:
             try:
+                # Before the files are compared: an upload whose creation was repeated after a lost answer may still be
+                # open, costs money until it is aborted, and is not in the listing.
                 await bucket.abort_uploads(target, self.attempt.save_id)
             except SidestreamError as error:  # the commit continues: the files may be complete
                 current_deadline().check("listing uploads")
@@ -359,6 +365,8 @@ class ObjectTransaction(Transaction):
     async def _collect(self, replaced: _Replaced) -> None:
         bucket, target = self._bucket, self.attempt.target
         listing = await bucket.listing(target)
+        # A new listing: between the first one and the commit, losers may have written further files under ids that are
+        # known to have lost.
         old = [name for name in listing.files if name in replaced.shards or owner_of(name) in replaced.ids]
         await bucket.delete(target, old)
         uploads = await bucket.uploads(target) if replaced.ids - {replaced.marked_id} else {}
