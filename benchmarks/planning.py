@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestream._format.checksum import crc32
-from sidestream._format.dcp import described, metadata_end, places_of_chunks
+from sidestream._format.dcp import described, metadata_end, places_of_rank
 from sidestream._format.frame import frame_tensor
 from sidestream._format.manifest import parse_manifest, root_body, write_root
 from sidestream._format.marker import Marker
@@ -101,7 +101,7 @@ def ours(world: int, tensors: int) -> dict[str, float]:
     chunks = [chunks_of(rows, rank, world) for rank in range(world)]
     start = time.perf_counter()
     raw_parts = [b"".join(write_part([(row, chunk) for row, _, chunk in one], [])) for one in chunks]
-    places = [places_of_chunks((fqn, chunk) for _, fqn, chunk in one) for one in chunks]
+    places = [places_of_rank(((fqn, chunk) for _, fqn, chunk in one), ())[0] for one in chunks]
     seconds["each rank's share"] = (time.perf_counter() - start) / world
     parts = [PartName(len(raw), crc32(raw)) for raw in raw_parts]
     start = time.perf_counter()

@@ -1,8 +1,9 @@
 """The house: which room may import which, and where private torch names, loops and threads may stand.
 
 A room is a module or a package directly below ``sidestream``. CONTRIBUTING.md lists the rooms, row by row; this file
-reads that table. Each check is a function over source text that returns what it objects to. The tests run it over the
-package, and over small wrong snippets that it has to catch.
+reads that table. ``names_between_rooms.toml`` has how many names each room takes from each other room. Each check is a
+function over source text that returns what it objects to. The tests run it over the package, and over small wrong
+snippets that it has to catch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,8 +38,16 @@ PRIVATE_IN_THE_COMMAND_LINE = {  # this only gets shorter
 
 MOST_ROOMS = 21  # with __init__
 DEEPEST = 10
-MOST_EDGES = 5.60  # imports of other modules of the package, per module
+MOST_NAMES = 520  # that rooms take from each other: the sum of names_between_rooms.toml
+MOST_NAMES_OF_A_MODULE = 45  # that one module takes from other rooms, those of every room in ``BASE`` included
+MOST_ROOMS_OF_A_MODULE = 6  # other rooms that one module takes names from, those in ``BASE`` left out
 MOST_DEADLINES = 33  # functions with a parameter of this name: all others work under ``time_limit``
+
+BASE = frozenset({"errors", "options", "events", "_runtime"})
+"""What every room takes names from: words of the whole package, which are no sign that two rooms know too much of each
+other. They are left out of the counts of rooms."""
+NAMES_BETWEEN_ROOMS = Path(__file__).parent / "names_between_rooms.toml"
+TAKES_MODULES = frozenset({f"{PACKAGE}.blocking"})  # the twin of what they define, whose docstrings it takes
 
 PURE_ROOMS = frozenset({"_format", "_layout"})
 SCHEDULING = frozenset({f"{PACKAGE}._runtime.threads", f"{PACKAGE}._runtime.gil"})
@@ -197,10 +207,87 @@ def too_deep(sources: Mapping[str, str]) -> list[str]:
     return [f"{len(longest)} rooms deep: {' -> '.join(longest)}"] if len(longest) > DEEPEST else []
 
 
-def too_tangled(sources: Mapping[str, str]) -> list[str]:
-    """The mean number of edges, if it is more than ``MOST_EDGES``."""
-    mean = sum(map(len, edges(sources).values())) / len(sources)
-    return [f"{mean:.2f} edges per module, more than {MOST_EDGES}"] if mean > MOST_EDGES else []
+def names_taken(name: str, source: str, known: Mapping[str, str]) -> set[tuple[str, str]]:
+    """Each name that the module ``name`` takes from another room, as the module that it is taken from, and the name.
+    A module that is imported as a whole is one name."""
+    base = name.split(".") if is_package(name, known) else name.split(".")[:-1]
+    found: set[tuple[str, str]] = set()
+    for node in nodes_of(source):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, alias.name.rpartition(".")[2]) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            stem = base[: len(base) - node.level + 1] if node.level else []
+            origin = ".".join([*stem, *([node.module] if node.module else [])])
+            wholes = ((f"{origin}.{alias.name}", alias.name) for alias in node.names)
+            found |= {(whole if whole in known else origin, one) for whole, one in wholes}
+    room = room_of(name)
+    return {(origin, one) for origin, one in found if room_of(origin) not in (None, room)}
+
+
+def names_between(sources: Mapping[str, str]) -> dict[tuple[str, str], set[tuple[str, str]]]:
+    """The names that each room takes from each other room. The package itself and the rooms in ``BASE`` are left
+    out."""
+    found: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for name, source in sources.items():
+        for origin, one in names_taken(name, source, sources) if name != PACKAGE else ():
+            room, other = room_of(name), room_of(origin)
+            assert room is not None
+            assert other is not None
+            if other not in BASE:
+                found.setdefault((room, other), set()).add((origin, one))
+    return found
+
+
+def wrong_counts(sources: Mapping[str, str], table: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Pairs of rooms whose number of names is not that in the table, and a sum of more than ``MOST_NAMES``."""
+    counts = {pair: len(names) for pair, names in names_between(sources).items()}
+    written = {(room, other): count for room, others in table.items() for other, count in others.items()}
+    found = []
+    for room, other in sorted(counts.keys() | written.keys()):
+        count, before = counts.get((room, other), 0), written.get((room, other), 0)
+        pair = f"{room} takes {count} names from {other}, and {NAMES_BETWEEN_ROOMS.name} says {before}"
+        if count > before:
+            advice = "move code to its only user, or make a function a method" if before else "a new pair needs a line"
+            found.append(f"{pair}: {advice}")
+        elif count < before:
+            found.append(f"{pair}: write the lower number, so that it stays low")
+    total = sum(written.values())
+    if total > MOST_NAMES:
+        found.append(f"rooms take {total} names from each other, more than {MOST_NAMES}")
+    return found
+
+
+def too_curious(sources: Mapping[str, str]) -> list[str]:
+    """Modules that take too many names from other rooms, or names from too many rooms. The package itself, which takes
+    all public names, is left out."""
+    found = []
+    for name, source in sources.items():
+        names = names_taken(name, source, sources) if name != PACKAGE else set()
+        rooms = {room for origin, _ in names if (room := room_of(origin))} - BASE
+        if len(names) > MOST_NAMES_OF_A_MODULE:
+            found.append(f"{name} takes {len(names)} names from other rooms, more than {MOST_NAMES_OF_A_MODULE}")
+        if len(rooms) > MOST_ROOMS_OF_A_MODULE:
+            found.append(
+                f"{name} takes names from {', '.join(sorted(rooms))}: more than {MOST_ROOMS_OF_A_MODULE} rooms"
+            )
+    return found
+
+
+def whole_modules(sources: Mapping[str, str]) -> list[str]:
+    """Modules of another private room that are imported as a whole, which hides the names that are taken from them."""
+    return [
+        f"{name}: imports the module {origin}: import names from it"
+        for name, source in sources.items()
+        if name not in TAKES_MODULES
+        for origin, one in names_taken(name, source, sources)
+        if origin in sources and origin.rpartition(".")[2] == one and (room_of(origin) or "").startswith("_")
+        if not _defines(sources[origin], one)  # ``verify`` of ``verify.py``
+    ]
+
+
+def _defines(source: str, name: str) -> bool:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return any(isinstance(node, kinds) and node.name == name for node in nodes_of(source))
 
 
 def with_parameter(wanted: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -312,8 +399,16 @@ def test_depth(sources: dict[str, str]) -> None:
     assert too_deep(sources) == []
 
 
-def test_edges(sources: dict[str, str]) -> None:
-    assert too_tangled(sources) == []
+def test_names_between_rooms(sources: dict[str, str]) -> None:
+    assert wrong_counts(sources, tomllib.loads(NAMES_BETWEEN_ROOMS.read_text(encoding="utf-8"))) == []
+
+
+def test_names_that_a_module_takes(sources: dict[str, str]) -> None:
+    assert too_curious(sources) == []
+
+
+def test_modules_are_not_taken_as_a_whole(sources: dict[str, str]) -> None:
+    assert whole_modules(sources) == []
 
 
 def test_no_circles(sources: dict[str, str]) -> None:
@@ -485,11 +580,59 @@ def test_catches_a_deep_house() -> None:
     assert too_deep(house | {f"sidestream.r{DEEPEST - 1}": ""}) == []
 
 
-def test_catches_a_tangle() -> None:
-    crowd = {f"sidestream.m{number}": "" for number in range(30)}
-    everything = "\n".join(f"from . import {name.rpartition('.')[2]}" for name in crowd)
-    assert too_tangled(dict.fromkeys(crowd, everything)) != []
-    assert too_tangled(crowd) == []
+HOUSE = {
+    "sidestream": "from ._save import save",
+    "sidestream.errors": "",
+    "sidestream._format": "",
+    "sidestream._format.records": "",
+    "sidestream._save": "",
+    "sidestream._save.order": "from .._format.records import A, B\nfrom ..errors import C\nfrom . import order",
+    "sidestream._save.sinks": "def f():\n    from sidestream._format.records import B",
+}
+
+
+def test_counts_names() -> None:
+    assert names_between(HOUSE) == {
+        ("_save", "_format"): {("sidestream._format.records", "A"), ("sidestream._format.records", "B")}
+    }
+    assert len(names_taken("sidestream._save.order", HOUSE["sidestream._save.order"], HOUSE)) == 3  # with errors
+
+
+def test_catches_a_wrong_count() -> None:
+    assert wrong_counts(HOUSE, {"_save": {"_format": 2}}) == []
+    assert len(wrong_counts(HOUSE, {"_save": {"_format": 1}})) == 1
+    assert len(wrong_counts(HOUSE, {"_save": {"_format": 3}})) == 1  # it has fallen
+    assert len(wrong_counts(HOUSE, {})) == 1  # a new pair
+    assert len(wrong_counts(HOUSE, {"_save": {"_format": 2, "_group": 1}})) == 1  # a pair that has gone
+    many = ", ".join(f"n{number}" for number in range(MOST_NAMES + 1))
+    house = HOUSE | {"sidestream._save.sinks": "", "sidestream._save.order": f"from .._format.records import {many}"}
+    assert len(wrong_counts(house, {"_save": {"_format": MOST_NAMES + 1}})) == 1
+
+
+def test_catches_a_curious_module() -> None:
+    many = ", ".join(f"n{number}" for number in range(MOST_NAMES_OF_A_MODULE))
+    assert too_curious(HOUSE | {"sidestream._save.many": f"from .._format.records import {many}"}) == []
+    one_more = f"from .._format.records import {many}\nfrom ..errors import C"
+    assert len(too_curious(HOUSE | {"sidestream._save.many": one_more})) == 1
+    rooms = [f"from .._r{number} import x" for number in range(MOST_ROOMS_OF_A_MODULE)]
+    house = HOUSE | {f"sidestream._r{number}": "" for number in range(MOST_ROOMS_OF_A_MODULE + 1)}
+    assert too_curious(house | {"sidestream._save.many": "\n".join([*rooms, "from .. import errors"])}) == []
+    rooms.append(f"from .._r{MOST_ROOMS_OF_A_MODULE} import x")
+    assert len(too_curious(house | {"sidestream._save.many": "\n".join(rooms)})) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from .._format import records", "from .._format import records as r", "import sidestream._format.records"],
+)
+def test_catches_a_module_as_a_name(source: str) -> None:
+    assert len(whole_modules(HOUSE | {"sidestream._save.order": source})) == 1
+    assert whole_modules(HOUSE | {"sidestream._format.frame": "from . import records"}) == []
+    defines = {
+        "sidestream._format.records": "def records(): ...",
+        "sidestream._save.order": "from .._format.records import records",
+    }
+    assert whole_modules(HOUSE | defines) == []
 
 
 def test_counts_a_deadline() -> None:

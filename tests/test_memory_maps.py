@@ -134,7 +134,7 @@ def test_the_pages_are_gone_before_the_rest_is_unmapped() -> None:
 
     class Watched(MemoryMap):
         def __init__(self, *_: object) -> None:
-            self.ended = lambda fate: resident.append(pages_at(address))
+            self.ended = lambda outcome: resident.append(pages_at(address))
 
     memory = Watched(-1, 16 * MIB)
     address = address_of(memory)

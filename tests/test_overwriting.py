@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 import sidestream
 from sidestream import HF, load, remove, save
-from sidestream._format.safetensors import header_of
+from sidestream._convert.safetensors import header_of
 from sidestream._storage.local import publishing
 from sidestream.errors import (
     CheckpointExistsError,

@@ -12,8 +12,8 @@ from fake_device import FakeDriver
 
 import sidestream
 from sidestream import errors
-from sidestream._load.device_streams import Streams
 from sidestream._runtime import threads
+from sidestream._staging.streams import Streams
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 

@@ -14,29 +14,25 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from ._load.checkpoint import Checkpoint, open_from
-from ._load.open.manifest import read_metadata
 from ._load.operation import LoadReport, LoadRequest
 from ._load.verification import VerifyReport
-from ._load.verify import verify_at
 from ._run.exports import Exports, Upkeep
 from ._run.health import Health
 from ._run.opened import Opened
 from ._run.preemption import Preemption, Then
 from ._run.pruning import Pruner
 from ._run.restore import Latest, Reading
-from ._run.retention import KeepAll, Pruned, Retention, best_of, keeps_all
+from ._run.retention import KeepAll, Pruned, Retention
 from ._run.run import Run
 from ._run.saves import Saves
 from ._run.watch import Watch
 from ._runtime.public import public
 from ._runtime.tasks import run_shielded, running_loop
-from ._save.api import STREAM_BYTES, Export, PendingSave, SaveInfo, check_stager, completed
+from ._save.api import Export, PendingSave, SaveInfo, completed
 from ._staging import AsyncStager
 from ._storage import locate_run
-from ._worker.client import choose_worker
 from .errors import AsyncOnlyError, InvalidOptionError
 from .options import (
-    Backing,
     Fallback,
     FileSource,
     GroupChoice,
@@ -46,9 +42,7 @@ from .options import (
     Storage,
     Tolerated,
     WhenFull,
-    check_choice,
     check_count,
-    check_seconds,
     options_of,
     step_number,
     storage_of,
@@ -115,56 +109,42 @@ class Checkpointer:
         storage: Storage | None = None,
     ) -> None:
         check_count("slots", slots)
-        check_choice("when_full", when_full, WhenFull)
-        for name, seconds in (("timeout_s", timeout_s), ("lease_s", lease_s), ("abandoned_after_s", abandoned_after_s)):
-            check_seconds(name, seconds)
         keep = KeepAll() if keep is None else keep
         if isinstance(keep, type) or not isinstance(keep, Retention):
             raise InvalidOptionError(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
-        check_stager(stager)
         options, self._load = options_of(save, SaveOptions), options_of(load, LoadOptions)
-        if options.streaming and stager is not None:
-            raise InvalidOptionError("streaming=True passes through memory of its own: leave out stager=")
         store, found_url = locate_run(url, storage_of(storage_options, storage))
         self.url: str = found_url
         """The URL of the run."""
-        worker = choose_worker(options.writer, store)
-        durability, limit_s = options.durability, options.timeout_s
-        own_stager = None
-        if stager is None:
-            backing: Backing = "private" if worker[0] is None else "shared"
-            budget_bytes = STREAM_BYTES if options.streaming else None
-            stager = own_stager = AsyncStager(budget_bytes=budget_bytes, timeout_s=limit_s, backing=backing)
-        self._opened = Opened(self.url, own_stager, worker[0])
+        durability = options.durability
         self._run = Run(store, self.url, process_group, timeout_s=timeout_s, lease_s=lease_s)
+        self._opened = Opened(self.url, store, options, stager)
         # One pass at a time: the one after a save, and one that the program asks for, would verify and delete the same
         # steps.
         self._pruning = asyncio.Lock()
         self._upkeep = Upkeep(
             self._prune, f"sidestream retention {self.url}", lambda: list(self._pruner.damaged.values())
         )
-        self._exports = Exports(
-            export,
-            self.url,
-            self._run.leases,
-            None if keeps_all(keep) else self._upkeep.request,
-            every=exports_every,
-            keep=exports_keep,
-            durability=durability,
-            timeout_s=limit_s,
-        )
         self._reading = Reading(self._run)
         self._pruner = Pruner(
             store, self.url, keep, self._run.leases, durability, lease_s=lease_s, abandoned_after_s=abandoned_after_s
         )
+        self._exports = Exports(
+            export,
+            self.url,
+            self._run.leases,
+            None if self._pruner.keeps_all else self._upkeep.request,
+            every=exports_every,
+            keep=exports_keep,
+            durability=durability,
+            timeout_s=options.timeout_s,
+        )
         self._saves = Saves(
             self._run,
             options,
-            stager,
-            worker,
+            self._opened,
             self._exports,
             self._upkeep,
-            self._opened.check,
             slots=slots,
             when_full=when_full,
         )
@@ -390,9 +370,7 @@ class Checkpointer:
             SidestreamError: The call failed as ``sidestream.verify`` does.
         """
         self._opened.check()
-        async with self._reading.step(step) as (_, location):
-            with self._run.time_limit():
-                return await verify_at(location, progress, self.url)
+        return await self._reading.verify(step, progress)
 
     async def read_metadata(self, step: int | Latest = "latest") -> dict[str, Any]:
         """Read the ``metadata=`` of a step, and nothing else of it. A cancel leaves nothing behind.
@@ -409,11 +387,7 @@ class Checkpointer:
             ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
-        async with self._reading.step(step) as (found, _):
-            if found.damage is not None:
-                raise found.damage
-            with self._run.time_limit():
-                return await read_metadata(self._run.store, found.name)
+        return await self._reading.metadata(step)
 
     async def steps(self) -> list[int]:
         """Return the numbers of the committed steps, in order.
@@ -451,7 +425,7 @@ class Checkpointer:
             ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
-        return best_of(await self._reading.with_metadata(), metric, mode)
+        return await self._reading.best(metric, mode)
 
     def watch(self, *, after: int | None = None, newest: bool = False, poll_s: float = 2.0) -> Watch:
         """Return an iterator over the steps of the run: ``async for step in checkpoints.watch(newest=True): ...``.
@@ -476,7 +450,6 @@ class Checkpointer:
             ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
         """
         self._opened.check()
-        check_seconds("poll_s", poll_s)
         last = None if after is None else step_number(after)
         timeout_s = self._run.timeout_s
         return Watch(self._run.store, after=last, newest=newest, poll_s=poll_s, timeout_s=timeout_s)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ._format.marker import METADATA_NAME
-from ._format.records import Manifest, part_name
+from ._format.records import Manifest
 from ._load.open.manifest import read_manifest
 from ._load.verification import VerifyReport
 from ._load.verify import verify_manifest
@@ -205,7 +205,7 @@ async def _signed_files(source: RangeSource, url: str, manifest: Manifest) -> di
     sizes = await source.sizes()
     files = {}
     root = manifest.name
-    parts = (part_name(manifest.save_id, rank) for rank in range(manifest.ranks))
+    parts = (manifest.part_name(rank) for rank in range(manifest.ranks))
     for name in (root, METADATA_NAME, *(part for part in parts if part in sizes)):
         try:
             files[name] = bytes(await source.read_file(name, sizes[name]))

@@ -9,8 +9,6 @@ import random
 import pytest
 
 from sidestream._format.dcp import Template
-from sidestream._format.frame import frame_tensor
-from sidestream._format.layout_bytes import pack_sums, unpack_sums
 from sidestream._format.records import BLOCK_BYTES, Chunk, Entry, TensorEntry, ValueEntry
 from sidestream._format.shard import BlockSums, ShardLayout
 
@@ -24,8 +22,8 @@ CHOICES = {
 
 
 def layout_of(blocks: list[int]) -> ShardLayout:
-    frames = [frame_tensor("uint8", (max(0, count * BLOCK_BYTES - 5),)) for count in blocks]
-    (layout,) = ShardLayout.lay_out(frames, 1 << 50, BLOCK_BYTES)
+    looks = [("uint8", (max(0, count * BLOCK_BYTES - 5),)) for count in blocks]
+    (layout,) = ShardLayout.lay_out(looks, 1 << 50, BLOCK_BYTES)
     return layout
 
 
@@ -43,17 +41,17 @@ def test_sums_of_a_shard_pass_through_a_message(name: str, digests: bool) -> Non
     for _ in range(2):  # the second time the layout knows how to cut
         sums = sums_of(layout, blocks, digests=digests)
         found = BlockSums([b""] * 700, [b""] * 700 if digests else [], [0] * len(layout.windows))
-        unpack_sums(layout, *pack_sums(sums), found)
+        found.unpack(layout, *sums.pack())
         assert found == sums
 
 
 def test_sums_that_do_not_fit_are_refused() -> None:
     layout = layout_of([1] * 300)
-    packed, _ = pack_sums(sums_of(layout, [1] * 300, digests=False))
+    packed, _ = sums_of(layout, [1] * 300, digests=False).pack()
     found = BlockSums([b""] * 300, [], [0] * len(layout.windows))
     for wrong in (packed[4:], packed + bytes(4)):
         with pytest.raises(ValueError, match="bytes of checksums"):
-            unpack_sums(layout, wrong, b"", found)
+            found.unpack(layout, wrong, b"")
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own items", "tied"])

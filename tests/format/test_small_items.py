@@ -8,15 +8,14 @@ import random
 import pytest
 import torch
 
-from sidestream._format.frame import frame_tensor
 from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout
 
 KIB = 1 << 10
 
 
 def layout_of(payloads: list[bytes], window_bytes: int = 1 << 20) -> ShardLayout:
-    frames = [frame_tensor("uint8", (len(payload),)) for payload in payloads]
-    (shard,) = ShardLayout.lay_out(frames, 1 << 30, window_bytes)
+    looks = [("uint8", (len(payload),)) for payload in payloads]
+    (shard,) = ShardLayout.lay_out(looks, 1 << 30, window_bytes)
     return shard
 
 

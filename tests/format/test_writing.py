@@ -202,8 +202,8 @@ SIZES = st.lists(st.integers(0, 300_000) | st.integers(1 << 20, 5 << 20), min_si
 def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> None:  # type: ignore[no-untyped-def]
     """Items in order, aligned, apart; windows without holes, cut where they may be; sealed by threads in any order the
     image is the same, and no old byte is left in it."""
-    frames = [frame_tensor("uint8", (size,)) for size in sizes]
-    for shard in ShardLayout.lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
+    looks = [("uint8", (size,)) for size in sizes]
+    for shard in ShardLayout.lay_out(looks, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
         assert shard.nbytes % PAGE_BYTES == 0
         check_windows(shard, window_blocks * BLOCK_BYTES)
         end = 0
@@ -238,8 +238,8 @@ def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> Non
 @given(SIZES, st.integers(1, 3))
 def test_a_window_is_shown_as_it_is_sealed(sizes: list[int], window_blocks: int) -> None:
     """Each byte once, in order, and in its final state; the checksums are the same."""
-    frames = [frame_tensor("uint8", (size,)) for size in sizes]
-    for shard in ShardLayout.lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
+    looks = [("uint8", (size,)) for size in sizes]
+    for shard in ShardLayout.lay_out(looks, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
         images = [bytearray(random.Random(1).randbytes(shard.nbytes)) for _ in range(2)]
         sealers = [Sealer(shard), Sealer(shard)]
         shown = bytearray()
@@ -291,7 +291,7 @@ def seal_in_threads(sealer: Sealer, image: bytearray, windows: list[Window]) -> 
 
 
 def test_a_trailer_does_not_wait_for_ever() -> None:
-    (shard,) = ShardLayout.lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20)
+    (shard,) = ShardLayout.lay_out([("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20)
     last = shard.windows[-1]
     view = memoryview(bytearray(last.end - last.start))
     with pytest.raises(DeadlineExceededError, match="checksums of the windows before"):
@@ -303,7 +303,7 @@ def test_a_trailer_does_not_wait_for_ever() -> None:
 
 
 def test_a_trailer_that_waits_is_stopped() -> None:
-    (shard,) = ShardLayout.lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20)
+    (shard,) = ShardLayout.lay_out([("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20)
     last = shard.windows[-1]
     view = memoryview(bytearray(last.end - last.start))
     stop, waits = Stop(), threading.Event()

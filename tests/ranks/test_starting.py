@@ -15,7 +15,7 @@ from _hub import LONG_S, Ranks, in_owner, owner_held
 from sidestream._group import Operation, Stopped, prepare_together
 from sidestream._group.connections import GroupMessage, GroupMessageKind, connection_thread
 from sidestream._group.operation import RankGroup
-from sidestream._run.saves import JointTurn, QueuedSave, SaveQueue, Turn
+from sidestream._run.saves import GroupQueueEntry, QueuedSave, QueueEntry, SaveQueue
 from sidestream._runtime.threads import Deadline
 from sidestream._save.pending import PendingSave, SaveInfo, SaveProgress
 from sidestream.errors import RankFailuresError, SkippedError
@@ -81,26 +81,26 @@ class Rank:
 
     def save(self, step: int, *, promised: bool) -> PendingSave:
         operation = self.group.begin("save", Deadline.after(LONG_S), LONG_S)
-        turn = self.turn(operation, step, promised=promised)
+        entry = self.entry(operation, step, promised=promised)
 
         async def start() -> tuple[Work, None]:
             return Work(self, operation, step), None
 
-        self.pendings.append(PendingSave(QueuedSave("run", step, turn, start)))
+        self.pendings.append(PendingSave(QueuedSave("run", step, entry, start)))
         return self.pendings[-1]
 
-    def turn(self, operation: Operation, step: int, *, promised: bool = False) -> JointTurn:
-        return JointTurn(self.queue, "latest", operation, step, self._deadline, self._claim, promised=promised)
+    def entry(self, operation: Operation, step: int, *, promised: bool = False) -> GroupQueueEntry:
+        return GroupQueueEntry(self.queue, "latest", operation, step, self._deadline, self._claim, promised=promised)
 
     def _deadline(self) -> Deadline:
         return Deadline.after(self.timeout_s)
 
-    def busy(self) -> Turn:
+    def busy(self) -> QueueEntry:
         """One save on its way, which has its slot."""
-        turn = Turn(self.queue, "wait")
-        assert turn.ask()
-        turn.begun()
-        return turn
+        entry = QueueEntry(self.queue, "wait")
+        assert entry.request_slot()
+        entry.mark_begun()
+        return entry
 
     async def outcome(self, step: int) -> str:
         try:
@@ -136,7 +136,7 @@ async def test_ranks_agree_at_any_speed(seed: int, three: Ranks) -> None:
     assert outcomes[-1] == ["committed"] * WORLD
     for rank in ranks:
         assert rank.begun == sorted(rank.begun)
-        assert rank.queue.taken == 0
+        assert rank.queue.slots_used == 0
 
 
 # --- its time -------------------------------------------------------------------------------------------------------
@@ -177,8 +177,8 @@ async def test_the_time_in_the_queue_does_not_count(three: Ranks) -> None:
     operation.deadline = Deadline(time.monotonic() - 1.0, LONG_S)  # as if it had waited for that long
     in_owner(lambda: three.hub._expire(three.hub._states[1]))
     assert not operation.stopping
-    for turn in busy:
-        turn.leave()
+    for entry in busy:
+        entry.leave()
     assert [await rank.outcome(0) for rank in ranks] == ["committed"] * WORLD
 
 
@@ -194,7 +194,7 @@ async def test_the_others_wait_for_as_long_as_something_is_on_its_way(
     assert not operation.stopping
     busy.leave()
     await gives_up(rank, coming)
-    assert rank.queue.taken == 0
+    assert rank.queue.slots_used == 0
 
 
 async def test_one_that_was_stopped_in_the_queue_waits_for_the_verdict_no_longer_than_it_may(
@@ -208,7 +208,7 @@ async def test_one_that_was_stopped_in_the_queue_waits_for_the_verdict_no_longer
     operation, coming = await waiting_for_rank_0(rank)
     in_owner(lambda: three.spokes[0]._on_message(GroupMessage(GroupMessageKind.STOP, operation.number, "", b"")))
     await gives_up(rank, coming)
-    assert rank.queue.taken == 1
+    assert rank.queue.slots_used == 1
 
 
 async def waiting_for_rank_0(rank: Rank) -> tuple[Operation, asyncio.Task[Any]]:
@@ -216,7 +216,7 @@ async def waiting_for_rank_0(rank: Rank) -> tuple[Operation, asyncio.Task[Any]]:
     rank.timeout_s = 0.05
     with owner_held():
         operation = rank.group.begin("save", Deadline.after(0.05), LONG_S)
-        coming: asyncio.Task[Any] = asyncio.ensure_future(rank.turn(operation, 1).come())
+        coming: asyncio.Task[Any] = asyncio.ensure_future(rank.entry(operation, 1).wait_to_begin())
         while not operation._suspended:
             assert not coming.done()
             await asyncio.sleep(0)

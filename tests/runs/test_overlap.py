@@ -15,7 +15,7 @@ from held import HeldStager
 from keywords import for_run
 
 import sidestream
-from sidestream._run.saves import Place, SaveQueue, Turn, decide
+from sidestream._run.saves import EntryState, QueueEntry, SaveQueue, decide
 from sidestream.errors import CheckpointExistsError, InvalidOptionError, SkippedError, TooManySavesError
 from sidestream.options import WhenFull
 
@@ -84,14 +84,14 @@ async def test_latest(tmp_path: Path) -> None:
         assert await checkpoints.read_metadata() == {"n": 4}
 
 
-def place(text: str) -> Place:
-    """``W``, ``S``, ``F`` or ``L``: the policy; ``.``: it does not ask yet; ``+``: it has a slot; ``!``: has begun."""
+def place(text: str) -> EntryState:
+    """``W``, ``S``, ``F`` or ``L``: the policy; ``.``: it wants no slot yet; ``+``: it has a slot; ``!``: has begun."""
     when_full: WhenFull = {"W": "wait", "S": "skip", "F": "fail", "L": "latest"}[text[0]]  # type: ignore[assignment]
-    return Place(when_full, asks="." not in text, holds="+" in text or "!" in text, begun="!" in text)
+    return EntryState(when_full, wants_slot="." not in text, has_slot="+" in text or "!" in text, begun="!" in text)
 
 
 @pytest.mark.parametrize(
-    ("slots", "places", "verdicts"),
+    ("slots", "places", "decisions"),
     [
         (1, "", ""),
         (1, "W", "begin"),
@@ -117,48 +117,48 @@ def place(text: str) -> Place:
         (3, "W! W+ W", "begin begin slot"),
     ],
 )
-def test_what_the_queue_decides(slots: int, places: str, verdicts: str) -> None:
-    assert decide(slots, [place(each) for each in places.split()]) == verdicts.split()
+def test_what_the_queue_decides(slots: int, places: str, decisions: str) -> None:
+    assert decide(slots, [place(each) for each in places.split()]) == decisions.split()
 
 
 @pytest.mark.parametrize("newer_first", [True, False], ids=["newer-first", "slot-first"])
 async def test_a_newer_save_and_a_slot_come_before_the_queued_one_can_look(newer_first: bool) -> None:
     """What came first decides, so that only one of the two saves has the slot."""
     queue = SaveQueue(1)
-    first, turn, newer = (Turn(queue, "latest") for _ in range(3))
-    assert first.ask()
-    assert not turn.ask()
-    first.begun()
-    coming = asyncio.create_task(turn.come())
+    first, entry, newer = (QueueEntry(queue, "latest") for _ in range(3))
+    assert first.request_slot()
+    assert not entry.request_slot()
+    first.mark_begun()
+    coming = asyncio.create_task(entry.wait_to_begin())
     await asyncio.sleep(0)
-    for happens in (newer.ask, first.leave) if newer_first else (first.leave, newer.ask):
+    for happens in (newer.request_slot, first.leave) if newer_first else (first.leave, newer.request_slot):
         happens()
-    assert newer.ask() is newer_first
+    assert newer.request_slot() is newer_first
     assert await coming is not newer_first
-    turn.leave()
-    assert queue.taken == 1
+    entry.leave()
+    assert queue.slots_used == 1
     newer.leave()
-    assert queue.taken == 0
+    assert queue.slots_used == 0
 
 
 async def test_a_queued_save_has_its_place_from_its_call_on() -> None:
     queue = SaveQueue(1)
-    first, unseen, seen, late = (Turn(queue, "wait") for _ in range(4))
-    assert first.ask()
-    assert not any(turn.ask() for turn in (unseen, seen, late))
-    first.begun()
+    first, unseen, seen, late = (QueueEntry(queue, "wait") for _ in range(4))
+    assert first.request_slot()
+    assert not any(entry.request_slot() for entry in (unseen, seen, late))
+    first.mark_begun()
     late.leave()
     first.leave()
-    assert queue.taken == 1, "the slot goes to the one that called first, which does not look yet"
-    coming = asyncio.create_task(seen.come())
+    assert queue.slots_used == 1, "the slot goes to the one that called first, which does not look yet"
+    coming = asyncio.create_task(seen.wait_to_begin())
     await asyncio.sleep(0)
     unseen.abandon()
-    assert queue.taken == 1
+    assert queue.slots_used == 1
     coming.cancel()
     with pytest.raises(asyncio.CancelledError):
         await coming
     seen.leave()
-    assert queue.taken == 0
+    assert queue.slots_used == 0
 
 
 async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: Path) -> None:

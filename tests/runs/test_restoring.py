@@ -18,7 +18,7 @@ from _run import blank, flip, is_state_of, leases_in, save_steps, state_of
 
 import sidestream
 from sidestream._run.leases import Leases
-from sidestream._run.restore import Wish, choose
+from sidestream._run.restore import StepSelector, choose
 from sidestream._run.steps import list_steps
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import LocalStore
@@ -224,7 +224,7 @@ async def test_a_listing_that_was_overtaken_leads_to_no_older_step_and_not_to_no
         await save_steps(checkpoints, *there)
     (tmp_path / "step-99").mkdir()  # never was a checkpoint, and is in nobody's way
     with time_limit(Deadline.after(60)):
-        chosen = await choose(Overtaken(tmp_path), Leases(LocalStore(tmp_path), 60.0), Wish(), ())
+        chosen = await choose(Overtaken(tmp_path), Leases(LocalStore(tmp_path), 60.0), StepSelector(), ())
     assert chosen is not None
     step, lease = chosen
     assert step.step == 10

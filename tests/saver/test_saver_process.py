@@ -29,8 +29,6 @@ from states import assert_same
 
 import sidestream
 from sidestream import events
-from sidestream._format.frame import frame_tensor
-from sidestream._format.layout_bytes import pack_layout
 from sidestream._format.records import BLOCK_BYTES
 from sidestream._format.shard import PAGE_BYTES, ShardLayout
 from sidestream._runtime.rate import RateLimiter
@@ -233,9 +231,9 @@ def test_memory_that_was_let_go_of_is_told_by_what_was_handed_over() -> None:
     with ours, theirs:
         asked = {"at": time.time(), "timeout_s": None, "save_id": "a" * 32, "target": "t", "durability": "fsync"}
         request = Request(1, asked, LocalStore, Noting(Channel(ours)), RateLimiter(None), lambda number: None)
-        (layout,) = ShardLayout.lay_out([frame_tensor("uint8", (BLOCK_BYTES,))] * 4, 1 << 40, BLOCK_BYTES + PAGE_BYTES)
+        (layout,) = ShardLayout.lay_out([("uint8", (BLOCK_BYTES,))] * 4, 1 << 40, BLOCK_BYTES + PAGE_BYTES)
         said = pack(["file", None])
-        shard = len(said).to_bytes(4, "little") + said + pack_layout(layout)
+        shard = len(said).to_bytes(4, "little") + said + layout.pack()
         request.handle(WorkerMessage(WorkerMessageKind.SHARD_FILE, 1, shard), {})
         ready = b"".join(READY.pack(0, window, 7, 0, BLOCK_BYTES) for window in range(4))
         request.handle(WorkerMessage(WorkerMessageKind.READY, 1, ready), {7: mmap(-1, 2 * BLOCK_BYTES)})

@@ -19,7 +19,7 @@ from test_marked import MARKER, blank, loaded, mount, state
 
 import sidestream
 from sidestream import errors
-from sidestream._format.safetensors import header_of
+from sidestream._convert.safetensors import header_of
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import Attempt, BytesBody, Kind, id_of, locate_run
 from sidestream._storage.names import NOTE, name_with_id

@@ -16,7 +16,7 @@ from _s3_server import S3Server, serving
 from keywords import for_run, for_save
 
 import sidestream
-from sidestream._format.safetensors import header_of
+from sidestream._convert.safetensors import header_of
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import Attempt, BytesBody, Transaction, locate_directory
 from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError, SkippedError

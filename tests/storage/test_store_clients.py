@@ -25,7 +25,7 @@ from sidestream import errors, events
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage.clients.engine import Engine, LateEngine
 from sidestream._storage.clients.lazy import Kept, frozen
-from sidestream._storage.clients.requests import Requests, fate_of
+from sidestream._storage.clients.requests import Requests, failure_kind
 
 ENGINES = ["obstore", "fsspec"]
 STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
@@ -173,7 +173,7 @@ async def test_an_earlier_try_stays_uncertain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "fate"),
+    ("text", "failure"),
     [
         ("Server returned non-2xx status code: 400 Bad Request: <Error><Code>SlowDown</Code>", "throttled"),
         ("status code: 500: <?xml version='1.0'?>\n<Error><Code>ThrottlingException</Code></Error>", "throttled"),
@@ -189,8 +189,8 @@ async def test_an_earlier_try_stays_uncertain() -> None:
         ("bad\n\nDebug source:\nGeneric { body: None }", "final"),
     ],
 )
-def test_words_of_messages(text: str, fate: str) -> None:
-    assert fate_of(OSError(text)) == fate
+def test_words_of_messages(text: str, failure: str) -> None:
+    assert failure_kind(OSError(text)) == failure
 
 
 async def test_throttling_without_a_status_is_uncertain() -> None:

@@ -22,11 +22,12 @@ from .._load.open.manifest import from_one_checkpoint
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, collected, current_deadline, io_threads, time_limit
+from .._save.copying import run_here
 from .._save.group import Group
 from .._save.layouts import commit_files
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder, unchecked
-from .._storage import Kind, Location, RangeSource, Transaction, locate_directory
+from .._storage import Location, RangeSource, Transaction, locate_directory
 from ..errors import (
     InvalidOptionError,
     RankFailuresError,
@@ -44,7 +45,6 @@ from ..options import (
     options_of,
     storage_of,
 )
-from .operation import run_here
 from .selection import Selection, select_from
 from .source import Pipeline, Source, source_of, window_bytes_within
 from .targets import (
@@ -217,13 +217,12 @@ async def _convert(
     # Each rank plans all files from the same checkpoint. That is cheaper than to send a plan, and rank 0 compares a
     # digest of the plans before it makes the attempt.
     files, pipeline = await prepare_together(ranks, prepare)
-    kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
     beside = sidecars if isinstance(files, DcpTarget) else {}
     order = SaveOrder(
         where,
         how.options.durability,
         current_deadline(),
-        kind=kind,
+        kind="directory" if isinstance(files, DcpTarget) else "file" if single else "files",
         verb=how.verb,
         files=beside,
         operation=ranks,

@@ -23,6 +23,7 @@ from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, holding_gil, io_threads, paced, pause_point, time_limit
+from .._save.copying import run_here
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
 from .._storage import (
@@ -38,7 +39,6 @@ from .._storage import (
 )
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout, storage_of
-from .operation import run_here
 from .windows import WINDOWS, WindowedFile, Windows
 
 __all__ = ["CopyReport", "copy", "remove"]

@@ -5,29 +5,23 @@ from __future__ import annotations
 import math
 import os
 import re
-import threading
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-
 from .._format.records import CompositeEntry
 from .._format.safetensors import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together
 from .._layout.names import new_dtypes, new_names, selected
 from .._layout.save_layout import SavePlan
-from .._load.open.manifest import holds
-from .._load.open.steps import Step
-from .._runtime.memory_maps import MemoryMap
 from .._runtime.public import public
 from .._runtime.threads import Stop, current_deadline, io_threads
 from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
-from .._staging import SnapshotReader, memory_behind
+from .._staging import SnapshotReader
 from .._storage import ABANDONED_AFTER_S, Body, BytesBody, Location, is_plain_name, locate_directory, read_sources
 from ..errors import (
     CheckpointNotFoundError,
@@ -38,8 +32,6 @@ from ..errors import (
     SkippedError,
     SnapshotLostError,
     UnsupportedTensorError,
-    allocating,
-    without_frames,
 )
 from ..options import (
     ConvertOptions,
@@ -55,15 +47,15 @@ from ..options import (
 )
 from .convert import ConvertReport, How, convert_opened
 from .selection import Selection
-from .source import Source, open_source_at
-from .targets import OutTensor, SafetensorsFile, safetensors_layout
+from .source import Source, holds, newer_generation, open_source_at
+from .streamed import Stream, pieces_of
+from .targets import OutTensor, safetensors_layout
 
 __all__ = ["HF"]
 
 _STEP = "{step}"
 _GONE = frozenset(one.__name__ for one in (CheckpointNotFoundError, CorruptCheckpointError, FileNotFoundError))
 """The errors of a reader whose checkpoint is replaced or removed meanwhile."""
-_PART_BYTES = 16 << 20
 _MOST_HELD_BYTES = 256 << 20
 
 
@@ -222,13 +214,13 @@ class _Sink:
         # In the order in which the snapshot has them, so that a file is written while the state is staged, and a window
         # is kept for no longer than one part needs it. A tensor whose size would leave those behind it unaligned goes
         # to the end of its file, and is copied until then; too many of them end the reading of the snapshot.
-        tensors = [by_item[item] for item in sorted(by_item)]
+        tensors = [by_item[item] for item in sorted(by_item)]  # in the order of the snapshot
         laid, index = safetensors_layout(tensors, None, self.export.max_shard_bytes, chosen.aliases)
         if any(sum(one.nbytes for one in file.late) > _MOST_HELD_BYTES for file in laid):
             raise SnapshotLostError(f"{self.url}: too many tensors have to be kept back for the end of their file")
         dtypes = {one.fqn: one.dtype for one in candidates}
         sources = {one.fqn: dtypes[chosen.origin[one.fqn]] for one in tensors}
-        stream = _Stream(_pieces(snapshot, plan, by_item, sources, stop))
+        stream = Stream(pieces_of(snapshot, plan, by_item, sources, stop))
         bodies = [(file.name, stream.file(file)) for file in laid]
         others, last = ([(name, BytesBody(one)) for name, one in small.items()] for small in (self._others, index))
         files: list[tuple[str, Body]] = [*others, *bodies, *last]  # the last file is the one that readers look for
@@ -317,12 +309,8 @@ class _Sink:
         if not self.replaces:
             return
         store = save.location.store
-        for found in await io_threads().run(Step.among, await store.directories()):
-            newer = found.step == save.step and found.generation > save.generation
-            if newer and await found.current(store) is not None:
-                raise SkippedError(
-                    f"{self.url} was not written: step {save.step} was saved again meanwhile ({found.name})"
-                )
+        if (newer := await newer_generation(store, save.step, save.generation)) is not None:
+            raise SkippedError(f"{self.url} was not written: step {save.step} was saved again meanwhile ({newer})")
 
     async def _read_checkpoint(self, save: SaveOrder, ranks: Operation | None) -> ConvertReport:
         opened = await prepare_together(ranks, partial(self._open, save))
@@ -370,157 +358,3 @@ class _Sink:
 
 
 # --- from the snapshot ---
-
-
-class _Piece(NamedTuple):
-    """The next elements of a tensor, which are converted to ``dtype`` when they are copied."""
-
-    name: str
-    elements: torch.Tensor
-    dtype: torch.dtype
-
-
-def _pieces(
-    snapshot: SnapshotReader[SavePlan],
-    plan: SavePlan,
-    by_item: Mapping[Any, OutTensor],
-    sources: Mapping[str, str],
-    stop: Stop,
-) -> Generator[_Piece]:
-    """Yield the payloads of these items, window by window."""
-    window_number = first_item = 0
-    for layout in plan.shards:
-        for window in layout.windows:
-            with snapshot.window(window_number, stop) as view:  # also a window without exported tensors, to release it
-                for number, at, nbytes, _ in layout.payloads_in(window):
-                    one = by_item.get(first_item + number)
-                    if one is not None:
-                        yield _piece(one, sources[one.fqn], view[at : at + nbytes])
-            window_number += 1
-        first_item += len(layout.items)
-
-
-def _piece(one: OutTensor, source: str, view: memoryview) -> _Piece:
-    if source == one.dtype:
-        return _Piece(one.fqn, torch.frombuffer(memory_behind(view), dtype=torch.uint8), torch.uint8)
-    elements = torch.frombuffer(memory_behind(view), dtype=dtype_from_name(source))
-    return _Piece(one.fqn, elements, dtype_from_name(one.dtype))
-
-
-class _Stream:
-    """The bytes of files, one after the other, made from pieces of tensors in the order of the snapshot."""
-
-    def __init__(self, pieces: Generator[_Piece]) -> None:
-        self._pieces = pieces
-        self._lock = threading.Lock()
-        self._files: list[_StreamedFile] = []
-
-    def file(self, laid: SafetensorsFile) -> _StreamedFile:
-        file = _StreamedFile(laid.nbytes, self._content(laid), self._lock)
-        self._files.append(file)
-        return file
-
-    def close(self) -> None:
-        """Release the window of the last piece. The files must not be read after that."""
-        with self._lock:
-            for file in self._files:
-                file.close()
-            self._pieces.close()
-
-    def _content(self, laid: SafetensorsFile) -> Generator[_Piece]:
-        """Yield the pieces of a file. Pieces that belong at its end are copied and kept until then."""
-        yield _bytes_of(laid.header)
-        held: dict[str, list[_Piece]] = {one.fqn: [] for one in laid.late}
-        left = sum(one.nbytes for one in laid.tensors)
-        while left:
-            # Pieces arrive in the order of the snapshot, and one at a time: all threads that write parts take them
-            # under one lock. Dropping the piece before the next one is asked for lets the snapshot release the window.
-            piece = next(self._pieces)
-            left -= piece.elements.numel() * piece.dtype.itemsize
-            if piece.name in held:
-                held[piece.name].append(piece._replace(elements=piece.elements.to(piece.dtype, copy=True)))
-            else:
-                yield piece
-            del piece
-        for pieces in held.values():
-            yield from pieces
-
-
-def _bytes_of(content: bytes) -> _Piece:
-    return _Piece("", torch.frombuffer(bytearray(content), dtype=torch.uint8), torch.uint8)
-
-
-class _StreamedFile:
-    """A ``Body`` whose parts are made in their order. A thread that needs a part makes all parts before it."""
-
-    aligned = False
-
-    def __init__(self, nbytes: int, content: Generator[_Piece], lock: threading.Lock) -> None:
-        self.nbytes = nbytes
-        self._content = content
-        self._lock = lock
-        self._left: _Piece | None = None
-        self._error: BaseException | None = None
-        self._made: dict[int, memoryview] = {}
-        self.parts: Sequence[_Part] = [
-            _Part(self, number, start, min(_PART_BYTES, nbytes - start))
-            for number, start in enumerate(range(0, nbytes, _PART_BYTES))
-        ]
-        self._next = 0
-
-    def take(self, number: int, stop: Stop) -> memoryview:
-        with self._lock:
-            stop.check()
-            # The parts of a file have to be made in order, because the snapshot is read once. A thread that needs a
-            # later part makes those before it, and leaves them for the others.
-            while self._next <= number:
-                if self._error is not None:  # the thread that met it may not have set ``stop`` yet
-                    raise self._error
-                try:
-                    self._make_next()
-                except BaseException as error:
-                    self._error = without_frames(error)
-                    raise
-            return self._made.pop(number)
-
-    def _make_next(self) -> None:
-        part = self.parts[self._next]
-        with allocating("memory for a part of an export"):
-            memory = MemoryMap(-1, part.nbytes)
-        self._fill(memory, part.nbytes)
-        self._made[self._next] = memoryview(memory)
-        self._next += 1
-
-    def close(self) -> None:
-        """Drop the pieces that refer to staged memory. Parts and files refer to each other, so they are freed late."""
-        self._content.close()
-        self._left = self._error = None
-        self._made.clear()
-
-    def _fill(self, memory: MemoryMap, nbytes: int) -> None:
-        """Fill a part with the next pieces. Torch copies without the GIL. The copies are aligned, because payloads are
-        aligned in the file and parts begin at multiples of 8."""
-        done = 0
-        while done < nbytes:
-            piece = self._left if self._left is not None else next(self._content)
-            size = piece.dtype.itemsize
-            count = min(piece.elements.numel(), (nbytes - done) // size)
-            torch.frombuffer(memory, dtype=piece.dtype, count=count, offset=done).copy_(piece.elements[:count])
-            done += count * size
-            rest = piece.elements[count:]
-            self._left = piece._replace(elements=rest) if rest.numel() else None
-            del piece, rest
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    file: _StreamedFile
-    number: int
-    offset: int
-    nbytes: int
-
-    def take(self, stop: Stop) -> memoryview:
-        return self.file.take(self.number, stop)
-
-    def release(self) -> None:
-        """Do nothing: the memory is freed with the last view of it."""

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .._format.records import (
-    SUB_BYTE_DTYPES,
     CompositeEntry,
     DictKey,
     EmptyEntry,
@@ -16,7 +15,6 @@ from .._format.records import (
     ValueEntry,
     itemsize,
     name_problem,
-    parts_of,
 )
 from .._layout.names import consistent, new_dtypes, new_names, renamed_path, selected
 from .._layout.objects import containers_of
@@ -160,7 +158,7 @@ def _with_parts(source: Source, named: Mapping[str, str | None]) -> dict[str, st
     found: dict[str, str | None] = {}
     for fqn, new in paced(named.items()):
         found[fqn] = new
-        found.update((part, new and new + part[len(fqn) :]) for part in parts_of(fqn, source.entries))
+        found.update((part, new and new + part[len(fqn) :]) for part in source.manifest.parts_of(fqn))
     whole = {new for new in named.values() if new is not None}
     for fqn, new in found.items():
         if fqn not in named and new in whole:
@@ -176,7 +174,7 @@ def _refuse_unusual(source: Source, taken: Sequence[str], target: Format) -> Non
         one = source.entries[fqn]
         if isinstance(one, CompositeEntry):
             what = f"it is a {one.type}, and {_SPOKEN[target]} hold plain tensors only"
-        elif isinstance(one, TensorEntry) and one.dtype in SUB_BYTE_DTYPES:
+        elif isinstance(one, TensorEntry) and one.is_sub_byte:
             what = f"{_SPOKEN[target]} have no dtype {one.dtype}"
         else:
             continue

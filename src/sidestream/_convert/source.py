@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,19 +23,28 @@ from .._format.records import (
     TensorEntry,
     ValueEntry,
     itemsize,
-    parts_of,
-    row_major_strides,
 )
 from .._layout.ranges import Box
 from .._layout.values import encode_value
 from .._load.checks import Piece, foreign_pieces, has_no_checksum
 from .._load.open.manifest import all_there, open_manifest
+from .._load.open.steps import Step
 from .._load.reader import Reader, Wanted
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import collected, holding_gil, io_threads, paced, pause_point
 from .._runtime.torch_probes import dtype_from_name
-from .._storage import EVERYDAY, PIECE_BYTES, Location, RangeSource, ReadRange, Scratch, Transaction, locate_directory
+from .._storage import (
+    EVERYDAY,
+    PIECE_BYTES,
+    Location,
+    RangeSource,
+    ReadRange,
+    Scratch,
+    Store,
+    Transaction,
+    locate_directory,
+)
 from ..errors import SidestreamError, UnsupportedCheckpointError, allocating
 from ..options import Progress, Storage, Verify
 from .targets import Slice, TargetFile
@@ -45,6 +54,8 @@ __all__ = [
     "Pipeline",
     "Source",
     "SourceTensor",
+    "holds",
+    "newer_generation",
     "open_source",
     "open_source_at",
     "source_of",
@@ -89,7 +100,7 @@ class Source:
         found: dict[str, str] = {}
         for fqn, one in paced(self.entries.items()):
             if isinstance(one, CompositeEntry):
-                for part in parts_of(fqn, self.entries):
+                for part in self.manifest.parts_of(fqn):
                     found.setdefault(part, fqn)
         return found
 
@@ -224,7 +235,7 @@ def _row_major(located: TensorEntry) -> TensorEntry | None:
         if payload is None:
             chunks.append(chunk)
             continue
-        if chunk.payload_offset is None or payload.strides not in (None, row_major_strides(chunk.sizes)):
+        if chunk.payload_offset is None or not payload.is_row_major(chunk.sizes):
             return None
         if payload.strides is None and payload.payload_bytes != math.prod(chunk.sizes) * size:
             return None
@@ -377,3 +388,23 @@ def _slices_of(file: TargetFile, index: int) -> tuple[list[Slice], int]:
     """Return the slices in a window of a file, and their size in bytes."""
     slices = collected(file.slices(index))
     return slices, sum(one.nbytes for one in slices)
+
+
+async def holds(location: Location, save_id: str) -> bool:
+    """Return whether the checkpoint of this save is at ``location``. True also if that cannot be found out."""
+    async with aclosing(location.source()) as source:
+        try:
+            marker = await source.marker()
+        except FileNotFoundError:
+            return False
+        except SidestreamError:
+            return True
+    return marker is not None and marker.save_id == save_id
+
+
+async def newer_generation(store: Store, step: int | None, generation: int) -> str | None:
+    """Return the directory of a committed generation of ``step`` that is newer than ``generation``, if there is one."""
+    for found in await io_threads().run(Step.among, await store.directories()):
+        if found.step == step and found.generation > generation and await found.current(store) is not None:
+            return found.name
+    return None

@@ -6,11 +6,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from .._format.checksum import crc32
-from .._format.frame import Archive, frame_tensor, tensor_pickle
-from .._format.pickles import EMPTY_DICT, dict_of, list_of
 from .._format.records import (
     BLOCK_BYTES,
     CompositeEntry,
@@ -21,20 +19,13 @@ from .._format.records import (
     TensorEntry,
     ValueEntry,
 )
-from .._format.safetensors import (
-    ALIGN_BYTES,
-    INDEX_NAME,
-    Named,
-    alignment,
-    file_names,
-    header_of,
-    index_of,
-    shards_of_sizes,
-)
+from .._format.safetensors import INDEX_NAME
 from .._format.shard import Sealer, ShardLayout
-from .._format.values import ValueItems, pickle_part
+from .._format.torch_file import TorchFile
+from .._format.values import ValueItems
 from .._layout.assemble import assemble
 from .._runtime.threads import Stop, holding_gil, paced, wait_for_change
+from .safetensors import ALIGN_BYTES, Named, alignment, file_names, header_of, index_of, shards_of_sizes
 from .windows import WindowedFile
 
 __all__ = [
@@ -161,36 +152,23 @@ def torch_file(
     storage."""
     distinct: dict[object, int] = {}
     first: list[OutTensor] = []
-    leaves: dict[str, tuple[tuple[Key, ...], _Pickled]] = {}
+    file = TorchFile()
+    leaves: dict[str, tuple[tuple[Key, ...], object]] = {}
     for one in tensors:
         # As ``torch.save`` does: tied tensors refer to one storage, and ``torch.load`` ties them again.
         number = distinct.setdefault(one.identity, len(first))
         if number == len(first):
             first.append(one)
-        leaves[one.fqn] = (one.path, _Pickled(tensor_pickle(one.dtype, one.shape, str(number))))
-    storages = [b""] * len(first)
+        leaves[one.fqn] = (one.path, file.tensor(one.dtype, one.shape, number))
+    file.sizes = [one.nbytes for one in first]
     for value in values:
-        pickled = EMPTY_DICT if value.empty else pickle_part(value.node, storages)
-        leaves[value.fqn] = (value.path, _Pickled(pickled))
-    pickled = b"\x80\x02" + _pickle_tree(assemble(leaves[fqn] for fqn in order)) + b"."
-    archive = Archive(pickled, storages[len(first) :], [one.nbytes for one in first], _ALIGN_BYTES)
+        leaves[value.fqn] = (value.path, file.empty() if value.empty else file.value(value.node))
+    archive = file.archive(assemble(leaves[fqn] for fqn in order), _ALIGN_BYTES)
     pieces = [
         (offset, nbytes, first[content] if isinstance(content, int) else content)
         for offset, nbytes, content in archive.pieces
     ]
     return Written(name, pieces, window_bytes)
-
-
-class _Pickled(NamedTuple):
-    content: bytes
-
-
-def _pickle_tree(node: Any) -> bytes:
-    if isinstance(node, _Pickled):
-        return node.content
-    if isinstance(node, dict):
-        return dict_of((pickle_part(key, []), _pickle_tree(value)) for key, value in node.items())
-    return list_of(_pickle_tree(value) for value in node)
 
 
 # --- safetensors ----------------------------------------------------------------------------------------------------
@@ -289,8 +267,8 @@ class DcpTarget:
         for one in tensors:
             distinct.setdefault(one.identity, one)
         items = list(distinct.values())
-        frames = (frame_tensor(one.dtype, one.shape) for one in items)
-        layouts = ShardLayout.lay_out(frames, shard_bytes, window_bytes)
+        looks = ((one.dtype, one.shape) for one in items)
+        layouts = ShardLayout.lay_out(looks, shard_bytes, window_bytes)
         self.shards: list[_DcpShard] = []
         self._places: dict[object, tuple[int, int]] = {}
         for layout in layouts:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from .._format.marker import ATTRIBUTE, METADATA_NAME, attribute_end
 from .._format.records import (
     DTYPES,
     MAX_FQN_CHARS,
@@ -25,12 +26,12 @@ from .._format.records import (
     name_of,
 )
 from .._runtime.pauses import chunked, collected, pause_point
-from ..errors import CorruptCheckpointError
+from ..errors import CorruptCheckpointError, UnsupportedCheckpointError
 from .pickles.tensors import DtypeNames, is_dtype
 from .pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
 from .transforms import check_transforms
 
-__all__ = ["DcpDescription", "compare_metadata", "read_dcp_description", "read_dcp_metadata", "with_opaque_entries"]
+__all__ = ["DcpDescription", "differences", "read_dcp_description", "read_dcp_metadata", "with_opaque_entries"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _LEGACY = "torch.distributed._shard.sharded_tensor.metadata"
@@ -321,7 +322,7 @@ def _too_small(dtype: str, chunk: Chunk) -> bool:
 # --- two descriptions of one checkpoint -----------------------------------------------------------------------------
 
 
-def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError | None]:
+def _compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError | None]:
     """Yield an error for each place where the ``metadata`` that stock DCP reads contradicts the ``manifest``, and None
     for each place where both agree.
 
@@ -390,3 +391,24 @@ def _comparable(entry: Entry) -> object:
         for one in entry.chunks
     }
     return path, entry.written_dtype, entry.shape, chunks
+
+
+def differences(
+    manifest: Manifest, raw: bytes | bytearray, attribute: str = ATTRIBUTE, file: str = METADATA_NAME
+) -> list[CorruptCheckpointError]:
+    """Return the places where ``.metadata`` contradicts the manifest. ``attribute`` is the name of the attribute that
+    points to the manifest."""
+    try:
+        metadata = read_dcp_description(raw)
+    except UnsupportedCheckpointError as error:
+        if not manifest.exact:
+            raise
+        return [CorruptCheckpointError(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
+    compared = collected(_compare_metadata(manifest, metadata))
+    found = [one for one in compared if one is not None]
+    pointer = metadata.attributes.get(attribute)
+    if pointer is None or not raw.endswith(attribute_end(attribute, pointer)):
+        found.append(
+            CorruptCheckpointError(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file)
+        )
+    return found

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import torch
 
 from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
-from .._format.validate import TENSORS_ALWAYS_BYTES, may_expand
-from .._layout.values import NOTHING_ALLOWED, Allowed, decode_value
+from .._layout.values import Allowed, decode_value
 from .._runtime.threads import Stop, clear_gradually, current_deadline, io_threads, paced, pause_point, read_threads
 from .._storage import Batches, RangeSource, ReadRange, Reads, Scratch
 from ..errors import (
@@ -32,7 +32,7 @@ from .pickles.values import ValueBudget
 from .torch_zip.ends import Ends, Seekable, TensorItems
 from .torch_zip.file import Records, TensorPayload, open_tensor_item, open_value_item
 from .torch_zip.zip import TorchZip, is_older, is_zip
-from .transforms import VALUES_ALWAYS_BYTES, UnpackBudget, require, unpack
+from .transforms import TENSORS_ALWAYS_BYTES, VALUES_ALWAYS_BYTES, UnpackBudget, may_expand, require, unpack
 
 __all__ = [
     "MAX_VALUE_BYTES",
@@ -44,7 +44,6 @@ __all__ = [
     "locate",
     "locate_all",
     "located",
-    "of_kind",
     "opaque_errors",
     "read_as_saved",
     "read_item",
@@ -107,12 +106,12 @@ async def locate_all(
     if manifest.own:
         return {}, {}
     threads = io_threads()
-    found, errors = await locate(source, await threads.run(of_kind, manifest.entries, TensorEntry), records=records)
-    errors.update(await opaque_errors(source, await threads.run(of_kind, manifest.entries, OpaqueEntry)))
+    found, errors = await locate(source, await threads.run(_of_kind, manifest.entries, TensorEntry), records=records)
+    errors.update(await opaque_errors(source, await threads.run(_of_kind, manifest.entries, OpaqueEntry)))
     return found, errors
 
 
-def of_kind(entries: Mapping[str, Entry], kind: type[K]) -> dict[str, K]:
+def _of_kind(entries: Mapping[str, Entry], kind: type[K]) -> dict[str, K]:
     """Return the entries of this kind. Called in a worker thread."""
     return {fqn: entry for fqn, entry in paced(entries.items()) if isinstance(entry, kind)}
 
@@ -403,7 +402,7 @@ async def read_values(
     source: RangeSource,
     manifest: Manifest,
     entries: Mapping[str, ValueEntry],
-    allow: Allowed = NOTHING_ALLOWED,
+    allow: Allowed = MappingProxyType({}),
     trust: Trust = "data",
 ) -> dict[str, Any]:
     """Return the plain values of ``entries``. A manifest of sidestream contains them. Other writers have pickled them:

@@ -36,7 +36,7 @@ from .rank_files import Replica, is_rank_file, merge_ranks, rank_files
 from .safetensors import Header, header_bytes, locate_shards, manifest_of_headers, parse_header, parse_index, shards_of
 from .torch_zip.file import read_torch_file
 from .torch_zip.zip import other_zip
-from .transforms import require
+from .transforms import check_expansion, require
 
 __all__ = [
     "FILE_SUFFIXES",
@@ -212,6 +212,7 @@ async def find_other_kind(source: RangeSource, file: str, nbytes: int) -> str | 
 
 def _with_files(manifest: Manifest, sizes: Mapping[str, int]) -> Manifest:
     manifest = with_opaque_entries(manifest)
+    check_expansion(manifest.entries.values())
     used = set(collected(file for entry in manifest.entries.values() for file in _files(entry)))
     return replace(manifest, files={name: nbytes for name, nbytes in paced(sizes.items()) if name in used})
 

@@ -3,22 +3,28 @@ far."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-from .._format.validate import EXPANSION_RATIO
+from .._format.records import Entry, TensorEntry
 from .._runtime.pauses import pause_point
 from ..errors import CorruptCheckpointError, MissingExtraError, UnsupportedCheckpointError
 
 __all__ = [
+    "TENSORS_ALWAYS_BYTES",
     "VALUES_ALWAYS_BYTES",
     "UnpackBudget",
+    "check_expansion",
     "check_transforms",
+    "may_expand",
     "require",
     "unpack",
 ]
 
+_RATIO = 64
+TENSORS_ALWAYS_BYTES = 1 << 30
 VALUES_ALWAYS_BYTES = 64 << 20
 
 _ZSTD = "stream.zstd"
@@ -46,6 +52,33 @@ def check_transforms(descriptors: object, fqn: str) -> str | None:
     )
 
 
+def may_expand(packed_bytes: int) -> int:
+    """Return how many bytes all compressed tensors of a checkpoint may expand to, if their items have ``packed_bytes``
+    together.
+
+    One item may expand to 32 Ki times its size, as zeros do. A checkpoint that consists of such items is refused,
+    because a few megabytes would require terabytes of memory.
+    """
+    return TENSORS_ALWAYS_BYTES + _RATIO * packed_bytes
+
+
+def check_expansion(entries: Iterable[Entry]) -> None:
+    """Raise ``UnsupportedCheckpointError`` if the compressed tensors would expand to more than ``may_expand``."""
+    packed = expanded = 0
+    for entry in entries:
+        if isinstance(entry, TensorEntry):
+            for chunk in entry.chunks:
+                if chunk.transform:
+                    packed += chunk.item_bytes
+                    expanded += math.prod(chunk.sizes) * entry.itemsize
+        pause_point()
+    if expanded > may_expand(packed):
+        raise UnsupportedCheckpointError(
+            f"its compressed tensors have {packed} bytes and would expand to {expanded}, a ratio that this version "
+            "does not accept; load it with torch.distributed.checkpoint"
+        )
+
+
 class UnpackBudget:
     """The size to which all compressed items of one call may expand together: ``always_bytes``, and more in proportion
     to their own sizes. Thread-safe."""
@@ -57,7 +90,7 @@ class UnpackBudget:
     def unpack(self, raw: bytes | bytearray, most_bytes: int) -> bytearray:
         """Call ``unpack`` within the limits of the budget."""
         with self._lock:
-            self._left += EXPANSION_RATIO * len(raw)
+            self._left += _RATIO * len(raw)
             most_bytes = min(most_bytes, self._left)
         content = unpack(raw, most_bytes)
         with self._lock:

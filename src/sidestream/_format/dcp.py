@@ -23,7 +23,7 @@ from typing import TypeAlias
 from .._runtime.pauses import chunked, collected, pause_point
 from . import pickles as p
 from .manifest import entry_line, head_line, line_around_checksums, metadata_line
-from .marker import Marker, marker_attribute
+from .marker import TAIL_BYTES, Marker, find_marker, marker_attribute
 from .records import (
     Chunk,
     CompositeEntry,
@@ -46,10 +46,9 @@ __all__ = [
     "Template",
     "described",
     "index_of",
+    "is_metadata_of",
     "metadata_end",
-    "metadata_of",
-    "places_of_chunks",
-    "places_of_values",
+    "places_of_rank",
 ]
 
 
@@ -230,9 +229,11 @@ class Described:
         return b"".join([*self.places, *metadata_end(marker)])
 
 
-def metadata_of(entries: Mapping[str, Entry], marker: Marker) -> bytes:
-    """Return the ``.metadata`` of a checkpoint with these entries."""
-    return b"".join([*_places(entries), *metadata_end(marker)])
+def is_metadata_of(entries: Mapping[str, Entry], raw: bytes | bytearray) -> bool:
+    """Return whether ``raw`` is what this version writes as ``.metadata`` for these entries and the marker in ``raw``.
+    Raises ``CorruptCheckpointError`` for a damaged marker."""
+    marker = find_marker(bytes(raw[-TAIL_BYTES:]))
+    return marker is not None and raw == b"".join([*_places(entries), *metadata_end(marker)])
 
 
 def _places(entries: Mapping[str, Entry]) -> list[bytes]:
@@ -374,17 +375,14 @@ def described(shared: Shared) -> bytes:
     return b"".join(head.pieces())
 
 
-def places_of_chunks(chunks: Iterable[tuple[str, Chunk]]) -> bytes:
-    """Return the places of the chunks of one rank. ``chunks`` has pairs of FQN and chunk."""
-    places = (
+def places_of_rank(
+    chunks: Iterable[tuple[str, Chunk]], values: Iterable[tuple[str, str, int, int]]
+) -> tuple[bytes, bytes]:
+    """Return the places of the chunks, and of the values, of one rank. ``chunks`` has pairs of FQN and chunk, and
+    ``values`` has FQN, file, offset and length of each."""
+    of_chunks = (
         index_of(p.text(fqn), chunk.offsets, None) + info_of(chunk.file, chunk.item_offset, chunk.item_bytes)
         for fqn, chunk in chunks
     )
-    return b"".join(collected(places))
-
-
-def places_of_values(values: Iterable[tuple[str, str, int, int]]) -> bytes:
-    """Return the places of the values of one rank. ``values`` has FQN, file, offset and length of each."""
-    return b"".join(
-        index_of(p.text(fqn), None, None) + info_of(file, offset, nbytes) for fqn, file, offset, nbytes in values
-    )
+    of_values = (index_of(p.text(fqn), None, None) + info_of(file, *place) for fqn, file, *place in values)
+    return b"".join(collected(of_chunks)), b"".join(of_values)

@@ -97,6 +97,10 @@ class ForeignPayload:
     strides: tuple[int, ...] | None = None
     first_element: int = 0
 
+    def is_row_major(self, shape: tuple[int, ...]) -> bool:
+        """Return whether the strides are those of a row-major tensor of this shape."""
+        return self.strides in (None, row_major_strides(shape))
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -140,6 +144,11 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
+    def is_sub_byte(self) -> bool:
+        """Whether its dtype is one of ``SUB_BYTE_DTYPES``."""
+        return self.dtype in SUB_BYTE_DTYPES
 
     @property
     def written_dtype(self) -> str:
@@ -346,6 +355,10 @@ class Manifest:
     def name(self) -> str:
         """The name of its file, or of its root if ranks have parts of it."""
         return manifest_name(self.save_id)
+
+    def part_name(self, rank: int) -> str:
+        """Return the file name of a rank's part of it."""
+        return part_name(self.save_id, rank)
 
     @property
     def stored(self) -> Mapping[str, Entry | Row]:

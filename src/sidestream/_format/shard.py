@@ -11,11 +11,24 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
-from .._runtime.pauses import pause_point
-from .checksum import Burst, DigestOf, block_count, block_crcs, combine, crc32, installed_digest, join_blocks, pack_crcs
-from .frame import Frame
+from .._runtime.pauses import chunked, collected, pause_point
+from .checksum import (
+    DIGEST_BYTES,
+    Burst,
+    DigestOf,
+    block_count,
+    block_crcs,
+    combine,
+    crc32,
+    installed_digest,
+    join_blocks,
+    pack_crcs,
+    unpack_crcs,
+)
+from .frame import Frame, frame_tensor
 from .records import BLOCK_BYTES, Chunk
 
 __all__ = [
@@ -137,6 +150,18 @@ class BlockSums(NamedTuple):
     digests: list[bytes]
     windows: list[int]
 
+    def pack(self) -> tuple[bytes, bytes]:
+        """Encode the CRCs, with those of the windows last, and the digests."""
+        return b"".join([*self.crcs, pack_crcs(self.windows)]), b"".join(self.digests)
+
+    def unpack(self, layout: ShardLayout, crcs: bytes, digests: bytes) -> None:
+        """Decode what ``pack`` has made into this object. Raises ``ValueError`` if it does not fit the layout."""
+        end = max(0, len(crcs) - _CRC_BYTES * len(layout.windows))
+        self.windows[:] = unpack_crcs(crcs[end:])
+        _distribute(layout, crcs[:end], _CRC_BYTES, self.crcs)
+        if self.digests:
+            _distribute(layout, digests, DIGEST_BYTES, self.digests)
+
     def whole(self, layout: ShardLayout) -> int:
         """Return the CRC of the whole shard, when every window has been sealed."""
         total = 0
@@ -154,7 +179,33 @@ class ShardLayout:
     items: tuple[Placed, ...]
     windows: tuple[Window, ...]
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What takes long to compute from the rest (``layout_bytes.py``): the layout is used again from save to save."""
+    """What takes long to compute from the rest (``pack``): the layout is used again from save to save."""
+
+    def pack(self) -> bytes:
+        """Encode the layout, for the writer process. The first time takes some microseconds for each item; the result
+        is kept."""
+        packed: bytes | None = self.derived.get("packed")
+        if packed is None:
+            packed = self.derived["packed"] = _pack(self)
+        return packed
+
+    @staticmethod
+    def unpack(packed: memoryview) -> ShardLayout:
+        """Decode what ``ShardLayout.pack`` has made."""
+        nbytes, frame_count, item_count, window_count = _HEAD.unpack_from(packed)
+        at = _HEAD.size
+        frames: list[Frame] = []
+        for _ in range(frame_count):
+            payload, header_bytes, trailer_bytes, *crc_at = _FRAME.unpack_from(packed, at)
+            start = at + _FRAME.size
+            middle, at = start + header_bytes, start + header_bytes + trailer_bytes
+            frames.append(Frame(bytes(packed[start:middle]), payload, bytes(packed[middle:at]), (crc_at[0], crc_at[1])))
+        end = at + item_count * _ITEM.size
+        items = tuple(Placed(frames[number], offset) for number, offset in _ITEM.iter_unpack(packed[at:end]))
+        windows = tuple(
+            Window(*window) for window in _WINDOW.iter_unpack(packed[end : end + window_count * _WINDOW.size])
+        )
+        return ShardLayout(nbytes, items, windows)
 
     def payloads_in(self, window: Window) -> Iterator[tuple[int, int, int, int]]:
         """Yield, for each item with payload in ``window``: its number, the offset of its bytes in the window, their
@@ -167,8 +218,11 @@ class ShardLayout:
                 yield number, start - window.start, end - start, start - payload
 
     @staticmethod
-    def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> list[ShardLayout]:
-        """Place the items in order. A new shard begins when the last one would grow beyond ``shard_bytes``.
+    def lay_out(
+        tensors: Iterable[tuple[str, tuple[int, ...]]], shard_bytes: int, window_bytes: int
+    ) -> list[ShardLayout]:
+        """Place the items of tensors, given by dtype and shape, in order. A new shard begins when the last one would
+        grow beyond ``shard_bytes``.
 
         Payloads of 64 KiB and more begin on a page, for direct I/O and mmap. Smaller ones are aligned to 64 bytes. The
         gaps lie before the items, where neither DCP nor a zip reader reads. A window has at most ``window_bytes`` (a
@@ -176,8 +230,9 @@ class ShardLayout:
         """
         shards: list[ShardLayout] = []
         shard = _Shard(window_bytes)
-        for frame in frames:
+        for dtype, shape in tensors:
             pause_point()
+            frame = frame_tensor(dtype, shape)
             if shard.items and shard.position + frame.item_bytes > shard_bytes:
                 shards.append(shard.close())
                 shard = _Shard(window_bytes)
@@ -436,11 +491,68 @@ def _write(view: memoryview, window: Window, offset: int, content: bytes | Seque
     view[start : start + len(content)] = content  # type: ignore[assignment]
 
 
-def checksums_of(content: bytes, digest: str | None) -> tuple[bytes, bytes | None]:
-    """Return the CRCs of the blocks of ``content``, packed, and their digests."""
+def checksums_of(content: bytes, digest: str | None) -> tuple[bytes, bytes | None, int]:
+    """Return the CRCs of the blocks of ``content``, packed, their digests, and the CRC of the whole."""
     view = memoryview(content)
-    crcs = pack_crcs(block_crcs(view))
+    blocks = block_crcs(view)
+    crcs, whole = pack_crcs(blocks), join_blocks(blocks, len(view))
     of = installed_digest(digest)
     if of is None:
-        return crcs, None
-    return crcs, b"".join(of(view[start : start + BLOCK_BYTES]) for start in range(0, len(view), BLOCK_BYTES))
+        return crcs, None, whole
+    starts = range(0, len(view), BLOCK_BYTES)
+    return crcs, b"".join(of(view[start : start + BLOCK_BYTES]) for start in starts), whole
+
+
+# --- as bytes, for messages to and from the writer process ------------------------------------------------------------
+
+_HEAD = struct.Struct("<QIII")  # bytes of the shard; frames, items, windows
+_FRAME = struct.Struct("<QIIII")  # bytes of the payload, header, trailer; where the trailer has the CRC
+_ITEM = struct.Struct("<IQ")
+_WINDOW = struct.Struct("<QQII")
+_CRC_BYTES = 4
+_MANY = 256  # items of less than a microsecond, between two points for pauses
+
+
+def _pack(layout: ShardLayout) -> bytes:
+    numbers: dict[int, int] = {}
+    frames: list[Frame] = []
+    items = bytearray()
+    for item in layout.items:
+        pause_point()
+        number = numbers.get(id(item.frame))
+        if number is None:
+            number = numbers[id(item.frame)] = len(frames)
+            frames.append(item.frame)
+        items += _ITEM.pack(number, item.item_offset)
+    head = _HEAD.pack(layout.nbytes, len(frames), len(layout.items), len(layout.windows))
+    packed = collected(_packed(frames))
+    windows = (_WINDOW.pack(*window) for window in layout.windows)
+    return b"".join(chain((head,), packed, (items,), windows))
+
+
+def _packed(frames: Iterable[Frame]) -> Iterator[bytes]:
+    for frame in frames:
+        sizes = frame.payload_bytes, len(frame.header), len(frame.blank)
+        yield _FRAME.pack(*sizes, *frame.crc_at) + frame.header + frame.blank
+
+
+def _distribute(layout: ShardLayout, packed: bytes, each_bytes: int, into: list[bytes]) -> None:
+    """Cut ``packed``, which has ``each_bytes`` for each block, into the bytes of each item."""
+    cuts: list[struct.Struct] | None = layout.derived.get(f"cuts of {each_bytes}")
+    if cuts is None:
+        counts = (block_count(item.frame.payload_bytes) for item in layout.items)
+        cuts = []
+        for some in chunked(counts, _MANY):
+            cuts.append(struct.Struct("<" + "".join([f"{each_bytes * count}s" for count in some])))
+            pause_point()
+        layout.derived[f"cuts of {each_bytes}"] = cuts
+    total = sum(cut.size for cut in cuts)
+    if total != len(packed):
+        raise ValueError(f"{len(packed)} bytes of checksums were received, this shard has {total}")
+    found: list[bytes] = []
+    at = 0
+    for cut in cuts:
+        found += cut.unpack_from(packed, at)
+        at += cut.size
+        pause_point()
+    into[:] = found

@@ -36,18 +36,15 @@ from .records import (
 from .shared import Root
 
 __all__ = [
-    "EXPANSION_RATIO",
     "MAX_CHUNKS",
     "MAX_ENTRIES",
     "MAX_FILES",
     "MOST_EXPANSION",
-    "TENSORS_ALWAYS_BYTES",
     "check_composites",
     "check_item",
     "check_path",
     "check_patterns",
     "check_shape",
-    "may_expand",
     "validate",
 ]
 
@@ -58,8 +55,6 @@ MAX_FILES = 1_000_000
 MOST_EXPANSION = 1 << 15
 """The most bytes to which one byte of zstd can expand: a block of 128 KiB takes at least four bytes."""
 
-EXPANSION_RATIO = 64
-TENSORS_ALWAYS_BYTES = 1 << 30
 
 _MAX_NAME_BYTES = 255
 _HOLES_LISTED = 100
@@ -128,7 +123,6 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
                 ranges.setdefault(file, []).append((start, start + length, fqn, content))
     for file, items in ranges.items():
         _check_apart(file, items)
-    _check_expansion(others.values())
     if holes:
         listed = "; ".join(holes[:_HOLES_LISTED])
         raise IncompleteTensorError(f"{len(holes)} tensors of the checkpoint have holes: {listed}", holes)
@@ -192,22 +186,6 @@ def _check_counts(manifest: Manifest) -> None:
     for count, most, what in (*counts, (len(manifest.files), MAX_FILES, "files")):
         if count > most:
             raise CorruptCheckpointError(f"the checkpoint claims {count} {what}, more than the {most} that are read")
-
-
-def _check_expansion(entries: Iterable[Entry]) -> None:
-    packed = expanded = 0
-    for entry in entries:
-        if isinstance(entry, TensorEntry):
-            for chunk in entry.chunks:
-                if chunk.transform:
-                    packed += chunk.item_bytes
-                    expanded += math.prod(chunk.sizes) * entry.itemsize
-        pause_point()
-    if expanded > may_expand(packed):
-        raise UnsupportedCheckpointError(
-            f"its compressed tensors have {packed} bytes and would expand to {expanded}, a ratio that this version "
-            "does not accept; load it with torch.distributed.checkpoint"
-        )
 
 
 def _check_file(name: str, size: int) -> None:
@@ -391,13 +369,3 @@ def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, digest: str | None)
         raise corrupt("has no digests, although the manifest announces them")
     if chunk.digests is not None and len(chunk.digests) != DIGEST_BYTES * block_count(payload):
         raise corrupt(f"has {len(chunk.digests)} bytes of digests for {payload} bytes of payload")
-
-
-def may_expand(packed_bytes: int) -> int:
-    """Return how many bytes all compressed tensors of a checkpoint may expand to, if their items have ``packed_bytes``
-    together.
-
-    One item may expand to 32 Ki times its size, as zeros do. A checkpoint that consists of such items is refused,
-    because a few megabytes would require terabytes of memory.
-    """
-    return TENSORS_ALWAYS_BYTES + EXPANSION_RATIO * packed_bytes

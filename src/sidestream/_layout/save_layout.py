@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from .._format.dcp import Described, Template
-from .._format.frame import Frame, frame_tensor
 from .._format.records import (
     BLOCK_BYTES,
     CompositeEntry,
@@ -317,7 +316,7 @@ def _lay_out(find: Callable[[], Sequence[Leaf]], captured: Captured, budget_byte
     shapes: list[tuple[int, ...]] = []
     numbers: list[int] = []  # the item of each tensor
     items: list[int] = []  # the tensor whose bytes each item holds, over all shards
-    frames: list[Frame] = []
+    looks: list[tuple[str, tuple[int, ...]]] = []
     known: dict[tuple[object, ...], int] = {}
     for leaf in leaves:
         pause_point()
@@ -333,11 +332,11 @@ def _lay_out(find: Callable[[], Sequence[Leaf]], captured: Captured, budget_byte
         if number is None:
             number = known[identity] = len(items)
             items.append(len(numbers))
-            frames.append(frame_tensor(dtype, shape))
+            looks.append((dtype, shape))
         dtypes.append(dtype)
         shapes.append(shape)
         numbers.append(number)
-    shards = tuple(ShardLayout.lay_out(frames, SHARD_BYTES, window_bytes))
+    shards = tuple(ShardLayout.lay_out(looks, SHARD_BYTES, window_bytes))
     placed = _Tensors(tuple(dtypes), tuple(shapes), tuple(numbers))
     windows = _windows(shards, items, tensors, dtypes)
     return _Layout(shards, tuple(windows), placed)

@@ -33,7 +33,6 @@ from .hashed import MOST_ALIKE, check_hashes, fill, set_of
 from .remedies import remedy_for
 
 __all__ = [
-    "NOTHING_ALLOWED",
     "Allowed",
     "allowed_types",
     "copy_value",
@@ -47,7 +46,7 @@ __all__ = [
 Allowed = Mapping[str, type]
 """Types by their qualified names, as a pickle has them."""
 
-NOTHING_ALLOWED: Allowed = {}
+_NOTHING: Allowed = {}
 
 
 def allowed_types(safe_globals: Iterable[type]) -> Allowed:
@@ -260,7 +259,7 @@ def _encode_numpy(value: Any, fqn: str, numpy: Any) -> Node:
     return {"numpy": {"dtype": value.dtype.str, "data": data}}
 
 
-def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Any:
+def decode_value(node: Node, fqn: str, allow: Allowed = _NOTHING) -> Any:
     """Make a new value from a node, equal to the encoded one and of the same type. Raises ``CorruptCheckpointError``
     for an invalid node, and ``UnsafeObjectError`` and ``UnsupportedCheckpointError`` for objects (see ``_rebuild``)."""
     try:

@@ -15,24 +15,20 @@ from .._foreign.items import read_values, refuse_opaque
 from .._format.records import (
     CompositeEntry,
     EmptyEntry,
-    Entries,
     Entry,
     Manifest,
     OpaqueEntry,
-    Row,
     TensorEntry,
     ValueEntry,
     all_parts,
-    parts_of,
-    stored,
 )
-from .._layout.names import selected
 from .._layout.ranges import Box
 from .._layout.values import Allowed, allowed_types, decode_metadata
 from .._runtime.public import Displayed, Table, public, readable_bytes
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, io_threads, pause_point, time_limit
 from .._runtime.torch_probes import dtype_from_name
+from .._staging.streams import Streams, streams_of
 from .._storage import Location, RangeSource, locate_directory
 from ..errors import CorruptCheckpointError, InvalidOptionError, MissingKeysError, UnsupportedCheckpointError
 from ..options import (
@@ -49,8 +45,7 @@ from ..options import (
     storage_of,
 )
 from .composites import build_composites, check_types
-from .device_streams import Streams, streams_of
-from .kinds import Kinds, indices_of, nested
+from .kinds import Kinds, chosen_of, indices_of, nested
 from .new_tensors import NewTensors, new_tensors
 from .open.manifest import all_there, check_not_replaced, open_manifest, replaced, was_replaced
 from .open.mmap import map_tensors
@@ -353,7 +348,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         if rows is not None:
             raise InvalidOptionError(f"{fqn}: rows={rows} of a tensor that consists of others; read it as a whole")
         entries = self._manifest.entries
-        wanted = {name: entries[name] for name in (fqn, *parts_of(fqn, entries))}
+        wanted = {name: entries[name] for name in (fqn, *self._manifest.parts_of(fqn))}
         async with self._files("tensor") as files:
             leaves = await self._leaves(files, wanted, "host", device, None)
         found: torch.Tensor = leaves[fqn]
@@ -526,12 +521,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         entries = self._manifest.entries
         if select is None:
             return entries
-        found, parts = stored(entries), all_parts(entries)
-        chosen: dict[str, Entry | Row] = {}
-        for fqn in selected((fqn for fqn in entries if fqn not in parts), select, self.url):
-            pause_point()
-            chosen.update((name, found[name]) for name in (fqn, *parts_of(fqn, entries)))
-        return Entries(chosen)
+        return chosen_of(self._manifest, select, self.url)
 
     async def _refuse(self, source: RangeSource, opaque: Mapping[str, OpaqueEntry]) -> None:
         several = "; {} such tensors were requested: leave them out with select="

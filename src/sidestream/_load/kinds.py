@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._format.records import (
     SPARSE_PARTS,
     CompositeEntry,
+    Entries,
     Entry,
+    Manifest,
     OpaqueEntry,
     Row,
     TensorEntry,
@@ -19,13 +21,13 @@ from .._format.records import (
     stored,
 )
 from .._layout.assemble import assemble
-from .._layout.names import new_dtypes
+from .._layout.names import new_dtypes, selected
 from .._runtime.threads import pause_point
 from ..options import (
     Dtypes,
 )
 
-__all__ = ["Kinds", "indices_of", "nested"]
+__all__ = ["Kinds", "chosen_of", "indices_of", "nested"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +76,14 @@ def indices_of(composites: Mapping[str, CompositeEntry]) -> set[str]:
     pages of a file can change after that."""
     sparse = ((fqn, one) for fqn, one in composites.items() if one.type in SPARSE_PARTS)
     return {f"{fqn}.{part}" for fqn, one in sparse for part in one.parts if part != "values"}
+
+
+def chosen_of(manifest: Manifest, select: str | Collection[str], url: str) -> Entries:
+    """Return the entries that ``select`` matches, with the parts of composite tensors."""
+    entries = manifest.entries
+    found, parts = manifest.stored, all_parts(entries)
+    chosen: dict[str, Entry | Row] = {}
+    for fqn in selected((fqn for fqn in entries if fqn not in parts), select, url):
+        pause_point()
+        chosen.update((name, found[name]) for name in (fqn, *manifest.parts_of(fqn)))
+    return Entries(chosen)

@@ -20,10 +20,10 @@ from .._runtime.tasks import in_parallel
 from .._runtime.threads import Stop, chunked, clear_gradually, collected, holding_gil, io_threads, paced, pause_point
 from .._runtime.torch_probes import copyable, dtype_from_name, lazy_bits
 from .._staging import move_small
+from .._staging.streams import Streams
 from .._storage import Batches, Memory, RangeSource, ReadRange, Reads, Scratch
 from ..options import Progress, Verify
 from .checks import addresses_in, altered, check_digests
-from .device_streams import Streams
 from .ranges import Direct, Range, RangePart, Scatter, StraightBatch, batches, plan_ranges, straight_batches
 
 __all__ = ["Check", "Reader", "Wanted"]

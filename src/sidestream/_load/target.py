@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from .._foreign.items import of_kind, read_values, refuse_opaque
-from .._format.records import DictKey, EmptyEntry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry, parts_of
+from .._foreign.items import read_values, refuse_opaque
+from .._format.records import DictKey, EmptyEntry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .._group import Operation
 from .._layout.assemble import assemble
 from .._layout.findings import accepts
@@ -28,11 +28,11 @@ from .._runtime.containers import empty_container
 from .._runtime.state_dict_calls import call_load_state_dict, key_order
 from .._runtime.threads import clear_gradually, collected, io_threads, paced, pause_point
 from .._runtime.torch_probes import addresses, copyable, neg_view, plain_bytes
+from .._staging.streams import streams_of
 from .._storage import Location, RangeSource
 from ..errors import LoadStateDictError, StateMismatchError, allocating, listed
 from ..options import Tolerance
 from .composites import build_composites, check_types, fill_sparse
-from .device_streams import streams_of
 from .group import ManifestOutline, agree_on, open_outline
 from .new_tensors import new_tensors
 from .open.manifest import open_manifest, was_replaced
@@ -378,7 +378,7 @@ class StateTarget:
         blank = dict.fromkeys(plan.composites, torch.empty(0))  # replaced when they are made
         there = {**fresh, **plan.tensors, **plan.wholes, **blank}
         handover = prepare(plan, values, there, own=manifest.exact)
-        inside = {part for fqn in (*plan.wholes, *plan.composites) for part in parts_of(fqn, entries)}
+        inside = {part for fqn in (*plan.wholes, *plan.composites) for part in manifest.parts_of(fqn)}
         names = (fqn for fqn in paced(entries) if fqn not in inside)
         loaded = tuple(fqn for fqn in names if fqn in there or fqn in values)
         return _Prepared(plan, reader, places, wanted, copied, fresh, values, handover, loaded)
@@ -478,7 +478,8 @@ def _laid_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _opaque(plan: LoadPlan) -> dict[str, OpaqueEntry]:
     entries = plan.names.manifest.entries
-    return of_kind({fqn: entries[fqn] for fqn in paced(plan.opaque)}, OpaqueEntry)
+    found = ((fqn, entries[fqn]) for fqn in paced(plan.opaque))
+    return {fqn: entry for fqn, entry in found if isinstance(entry, OpaqueEntry)}
 
 
 def _value_entries(plan: LoadPlan) -> dict[str, ValueEntry]:

@@ -8,16 +8,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from .._foreign.dcp_metadata import compare_metadata, read_dcp_description
+from .._foreign.dcp_metadata import differences
 from .._foreign.items import Unlocated, ValueBudgets, check_item_records, check_opaque_item, locate_all
 from .._foreign.transforms import require
-from .._format.dcp import metadata_of
+from .._format.dcp import is_metadata_of
 from .._format.marker import (
-    ATTRIBUTE,
     METADATA_NAME,
-    TAIL_BYTES,
-    attribute_end,
-    find_marker,
 )
 from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .._runtime.caller import run_in_calling_thread
@@ -213,25 +209,15 @@ class Verification:
 
         def compare() -> None:
             with self._noting(METADATA_NAME):
-                made = self._metadata_made(bytes(read[-TAIL_BYTES:]))
-                # There are two ways to compare. Equal bytes: nothing is left to look at. Different bytes: another
-                # version of torch or of sidestream may have pickled the same content in another way, so both are
-                # decoded and compared.
-                if made is not None and read == made:
-                    return  # without decoding, which makes a hundred thousand objects for 10,000 tensors
-                for difference in _differences(self.manifest, read, ATTRIBUTE):
+                # Planners add data, and ranks share lists of chunks. Otherwise the bytes are known, and are compared
+                # without decoding, which makes a hundred thousand objects for 10,000 tensors.
+                if self.manifest.exact and not self.manifest.ranks and is_metadata_of(self.manifest.entries, read):
+                    return
+                for difference in differences(self.manifest, read):
                     self._note(difference, METADATA_NAME)
 
         await io_threads().run(compare)
         self.done_bytes += nbytes
-
-    def _metadata_made(self, tail: bytes) -> bytes | None:
-        """Return the ``.metadata`` that this version would write; None if planners added data, or if ranks share lists
-        of chunks."""
-        if not self.manifest.exact or self.manifest.ranks:
-            return None
-        marker = find_marker(tail)
-        return None if marker is None else metadata_of(self.manifest.entries, marker)
 
     async def _compare_parts(self) -> None:
         """Compare the metadata that stock DCP reads with the manifest, for each part that a rank has saved without the
@@ -245,7 +231,7 @@ class Verification:
                 # names the one in the marker.
                 part = replace(part, save_id=marker.save_id)  # the id in storage_meta, which is not that of the part
                 raw = await self.source.read_metadata(name, sizes.get(name, 0))
-                found = await io_threads().run(_differences, part, raw, PART_ATTRIBUTE, name)
+                found = await io_threads().run(differences, part, raw, PART_ATTRIBUTE, name)
                 for difference in found:
                     difference.file = name
                     self._note(difference, name)
@@ -401,27 +387,6 @@ def _places(entry: Entry | None) -> Iterator[object]:
 
 def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk | ValueEntry]]) -> int:
     return sum(collected(piece.nbytes for piece in pieces)) + sum(collected(item.item_bytes for _, _, item in whole))
-
-
-def _differences(
-    manifest: Manifest, raw: bytes | bytearray, attribute: str, file: str = METADATA_NAME
-) -> list[CorruptCheckpointError]:
-    """Return the places where ``.metadata`` contradicts the manifest. ``attribute`` is the name of the attribute that
-    points to the manifest."""
-    try:
-        metadata = read_dcp_description(raw)
-    except UnsupportedCheckpointError as error:
-        if not manifest.exact:
-            raise
-        return [CorruptCheckpointError(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
-    compared = collected(compare_metadata(manifest, metadata))
-    found = [one for one in compared if one is not None]
-    pointer = metadata.attributes.get(attribute)
-    if pointer is None or not raw.endswith(attribute_end(attribute, pointer)):
-        found.append(
-            CorruptCheckpointError(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file)
-        )
-    return found
 
 
 def damage_of(error: SidestreamError) -> Damage:

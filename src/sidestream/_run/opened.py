@@ -10,16 +10,19 @@ from contextlib import suppress
 
 from .._runtime.abandoned import RegisteredOperation, register
 from .._runtime.tasks import run_shielded, running_loop
+from .._save.api import STREAM_BYTES, check_stager
 from .._staging import AsyncStager
-from .._worker.client import Worker
-from ..errors import ClosedError, ForkedProcessError, SidestreamError, WrongLoopError
+from .._storage import Store
+from .._worker.client import choose_worker
+from ..errors import ClosedError, ForkedProcessError, InvalidOptionError, SidestreamError, WrongLoopError
+from ..options import Backing, SaveOptions
 
 __all__ = ["Opened"]
 
 
 class Opened:
     """The state of the ``Checkpointer`` of the run at ``url``: not entered, open, or closed. ``stager`` and ``worker``
-    are those that the ``Checkpointer`` owns.
+    are those of its saves. It owns the worker, and the stager unless the caller gave one.
 
     While it is open it is registered, so that its resources are released if its loop ends. So it refers to the loop
     weakly.
@@ -27,10 +30,19 @@ class Opened:
 
     expires_at = math.inf
 
-    def __init__(self, url: str, stager: AsyncStager | None, worker: Worker | None) -> None:
+    def __init__(self, url: str, store: Store, options: SaveOptions, stager: AsyncStager | None) -> None:
+        check_stager(stager)
+        if options.streaming and stager is not None:
+            raise InvalidOptionError("streaming=True passes through memory of its own: leave out stager=")
         self._url = url
-        self._stager = stager
-        self._worker = worker
+        self.worker = choose_worker(options.writer, store)
+        self._worker = self.worker[0]
+        self._stager: AsyncStager | None = None
+        if stager is None:
+            backing: Backing = "private" if self._worker is None else "shared"
+            budget_bytes = STREAM_BYTES if options.streaming else None
+            stager = self._stager = AsyncStager(budget_bytes=budget_bytes, timeout_s=options.timeout_s, backing=backing)
+        self.stager = stager
         self._pid = os.getpid()
         self._loop: weakref.ref[asyncio.AbstractEventLoop] | None = None
         self._registration: RegisteredOperation | None = None

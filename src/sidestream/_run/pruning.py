@@ -15,7 +15,7 @@ from .._load.open.steps import Step
 from .._load.verify import verify_at
 from .._storage import Leftover, Location, Store, target_of_attempt
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, printable
-from ..options import Durability
+from ..options import Durability, check_seconds
 from .leases import Leases
 from .retention import (
     Pruned,
@@ -36,7 +36,7 @@ _log = logging.getLogger("sidestream")
 
 _NAMES_SHOWN = 16
 
-_Fate = Literal["deleted", "leased", "changed"]
+_DeleteOutcome = Literal["deleted", "leased", "changed"]
 
 
 def abandoned(
@@ -80,6 +80,9 @@ class Pruner:
     _unknown: set[str] = field(default_factory=set)
     """The metrics of ``keep`` that no step had, of which a warning was logged."""
 
+    def __post_init__(self) -> None:
+        check_seconds("abandoned_after_s", self.abandoned_after_s)
+
     async def run(self, protected: Callable[[], Collection[int]]) -> Pruned:
         """Do one pass, and return what it did. ``protected`` is called after the run has been listed, and returns steps
         that are kept in any case.
@@ -92,18 +95,23 @@ class Pruner:
             await self._sweep(swept)
         except StorageError as error:
             self.not_swept = error
-        pruned = Pruned() if keeps_all(self.keep) else await self._retain(protected)
+        pruned = Pruned() if self.keeps_all else await self._retain(protected)
         self.last = replace(pruned, abandoned=tuple(swept))
         return self.last
 
     async def preview(self, protected: Callable[[], Collection[int]]) -> Pruned:
         """Return what ``run`` would do, without verifying a step. Changes nothing."""
-        if keeps_all(self.keep):
+        if self.keeps_all:
             return Pruned()
         _, going = await self._judge(protected, _assumes)
         leased = [step.name for step in going if await self._in_use(step.name)]
         names = tuple(step.name for step in going if step.name not in leased)
         return Pruned(names, tuple(leased), None, tuple(sorted(self._damaged)))
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no step is ever deleted."""
+        return keeps_all(self.keep)
 
     @property
     def damaged(self) -> dict[str, CorruptCheckpointError]:
@@ -135,7 +143,7 @@ class Pruner:
     # --- steps that retention does not keep ---
 
     async def _retain(self, protecting: Callable[[], Collection[int]]) -> Pruned:
-        fates: dict[str, _Fate] = {}
+        outcomes: dict[str, _DeleteOutcome] = {}
         while True:
             verified, going = await self._judge(protecting, self._verifies)
             for step in going:
@@ -143,12 +151,12 @@ class Pruner:
                 # another process since it was verified, and then everything is judged again.
                 if verified is None or await self._have_changed([verified]):
                     break
-                fates[step.name] = await self._delete(step)
+                outcomes[step.name] = await self._delete(step)
             else:
                 break
         return Pruned(
-            tuple(name for name, fate in fates.items() if fate == "deleted"),
-            tuple(name for name, fate in fates.items() if fate == "leased"),
+            tuple(name for name, outcome in outcomes.items() if outcome == "deleted"),
+            tuple(name for name, outcome in outcomes.items() if outcome == "leased"),
             None if verified is None else verified.name,
             tuple(sorted(self._damaged)),
         )
@@ -279,7 +287,7 @@ class Pruner:
         now = await step.current(self.store)
         return now is None or (now.damage is None and await self._have_changed([step]))
 
-    async def _delete(self, step: Step) -> _Fate:
+    async def _delete(self, step: Step) -> _DeleteOutcome:
         """Delete a step, unless it is in use or has changed."""
         if await self._in_use(step.name):
             return "leased"

@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from .._group import Member, Operation, run_together
 from .._load.open.manifest import read_metadata
 from .._load.open.steps import Step
 from .._load.operation import LoadReport, LoadRequest, PassedOver, load_from
+from .._load.verification import VerifyReport
+from .._load.verify import verify_at
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import current_deadline
 from .._storage import Location, Store
@@ -31,13 +33,13 @@ from ..errors import (
     StorageNotSharedError,
 )
 from ..events import LoadContext, LoadFellBack, emit
-from ..options import Fallback, Latest, check_choice, step_number
+from ..options import Fallback, Latest, Progress, check_choice, step_number
 from .leases import Lease, Leases
-from .retention import SavedStep
+from .retention import SavedStep, best_of
 from .run import Run
 from .steps import check_run, list_steps, named_steps, still_listed
 
-__all__ = ["Latest", "Reading", "Wish", "choose"]
+__all__ = ["Latest", "Reading", "StepSelector", "choose"]
 
 
 E = TypeVar("E", bound=SidestreamError)
@@ -49,14 +51,14 @@ _RANKS_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class StepSelector:
     """The steps that a reader accepts: ``step``, or the newest if it is None. With ``or_older`` any step before it is
     accepted too."""
 
     step: int | None = None
     or_older: bool = False
 
-    def admits(self, found: Step) -> bool:
+    def accepts(self, found: Step) -> bool:
         return self.step is None or found.step == self.step or (self.or_older and found.step < self.step)
 
 
@@ -67,7 +69,7 @@ class Restoring(ABC, Generic[E]):
     store: Store
     url: str
     leases: Leases
-    wish: Wish
+    selector: StepSelector
     request: LoadRequest
     step: int | None = None
     _passed: list[tuple[Step, E]] = field(default_factory=list)
@@ -79,19 +81,19 @@ class Restoring(ABC, Generic[E]):
 
     @abstractmethod
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
-        """Return the report of the load; None if there is no step that the wish admits."""
+        """Return the report of the load; None if there is no step that the selector accepts."""
 
 
 class RestoringAlone(Restoring[CorruptCheckpointError]):
     """A ``restore`` by one process."""
 
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
-        """Return the report of the load; None if there is no step that the wish admits. Raises
+        """Return the report of the load; None if there is no step that the selector accepts. Raises
         ``CorruptCheckpointError`` if the chosen step is damaged, and no older one is admitted or all are damaged."""
         gone: SidestreamError | None = None
         while True:
             excluded = [step.name for step, _ in self._passed]
-            chosen = await choose(self.store, self.leases, self.wish, excluded)
+            chosen = await choose(self.store, self.leases, self.selector, excluded)
             if chosen is None:
                 self._give_up()
                 if gone is not None and gone.written:  # without an error the target would count as unchanged
@@ -111,7 +113,7 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
                     gone = error  # deleted during the load, because this process could not put a lease
                     continue
                 self._passed.append((step, error))
-                if not self.wish.or_older:
+                if not self.selector.or_older:
                     raise
                 continue
             finally:
@@ -124,7 +126,7 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
     async def _load(self, step: Step, state: Mapping[str, Any]) -> LoadReport:
         if step.damage is not None:
             raise step.damage
-        context, request = _context(self.url, step), _request(self.request, self.wish)
+        context, request = _context(self.url, step), _request(self.request, self.selector)
         return await load_from(Location(self.store, step.name, context.url), state, request, context)
 
     def _give_up(self) -> None:
@@ -148,8 +150,9 @@ class RestoringTogether(Restoring[RankFailuresError]):
     """The step that ranks other than rank 0 did not find in the last round, and their failures."""
 
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
-        """Return the report of the load; None if there is no step that the wish admits. Raises ``RankFailuresError``.
-        If rank 0 sees a step that other ranks do not find, the failure is ``StorageNotSharedError`` on rank 0."""
+        """Return the report of the load; None if there is no step that the selector accepts. Raises
+        ``RankFailuresError``. If rank 0 sees a step that other ranks do not find, the failure is
+        ``StorageNotSharedError`` on rank 0."""
         while True:
             # Each round is an operation of its own, so messages of the round before are not taken for messages of this
             # one.
@@ -171,7 +174,7 @@ class RestoringTogether(Restoring[RankFailuresError]):
                 if one_round.step is None or kinds != {CorruptCheckpointError.__name__}:
                     raise
                 self._passed.append((one_round.step, failures))
-                if not self.wish.or_older:
+                if not self.selector.or_older:
                     raise
                 continue
             finally:
@@ -209,7 +212,7 @@ class _Round:
             raise CorruptCheckpointError(answer["damage"])
         context = _context(restoring.url, self.step)
         where = Location(restoring.store, self.step.name, context.url)
-        request = _request(restoring.request, restoring.wish)
+        request = _request(restoring.request, restoring.selector)
         return await load_from(where, self._state, request, context, operation)
 
     async def _choose(self, _: Sequence[bytes]) -> bytes:
@@ -217,7 +220,7 @@ class _Round:
         restoring = self._restoring
         await self._check_shared()
         excluded = [step.name for step, _ in restoring._passed]
-        chosen = await choose(restoring.store, restoring.leases, restoring.wish, excluded)
+        chosen = await choose(restoring.store, restoring.leases, restoring.selector, excluded)
         if chosen is None:
             return b"null"
         step, self.lease = chosen
@@ -236,13 +239,13 @@ class _Round:
             raise StorageNotSharedError(2, text, f"{self._restoring.url}/{step.name}")
 
 
-def _request(request: LoadRequest, wish: Wish) -> LoadRequest:
+def _request(request: LoadRequest, selector: StepSelector) -> LoadRequest:
     """Return the request with which a step is loaded.
 
     With a tolerance for missing tensors, an older step may leave tensors of the target unchanged. If an older step may
     be loaded after a damaged one, the damaged step must not have changed these tensors. So the load is made atomic.
     """
-    if not (wish.or_older and request.tolerance.missing):
+    if not (selector.or_older and request.tolerance.missing):
         return request
     return replace(request, options=replace(request.options, atomic=True))
 
@@ -267,21 +270,23 @@ def _fell_back(
 
 
 async def choose(
-    store: Store, leases: Leases, wish: Wish, excluded: Collection[str]
+    store: Store, leases: Leases, selector: StepSelector, excluded: Collection[str]
 ) -> tuple[Step, Lease | None] | None:
-    """Return the newest step, in its highest generation, that the wish admits, and a reader's lease on it. Return None
-    if there is no such step.
+    """Return the newest step, in its highest generation, that the selector accepts, and a reader's lease on it. Return
+    None if there is no such step.
 
     A damaged step is returned too, without a lease. There is no lease if this process may not write to the run. Raises
     what the storage raises. A cancel leaves no lease.
     """
-    hollow: set[str] = set()
+    not_checkpoints: set[str] = set()
     while True:
         current_deadline().check("choosing a step")
-        candidates = [found for found in await named_steps(store) if found.name not in excluded and wish.admits(found)]
+        candidates = [
+            found for found in await named_steps(store) if found.name not in excluded and selector.accepts(found)
+        ]
         passed: list[str] = []
         for found in candidates:
-            if found.name in hollow:
+            if found.name in not_checkpoints:
                 continue
             step = await found.current(store)
             if step is None:
@@ -292,7 +297,7 @@ async def choose(
             # would be too old.
             if not await still_listed(store, passed):
                 break
-            hollow.update(passed)
+            not_checkpoints.update(passed)
             if step.damage is not None:
                 return step, None
             lease = await leases.try_reading(step.name)
@@ -339,32 +344,50 @@ class Reading:
         self, state: Mapping[str, Any], step: int | Latest, fallback: Fallback, request: LoadRequest
     ) -> int | None:
         """As ``Checkpointer.restore``."""
-        run, member, wish = self._run, self._run.together(), wish_for(step, fallback)
-        given = (run.store, run.url, run.leases, wish, request)
+        run, member, selector = self._run, self._run.together(), step_selector(step, fallback)
+        given = (run.store, run.url, run.leases, selector, request)
         restoring = RestoringAlone(*given) if member is None else RestoringTogether(*given, member=member)
         with run.time_limit(request.options.timeout_s):
             self.restored = await restoring.run(state)
         self.passed_over = restoring.passed_over
         if self.restored is None:
-            if wish.step is not None:
-                raise await self._not_found(wish.step)
+            if selector.step is not None:
+                raise await self._not_found(selector.step)
             return None
         return restoring.step
 
     @asynccontextmanager
     async def step(self, step: int | Latest) -> AsyncIterator[tuple[Step, Location]]:
         """A committed step, which may be damaged, and where it is; it is leased within the ``async with``."""
-        run, wish = self._run, wish_for(step, "never")
+        run, selector = self._run, step_selector(step, "never")
         with run.time_limit():
-            chosen = await choose(run.store, run.leases, wish, ())
+            chosen = await choose(run.store, run.leases, selector, ())
         if chosen is None:
-            raise await self._not_found(wish.step)
+            raise await self._not_found(selector.step)
         found, lease = chosen
         try:
             yield found, run.at(found.name)
         finally:
             if lease is not None:
                 await lease.release()
+
+    async def verify(self, step: int | Latest, progress: Progress | None) -> VerifyReport:
+        """As ``Checkpointer.verify``."""
+        async with self.step(step) as (_, location):
+            with self._run.time_limit():
+                return await verify_at(location, progress, self._run.url)
+
+    async def metadata(self, step: int | Latest) -> dict[str, Any]:
+        """As ``Checkpointer.read_metadata``."""
+        async with self.step(step) as (found, _):
+            if found.damage is not None:
+                raise found.damage
+            with self._run.time_limit():
+                return await read_metadata(self._run.store, found.name)
+
+    async def best(self, metric: str, mode: Literal["min", "max"]) -> int | None:
+        """As ``Checkpointer.best``."""
+        return best_of(await self.with_metadata(), metric, mode)
 
     async def steps(self) -> list[Step]:
         """Return the committed steps, in order, including damaged ones."""
@@ -391,11 +414,11 @@ class Reading:
         return CheckpointNotFoundError(f"{self._run.url} has no committed {wanted}; it has {there or 'none'}")
 
 
-def wish_for(step: int | Latest, fallback: Fallback) -> Wish:
+def step_selector(step: int | Latest, fallback: Fallback) -> StepSelector:
     check_choice("fallback", fallback, Fallback)
     if step == "latest":
-        return Wish(None, fallback == "older")
+        return StepSelector(None, fallback == "older")
     given: object = step
     if given is None or isinstance(given, str):
         raise InvalidOptionError(f'step={step!r} has to be "latest" or the number of a step')
-    return Wish(step_number(given), fallback == "older")
+    return StepSelector(step_number(given), fallback == "older")

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from .._group import Member, group_of
 from .._runtime.threads import Deadline, time_limit
 from .._storage import Location, Store
-from ..options import GroupChoice
+from ..options import GroupChoice, check_seconds
 from .leases import Leases
 
 __all__ = ["Run"]
@@ -17,6 +17,8 @@ class Run:
     """A run as one ``Checkpointer`` uses it."""
 
     def __init__(self, store: Store, url: str, group: GroupChoice, *, timeout_s: float, lease_s: float) -> None:
+        check_seconds("timeout_s", timeout_s)
+        check_seconds("lease_s", lease_s)
         self.store = store
         self.url = url
         self.leases = Leases(store, lease_s)

@@ -28,26 +28,25 @@ from .._save.api import (
     SaveInfo,
     SaveProgress,
     SaveWork,
-    Worker,
     prewarm,
     start_save,
     start_together,
 )
 from .._save.sinks import PendingExport
-from .._staging import AsyncStager
 from .._storage import check_sources, step_name
 from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
 from ..events import SaveContext
-from ..options import FileSource, Outcome, SaveOptions, WhenFull, options_of, plain_integer, step_number
+from ..options import FileSource, Outcome, SaveOptions, WhenFull, check_choice, options_of, plain_integer, step_number
 from .exports import Exports, Upkeep
 from .leases import Lease
+from .opened import Opened
 from .run import Run
 from .steps import Generations
 
-__all__ = ["JointTurn", "Place", "QueuedSave", "SaveQueue", "Saves", "Turn", "decide"]
+__all__ = ["EntryState", "GroupQueueEntry", "QueueEntry", "QueuedSave", "SaveQueue", "Saves", "decide"]
 
 
-Verdict = Literal["wait", "slot", "begin", "full", "overtaken"]
+Decision = Literal["wait", "slot", "begin", "full", "overtaken"]
 """The decision about a save. With ``"slot"`` it has a slot, and begins when the saves before it have begun. With
 ``"full"`` and ``"overtaken"`` it never begins."""
 
@@ -56,49 +55,44 @@ Started: TypeAlias = tuple[SaveWork, Lease | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The state of a save in the queue. ``asks`` says that it may get a slot. In a group that is true on rank 0 when
-    every rank has called the save, and on the other ranks when rank 0 has decided that it begins."""
+class EntryState:
+    """The state of a save in the queue. ``wants_slot`` says that it may get a slot. In a group that is true on rank 0
+    when every rank has called the save, and on the other ranks when rank 0 has decided that it begins."""
 
     when_full: WhenFull
-    asks: bool = False
-    holds: bool = False
+    wants_slot: bool = False
+    has_slot: bool = False
     """Whether it has a slot."""
     begun: bool = False
 
 
-def decide(size: int, places: Sequence[Place]) -> list[Verdict]:
-    """Return the decision about each of ``places``, which are in the order of the calls, with ``size`` slots.
+def decide(size: int, states: Sequence[EntryState]) -> list[Decision]:
+    """Return the decision about each of ``states``, which are in the order of the calls, with ``size`` slots.
 
-    Slots are given in that order. So a save that does not ask yet blocks the saves behind it.
+    Slots are given in that order. So a save that does not want one yet blocks the saves behind it.
     """
-    # Pure, so that every order of calls can be tested without a loop. Four questions in one pass: who gets a slot, who
-    # may begin (all before it have begun), who is refused, and who is skipped because a newer call wants the newest
-    # state only.
-    free = size - sum(place.holds for place in places)
-    asking = next((number for number, place in enumerate(places) if not place.asks), len(places))
+    free = size - sum(state.has_slot for state in states)
+    wanting = next((number for number, state in enumerate(states) if not state.wants_slot), len(states))
     # Only among those that ask. In a group a save counts as called when every rank has called it. If the newest call of
     # one rank decided, a rank that is always ahead would have every save skipped but the last.
     newest = max(
-        (number for number in range(asking) if places[number].when_full == "latest"),
+        (number for number in range(wanting) if states[number].when_full == "latest"),
         default=0,
     )
-    verdicts: list[Verdict] = []
+    decisions: list[Decision] = []
     all_begun = True
-    for number, place in enumerate(places):
-        verdict: Verdict = "wait"
-        if place.holds or (number < asking and free):
-            free -= not place.holds
-            verdict = "begin" if all_begun else "slot"
-        elif number < asking and place.when_full in ("skip", "fail"):
-            verdict = "full"
-        elif number < newest and place.when_full == "latest":
-            verdict = "overtaken"
-        # A save begins after those before it have begun, also if it has a slot. Two saves whose plans were made in
-        # different orders on two ranks would wait for each other in the threads of the stagers.
-        all_begun = all_begun and (place.begun or verdict in ("full", "overtaken"))
-        verdicts.append(verdict)
-    return verdicts
+    for number, state in enumerate(states):
+        decision: Decision = "wait"
+        if state.has_slot or (number < wanting and free):
+            free -= not state.has_slot
+            decision = "begin" if all_begun else "slot"
+        elif number < wanting and state.when_full in ("skip", "fail"):
+            decision = "full"
+        elif number < newest and state.when_full == "latest":
+            decision = "overtaken"
+        all_begun = all_begun and (state.begun or decision in ("full", "overtaken"))
+        decisions.append(decision)
+    return decisions
 
 
 class SaveQueue:
@@ -106,95 +100,95 @@ class SaveQueue:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.taken = 0
-        """The number of slots that are taken."""
-        self._turns: list[Turn] = []
+        self.slots_used = 0
+        """The number of slots that saves have."""
+        self._entries: list[QueueEntry] = []
 
-    def join(self, turn: Turn) -> None:
-        self._turns.append(turn)
+    def join(self, entry: QueueEntry) -> None:
+        self._entries.append(entry)
 
-    def leave(self, turn: Turn) -> None:
-        if turn in self._turns:
-            self._turns.remove(turn)
+    def leave(self, entry: QueueEntry) -> None:
+        if entry in self._entries:
+            self._entries.remove(entry)
             self.settle()
 
     def settle(self) -> None:
         """Decide again after a change, and apply the decisions."""
-        verdicts = decide(self.size, [turn.place for turn in self._turns])
-        for turn, verdict in zip(list(self._turns), verdicts, strict=True):
-            if verdict in ("full", "overtaken"):
-                self._turns.remove(turn)
-            turn.become(verdict)
-        taken = sum(turn.place.holds for turn in self._turns)
-        if taken != self.taken:
-            self.taken = taken
-            for turn in self._turns:
-                turn.on_taken()
+        decisions = decide(self.size, [entry.state for entry in self._entries])
+        for entry, decision in zip(list(self._entries), decisions, strict=True):
+            if decision in ("full", "overtaken"):
+                self._entries.remove(entry)
+            entry.apply(decision)
+        used = sum(entry.state.has_slot for entry in self._entries)
+        if used != self.slots_used:
+            self.slots_used = used
+            for entry in self._entries:
+                entry.on_slots_changed()
 
 
-class Turn:
-    """The place of one save in the queue, from its call on. Its owner calls ``leave`` when the save has ended."""
+class QueueEntry:
+    """One save in the queue, from its call on. Its owner calls ``leave`` when the save has ended."""
 
     generation: int | None = None
-    """The generation of the save, if it is decided together with the turn."""
+    """The generation of the save, if it is decided when the ranks agree that it begins."""
 
     def __init__(self, queue: SaveQueue, when_full: WhenFull) -> None:
-        self.place = Place(when_full)
+        self.state = EntryState(when_full)
         self._queue = queue
-        self._verdict: Verdict = "wait"
+        self._decision: Decision = "wait"
         self._decided = asyncio.Event()
         queue.join(self)
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """The reason why the save never begins, for messages."""
-        if self.place.when_full == "latest":
+        if self.state.when_full == "latest":
             return "a newer save came before it had begun"
         return "1 save is in progress" if self._queue.size == 1 else f"{self._queue.size} saves are in progress"
 
-    def ask(self, when_full: WhenFull | None = None) -> bool:
-        """Ask for a slot, and return whether the save has one. ``when_full`` replaces that of the turn if it is
+    def request_slot(self, when_full: WhenFull | None = None) -> bool:
+        """Request a slot, and return whether the save has one. ``when_full`` replaces that of the entry if it is
         given."""
-        self.place = replace(self.place, asks=True, when_full=when_full or self.place.when_full)
+        self.state = replace(self.state, wants_slot=True, when_full=when_full or self.state.when_full)
         self._queue.settle()
-        return self.place.holds
+        return self.state.has_slot
 
-    async def come(self) -> bool:
+    async def wait_to_begin(self) -> bool:
         """Wait until the save may begin, and return True. Return False if it never may."""
-        self.ask()
+        self.request_slot()
         return await self.decided()
 
     async def decided(self) -> bool:
         await self._decided.wait()
-        return self._verdict == "begin"
+        return self._decision == "begin"
 
-    def begun(self) -> None:
+    def mark_begun(self) -> None:
         """Record that the save has begun, so that the next one may begin."""
-        self.place = replace(self.place, begun=True)
+        self.state = replace(self.state, begun=True)
         self._queue.settle()
 
     def leave(self) -> None:
-        """Give back the place, and the slot if the save has one. Idempotent."""
+        """Leave the queue, and give back the slot if the save has one. Idempotent."""
         self._queue.leave(self)
 
     def abandon(self) -> None:
-        """Leave the queue before the turn has come."""
+        """Leave the queue before the save has begun."""
         self.leave()
 
     # --- called by the queue ---
 
-    def become(self, verdict: Verdict) -> None:
-        self._verdict = verdict
-        self.place = replace(self.place, holds=verdict in ("slot", "begin"))
-        if verdict not in ("wait", "slot"):
+    def apply(self, decision: Decision) -> None:
+        self._decision = decision
+        self.state = replace(self.state, has_slot=decision in ("slot", "begin"))
+        if decision not in ("wait", "slot"):
             self._decided.set()
 
-    def on_taken(self) -> None:
-        """Do nothing. Called when the number of taken slots has changed."""
+    def on_slots_changed(self) -> None:
+        """Do nothing. Called when ``slots_used`` has changed."""
 
 
-class JointTurn(Turn):
-    """The turn of one save of a group. ``promised`` says that the save waits and is never skipped. ``claim`` returns
+class GroupQueueEntry(QueueEntry):
+    """The entry of one save of a group. ``promised`` says that the save waits and is never skipped. ``claim`` returns
     the generation for a step, on rank 0.
 
     The saves ahead in the queue have their own deadlines. So the time of this save does not count while it waits for
@@ -221,7 +215,7 @@ class JointTurn(Turn):
         self._promised = promised
         self._exchanging = False
 
-    async def come(self) -> bool:
+    async def wait_to_begin(self) -> bool:
         """Wait until the save may begin, and return True. Return False if it never may. The result is the same on all
         ranks. Raises ``InvalidOptionError`` on rank 0 if the calls of the ranks differ."""
         if await prepare_together(self._operation, self._agree):
@@ -233,9 +227,9 @@ class JointTurn(Turn):
         self._operation.report(asyncio.CancelledError())
         self.leave()
 
-    def on_taken(self) -> None:
+    def on_slots_changed(self) -> None:
         """Above rank 0, stop the deadline while other saves have slots, and start it again when none has."""
-        if self._exchanging and self._queue.taken:
+        if self._exchanging and self._queue.slots_used:
             self._operation.suspend()
         elif self._exchanging:
             self._operation.resume(self._deadline())
@@ -244,11 +238,11 @@ class JointTurn(Turn):
         operation = self._operation
         part = {
             "step": self._step,
-            "when_full": self.place.when_full,
+            "when_full": self.state.when_full,
             "promised": self._promised,
         }
         self._exchanging = operation.rank > 0
-        self.on_taken()
+        self.on_slots_changed()
         try:
             # One exchange decides for all ranks: the slot, the generation, and whether the save is skipped. Ranks above
             # 0 then wait in their own queue, so that each begins the saves in the order of its calls.
@@ -261,7 +255,7 @@ class JointTurn(Turn):
         if self.generation is None:
             return False
         if operation.rank:
-            self.ask("wait")
+            self.request_slot("wait")
             await stoppable(operation, self.decided())
         return True
 
@@ -277,20 +271,20 @@ class JointTurn(Turn):
         # The saves ahead have their own deadlines, and may take any time. Only from its beginning does this save have
         # one.
         operation.suspend()
-        self.ask("wait" if any(call["promised"] for call in calls) else None)
+        self.request_slot("wait" if any(call["promised"] for call in calls) else None)
         begins = await stoppable(operation, self.decided())
         operation.resume(self._deadline())
         return json.dumps(await self._claim(self._step) if begins else None).encode()
 
 
 class QueuedSave:
-    """The work of one save of a run. It waits for its turn and calls ``start``. It has a lease while it writes, so that
+    """The work of one save of a run. It waits in the queue and calls ``start``. It has a lease while it writes, so that
     no process deletes its attempt as abandoned."""
 
-    def __init__(self, run: str, step: int, turn: Turn, start: Callable[[], Awaitable[Started]]):
+    def __init__(self, run: str, step: int, entry: QueueEntry, start: Callable[[], Awaitable[Started]]):
         # The first generation, because the true one is only known when the save begins.
         self._save = SaveContext("save", f"{run}/{step_name(step, 1)}", run=run, step=step)
-        self._turn = turn
+        self._entry = entry
         self._start: Callable[[], Awaitable[Started]] | None = start
         self._work: SaveWork | None = None
         self._lease: Lease | None = None
@@ -313,19 +307,19 @@ class QueuedSave:
         return math.inf if self._work is None else self._work.expires_at
 
     async def begin(self) -> bool:
-        """Wait for the turn, start the save, and return True. Return False if the turn never comes."""
+        """Wait in the queue, start the save, and return True. Return False if it never begins."""
         start, self._start = self._start, None  # releases the reference to the state
-        if start is None or not await self._turn.come():
+        if start is None or not await self._entry.wait_to_begin():
             return False
         # The hand-over of the state: the launched save refers to it from here on, and the queue does not.
         self._work, self._lease = await start()
-        self._turn.begun()
+        self._entry.mark_begun()
         return True
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         try:
             if self._work is None and not await self.begin():
-                error = SkippedError(f"{self.url} was not saved: {self._turn.why}")
+                error = SkippedError(f"{self.url} was not saved: {self._entry.reason}")
                 Lifecycle(self._save).skipped(str(error))
                 raise error
             assert self._work is not None
@@ -335,7 +329,7 @@ class QueuedSave:
                 if self._lease is not None:
                     await self._lease.release()
             finally:
-                self._turn.leave()
+                self._entry.leave()
 
     def abandon(self) -> None:
         self._start = None
@@ -344,7 +338,7 @@ class QueuedSave:
         if self._lease is not None:
             self._lease.abandon()
         with suppress(RuntimeError):  # the loop of the other saves in the queue is closed
-            self._turn.abandon() if self._work is None else self._turn.leave()
+            self._entry.abandon() if self._work is None else self._entry.leave()
 
     def leave(self, *, stuck: bool) -> None:
         try:
@@ -360,30 +354,29 @@ EARLIER = "an earlier save"
 
 
 class Saves:
-    """The saves of one ``Checkpointer``. ``check_usable`` raises if the ``Checkpointer`` is closed. ``upkeep`` runs
-    after each committed save. ``options`` are the defaults of each save."""
+    """The saves of one ``Checkpointer``, with the stager and the worker of ``opened``. ``upkeep`` runs after each
+    committed save. ``options`` are the defaults of each save."""
 
     def __init__(
         self,
         run: Run,
         options: SaveOptions,
-        stager: AsyncStager,
-        worker: tuple[Worker | None, bool],
+        opened: Opened,
         exports: Exports,
         upkeep: Upkeep,
-        check_usable: Callable[[], None],
         *,
         slots: int,
         when_full: WhenFull,
     ) -> None:
+        check_choice("when_full", when_full, WhenFull)
         self._run = run
         self.options = options
-        self._stager = stager
-        self._worker = worker
+        self._stager = opened.stager
+        self._worker = opened.worker
         self._when_full: WhenFull = when_full
         self._exports = exports
         self._upkeep = upkeep
-        self._check_usable = check_usable
+        self._check_usable = opened.check
         self._queue = SaveQueue(slots)
         self._pending: UnretrievedErrors[PendingSave] = UnretrievedErrors()
         self._generations = Generations(run.store, slots)
@@ -423,11 +416,10 @@ class Saves:
         limit = Deadline.after(limits.timeout_s)
         operation = None if member is None else member.begin("save", limit, limits.rank_wait_s)
         if operation is None:
-            # The place is taken in the call, before the first await, so the queue has the order of the calls.
-            turn = Turn(self._queue, when_full)
+            entry = QueueEntry(self._queue, when_full)
         else:
             claim, deadline = self._claim, run.deadline
-            turn = JointTurn(self._queue, self._when_full, operation, step, deadline, claim, promised=promised)
+            entry = GroupQueueEntry(self._queue, self._when_full, operation, step, deadline, claim, promised=promised)
 
         async def check() -> tuple[Callable[..., SaveWork], tuple[PendingExport, ...]]:
             step_number(step)
@@ -449,23 +441,20 @@ class Saves:
         exports: tuple[PendingExport, ...] = ()
         try:
             launch, exports = await prepare_together(operation, check)
-            # There are two ways. With ``"latest"`` the call returns while the save waits, and a newer call may overtake
-            # it. Otherwise the call itself waits for the slot, so its caller is slowed down to the speed of the
-            # storage.
-            queued = when_full == "latest" and (operation is not None or not turn.ask())
+            queued = when_full == "latest" and (operation is not None or not entry.request_slot())
             checks = not (promised or queued)
-            work = QueuedSave(run.url, step, turn, partial(self._start, turn, operation, launch, step, checks=checks))
+            work = QueuedSave(run.url, step, entry, partial(self._start, entry, operation, launch, step, checks=checks))
             if not queued and not await work.begin():
                 if when_full == "fail":
                     raise TooManySavesError(
-                        f"{work.url} was not saved: {turn.why}, as many as slots= allows: await one of them first, "
+                        f"{work.url} was not saved: {entry.reason}, as many as slots= allows: await one of them first, "
                         "raise slots=, or choose another when_full="
                     )
                 return PendingSave(work, exports)
             pending = PendingSave(work, exports)
         # The place, and the exports that no ``PendingSave`` has taken over, would otherwise stay for ever.
         except BaseException:
-            turn.leave()
+            entry.leave()
             for one in exports:
                 one.cancel()
             raise
@@ -489,14 +478,14 @@ class Saves:
 
     async def _start(
         self,
-        turn: Turn,
+        entry: QueueEntry,
         operation: Operation | None,
         launch: Callable[..., SaveWork],
         step: int,
         *,
         checks: bool,
     ) -> Started:
-        run, generation = self._run, turn.generation
+        run, generation = self._run, entry.generation
         if generation is None:
             with run.time_limit():
                 generation = await self._generations.next(step)

@@ -15,6 +15,7 @@ from .._load.open.steps import Step
 from .._runtime.public import public
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from .._storage import LocalStore, Store
+from ..options import check_seconds
 from .steps import list_generations
 
 __all__ = ["Watch", "news"]
@@ -44,6 +45,7 @@ class Watch:
     """
 
     def __init__(self, store: Store, *, after: int | None, newest: bool, poll_s: float, timeout_s: float) -> None:
+        check_seconds("poll_s", poll_s)
         self._store = store
         self._newest = newest
         self._poll_s = poll_s

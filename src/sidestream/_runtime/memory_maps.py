@@ -25,9 +25,9 @@ from typing import Any, Literal, Self, TypeAlias
 
 from .threads import Deadline
 
-__all__ = ["Fate", "MemoryMap", "address_of", "advise", "pieces", "settle", "start_thread"]
+__all__ = ["MemoryMap", "UnmapOutcome", "address_of", "advise", "pieces", "settle", "start_thread"]
 
-Fate: TypeAlias = Literal["unmapped", "kept", "unmapped late"]
+UnmapOutcome: TypeAlias = Literal["unmapped", "kept", "unmapped late"]
 """The outcome for a mapping that is not used any more; ``"unmapped late"`` can only follow ``"kept"``."""
 
 _PIECE_BYTES = 4 << 20  # 1 to 8 ms if its pages are made, less if they are returned
@@ -40,7 +40,7 @@ class MemoryMap(mmap.mmap):
     references. ``__del__`` runs before that and may make a new reference. Python calls it once.
     """
 
-    ended: Callable[[Fate], object] | None = None
+    ended: Callable[[UnmapOutcome], object] | None = None
     """Called in the thread when the mapping has been unmapped, or when it has to stay mapped."""
     inherited = True
     """Whether a forked child inherits the mapping."""
@@ -186,7 +186,7 @@ def _madvise() -> Any:
     return function
 
 
-def _nothing(fate: Fate) -> None:
+def _nothing(outcome: UnmapOutcome) -> None:
     """The default of ``ended``."""
 
 

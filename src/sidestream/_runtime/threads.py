@@ -224,14 +224,14 @@ class Stop:
             raise ClosedError("stopped before the work was done")
 
 
-class Lull(Protocol):
-    """What a thread does while there is no work for it."""
+class IdleWork(Protocol):
+    """Work that a thread of a pool does while nothing is submitted."""
 
     def due_s(self) -> float | None:
         """Return in how many seconds ``run`` is to be called; None: not before the next work has been done."""
 
     def run(self, busy: Callable[[], bool]) -> None:
-        """Do something that does not call torch; soon after ``busy()`` is true it has to return. Must not raise."""
+        """Do work that does not call torch, and return soon after ``busy()`` is true. Must not raise."""
 
 
 class Wakeup:
@@ -275,10 +275,10 @@ class Threads(Executor):
     threads do not keep the process alive.
     """
 
-    def __init__(self, name: str, size: int, lull: Lull | None = None) -> None:
+    def __init__(self, name: str, size: int, idle_work: IdleWork | None = None) -> None:
         self._pid = os.getpid()
         self._name = name
-        self._lull = lull
+        self._idle_work = idle_work
         self._size = size
         self._lock = threading.Lock()
         self._count = 0
@@ -332,7 +332,7 @@ class Threads(Executor):
 
     def _start_thread(self) -> None:
         thread = threading.Thread(
-            target=_serve, args=(self._work, self._lock, self._idle, self._lull), name=self._name, daemon=True
+            target=_serve, args=(self._work, self._lock, self._idle, self._idle_work), name=self._name, daemon=True
         )
         try:
             _start(thread)
@@ -601,15 +601,17 @@ def _resolve(future: Future[None]) -> None:
         future.set_result(None)
 
 
-def _serve(work: queue.SimpleQueue[_WorkItem | None], lock: threading.Lock, idle: _Idle, lull: Lull | None) -> None:
+def _serve(
+    work: queue.SimpleQueue[_WorkItem | None], lock: threading.Lock, idle: _Idle, idle_work: IdleWork | None
+) -> None:
     """Do the work of a pool. A thread keeps no reference to the pool, which ends its threads when it is freed."""
     pace_this_thread(_pause)
     while True:
         try:
-            item = work.get(timeout=None if lull is None else lull.due_s())
+            item = work.get(timeout=None if idle_work is None else idle_work.due_s())
         except queue.Empty:
-            assert lull is not None
-            lull.run(lambda: not work.empty())
+            assert idle_work is not None
+            idle_work.run(lambda: not work.empty())
             continue
         while item is not None:
             if item.work is not None:

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from .._format.checksum import crc32
-from .._format.dcp import Described, described, metadata_end, places_of_chunks, places_of_values
+from .._format.dcp import Described, described, metadata_end, places_of_rank
 from .._format.manifest import marker_of, root_body, write_root
 from .._format.marker import METADATA_NAME
 from .._format.records import Manifest, part_name
@@ -122,7 +122,7 @@ class AgreedLayout:
         values = table.encode_values()
         agreements = _agreements(operation)
         known = agreements.known  # what other saves drop while this one is planned stays usable
-        heard: _Heard = _Heard(known)
+        rank0 = _Rank0Planning(self._order, known)
         part = {
             "terms": _terms_of(self._order),
             "held": table.held.digest,
@@ -130,92 +130,24 @@ class AgreedLayout:
             "values": values.digest,
             "knows": list(known),
         }
-        # There are three ways through planning. The ranks know the agreement and have equal values: one exchange of
-        # digests. They know it, and values or tables differ: a second exchange compares the values. They do not know
-        # it: the second exchange also carries the boxes, and rank 0 assigns them.
-        answer = json.loads(
-            operation.exchange("plan", json.dumps(part).encode(), lambda parts: self._first(heard, parts))
-        )
+        answer = json.loads(operation.exchange("plan", json.dumps(part).encode(), rank0.look_up))
         agreement = None
         if answer["detail"]:
             rows, digests = table.held.raw_rows if answer["rows"] else b"", json.dumps(dict(values.digests)).encode()
             # Replicas are compared in the first save of a state dict, not in each one: it takes time for each tensor.
             replicas = b"" if answer["agreement"] in known else table.replica_digests().tobytes()
             detail = join_pieces(rows, table.held.raw_boxes, digests, replicas)
-            raw = operation.exchange("assign", detail, lambda parts: self._second(heard, parts))
+            raw = operation.exchange("assign", detail, rank0.agree)
             if raw:
-                agreement = heard.made or Agreement(answer["agreement"], Assignment.unpack(raw))
+                agreement = rank0.made or Agreement(answer["agreement"], Assignment.unpack(raw))
         if agreement is None:
             agreement = known[answer["agreement"]]
         agreements.put(agreement)
         plan = RankPlan.of(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
-        self._planned = Planned(plan, agreement, answer["layout"], heard.fragments, captured.containers)
+        self._planned = Planned(plan, agreement, answer["layout"], rank0.fragments, captured.containers)
         operation.first = answer["first"]
         operation.step = "write"
         return plan
-
-    def _first(self, heard: _Heard, parts: Sequence[bytes]) -> Sequence[bytes]:
-        """Compare the terms of all ranks, and look up the agreement for their state dicts. Called on rank 0."""
-        told = [json.loads(part) for part in parts]
-        _check_terms(told)
-        # Here, before any rank is asked to write, and under a name that no other save has: a rank that does not find it
-        # later knows that its storage is not that of rank 0.
-        self._order.make_attempt()
-        heard.name = hashlib.blake2b("".join(one["held"] for one in told).encode(), digest_size=16).hexdigest()
-        heard.tables = [one["table"] for one in told]
-        heard.known = all(heard.name in one["knows"] for one in told)
-        # A rank that differs from another in table or values has to show them, or plain values would be saved of one
-        # rank only.
-        detail = not heard.known or len({(one["table"], one["values"]) for one in told}) > 1
-        if heard.known:
-            heard.fragments = dict(heard.agreements[heard.name].fragments)
-        process = this_process()
-        first = {table: rank for rank, table in reversed(list(enumerate(heard.tables)))}
-        return [
-            json.dumps(
-                {
-                    "agreement": heard.name,
-                    "first": process,
-                    "detail": detail,
-                    "rows": detail and first[table] == rank,
-                    "layout": heard.fragments[rank][0] if rank in heard.fragments else None,
-                }
-            ).encode()
-            for rank, table in enumerate(heard.tables)
-        ]
-
-    def _second(self, heard: _Heard, parts: Sequence[bytes]) -> bytes | Sequence[bytes]:
-        """Compare the plain values of all ranks, and assign the tensors to ranks if there is no agreement yet. Called
-        on rank 0."""
-        details = [split_pieces(part, 4) for part in parts]
-        tables: dict[str, Sequence[Row]] = {}
-        for table, (rows, *_) in zip(heard.tables, details, strict=True):
-            if table not in tables:
-                tables[table] = Row.parse_all(rows)
-        _compare_values([tables[table] for table in heard.tables], [json.loads(values) for _, _, values, _ in details])
-        if heard.known:
-            return b""
-        self._compare_replicas(heard.tables, tables, [replicas for *_, replicas in details])
-        ranks = [RankReport(table, boxes) for table, (_, boxes, *_) in zip(heard.tables, details, strict=True)]
-        shared, assignments = Assignment.of_ranks(ranks, tables)
-        body, head = root_body(shared), described(shared)
-        heard.made = Agreement(heard.name, assignments[0], shared, body, head)
-        return [assignment.pack() for assignment in assignments]
-
-    def _compare_replicas(
-        self, table_of: Sequence[str], tables: Mapping[str, Sequence[Row]], told: Sequence[bytes]
-    ) -> None:
-        """Log a warning for small tensors of one name that differ between ranks, once for each set of names. The save
-        continues: the buffers of a DDP model differ too, and it does not matter which of them is saved."""
-        differ = _differing_replicas(table_of, tables, told)
-        warned = _agreements(self._operation).warned
-        if differ and differ.keys() not in warned:
-            warned.append(differ.keys())
-            more = f" and {len(differ) - _LISTED} more" if len(differ) > _LISTED else ""
-            _log.warning(
-                "%s: tensors differ between ranks, and one of each is saved: %s%s; %s",
-                self._order.location.url, _listed(differ), more, _OWN_NAME,
-            )  # fmt: skip
 
     # --- the layout, when all is written ---
 
@@ -270,16 +202,79 @@ class AgreedLayout:
         }
 
 
-@dataclass(slots=True)
-class _Heard:
-    """The results of the first step of planning, for the second one, on rank 0."""
+class _Rank0Planning:
+    """The part of rank 0 in the two exchanges of the planning. Each rank has one; only that of rank 0 is called."""
 
-    agreements: Mapping[str, Agreement]
-    name: str = ""
-    tables: list[str] = field(default_factory=list)
-    known: bool = False
-    made: Agreement | None = None
-    fragments: Mapping[int, tuple[str, bytes]] = field(default_factory=dict)
+    def __init__(self, order: SaveOrder, agreements: Mapping[str, Agreement]) -> None:
+        self._order = order
+        self.agreements = agreements
+        self.name = ""
+        self.tables: list[str] = []
+        self.known = False
+        self.made: Agreement | None = None
+        self.fragments: Mapping[int, tuple[str, bytes]] = {}
+
+    def look_up(self, parts: Sequence[bytes]) -> Sequence[bytes]:
+        """Compare the terms of all ranks, and look up the agreement for their state dicts. Called on rank 0."""
+        sent = [json.loads(part) for part in parts]
+        _check_terms(sent)
+        # Here, before any rank is asked to write, and under a name that no other save has: a rank that does not find it
+        # later knows that its storage is not that of rank 0.
+        self._order.make_attempt()
+        self.name = hashlib.blake2b("".join(one["held"] for one in sent).encode(), digest_size=16).hexdigest()
+        self.tables = [one["table"] for one in sent]
+        self.known = all(self.name in one["knows"] for one in sent)
+        detail = not self.known or len({(one["table"], one["values"]) for one in sent}) > 1
+        if self.known:
+            self.fragments = dict(self.agreements[self.name].fragments)
+        process = this_process()
+        first = {table: rank for rank, table in reversed(list(enumerate(self.tables)))}
+        return [
+            json.dumps(
+                {
+                    "agreement": self.name,
+                    "first": process,
+                    "detail": detail,
+                    "rows": detail and first[table] == rank,
+                    "layout": self.fragments[rank][0] if rank in self.fragments else None,
+                }
+            ).encode()
+            for rank, table in enumerate(self.tables)
+        ]
+
+    def agree(self, parts: Sequence[bytes]) -> bytes | Sequence[bytes]:
+        """Compare the plain values of all ranks, and assign the tensors to ranks if there is no agreement yet. Called
+        on rank 0."""
+        details = [split_pieces(part, 4) for part in parts]
+        tables: dict[str, Sequence[Row]] = {}
+        for table, (rows, *_) in zip(self.tables, details, strict=True):
+            if table not in tables:
+                tables[table] = Row.parse_all(rows)
+        _compare_values([tables[table] for table in self.tables], [json.loads(values) for _, _, values, _ in details])
+        if self.known:
+            return b""
+        self._compare_replicas(self.tables, tables, [replicas for *_, replicas in details])
+        ranks = [RankReport(table, boxes) for table, (_, boxes, *_) in zip(self.tables, details, strict=True)]
+        shared, assignments = Assignment.of_ranks(ranks, tables)
+        body, head = root_body(shared), described(shared)
+        self.made = Agreement(self.name, assignments[0], shared, body, head)
+        return [assignment.pack() for assignment in assignments]
+
+    def _compare_replicas(
+        self, table_of: Sequence[str], tables: Mapping[str, Sequence[Row]], digests: Sequence[bytes]
+    ) -> None:
+        """Log a warning for small tensors of one name that differ between ranks, once for each set of names. The save
+        continues: the buffers of a DDP model differ too, and it does not matter which of them is saved."""
+        assert self._order.operation is not None
+        differ = _differing_replicas(table_of, tables, digests)
+        warned = _agreements(self._order.operation).warned
+        if differ and differ.keys() not in warned:
+            warned.append(differ.keys())
+            more = f" and {len(differ) - _LISTED} more" if len(differ) > _LISTED else ""
+            _log.warning(
+                "%s: tensors differ between ranks, and one of each is saved: %s%s; %s",
+                self._order.location.url, _listed(differ), more, _OWN_NAME,
+            )  # fmt: skip
 
 
 def _agreements(operation: Operation) -> _Agreements:
@@ -300,10 +295,10 @@ def _terms_of(order: SaveOrder) -> dict[str, Any]:
     }
 
 
-def _check_terms(told: Sequence[Mapping[str, Any]]) -> None:
+def _check_terms(sent: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``InvalidOptionError`` if the ``"terms"`` of the ranks differ. Called on rank 0."""
-    for name in told[0]["terms"]:
-        said = {one["terms"][name]: rank for rank, one in reversed(list(enumerate(told)))}
+    for name in sent[0]["terms"]:
+        said = {one["terms"][name]: rank for rank, one in reversed(list(enumerate(sent)))}
         if len(said) > 1:
             (one, rank), (other, another) = list(said.items())[:2]
             raise InvalidOptionError(
@@ -331,12 +326,12 @@ def _compare_values(tables: Sequence[Sequence[Row]], digests: Sequence[Mapping[s
 
 
 def _differing_replicas(
-    table_of: Sequence[str], tables: Mapping[str, Sequence[Row]], told: Sequence[bytes]
+    table_of: Sequence[str], tables: Mapping[str, Sequence[Row]], sent: Sequence[bytes]
 ) -> dict[str, tuple[int, int]]:
-    """Return the names of the tensors that differ, each with two ranks. ``told`` has the digests of each rank. If many
+    """Return the names of the tensors that differ, each with two ranks. ``sent`` has the digests of each rank. If many
     ranks with the same table differ, only the first of them are compared."""
     distinct: dict[str, dict[bytes, int]] = {}
-    for rank, (table, digests) in enumerate(zip(table_of, told, strict=True)):
+    for rank, (table, digests) in enumerate(zip(table_of, sent, strict=True)):
         of_table = distinct.setdefault(table, {})
         if digests and len(of_table) < _LISTED:
             of_table.setdefault(digests, rank)
@@ -443,10 +438,10 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
     new = not stable or planned.known_layout != plan.layout.digest
     layout, name = plan.layout.digest, PartName(len(part), crc32(part))
     facts = {"new": new, "stable": stable, "layout": layout, "part": name, "containers": planned.containers}
-    content = join_pieces(
-        json.dumps(facts).encode(),
-        places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks) if new else b"",
-        places_of_values((fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values),
+    places = places_of_rank(
+        [(fqn, chunk) for _, fqn, chunk in chunks] if new else [],
+        [(fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values],
     )
+    content = join_pieces(json.dumps(facts).encode(), *places)
     crcs = _file_crcs(plan, sums, names)
     return RankReceipt({names[name]: nbytes for name, nbytes in plan.files.items()}, content, crcs), part

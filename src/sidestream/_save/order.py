@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .._format.checksum import join_blocks, unpack_crcs
 from .._format.records import Chunk, Manifest, Node, TensorEntry
 from .._format.shard import checksums_of
 from .._group import Deadline, Operation
@@ -238,10 +237,10 @@ class SaveOrder:
         files, file_crcs = dict(manifest.files), dict(manifest.file_crcs)
         for name, content in self.sidecars.items():
             file, nbytes = self.transaction.sidecar_name(name), len(content)
-            crcs, digests = checksums_of(content, digest)
+            crcs, digests, whole = checksums_of(content, digest)
             chunk = Chunk((0,), (nbytes,), file, 0, nbytes, 0, crcs, digests=digests)
             sidecars[name] = TensorEntry((name,), "uint8", (nbytes,), (chunk,))
-            files[file], file_crcs[file] = nbytes, join_blocks(list(unpack_crcs(crcs)), nbytes)
+            files[file], file_crcs[file] = nbytes, whole
         return replace(manifest, files=files, sidecars=sidecars, file_crcs=file_crcs)
 
     async def remove_replaced(self) -> None:

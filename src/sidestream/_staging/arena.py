@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._runtime.memory_maps import Fate, MemoryMap, address_of, advise, pieces, settle
+from .._runtime.memory_maps import MemoryMap, UnmapOutcome, address_of, advise, pieces, settle
 from .._runtime.public import public
 from .._runtime.threads import Deadline, Stop
 from ..errors import ArenaExhaustedError, ClosedError, DeadlineExceededError
@@ -491,9 +491,9 @@ class Arena:
     def _add(self, segment: _Segment) -> None:
         arena, nbytes = weakref.ref(self), segment.nbytes
 
-        def ended(fate: Fate) -> None:
+        def ended(outcome: UnmapOutcome) -> None:
             if (one := arena()) is not None:
-                one._returned.put(_Ended(nbytes, fate))
+                one._returned.put(_Ended(nbytes, outcome))
 
         segment.memory.ended = ended
         self._segments.append(segment)
@@ -619,10 +619,10 @@ class Arena:
     def _end(self, ended: _Ended) -> None:
         """Update the counts for a dropped segment that has been unmapped or is kept. A kept segment may be unmapped
         later."""
-        if ended.fate == "kept":
+        if ended.outcome == "kept":
             self._kept += ended.nbytes
             return
-        if ended.fate == "unmapped late":
+        if ended.outcome == "unmapped late":
             self._kept -= ended.nbytes
         self._leaving -= ended.nbytes
         self._reserved -= ended.nbytes
@@ -645,7 +645,7 @@ class _Ended:
     """The outcome for a dropped segment."""
 
     nbytes: int
-    fate: Fate
+    outcome: UnmapOutcome
 
 
 def whole_pages(nbytes: int) -> int:

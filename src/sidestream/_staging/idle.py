@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from .arena import SEGMENT_BYTES, Arena
 
-__all__ = ["Idle"]
+__all__ = ["IdleMemory"]
 
 _GROW_S = 1.0  # after a save; longer if its memory is still in use
 _TRIES = 6
@@ -15,7 +15,7 @@ _TRIM_S = 600.0
 _KNOWN = 4
 
 
-class Idle:
+class IdleMemory:
     """A policy for the arena of a stager whose saves release each window as soon as it is written.
 
     Such a save uses the same few windows repeatedly, so the arena stays small. When a state has been saved for the
@@ -32,7 +32,7 @@ class Idle:
         self._most = arena.budget_bytes
         self._grow_at = self._trim_at = float("inf")
 
-    def passed(self, sizes: tuple[int, ...]) -> None:
+    def note_staged(self, sizes: tuple[int, ...]) -> None:
         """Count a state that was staged in images of ``sizes``, and schedule growth and release."""
         times = self._known.pop(sizes, 0) + 1
         self._known[sizes] = times
@@ -44,7 +44,7 @@ class Idle:
             self._wanted, self._tries = sizes, 0
         self._schedule()
 
-    def grows_to(self, sizes: Sequence[int]) -> bool:
+    def will_grow_to(self, sizes: Sequence[int]) -> bool:
         """Return whether the arena is to grow to a state with images of ``sizes``, but was never idle long enough. A
         stage of that state then maps and touches the rest of the memory itself."""
         return self._wanted == tuple(sizes)

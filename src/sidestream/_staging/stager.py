@@ -43,7 +43,7 @@ from .drain import Drain
 from .driver import driver_for
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
-from .idle import Idle
+from .idle import IdleMemory
 from .image import Copy, ImageLayout, StagedImage
 from .plans import PlanCache
 from .stage import Laid, Staging, clean, given_up, guard, hold_back
@@ -117,7 +117,7 @@ class AsyncStager:
         self._device = engine if isinstance(engine, DeviceEngine) else None
         self._arena = Arena(half_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
         self._plans = PlanCache()
-        self._idle = Idle(self._arena)
+        self._idle = IdleMemory(self._arena)
         self._threads = TorchThreads("sidestream-stage", 1, self._idle)
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -590,14 +590,14 @@ class AsyncStager:
             staging.deadline.check("staging")
         del plan
         if staging.passes:
-            self._idle.passed(tuple([image.nbytes for image in staging.images]))
+            self._idle.note_staged(tuple([image.nbytes for image in staging.images]))
 
     def _fill(self, staging: Staging[P], plan: P) -> None:
         stays = self._stays(staging, plan)
         # From here on the writer has the plan, and waits for the first image. It writes while later images are filled.
         staging.lay(plan, stays=stays)
         staging.passes = staging.passes and not stays
-        if staging.passes and not self._idle.grows_to([image.nbytes for image in staging.images]):
+        if staging.passes and not self._idle.will_grow_to([image.nbytes for image in staging.images]):
             staging.drain = Drain(self._arena.given_back_bytes)
         if staging.device is not None and self._device is not None:
             device = next(iter(staging.device.sides), None)

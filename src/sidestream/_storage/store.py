@@ -181,6 +181,11 @@ class RangeSource(ABC):
         ``CorruptCheckpointError``."""
         return find_marker(await self.read_tail(MARKER, TAIL_BYTES))
 
+    async def committed_marker(self) -> Marker | None:
+        """Do ``marker``, also for saves that create the marker in place. If such a marker lacks its last bytes, raise
+        ``FileNotFoundError``: its save is committing at this moment, or has died in the commit."""
+        return await self.marker()
+
     @abstractmethod
     async def _tail(self, file: str, nbytes: int) -> bytes:
         """Do ``read_tail``."""

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .._format.layout_bytes import pack_layout, unpack_sums
 from .._runtime.error_data import error_from
 from .._runtime.threads import Deadline, Stop
 from .._staging import Allocation
@@ -170,7 +169,7 @@ def _settle(file: _File) -> None:
     if isinstance(body, ShardBody) and file.sums is not None:
         _, crc_bytes = SUMS.unpack_from(file.sums)
         crcs, digests = file.sums[SUMS.size : SUMS.size + crc_bytes], file.sums[SUMS.size + crc_bytes :]
-        unpack_sums(body.layout, crcs, digests, body.sums)
+        body.sums.unpack(body.layout, crcs, digests)
     file.sums = None
 
 
@@ -221,7 +220,7 @@ class _Exchange(WorkerRequest):
         self._sent.append(file)
         if isinstance(body, ShardBody):
             head = pack([file.name, body.digest])
-            packed = pack_layout(body.layout)
+            packed = body.layout.pack()
             self._held.append((WorkerMessageKind.SHARD_FILE, with_length(head) + packed))
             self._send_windows(file, index, body.images)
         else:

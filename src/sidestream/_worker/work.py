@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from mmap import mmap
 from typing import Any
 
-from .._format.layout_bytes import pack_sums, unpack_layout
+from .._format.shard import ShardLayout
 from .._runtime.error_data import data_of
 from .._runtime.rate import RateLimiter
 from .._runtime.threads import Deadline, Stop, time_limit, wait_for_change
@@ -140,7 +140,7 @@ class Request:
     def _shard(self, packed: bytes) -> tuple[str, Body]:
         head, rest = head_and_rest(packed)
         name, digest = unpack(head)
-        layout = unpack_layout(rest)
+        layout = ShardLayout.unpack(rest)
         file = len(self._images)
         images = [
             _TrainerWindow(window.end - window.start, self._rate, self._unused(file, index))
@@ -190,7 +190,7 @@ class Request:
             if item is None:
                 return
             yield item
-            crcs, digests = pack_sums(item[1].sums) if isinstance(item[1], ShardBody) else (b"", b"")
+            crcs, digests = item[1].sums.pack() if isinstance(item[1], ShardBody) else (b"", b"")
             del item
             receipt = SUMS.pack(file, len(crcs)) + crcs + digests
             if self._all_there and file + 1 == len(self._images):

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._foreign.items import MAX_VALUE_BYTES
 from .._foreign.torch_zip.file import check_value_item, open_value_item
 from .._format.checksum import crc32
-from .._format.frame import frame_tensor
 from .._format.records import DTYPES, Node
 from .._format.shard import BlockSums, ShardLayout
 from .._layout.save_layout import PlannedFiles, window_bytes_for, window_copies
@@ -244,9 +243,9 @@ def _plan_group(items: Sequence[WriteItem], captured: Captured) -> PlannedFiles:
                 f"{item.index.fqn}: cannot save {tensor.kind}; save the tensors that it is made of"
             )
         _check(tensor, item, held=bool(captured.held) and storage_key(tensor) in captured.held)
-    frames = (frame_tensor(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
+    looks = ((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
     window_bytes = window_bytes_for(sum(tensor.nbytes for tensor in tensors), _BUDGET_BYTES)
-    (shard,) = ShardLayout.lay_out(frames, _NO_LIMIT, window_bytes)
+    (shard,) = ShardLayout.lay_out(looks, _NO_LIMIT, window_bytes)
     as_they_are = [None] * len(tensors)
     images = tuple(
         ImageLayout(window.end - window.start, tuple(collected(window_copies(shard, window, 0, tensors, as_they_are))))

@@ -18,11 +18,11 @@ from torch.futures import Future
 
 from .._format.records import Manifest
 from .._layout.values import allowed_types
-from .._load.device_streams import current_streams
 from .._load.open.manifest import all_there, open_manifest
 from .._load.operation import LoadLifecycle
 from .._load.reader import Reader
 from .._runtime.threads import Deadline, io_threads
+from .._staging.streams import current_streams
 from .._storage import RangeSource
 from ..blocking import run_anywhere
 from ..errors import InvalidOptionError, SaveAbortedError

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..._format.frame import Frame, frame_tensor
 from ..._format.records import Chunk, Node
 from ..._format.shard import BlockSums, ShardLayout
 from ..._format.values import ValueItems
@@ -125,7 +124,7 @@ def _images(layout: RankLayout, tensors: Sequence[torch.Tensor]) -> list[ImageLa
 def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> RankLayout:
     rows, items = table.held.rows, table.held.items
     sources: list[_Source] = []
-    frames: list[Frame] = []
+    looks: list[tuple[str, tuple[int, ...]]] = []
     known: dict[tuple[object, ...], int] = {}
     taken: list[tuple[int, Box, int]] = []  # row of the table, box, number of the source
     for number, item in enumerate(items):
@@ -148,9 +147,9 @@ def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> Ra
         if identity not in known:
             known[identity] = len(sources)
             sources.append(_Source(item.tensor, start, sizes, whole, converted_to(tensor, dtype)))
-            frames.append(frame_tensor(dtype, sizes))
+            looks.append((dtype, sizes))
         taken.append((item.row, (offsets, sizes), known[identity]))
-    shards = tuple(ShardLayout.lay_out(frames, SHARD_BYTES, window_bytes))
+    shards = tuple(ShardLayout.lay_out(looks, SHARD_BYTES, window_bytes))
     where = [(shard, item) for shard, layout in enumerate(shards) for item in range(len(layout.items))]
     placed = (
         _Place(row if assignment.places is None else assignment.places[row], rows[row].fqn, box, *where[source])

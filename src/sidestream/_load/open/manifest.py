@@ -18,7 +18,7 @@ from ..._foreign.manifests import (
 from ..._format.checksum import crc32
 from ..._format.manifest import parse_metadata_line
 from ..._format.marker import METADATA_NAME, Marker
-from ..._format.records import Manifest, part_name
+from ..._format.records import Manifest
 from ..._format.shared import RankPart, Root
 from ..._format.validate import validate
 from ..._layout.values import decode_metadata
@@ -26,13 +26,12 @@ from ..._runtime.threads import io_threads, paced
 from ..._storage import Location, RangeSource, Store, parse_step, step_name
 from ...errors import CheckpointNotFoundError, CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
 from .parts import check_sizes, is_whole, read_apart, read_own_manifest, read_part_markers
-from .steps import Step, committed_marker, newest_committed, own_manifest_among
+from .steps import Step, newest_committed, own_manifest_among
 
 __all__ = [
     "all_there",
     "check_not_replaced",
     "from_one_checkpoint",
-    "holds",
     "metadata_of",
     "naming",
     "open_manifest",
@@ -293,18 +292,6 @@ async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, M
     raise AssertionError("unreachable")
 
 
-async def holds(location: Location, save_id: str) -> bool:
-    """Return whether the checkpoint of this save is at ``location``. True also if that cannot be found out."""
-    async with aclosing(location.source()) as source:
-        try:
-            marker = await source.marker()
-        except FileNotFoundError:
-            return False
-        except SidestreamError:
-            return True
-    return marker is not None and marker.save_id == save_id
-
-
 async def read_manifest(source: RangeSource, location: Location) -> Manifest:
     """Return the manifest of the committed checkpoint in the directory ``source``, which is at ``location``. It is
     validated against the sizes of the files.
@@ -341,7 +328,7 @@ async def read_root(
         # marker: one of stock DCP. Without ``.metadata``: parts, or a format of other programs, which is known by its
         # files. The order of listing and marker matters for the first: see ``_own_manifest_listed``.
         unmarked = METADATA_NAME not in sizes and await io_threads().run(is_foreign, sizes)
-        marker = None if unmarked else await committed_marker(source, store)
+        marker = None if unmarked else await source.committed_marker()
     except FileNotFoundError as error:
         what = await what_is_there(store, location.name, url, sizes)
         raise CheckpointNotFoundError(
@@ -407,7 +394,7 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
         if not nbytes:
             parts[rank] = RankPart({}, {})
             continue
-        name = part_name(root.manifest.save_id, rank)
+        name = root.manifest.part_name(rank)
         raw = await source.read_file(name, nbytes)
         parts[rank] = await io_threads().run(_parse_part, name, raw, crc)
     return parts

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, is_complete
+from ..._format.marker import METADATA_NAME, Marker
 from ..._runtime.threads import collected, io_threads, paced
-from ..._storage import LocalStore, RangeSource, Store, is_unfinished, parse_step
+from ..._storage import RangeSource, Store, is_unfinished, parse_step
 from ...errors import CorruptCheckpointError, IncompleteCheckpointError
 from .parts import is_whole
 
 __all__ = [
     "Step",
-    "committed_marker",
     "newest_committed",
     "own_manifest_among",
 ]
@@ -62,32 +60,9 @@ class Step:
                     return seen
 
 
-async def committed_marker(source: RangeSource, store: Store) -> Marker | None:
-    """Do ``RangeSource.marker``, also for saves that create the marker in place. If such a marker lacks its last bytes,
-    raise ``FileNotFoundError``: its save is committing at this moment, or has died in the commit."""
-    try:
-        marker = await source.marker()
-        if marker is not None or not isinstance(store, LocalStore):
-            return marker
-    except CorruptCheckpointError:
-        if not isinstance(store, LocalStore) or not await _is_marked_in_place(source):
-            raise
-    else:
-        if not await _is_marked_in_place(source):
-            return None
-    tail = await source.read_tail(METADATA_NAME, TAIL_BYTES)
-    if not is_complete(tail):
-        raise FileNotFoundError(errno.ENOENT, f"{METADATA_NAME} is incomplete", source.path_of(METADATA_NAME))
-    return find_marker(tail)
-
-
-async def _is_marked_in_place(source: RangeSource) -> bool:
-    return await io_threads().run(is_unfinished, await source.sizes())
-
-
 async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | None:
     try:
-        marker = await committed_marker(source, store)
+        marker = await source.committed_marker()
     except FileNotFoundError:
         marker = None
         missing = True

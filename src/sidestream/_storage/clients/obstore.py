@@ -30,7 +30,7 @@ from ..bodies import Body, FilePart, ShowingPart
 from .credentials import Client
 from .engine import Engine, LateEngine, part_bytes_for
 from .feed import Feed
-from .requests import LoopCall, Requests, fate_of, translated
+from .requests import LoopCall, Requests, failure_kind, translated
 
 __all__ = ["ObstoreEngine"]
 
@@ -259,7 +259,7 @@ class ObstoreEngine(Engine):
             found = await obstore.get_async(self._store, self._name(key), options={"range": {"suffix": nbytes}})
             return bytes(await found.bytes_async())
         except Exception as error:
-            if "416" not in str(error) or fate_of(error) != "final":
+            if "416" not in str(error) or failure_kind(error) != "final":
                 raise
         if await self.size(key) == 0:  # outside of the except clause, so that an error of this counts for what it is
             return b""
@@ -281,7 +281,7 @@ class ObstoreEngine(Engine):
         try:
             await obstore.delete_async(self._store, self._name(key))
         except Exception as error:
-            if fate_of(error) != "absent":
+            if failure_kind(error) != "absent":
                 raise
 
     deletes_at_once = 1000  # what one request to S3 takes
@@ -290,7 +290,7 @@ class ObstoreEngine(Engine):
         try:
             await obstore.delete_async(self._store, [self._name(key) for key in keys])
         except Exception as error:
-            if fate_of(error) != "absent":
+            if failure_kind(error) != "absent":
                 raise
             await super().delete_all(keys)  # storage without such a request ends at the first that does not exist
 

@@ -33,7 +33,16 @@ from ...errors import (
 from ...events import Retried, Throttled, emit
 from ...options import StorePolicy
 
-__all__ = ["Fate", "LoopCall", "Requests", "fate_of", "in_io_thread", "is_refused", "on_io_loop", "translated"]
+__all__ = [
+    "FailureKind",
+    "LoopCall",
+    "Requests",
+    "failure_kind",
+    "in_io_thread",
+    "is_refused",
+    "on_io_loop",
+    "translated",
+]
 
 
 T = TypeVar("T")
@@ -125,7 +134,7 @@ async def on_io_loop(work: Callable[[], Coroutine[Any, Any, T]], name: str, *, u
         return await _waiter.wait(call.future, name, stop=stop)
 
 
-Fate = Literal["absent", "taken", "denied", "throttled", "transient", "final"]
+FailureKind = Literal["absent", "taken", "denied", "throttled", "transient", "final"]
 
 _BASE_S = 0.1
 _THROTTLED_BASE_S = 0.5
@@ -191,35 +200,31 @@ class Requests:
                 if isinstance(error, (asyncio.CancelledError, SidestreamError)):
                     _marked(error, uncertain)  # whatever ends this try, an earlier one may still be carried out
                     raise
-                # There are three kinds of failures. Throttled: all requests of this store pause, and this one is
-                # repeated until the deadline. Passing: this one is repeated as often as the policy says. Final: raised.
-                # Whether an earlier try may have been carried out is kept in ``uncertain``, because a commit has to be
-                # read back then.
-                fate = fate_of(error)
-                if fate == "taken":
-                    fate = "transient"  # 409 or 412 in answer to a request without a condition
+                failure = failure_kind(error)
+                if failure == "taken":
+                    failure = "transient"  # 409 or 412 in answer to a request without a condition
                 # Without a status it is unknown whether the storage has answered.
-                uncertain = uncertain or fate == "transient" or (fate == "throttled" and _status(error) is None)
-                throttled += fate == "throttled"
-                wait_s = self._pause(fate, throttled if fate == "throttled" else tries - throttled)
+                uncertain = uncertain or failure == "transient" or (failure == "throttled" and _status(error) is None)
+                throttled += failure == "throttled"
+                wait_s = self._pause(failure, throttled if failure == "throttled" else tries - throttled)
                 if wait_s is None:
                     raise _marked(translated(error, operation, self._at(name)), uncertain) from error
                 if deadline.remaining_s() <= wait_s:
                     late = deadline.exceeded(f"{doing} ({_reason(error)})")
                     raise _marked(late, uncertain) from error
-                kind = Throttled if fate == "throttled" else Retried
-                emit(kind(operation, self._at(name), tries, wait_s, _reason(error)))
-            if fate != "throttled":
+                event = Throttled if failure == "throttled" else Retried
+                emit(event(operation, self._at(name), tries, wait_s, _reason(error)))
+            if failure != "throttled":
                 await asyncio.sleep(wait_s)
 
-    def _pause(self, fate: Fate, tries: int) -> float | None:
+    def _pause(self, failure: FailureKind, tries: int) -> float | None:
         """Return how long to wait after so many tries that ended like this one; None if there is no next try. A
         throttled request is repeated until its deadline, whatever the policy says."""
-        if fate == "throttled":
+        if failure == "throttled":
             wait_s = _jittered(_THROTTLED_BASE_S, tries)
             self._quiet_until = max(self._quiet_until, time.monotonic() + wait_s)
             return wait_s
-        if fate != "transient" or tries > self.policy.retries:
+        if failure != "transient" or tries > self.policy.retries:
             return None
         return _jittered(_BASE_S, tries)
 
@@ -246,10 +251,10 @@ def _marked(error: E, uncertain: bool) -> E:
 def translated(error: BaseException, doing: str, url: str) -> Exception:
     """Return the typed error, without secrets, for what a client raised while ``doing`` something at ``url``. Do
     not pass errors of sidestream: callers raise them unchanged."""
-    fate = fate_of(error)
-    if fate == "absent":
+    failure = failure_kind(error)
+    if failure == "absent":
         return FileNotFoundError(errno.ENOENT, "no such object", url)
-    if fate == "denied":
+    if failure == "denied":
         return AccessDeniedError(
             errno.EACCES, f"{doing} was refused ({_reason(error)}); check credentials and policy", url
         )
@@ -259,7 +264,7 @@ def translated(error: BaseException, doing: str, url: str) -> Exception:
     return StorageError(number if isinstance(number, int) else errno.EIO, f"{doing} failed: {_reason(error)}", url)
 
 
-def fate_of(error: BaseException) -> Fate:
+def failure_kind(error: BaseException) -> FailureKind:
     """Return what the exception of a client means for the request."""
     status, text = _status(error), _text(error)
     names = {type(one).__name__ for one in _chain(error)}
@@ -279,7 +284,7 @@ def fate_of(error: BaseException) -> Fate:
     if status == 400 and (isinstance(error, TimeoutError) or "requesttimeout" in text):
         return "transient"  # S3 has not received the whole request in time
     if status is not None:
-        return _fate_of_status(status)
+        return _failure_of_status(status)
     if isinstance(error, (TimeoutError, ConnectionError, EOFError)) or any(word in text for word in _PASSING):
         return "transient"
     return "final"
@@ -287,14 +292,18 @@ def fate_of(error: BaseException) -> Fate:
 
 def is_refused(error: BaseException) -> bool:
     """Return whether the storage does not support the request, or does not allow it to this client."""
-    if isinstance(error, NotImplementedError) or fate_of(error) in ("denied", "absent") or _status(error) in (405, 501):
+    if (
+        isinstance(error, NotImplementedError)
+        or failure_kind(error) in ("denied", "absent")
+        or _status(error) in (405, 501)
+    ):
         return True
     text = _text(error).replace(" ", "")
     return "notimplemented" in text or "methodnotallowed" in text
 
 
-def _fate_of_status(status: int) -> Fate:
-    known: dict[int, Fate] = {
+def _failure_of_status(status: int) -> FailureKind:
+    known: dict[int, FailureKind] = {
         401: "denied", 403: "denied", 404: "absent", 412: "taken", 429: "throttled", 503: "throttled",
         408: "transient", 409: "transient",
     }  # fmt: skip

@@ -16,10 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
+from ..._format.marker import TAIL_BYTES, Marker, find_marker, is_complete
 from ..._runtime.memory_maps import MemoryMap
 from ..._runtime.tasks import run_shielded
 from ..._runtime.threads import Deadline, Stop, current_deadline, doing, io_threads, time_limit
 from ...errors import CorruptCheckpointError, DeadlineExceededError, SidestreamError, from_os_error
+from ..names import MARKER, is_unfinished
 from ..store import RangeSource, ReadRange, coalesce
 from .directories import OpenDirectory
 
@@ -56,6 +58,24 @@ class LocalSource(RangeSource):
         super().__init__(name)
         self._path = path
         self._directory = OpenDirectory(path)
+
+    async def committed_marker(self) -> Marker | None:
+        try:
+            if (marker := await self.marker()) is not None:
+                return marker
+        except CorruptCheckpointError:
+            if not await self._is_marked_in_place():
+                raise
+        else:
+            if not await self._is_marked_in_place():
+                return None
+        tail = await self.read_tail(MARKER, TAIL_BYTES)
+        if not is_complete(tail):
+            raise FileNotFoundError(errno.ENOENT, f"{MARKER} is incomplete", self.path_of(MARKER))
+        return find_marker(tail)
+
+    async def _is_marked_in_place(self) -> bool:
+        return await io_threads().run(is_unfinished, await self.sizes())
 
     async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
         stop = Stop()

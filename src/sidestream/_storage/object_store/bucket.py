@@ -18,7 +18,7 @@ from ...errors import CheckpointExistsError, StorageError
 from ...options import BlobInfo, Listing, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
-from ..clients.requests import Fate, LoopCall, Requests, fate_of, is_refused
+from ..clients.requests import FailureKind, LoopCall, Requests, failure_kind, is_refused
 from ..names import ABANDONED_AFTER_S, LEASES, MARKER, NOTE, READ_FIRST, export_files, id_of, is_plain_shard
 from ..replacing import DECIDING_BYTES, Found, deciding_file, kind_of
 
@@ -70,7 +70,7 @@ class Bucket:
             try:
                 return await request(engine)
             except Exception as error:
-                if fate_of(error) != "absent":
+                if failure_kind(error) != "absent":
                     raise
                 raise StorageError(errno.ENOENT, f"{doing} failed: {_NO_BUCKET}", f"{self.url}/{name}") from error
 
@@ -162,10 +162,10 @@ class Bucket:
                 try:
                     await engine.replace(key, memoryview(b""), version)
                 except Exception as error:
-                    fate = fate_of(error)
-                    if fate not in ("taken", "absent") and (fate == "denied" or not is_refused(error)):
+                    failure = failure_kind(error)
+                    if failure not in ("taken", "absent") and (failure == "denied" or not is_refused(error)):
                         raise
-                    return fate in ("taken", "absent")
+                    return failure in ("taken", "absent")
                 return False
 
             engine.compares_versions = await self.run("writing", name, refuses)
@@ -225,15 +225,15 @@ class Bucket:
             return await self.run("listing the uploads of", target, ask)
 
 
-async def _is_refused_as(request: Awaitable[object], *fates: Fate) -> bool:
-    """Do ``request``, and return whether its fate is one of ``fates``. Raises every other error.
+async def _is_refused_as(request: Awaitable[object], *failures: FailureKind) -> bool:
+    """Do ``request``, and return whether its failure is one of ``failures``. Raises every other error.
 
     What is asked next is asked outside of the ``except`` clause. Otherwise this error would be the context of the next
     one, and the next one would be taken for a refusal of this kind."""
     try:
         await request
     except Exception as error:
-        if fate_of(error) not in fates:
+        if failure_kind(error) not in failures:
             raise
         return True
     return False
@@ -261,7 +261,7 @@ async def _holds(engine: Engine, key: str, end: bytes, *, whole: bool) -> bool:
             return False
         return (whole and not end) or (bool(end) and await engine.tail(key, len(end)) == end)
     except Exception as error:
-        if fate_of(error) != "absent":
+        if failure_kind(error) != "absent":
             raise
     # 409: another request was creating the object, and has failed or not ended.
     raise ConnectionError("another request for the same name was in the way")
@@ -275,7 +275,7 @@ async def _has_replaced(engine: Engine, key: str, end: bytes, version: str) -> b
             return True
         unchanged = await engine.version(key) == version
     except Exception as error:
-        if fate_of(error) == "absent":
+        if failure_kind(error) == "absent":
             return False
         raise
     if unchanged:  # 409: another request was replacing the object, and has failed or not ended

@@ -16,9 +16,9 @@ import torch
 
 from .._runtime.caller import run_in_calling_thread
 from .._runtime.threads import doing, io_threads
-from .._staging.device import translated
-from .._staging.driver import TorchDriver, driver_for
 from ..errors import DeviceError, GraphCaptureError, InvalidOptionError
+from .device import translated
+from .driver import TorchDriver, driver_for
 
 __all__ = ["Streams", "current_streams", "streams_of"]
 

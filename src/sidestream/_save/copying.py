@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from .._runtime.abandoned import register
 from .._runtime.threads import io_threads
-from .._save.operation import Coordinator, Layout, SaveOperation, Solo
-from .._save.order import SaveOrder
-from .._save.pending import SaveProgress
 from .._storage import Transaction
 from ..errors import SidestreamError
+from .operation import Coordinator, Layout, SaveOperation, Solo
+from .order import SaveOrder
+from .pending import SaveProgress
 
 __all__ = ["CopyingWriter", "run_here"]
 
