@@ -10,6 +10,9 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 from . import blocking, errors, events, options, signing
+
+# The packages are ``_save``, ``_load`` and so on, and not ``save`` and ``load``. Importing a submodule sets it as an
+# attribute of its package, and ``sidestream.save`` has to be the function whatever was imported first.
 from ._convert.convert import ConvertReport, convert
 from ._convert.copy import CopyReport, copy, remove
 from ._convert.export import HF

@@ -75,6 +75,8 @@ class _Portal:
         """Return the loop; the first call starts it."""
         with self._lock:
             if self._loop is None:
+                # Started by the first call and kept for the process: a loop for each call would take a thread for each,
+                # and a save that continues after its call needs a loop that lives on.
                 stack = ExitStack()
                 portal = stack.enter_context(start_blocking_portal())
                 # Not atexit, which comes too late to start a thread: the end of the main thread comes first, and the
@@ -85,6 +87,8 @@ class _Portal:
 
 
 def _close_at_exit(stack: ExitStack, portal: BlockingPortal) -> None:
+    # In this order: the main thread has ended, so it makes no more calls. Then what is in flight finishes. Then the
+    # loop is stopped.
     threading.main_thread().join()
     portal.call(wait_for_supervised)
     stack.close()

@@ -119,6 +119,8 @@ class Checkpointer:
         durability = options.durability
         self._run = Run(store, self.url, process_group, timeout_s=timeout_s, lease_s=lease_s)
         self._opened = Opened(self.url, store, options, stager)
+        # One pass at a time: the one after a save, and one that the program asks for, would verify and delete the same
+        # steps.
         self._pruning = asyncio.Lock()
         self._upkeep = Upkeep(
             self._prune, f"sidestream retention {self.url}", lambda: list(self._pruner.damaged.values())
@@ -303,6 +305,7 @@ class Checkpointer:
         """
         self._opened.check()
         options = self._load if options is None else options_of(options, LoadOptions)
+        # What was saved under other names is restored under them, without a second declaration of the mapping.
         if options.names is None:
             options = replace(options, names=self._saves.options.names)
         request = LoadRequest(options, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))
@@ -336,6 +339,8 @@ class Checkpointer:
         self._opened.check()
         options = self._load if options is None else options_of(options, LoadOptions)
         async with self._reading.step(step) as (found, location):
+            # The newest step with a damaged marker is an error here, and not a reason to take an older one: that would
+            # silently go back in training.
             if found.damage is not None:
                 raise found.damage
             yield await open_from(
@@ -565,12 +570,15 @@ class Checkpointer:
                 await self._preemption.ended()  # its last save may have begun meanwhile
                 await self._all_ended()
         except asyncio.CancelledError:
+            # The saves are cancelled, and the exports and the upkeep after them. All of that is awaited, shielded: when
+            # this raises, no task and no thread of the ``Checkpointer`` is left.
             self._saves.cancel()
             await run_shielded(self._stop)
             raise
         finally:
             if self._preemption is not None:
                 self._preemption.uninstall()
+            # Last, because saves that still clean up need the stager and the writer process.
             await self._opened.release()
         self._saves.raise_unretrieved()
 

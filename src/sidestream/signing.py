@@ -84,6 +84,8 @@ async def sign(
 async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], password: str | None) -> str:
     async with aclosing(location.source()) as source:
         manifest = await _signable(source, location)
+        # Only manifest and ``.metadata`` are signed. The manifest has a digest of every block, so the signature covers
+        # all data without reading it.
         files = await _signed_files(source, location.url, manifest)
     secret = None if password is None else password.encode()
 
@@ -169,6 +171,8 @@ async def _verify(
         manifest = await _signable(source, location)
         files = await _signed_files(source, location.url, manifest)
         bundle = await _signature(source, location.url, manifest)
+        # The signature first: until it is good, nothing that the manifest says is worth comparing. Then all data is
+        # compared with the digests, without which a signature would cover the manifest only.
         await io_threads().run(_with_files, files, bundle, check)
         report = await verify_manifest(source, location.url, manifest, progress)
         if report.damaged or report.digest != "verified":

@@ -209,10 +209,13 @@ async def _convert(
         files = await io_threads().run(_plan, selection, nodes, name, request)
         total = await io_threads().run(selection.nbytes)
         pipeline = Pipeline(opened, selection.origin, request.options.verify, request.options.progress, total)
+        # Before the attempt is made: damage that can be found without reading payloads leaves nothing behind.
         if request.options.verify == "always":
             await pipeline.check()
         return files, pipeline
 
+    # Each rank plans all files from the same checkpoint. That is cheaper than to send a plan, and rank 0 compares a
+    # digest of the plans before it makes the attempt.
     files, pipeline = await prepare_together(ranks, prepare)
     beside = sidecars if isinstance(files, DcpTarget) else {}
     order = SaveOrder(
@@ -228,6 +231,8 @@ async def _convert(
     )
     layout = _ConvertedLayout(order, files, selection)
     sizes = {file.name: file.nbytes for file in layout.data_files}
+    # Two ways to the same commit. Alone: this process writes all files. With other ranks: each writes some, and rank 0
+    # commits when all have.
     if ranks is None:
         await run_here(order, partial(pipeline.write, layout.data_files), layout, sum(sizes.values()))
     else:
@@ -343,6 +348,8 @@ class _DividedFiles:
         if operation.rank == 0:
             mine.extend(self.beside)
         await stoppable(operation, pipeline.write([one for one in mine if one.name != self.final], into))
+        # Two steps. The file that readers look for is written when the others of all ranks are complete, because on
+        # object storage each file is visible as soon as it is written.
         await operation.agree("write")
         await stoppable(operation, pipeline.write([one for one in mine if one.name == self.final], into))
         self._written.update((one.name, one.nbytes) for one in mine)
@@ -401,6 +408,9 @@ class _Divided(Group):
         """Delete the files that this rank has written, if they have their final names. The outcome is unknown if rank 0
         died during the commit, because an export has no marker."""
         first = verdict.failures[0]
+        # Rank 0 may have committed, and an export has no marker that could tell. So nothing is deleted. In every other
+        # case the files of this rank have to go, and where they have their final names only this rank knows which they
+        # are.
         if first.rank == 0 and first.kind in ("RankDied", "DeadlineExceededError") and self._operation.step == "commit":
             self._order.transaction.outcome = "unknown"
         elif self._order.transaction.place is None:  # otherwise rank 0 deletes the hidden directory

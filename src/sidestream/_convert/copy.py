@@ -194,6 +194,8 @@ async def remove(
         )
         there = False
         try:
+            # Two things may be at the URL: a checkpoint or an export, and what killed saves left of others. The second
+            # is looked for even if the first is refused, so that a failed save can be cleared away.
             there = await location.store.retire(location.name, durability=durability)
         except CheckpointNotFoundError as error:
             refused = error
@@ -261,6 +263,8 @@ def _in_order(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
     # Without the files of uncommitted attempts, which have another id in their names on object storage.
     sizes = {name: nbytes for name, nbytes in paced(listed.items()) if id_of(name) in (None, manifest.save_id)}
     markers = [name for name in (METADATA_NAME, INDEX_NAME, part_metadata_name(0)) if name in sizes]
+    # The last file completes the copy for readers: the marker, the index of safetensors, the first part; of files
+    # without any of these the largest.
     last = markers[0] if markers else max(sizes, key=lambda name: sizes[name])
     return {**{name: nbytes for name, nbytes in sizes.items() if name != last}, last: sizes[last]}
 
@@ -392,6 +396,8 @@ class _Copy:
             self._report_progress(len(view))
 
         await Windows(fill).write(files, into)
+        # Before the commit: what does not come back as it was sent is never visible, except where names on object
+        # storage are final from the beginning.
         await self._read_back(files, into)
 
     async def _read_back(self, files: Sequence[_CopiedFile], into: Transaction) -> None:

@@ -211,6 +211,9 @@ class _Sink:
         chosen = _choose(self.export, candidates, self.url)
         items = {fqn: item for fqn, _, _, item in plan.named_tensors()}
         by_item = {items[chosen.origin[one.fqn]]: one for one in chosen.tensors}
+        # In the order in which the snapshot has them, so that a file is written while the state is staged, and a window
+        # is kept for no longer than one part needs it. A tensor whose size would leave those behind it unaligned goes
+        # to the end of its file, and is copied until then; too many of them end the reading of the snapshot.
         tensors = [by_item[item] for item in sorted(by_item)]  # in the order of the snapshot
         laid, index = safetensors_layout(tensors, None, self.export.max_shard_bytes, chosen.aliases)
         if any(sum(one.nbytes for one in file.late) > _MOST_HELD_BYTES for file in laid):
@@ -233,6 +236,7 @@ class _Sink:
         self._order = order
         order.lifecycle.started()
         order.lifecycle.planned(order.save_id)
+        # The checkpoint comes first on a disk that is too small: its bytes are counted before the export asks for room.
         save.space.expect(save.transaction, plan.nbytes)
         try:
             save.space.take(order.transaction, sum(body.nbytes for _, body in files))
@@ -246,6 +250,8 @@ class _Sink:
     async def finish(self, read: ConvertReport) -> ConvertReport:
         order = self._order
         assert order is not None
+        # Right before the commit, and again after the one in ``prepare``: a newer generation of the step may have been
+        # exported meanwhile, and must not be replaced by this one.
         await order.before_commit()
         try:
             await order.transaction.commit({})
@@ -258,6 +264,7 @@ class _Sink:
     async def undo(self, error: BaseException) -> None:
         order = self._order
         if order is not None:
+            # For observers the first try was skipped, and did not fail: the export is made from the checkpoint.
             starts_over = isinstance(error, SnapshotLostError)
             order.lifecycle.failed(SkippedError(str(error)) if starts_over else error, order.outcome)
             await order.transaction.clean_up(error)
@@ -275,6 +282,8 @@ class _Sink:
         try:
             return await self._read_checkpoint(save, ranks)
         except (CheckpointNotFoundError, CorruptCheckpointError, RankFailuresError) as error:
+            # The reader found files missing or altered. If the checkpoint of this save is not there any more, that is
+            # the cause, and the error says so. Otherwise the files are damaged.
             kinds = {one.kind for one in error.failures} if isinstance(error, RankFailuresError) else set()
             if kinds <= _GONE and not await holds(save.location, save.save_id):
                 raise self._gone(save) from error

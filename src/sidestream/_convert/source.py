@@ -137,6 +137,8 @@ async def open_source(url: str | os.PathLike[str], storage: Storage = DEFAULT_ST
 async def open_source_at(location: Location) -> Source:
     """Open a source. Reads no payload of a tensor and no value. The caller closes the result. Raises what the opening
     of a checkpoint raises."""
+    # The manifest is opened whole, and the zips of another writer are opened for the places of the payloads. Payloads
+    # are read while they are written.
     files, manifest = await open_manifest(location)
     try:
         return await source_of(files, location.url, manifest)
@@ -155,6 +157,8 @@ async def _of_manifest(files: RangeSource, url: str, manifest: Manifest) -> Sour
     located, errors = await locate_all(files, manifest)
     refused: dict[str, SidestreamError] = {}
     for fqn, error in errors.items():
+        # There are two kinds of errors. A tensor of a kind that this version does not read: an error only if it is
+        # selected. Anything else, such as a missing file: an error of the source, whatever was selected.
         opaque = isinstance(manifest.entries[fqn], OpaqueEntry)
         if isinstance(error, FileNotFoundError) or not (opaque or isinstance(error, UnsupportedCheckpointError)):
             raise error
@@ -203,6 +207,8 @@ def _check_views(manifest: Manifest, url: str) -> None:
     for entry in manifest.entries.values():
         pause_point()
         if isinstance(entry, TensorEntry) and any(chunk.foreign is not None for chunk in entry.chunks):
+            # Tied tensors are written once in every format. Only different views of one storage are multiplied, and a
+            # file can have many of them at no cost: a kilobyte that says that it is a terabyte.
             distinct[entry.dtype, entry.chunks] = entry.nbytes
     nbytes, there = sum(distinct.values()), sum(manifest.files.values())
     if nbytes > _VIEWS_ALWAYS_BYTES + _VIEWS_RATIO * there:
@@ -213,6 +219,7 @@ def _check_views(manifest: Manifest, url: str) -> None:
 
 
 def _foreign_tensor(fqn: str, entry: TensorEntry, located: TensorEntry) -> SourceTensor:
+    # A compressed item is decompressed as a whole, so no part of it has a place in the file.
     if any(chunk.transform for chunk in entry.chunks):
         return SourceTensor(entry, None, None, fqn)
     identity = (entry.dtype, entry.chunks) if all(chunk.foreign is not None for chunk in entry.chunks) else fqn
@@ -273,6 +280,8 @@ class Pipeline:
 
     async def check(self) -> None:
         """Compare checksums that cover more than one piece. Called before anything is written."""
+        # A payload of another writer has one checksum, which is known to be right only after its last byte. Its pieces
+        # would have been written by then. So it is read twice: once to compare, and once to write.
         pieces = await io_threads().run(self._checks)
 
         async def work(piece: Piece) -> None:
@@ -310,8 +319,12 @@ class Pipeline:
 
     async def _fill(self, slices: Sequence[Slice], view: memoryview) -> None:
         direct, others = await io_threads().run(self._targets, slices, view)
+        # The tensors that are read whole come first, one at a time: each takes memory of its own size beside the
+        # window.
         for one, into in others:
             fqn = self.origin[one.tensor.fqn]
+            # A tensor that lies in one window is read into it. One that continues in the next window is read once and
+            # held, since reading it again for each window would read all of it each time.
             if one.nbytes == one.tensor.nbytes:
                 await self._read_whole(fqn, into.reshape(one.tensor.shape))
             else:
@@ -352,6 +365,7 @@ class Pipeline:
         first = one.begin // itemsize(one.tensor.dtype)
         flat = held.reshape(-1)[first : first + into.numel()]
         await io_threads().run(into.copy_, flat)
+        # Windows are filled in the order of the file, so this is the last slice of the tensor.
         if one.begin + one.nbytes == one.tensor.nbytes:
             del self._held[fqn]
 

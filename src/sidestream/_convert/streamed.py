@@ -86,6 +86,8 @@ class Stream:
         held: dict[str, list[_Piece]] = {one.fqn: [] for one in laid.late}
         left = sum(one.nbytes for one in laid.tensors)
         while left:
+            # Pieces arrive in the order of the snapshot, and one at a time: all threads that write parts take them
+            # under one lock. Dropping the piece before the next one is asked for lets the snapshot release the window.
             piece = next(self._pieces)
             left -= piece.elements.numel() * piece.dtype.itemsize
             if piece.name in held:
@@ -122,6 +124,8 @@ class _StreamedFile:
     def take(self, number: int, stop: Stop) -> memoryview:
         with self._lock:
             stop.check()
+            # The parts of a file have to be made in order, because the snapshot is read once. A thread that needs a
+            # later part makes those before it, and leaves them for the others.
             while self._next <= number:
                 if self._error is not None:  # the thread that met it may not have set ``stop`` yet
                     raise self._error

@@ -101,6 +101,8 @@ class Written:
             begin = 0
             while begin < nbytes:
                 room = start + window_bytes - offset - begin
+                # What fits is taken whole. Otherwise the window takes a multiple of 1 MiB, which is whole elements of
+                # any dtype and whole blocks of checksums. If not even that fits, the window ends here.
                 take = min(nbytes - begin, room if room >= nbytes - begin else room // BLOCK_BYTES * BLOCK_BYTES)
                 if take <= 0:
                     self._close(start, offset + begin, parts)
@@ -122,6 +124,9 @@ class Written:
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
         with self._changed:
+            # Windows are sealed by the threads that write them, each in its turn. The checksum of a payload that
+            # continues from one window to the next is computed in a chain, and a zip has its directory, with all
+            # checksums, at the end.
             while self._turn != index:
                 wait_for_change(self._changed, stop, "the part of a file before")
         for number, begin, nbytes, piece, at in paced(self._parts[index]):
@@ -150,6 +155,7 @@ def torch_file(
     file = TorchFile()
     leaves: dict[str, tuple[tuple[Key, ...], object]] = {}
     for one in tensors:
+        # As ``torch.save`` does: tied tensors refer to one storage, and ``torch.load`` ties them again.
         number = distinct.setdefault(one.identity, len(first))
         if number == len(first):
             first.append(one)

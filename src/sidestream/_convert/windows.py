@@ -108,6 +108,8 @@ class Windows:
         threads, stop = write_threads(), Stop()
 
         try:
+            # The thread writes the windows as the loop fills them. Either side may fail first: the task group cancels
+            # the filling, and the wait signals the thread, so that both have ended when this returns.
             done = threads.submit(partial(into.write, bodies, stop=stop))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._fill_all([part for _, one in parts for part in one]))
@@ -118,6 +120,8 @@ class Windows:
             # A thread that has just ended its work may refer to the memory for some time.
             self._keeping = False
             self._spare.clear()
+        # Unmapping is done by a thread of its own. A conversion that follows at once would otherwise map its windows
+        # while these still count against the memory of the machine.
         await threads.run(settle, Deadline.after(_UNMAPPED_S), idle=True)
 
     async def _fill_all(self, parts: Sequence[_Part]) -> None:
@@ -125,6 +129,7 @@ class Windows:
             await self._slots.acquire()
             view = self._take(part.nbytes)
             await self._fill(part.file, part.index, view)
+            # False if the thread was stopped while the window was being filled. Then no thread takes it.
             if part.filled.set_running_or_notify_cancel():
                 part.filled.set_result(view)
             del view

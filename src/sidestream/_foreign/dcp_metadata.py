@@ -328,6 +328,7 @@ def _compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[
 
     The form of the pickle and unknown attributes are ignored, because another version may have written it.
     """
+    # Both directions: an entry that only one of the two files has is a contradiction.
     unknown = (EmptyEntry, CompositeEntry)  # DCP has no such entries
     described = {fqn: entry for fqn, entry in manifest.entries.items() if not isinstance(entry, unknown)}
     for fqn in described.keys() - metadata.entries.keys():
@@ -384,6 +385,7 @@ def _comparable(entry: Entry) -> object:
     if isinstance(entry, ValueEntry):
         return path, (entry.file, entry.item_offset, entry.item_bytes), entry.transform
     assert isinstance(entry, TensorEntry | OpaqueEntry)
+    # By offsets and sizes: the order of the chunks in the two files need not be the same.
     chunks = {
         name_of(one.offsets, one.sizes): (one.file, one.item_offset, one.item_bytes, one.transform)
         for one in entry.chunks

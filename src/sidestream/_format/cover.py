@@ -46,6 +46,8 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
                 groups += parts
                 break
         else:
+            # Counted before the pairs are compared, so that the limit holds for the one group that an attacker has made
+            # too large.
             steps_left -= len(group) ** 2
             if steps_left < 0:
                 raise TooIntricateError

@@ -121,6 +121,8 @@ class Archive:
         for name, raw in known:
             self._start(name, len(raw), crc32(raw), align)
             self._add(len(raw), raw)
+        # What is known comes first: records with the CRC in their header. The CRC of a payload is known only when the
+        # payload has passed, so it follows the content, and stands once more in the directory.
         for number, nbytes in enumerate(sizes):
             record = self._start(f"data/{number}", nbytes, None, align)
             self._add(nbytes, number)
@@ -171,6 +173,8 @@ def frame_tensor(dtype: str, shape: tuple[int, ...]) -> Frame:
     archive = Archive(pickled, (), [payload_bytes])
     *others, payload = archive.records
     descriptor = payload.descriptor(0)
+    # Only the two places of the CRC differ between two tensors of one dtype and shape. So the trailer is made once,
+    # with zeros there.
     crc_at = (4, len(descriptor) + sum(len(record.directory_entry(0)) for record in others) + 16)
     return Frame(b"".join(archive.known()), payload_bytes, descriptor + archive.end({}), crc_at)
 
@@ -184,6 +188,8 @@ def tensor_pickle(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
     """Return the pickle of a row-major tensor over the storage ``key`` of its archive, as ``torch.save`` writes it."""
     itemsize, storage = DTYPES[dtype]
     elements = math.prod(shape)
+    # Old dtypes have a storage class of their own in torch's pickles, and their size counts elements. Newer ones are
+    # over an untyped storage, whose size counts bytes, and name the dtype at the end.
     if storage is not None:
         rebuild, storage_type, numel = "_rebuild_tensor_v2", p.global_("torch", storage), elements
     else:

@@ -57,6 +57,8 @@ _VERSIONS = range(_VERSION, _SHARED_COMPOSITE_VERSION + 1)
 
 def write_manifest(manifest: Manifest, torch_version: str) -> Iterator[bytes]:
     """Yield the lines of the file."""
+    # The lowest version that can express the content: readers of the first version then refuse only what they cannot
+    # read.
     composite = any(isinstance(entry, CompositeEntry) for entry in manifest.entries.values())
     yield head_line(manifest, torch_version, len(manifest.entries), composite=composite)
     for fqn, entry in manifest.entries.items():
@@ -84,6 +86,8 @@ def entry_line(fqn: str, entry: Entry) -> bytes:
 
 def line_around_checksums(fqn: str, entry: TensorEntry) -> tuple[bytes, bytes]:
     """Return the line of a tensor whose only chunk has no checksums, as the parts before and after their place."""
+    # The line is rendered once, when the plan is made, and split where the checksums belong. A save fills them in
+    # without rendering JSON.
     before, quotes, after = entry_line(fqn, entry).partition(b'""]]],')  # no other text ends a chunk
     assert quotes
     return before + quotes[:1], quotes[1:] + after
@@ -174,10 +178,13 @@ def parse_manifest(raw: bytes | bytearray) -> Manifest | Root:
     Raises ``CorruptCheckpointError`` if ``write_manifest`` cannot have written the text, and
     ``UnsupportedCheckpointError`` for a later version."""
     lines = cast(list[bytes], raw.split(b"\n"))
+    # Every line ends with a newline, so a file that was cut off shows it here in most cases. The checksum in the marker
+    # finds the rest.
     if lines.pop() != b"":
         raise CorruptCheckpointError("the manifest is cut off")
     try:
         head = json.loads(lines[0].decode())  # for bytes that look like UTF-16, loads() would import a codec
+        # Before anything else is read of it: a later version may mean something else by every other field.
         if head["sidestream"] not in _VERSIONS or head["block_bytes"] != BLOCK_BYTES:
             raise UnsupportedCheckpointError(
                 f"the manifest has version {head['sidestream']}, this sidestream reads {_VERSIONS[-1]}: upgrade it"
@@ -194,9 +201,11 @@ def parse_manifest(raw: bytes | bytearray) -> Manifest | Root:
         rows = Rows(files, digests=digest is not None, key_of=_parse_key)
         entries: dict[str, Entry | Row] = {}
         composite = head["sidestream"] == _COMPOSITE_VERSION
+        # A few lines between two pauses: a line of a large tensor has kilobytes of checksums.
         for some in chunked(lines[1:], 16):
             entries.update([_parse_line(line.decode(), rows, composite) for line in some])
             pause_point()
+        # Two comparisons: the number of lines finds a lost line, and the number of entries a name that stands twice.
         if len(entries) != head["entries"] or len(lines) - 1 != head["entries"]:
             raise CorruptCheckpointError(f"the manifest announces {head['entries']} entries and has {len(entries)}")
         planner = head.get("planner", "sidestream")
@@ -206,6 +215,8 @@ def parse_manifest(raw: bytes | bytearray) -> Manifest | Root:
             )
         made = _manifest(head, files, digest, metadata)
         return replace(made, entries=Entries(entries), planner=planner, planner_data=head.get("planner_data"))
+    # Parsing is written without checks for the shape of each part: whatever a damaged file makes fail is one of these.
+    # What only has wrong values is found by ``validate``.
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         if isinstance(error, (CorruptCheckpointError, UnsupportedCheckpointError)):
             raise
@@ -282,6 +293,8 @@ def _parse_row(line: list[Any], patterns: int, ranks: int, composite: bool) -> S
 
 
 def _parse_line(text: str, rows: Rows, composite: bool) -> tuple[str, Entry | Row]:
+    # Two parsers for a line. Most lines are ordinary tensors, which one regular pass turns into a tuple. Any other
+    # line, and any line with a fault, is parsed by the general code, which words the error.
     return rows.read(text) or _parse_entry(json.loads(text), composite)
 
 
@@ -352,6 +365,7 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 
 def _is(kind: type[T], value: Any) -> T:
+    # The exact type: ``isinstance`` would take ``True`` for the integer 1.
     if type(value) is not kind:
         raise CorruptCheckpointError(f"the manifest has a {type(value).__name__} in place of a {kind.__name__}")
     return value

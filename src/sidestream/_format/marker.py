@@ -121,6 +121,8 @@ def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | N
     if not tail.endswith(b"."):
         raise CorruptCheckpointError(f"{file} is cut off: it does not end as a pickle does", file=file)
     name = p.text(attribute)
+    # The last one. A value of the user earlier in the pickle may contain the same bytes, but the attribute stands at
+    # the very end: the length that follows has to lead exactly to the end of the file.
     at = tail.rfind(name + b"X")
     if at < 0:
         return None

@@ -50,6 +50,8 @@ class Rows:
             return None
         raw_layout, file, raw_start, raw_nbytes, raw_payload, raw_crcs, raw_digests, fqn, raw_path = found.groups()
         try:
+            # The text of dtype and shape is the key, not yet parsed: a training run has few distinct ones, and each is
+            # parsed and checked once.
             layout = self._layouts.get(raw_layout, _UNKNOWN)
             if layout is _UNKNOWN:
                 layout = self._read_layout(raw_layout)
@@ -57,6 +59,8 @@ class Rows:
                 return None
             dtype, shape, payload_bytes, blocks = layout
             start, nbytes, payload = int(raw_start), int(raw_nbytes), int(raw_payload)
+            # All that ``validate`` checks of such a tensor, except overlaps with other items. A line that fails is not
+            # refused here: the general code reads it again, and raises the error.
             if not start <= payload <= payload + payload_bytes <= start + nbytes <= self._files[file]:
                 return None
             crcs, digests = a2b_base64(raw_crcs, strict_mode=True), None

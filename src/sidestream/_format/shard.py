@@ -73,6 +73,8 @@ def seal_run(
             or at - written > _SMALL_RUN_BYTES
         ):
             break
+        # One assignment writes the trailer of the item before, the gap, and the header of this one. The CRC of the item
+        # before is packed into its trailer after that, because its place is in the bytes just written.
         payload, gap = at + len(header) - base, at - before
         view[tail:payload] = blank + (_GAPS[gap] if gap < 64 else bytes(gap)) + header
         if blank:
@@ -249,6 +251,9 @@ class _Shard:
 
     def add(self, frame: Frame) -> None:
         offset = _offset(frame, self.position)
+        # There are two cuts. Between two items, on a page, before an item that would not fit. Within a payload that is
+        # larger than a window, at a multiple of the blocks: then every block, and its checksum, belongs to one window,
+        # and windows can be sealed in any order and by any thread.
         if self.position > self._start and offset + frame.item_bytes > self._start + self._window_bytes:
             self._cut(_pages(self.position), len(self.items))
             offset = _offset(frame, self._start)
@@ -331,12 +336,19 @@ class Sealer:
             if item.item_offset >= window.start:
                 _write(view, window, written, bytes(item.item_offset - written))
                 _write(view, window, item.item_offset, item.frame.header)
+            # The header of the item is written before its payload is read, so that ``total`` and ``passing`` see final
+            # bytes.
             start, end = _payload(window, item)
             blocks = block_crcs(view[start:end], self._burst)
             self._note_digests(index, view, window, item)
             crc = join_blocks(blocks, end - start)
+            # The CRC of the window is combined from those of its large payloads, which have just been computed. To read
+            # them again would take longer than the rest of the work.
             if end - start >= _COMBINED_BYTES:
                 total.payload(start, end, crc)
+            # The item is cut. Each window leaves its part of the checksums; the one with the trailer waits for the
+            # others. That cannot deadlock, because windows are taken in order, and a window waits for earlier ones
+            # only.
             if item.item_offset < window.start or item.trailer_offset >= window.end:
                 blocks, crc = self._collect(index, item, window, blocks, (crc, end - start), wait)
             if item.end <= window.end:

@@ -151,6 +151,8 @@ _SLICE = 1 << 20
 def value_line_of(content: object, item_bytes: int) -> bytes:
     """Return what ``line_of`` returns, for the fields of a value whose item has ``item_bytes``. Long strings in it are
     encoded in slices, because each call of the encoder holds the GIL."""
+    # The encoder of ``json`` holds the GIL for a whole string, and the bytes of a value are one string in base64. So a
+    # long string is replaced by a mark that no content has, and its slices are put in the place of the mark.
     if item_bytes <= _SLICE or not _has_long_string(content):
         return line_of(content)
     long: list[str] = []
@@ -210,6 +212,7 @@ def _parse_part(raw: bytes | bytearray) -> RankPart:
             pause_point()
             row, offsets, *rest = json.loads(line.decode())
             if offsets is None:
+                # ``None`` in the place of the offsets tells a value from a chunk.
                 file, offset, nbytes, node = rest
                 _check(offset, nbytes)
                 _check_row(row)
@@ -285,6 +288,8 @@ def _join(root: Root, parts: Mapping[int, RankPart], wanted: Collection[int] | N
         if row.fqn in entries:
             raise CorruptCheckpointError(f"the manifest has {row.fqn!r} twice", fqn=row.fqn)
         if row.kind == "tensor":
+            # A load reads the parts of those ranks that have what it needs. The other rows are known by name and shape
+            # only, which is enough for the comparison with the target.
             here = wanted is None or number in wanted
             chunks = tuple(_chunks(root, parts, number, row, wanted is None)) if here else ()
             entries[row.fqn] = TensorEntry(row.path, row.dtype, row.shape, chunks)

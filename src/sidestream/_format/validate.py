@@ -80,11 +80,15 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
     chunks are missing, and ``UnsupportedCheckpointError`` for an unknown dtype or for chunks that take too long to
     check.
     """
+    # First, because everything below costs time for each entry.
     _check_counts(manifest)
     for name, size in manifest.files.items():
         _check_file(name, size)
     ranges: dict[str, list[_Range]] = {}
     holes: list[str] = []
+    # In two groups, because most entries of a large checkpoint are ordinary tensors, which were checked while they were
+    # parsed. What is left for them, overlaps, is found by sorting numbers. Only if that finds some, as tied tensors
+    # make them, are the files concerned looked at item by item.
     rows, others = _sorted_out(manifest.entries)
     for fqn, entry in others.items():
         pause_point()
@@ -93,6 +97,8 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
             if partly and not file:
                 continue
             check_item(manifest.files, fqn, file, start, length)
+            # Two entries may share an item if it is the same tensor, or in other formats the same storage. Values of
+            # other writers get their own name as the key, so that they share an item with themselves only.
             shared = content if manifest.own or content is not None else fqn
             ranges.setdefault(file, []).append((start, start + length, fqn, shared))
         if isinstance(entry, TensorEntry):
@@ -102,6 +108,8 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
         elif isinstance(entry, CompositeEntry):
             _check_composite(fqn, entry, manifest.stored)
     _check_sidecars(manifest, {*rows, *ranges})
+    # Tied tensors have equal ranges and look like overlaps. Only the files for which that is so are compared item by
+    # item.
     tied: set[str] = set()
     for file, found in rows.items():
         pause_point()
@@ -127,6 +135,7 @@ def check_patterns(root: Root, rows: Iterable[int]) -> None:
     for number in rows:
         pause_point()
         row = root.shared.rows[number]
+        # Most tensors of a model have one of a few shapes and patterns, so each pair is checked once.
         layout = (row.pattern, name_of(row.shape))
         if layout in known:
             continue
@@ -180,6 +189,8 @@ def _check_counts(manifest: Manifest) -> None:
 
 
 def _check_file(name: str, size: int) -> None:
+    # A file name is joined to the directory of the checkpoint. A separator, a leading dot or a drive would lead out of
+    # it, also on systems that this version does not run on: a checkpoint may be copied there.
     drive = len(name) > 1 and name[1] == ":"
     plain = name and name[0] != "." and not drive and "/" not in name and "\\" not in name and name.isprintable()
     if not plain or len(name.encode()) > _MAX_NAME_BYTES:
@@ -290,6 +301,8 @@ def _check_disjoint(file: str, items: list[_Range]) -> None:
     for item in items:
         pause_point()
         start, end, fqn, content = item
+        # Items are sorted by their ranges, so tied ones follow one another, and each is compared with the one that
+        # reaches furthest.
         if start == end or ((start, end) == reached[:2] and content is not None and content == reached[3]):
             continue
         if start < reached[1]:

@@ -85,6 +85,8 @@ def decode_message(message: Message) -> GroupMessage:
     body = message.body
     end = 1 + body[0] if body else 1
     try:
+        # The peer may be of another version, or not one of ours at all. Such a connection is closed, and no other one
+        # is affected.
         if end > len(body):
             raise ValueError("it ends within the name of the step")
         return GroupMessage(GroupMessageKind(message.kind), message.number, body[1:end].decode("ascii"), body[end:])
@@ -110,6 +112,8 @@ class ConnectionThread:
         self._wakeup.setblocking(False)
         receiver.setblocking(False)
         self._selector.register(receiver, selectors.EVENT_READ, lambda _: self._drain_wakeups(receiver))
+        # Posts are appended without a lock, which a finalizer or a signal handler could find taken. The bell only ends
+        # a wait in ``select``: if it is full, the thread has been woken up already.
         self._work: deque[Callable[[], None]] = deque()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -145,6 +149,8 @@ class ConnectionThread:
     def _run(self) -> None:
         while True:
             timeout = _MAX_WAIT_S if not self._due else max(0.0, self._due[0][0] - time.monotonic())
+            # Sockets first, then timers, then posts. A message that has arrived is handled before a timer that judges
+            # the rank that sent it to be late.
             ready = self._selector.select(0.0 if self._work else min(timeout, _MAX_WAIT_S))
             for key, events in ready:
                 self._guarded(lambda key=key, events=events: key.data(events))  # type: ignore[misc]
@@ -161,6 +167,9 @@ class ConnectionThread:
             _log.exception("control traffic between ranks: unexpected")
 
 
+# Connections of our own, and not a group of gloo: a collective ends when all ranks have come or its time is over, and
+# cannot be taken back. A closed socket is noticed in milliseconds, and a message names the operation that it belongs
+# to.
 class Connection:
     """One connection. All methods run in the connection thread, which also calls ``on_message`` and ``on_close``."""
 
@@ -178,6 +187,8 @@ class Connection:
         with suppress(OSError):  # a socket pair has none of these options
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            # A process that ends closes its connections, and its peers notice it in milliseconds. A machine that loses
+            # power closes nothing: then the probes find it, after some 20 s.
             for name, value in _KEEPALIVE:
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -190,12 +201,15 @@ class Connection:
 
     def send(self, message: GroupMessage) -> None:
         if self.open:
+            # The socket does not block, and what it does not take waits here. One slow rank then delays no message to
+            # another.
             self._out.append(memoryview(encode_message(message)))
             self._write()
 
     def close(self, why: str) -> None:
         if not self.open:
             return
+        # Before ``on_close``, which may send to this connection and close it again.
         self.open = False
         self._thread.unregister(self._sock)
         self._sock.close()
@@ -238,6 +252,8 @@ class Connection:
         except OSError as error:
             self.close(f"its connection broke: {error.strerror or error}")
             return
+        # Watched for writing only while something waits: a socket can nearly always be written to, and ``select`` would
+        # return at once, for ever.
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
         self._thread.register(self._sock, wanted, self._ready)
 
@@ -269,10 +285,12 @@ def connection_thread() -> ConnectionThread:
 
 
 def _after_fork() -> None:
+    # A new lock too: a thread of the parent may have held the old one at the fork, and that thread does not exist here.
     global _running, _running_lock
     _running, _running_lock = None, threading.Lock()
     for sock in list(_sockets):
         if sock.fileno() >= 0:
+            # Not ``shutdown``, which would end the connection of the parent too.
             os.close(sock.detach())
     _sockets.clear()
 

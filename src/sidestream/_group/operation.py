@@ -149,6 +149,8 @@ class Operation:
         and on rank 0 the errors of ``decide``."""
         exchange = self._begin(step, part)
         if exchange.gathered is not None:
+            # Rank 0 sends its own part like any other rank, and waits for its own answer. So it takes the same way to
+            # ``Stopped`` and to the deadline.
             self.answer(step, decide(self._result(exchange.gathered)))
         return self._result(exchange.answered)
 
@@ -172,6 +174,8 @@ class Operation:
     def _begin(self, step: str, part: bytes) -> Exchange:
         self.step = step
         exchange = Exchange(step, part, Future() if self.rank == 0 else None, Future())
+        # With the lock: a rank fails at any time, in the connection thread. Either that thread sees these futures in
+        # ``_waiting`` and ends them, or this one sees ``_stopping``.
         with self._lock:
             if self._stopping:
                 raise Stopped
@@ -200,12 +204,17 @@ class Operation:
 
         def give_up(cancel: asyncio.CancelledError) -> None:
             if self._final is None and not self._stopping:
+                # A cancel does not end the wait at once. Rank 0 may have completed the step before it learns of the
+                # cancel, and a save that was committed must not be reported as cancelled on one rank only. So the
+                # cancel is sent, and the wait continues until the step is completed or stopped.
                 self._give_up(cancel)
                 self.group.fail(self, cancel, undone=False)
 
         cancelled = await wait_out(waiter, give_up)
         if cancelled is not None:
             error = waiter.exception()  # retrieved in any case, or asyncio would log it
+            # True if the answer came in spite of the cancel: the step was completed on all ranks. Then there is nothing
+            # to report, and this rank alone raises.
             self.step_completed = final and error is None
             raise cancelled
         return waiter.result()
@@ -308,6 +317,8 @@ class Operation:
         """Become the next round of the operation, with a number of its own, so that late messages of this round are not
         mixed up with it. The group then begins it. Return the failure that this rank has to report in it, or None."""
         with self._lock:
+            # A new number, so that messages of the first round are not taken for messages of the second. A rank that
+            # was cancelled meanwhile cannot continue: it takes part in the second round only to report that.
             self.number += _ROUND
             self.began_at = time.monotonic()
             self.step = "start"
@@ -362,6 +373,8 @@ class RankGroup(ABC):
         return self._posted(following)
 
     def _posted(self, operation: Operation) -> Operation:
+        # The order of the posts is the order of the calls, and it is the same on all ranks. The number is taken with
+        # the lock for that reason.
         self._thread.post(lambda: self._begin(operation))
         self._check_loops_later(weakref.ref(operation))
         return operation

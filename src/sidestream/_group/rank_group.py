@@ -111,6 +111,9 @@ class Rank0(RankGroup):
 
     def _state(self, number: int) -> _State:
         if number not in self._states:
+            # States are kept for a while after the end, with the verdict alone: a rank that is late asks about an
+            # operation that the others have left, and gets the same verdict. Only the oldest are dropped, and only
+            # closed ones.
             self._states[number] = _State(number)
             for old in list(self._states)[: max(0, len(self._states) - _REMEMBERED)]:
                 if self._states[old].closed:
@@ -128,6 +131,8 @@ class Rank0(RankGroup):
         state = self._state(operation.number)
         state.operation = operation
         self._on_begun(state, 0, BeginMessage.of(operation))
+        # Another rank may have failed before rank 0 has made the call, or a connection may have ended. Rank 0 then
+        # joins an operation that is already stopping.
         if state.stopping:
             operation.stop()
         for rank in self._dead:
@@ -140,6 +145,9 @@ class Rank0(RankGroup):
         """Record that ``rank`` has begun the operation. The first ranks wait for the others, and after a while rank 0
         sends them the list of missing ranks."""
         state.begun.add(rank)
+        # Three limits run for an operation. After 5 s of waiting a warning names the missing ranks. After
+        # ``rank_wait_s`` of the first rank they have failed. At ``timeout_s`` the ranks that have not come to the
+        # current step have.
         if self._is_waiting(state):
             now = time.monotonic()
             self._thread.post_at(now + max(0.0, WARN_AFTER_S - begun.waited_s), lambda: self._warn(state))
@@ -213,6 +221,8 @@ class Rank0(RankGroup):
         state = self._state(message.op)
         if state.started_over:  # a late message
             return
+        # A rank has stopped if it says so, and also if it reports a failure of its own while it is asked to stop: then
+        # the two messages have crossed.
         if message.kind is GroupMessageKind.STOPPED or (message.kind is GroupMessageKind.FAILED and state.stopping):
             state.stopped.add(rank)
             self._conclude(state)
@@ -249,6 +259,8 @@ class Rank0(RankGroup):
         failure, missing = unpack(packed), set[int]()
         if packed.get("start_over"):
             state.restartable.add(failure.rank)
+        # A rank whose deadline passes reports itself, although others are the cause. The parts of the step show who was
+        # there: the ranks that are missing are named as failed, and not the one that waited for them.
         for parts in state.parts.values():
             if failure.kind == "DeadlineExceededError" and failure.rank in parts:
                 missing.update(self._missing(parts))
@@ -269,11 +281,15 @@ class Rank0(RankGroup):
         self._conclude(state)  # other ranks may have failed since, and wait for the verdict
 
     def _make_irrevocable(self, state: _State) -> bool:
+        # In the connection thread, where failures are recorded too. So a failure comes before this or after it, and
+        # there is no moment in which the save is both stopped and committed.
         state.irrevocable = state.irrevocable or not state.stopping
         return state.irrevocable
 
     def _record_failure(self, state: _State, failure: RankFailure) -> None:
         """Record a failure and tell all ranks to stop, unless the operation is irrevocable."""
+        # Once rank 0 has decided to commit, a failure of another rank has no consequence. Nor has one after the
+        # verdict: all ranks raise the same.
         if state.irrevocable or state.verdict is not None:
             return
         state.failures.setdefault(failure.rank, failure)
@@ -282,6 +298,8 @@ class Rank0(RankGroup):
             self._send_all(GroupMessage(GroupMessageKind.STOP, state.number))
             if state.operation is not None:
                 state.operation.stop()
+            # A rank that hangs in a system call does not stop. The others are not kept for longer than this; the
+            # verdict goes out without it.
             self._thread.post_at(time.monotonic() + _STOP_S, lambda: self._conclude(state, late=True))
         self._conclude(state)
 
@@ -295,6 +313,8 @@ class Rank0(RankGroup):
         missing = expected - state.stopped
         if missing and not late:
             return
+        # All start over if each failure has that wish, every rank has stopped, and every rank has begun. If a rank has
+        # failed for another reason, the wishes of the others are only consequences, and its failure is the verdict.
         others = [one for rank, one in state.failures.items() if rank not in state.restartable]
         if not others and not missing and len(state.begun) == self.world:
             self._all_start_over(state)
@@ -374,6 +394,9 @@ class OtherRank(RankGroup):
         operation = self._operations.get(number)
         if operation is None:
             return
+        # Rank 0 was never reached, so this rank has to end the operation by itself. Its own failure, if there is one,
+        # is what it raises; without one it is that of the connection. The report is kept for rank 0, which may connect
+        # later.
         reported = [one for one in self._unsent if one.op == number and one.kind is GroupMessageKind.FAILED]
         self._unsent = [one for one in self._unsent if one.op != number] + reported
         if reported:
@@ -453,6 +476,8 @@ class OtherRank(RankGroup):
             answered = self._answered.pop((message.op, message.step), None)
             if answered is not None and not answered.done():
                 answered.set_result(message.payload)
+        # The operation has ended here, or has not begun. A STOP is answered in both cases, because rank 0 waits for it.
+        # A verdict is kept only if the operation may still begin: then it ends at once.
         elif operation is None:
             if message.kind is GroupMessageKind.STOP:  # this rank has nothing to stop; the verdict will reach it
                 self._send(GroupMessage(GroupMessageKind.STOPPED, message.op))

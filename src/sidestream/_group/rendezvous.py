@@ -68,6 +68,8 @@ class Member:
         operation = self.group.begin(kind, deadline, rank_wait_s)
         operation.membership = self
         with self._lock:
+            # The call must not block, and the store of a process group does. So operations begin before the connections
+            # exist: their messages are kept, and a thread connects.
             if self._connected:
                 return operation
             self._waiting.append(operation)
@@ -172,6 +174,8 @@ def group_of(process_group: GroupChoice) -> Member | None:
             group: RankGroup = OtherRank(rank, world) if rank else Rank0(world, secrets.token_hex(16))
             store, name = group_store(process_group)
             member = _groups[process_group] = Member(group, store, name)
+            # The member is freed when the process group and all operations are gone. Then the connections are closed,
+            # by a post, because a finalizer may run in any thread.
             weakref.finalize(member, _shut, group).atexit = False
         return member
 
@@ -193,6 +197,8 @@ class _Listener:
         self._store = store
         self._expected = set(range(1, group.world))
         self._full = False  # the process has had no descriptor left for a connection
+        # On all interfaces, because the one that the ranks can reach is not known here. What connects has to show the
+        # token from the store within 5 s, and may send 256 bytes until then.
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=4096)
@@ -237,6 +243,8 @@ class _Listener:
         if not known or not hmac.compare_digest(message.payload, token):
             connection.close("the peer is not a rank of this group")
             return
+        # In this order. The peer may send large messages from here on, its connection is in place, and then it is
+        # answered. A rank that has the answer may use the connection at once.
         connection.authenticate()
         self._group.connected(rank, connection)
         connection.send(GroupMessage(GroupMessageKind.HELLO, 0))

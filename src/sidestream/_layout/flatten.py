@@ -110,6 +110,7 @@ class StateDicts:
         try:
             return self._state_dicts[id(instance)][1]
         except KeyError:
+            # An object that was not there when the answers were collected: the caller has changed the state meanwhile.
             raise self._changed() from None
 
     def items(self, mapping: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
@@ -137,6 +138,8 @@ class StateDicts:
             return ()
         if type(value) is dict or type(value) is OrderedDict:
             return zip(list(value), list(value.values()), strict=True)
+        # A mapping that is not a plain dict has code of the user, which may have to run on the caller's thread. So its
+        # items are taken here, before the state is compared in a thread of ours, and are not asked for again.
         items = run_in_calling_thread(lambda: list(value.items()))
         self._items[id(value)] = (value, items)
         return items
@@ -154,6 +157,7 @@ class _Walk:
         self.note(value, path, owner)
         for key, item in items:
             fqn = f"{prefix}.{key}" if prefix else str(key)
+            # Without a generator and a call for each: a state dict has 10,000 of them.
             if type(item) in PLAIN_TENSORS and item.layout is torch.strided:  # nearly always
                 yield Leaf(fqn, (*path, _dict_key(key, fqn)), item, value, key, owner)
             else:
@@ -174,6 +178,8 @@ class _Walk:
             )
         if is_stateful(value):
             own = value.state_dict() if self.state_dicts is None else self.state_dicts.state_dict(value)
+            # The outermost object owns what is below it. What an inner object returned is only a part of its state
+            # dict, and is handed over with it.
             if owner is None:
                 owner = len(self.roots)
                 self.roots.append(StatefulRoot(owner, value))
@@ -181,6 +187,8 @@ class _Walk:
             value = own
         if is_mapping(value) and value:
             yield from self.mapping(value, fqn, path, owner)
+        # As DCP decides: a list of numbers is one value, and a list with a tensor or a dict at any depth is a
+        # container. Tuples are values always.
         elif isinstance(value, list) and not is_value(value):
             for index, item in enumerate(value):
                 yield from self.item(item, f"{fqn}.{index}", (*path, index), value, index, owner)
@@ -210,6 +218,7 @@ class _Walk:
             return
         yield leaf._replace(value=CompositeLeaf(form, composite, tensor))
         for name, part in zip(form.names, composite.parts, strict=True):
+            # Without ``holder`` and ``slot``: a part cannot be replaced in its tensor.
             below = Leaf(f"{leaf.fqn}.{name}", (*leaf.path, name), part, owner=leaf.owner, whole=leaf.fqn)
             if not isinstance(part, Composite):
                 yield below

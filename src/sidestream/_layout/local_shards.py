@@ -80,6 +80,7 @@ def _dtensor_pieces(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tens
         )
     shape = tuple(tensor.shape)
     runs = shard_runs(shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+    # This rank is not in the mesh, so it has no part of the tensor to fill.
     if runs is None:
         return
     with torch.no_grad():
@@ -87,6 +88,8 @@ def _dtensor_pieces(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tens
     if 0 in shape:
         yield local, Box((0,) * len(shape), shape)
         return
+    # A rectangular part for each combination of runs. There is one in nearly all cases: only a strided placement leaves
+    # several runs in a dimension.
     boxes: list[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]] = [(local, (), ())]
     for dim, of_dim in enumerate(runs):
         boxes = [

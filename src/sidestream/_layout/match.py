@@ -139,6 +139,8 @@ def match(
     several.
     """
     saved_names, renames = manifest.entries.keys(), Renamed(manifest)
+    # From here on everything has the names of the target, as if the checkpoint had been saved with them. Only what is
+    # reported to the caller is translated back.
     if names is not None:
         renames = renamed(manifest, leaves_of(state, state_dicts), names, url, same=_same, others=others)
         manifest = renames.manifest
@@ -155,14 +157,21 @@ def match(
     composites = CompositeTargets(manifest, findings, saved)
     found = manifest.stored
     inside = _Inside(manifest)
+    # Computed once, and not in the loop below. An empty dict of this rank may be the place of entries that only
+    # other ranks request, so its contents are not a finding.
     filled = _filled_by_others(leaves_of(state, state_dicts), manifest) if others else frozenset()
     for leaves in chunked(leaves_of(state, state_dicts), _FEW):
         pause_point()
+        # Objects first. A root comes before its own leaves, in this chunk or in an earlier one, and the leaves are
+        # compared by what their object takes.
         for root in leaves:
             if isinstance(root.value, StatefulRoot):
                 number = root.value.number
                 roots[number], owned[number] = root, []
                 as_saved_of[number] = loaded_as_saved(root)
+        # The common case is decided for the whole chunk at once: a plain tensor with one row in the manifest needs none
+        # of the branches below. A tensor that code of a module takes apart is not among them, since that code gets new
+        # memory.
         plain = [
             leaf
             for leaf in leaves
@@ -180,8 +189,22 @@ def match(
             if owner is not None:
                 owned[owner].append(leaf)
             entry = manifest.entries.get(fqn)
+            # The branches, in this order because each excludes those before it:
+            #
+            # - A part of a module that has loading code of its own. That code may exchange what was saved of two
+            #   parameters. If these were read in place, one would be overwritten before the code copies it, so the code
+            #   gets new memory.
+            # - A composite, whose parts are leaves as well and are compared in its place.
+            # - What ``direct`` has taken. For composites this is asked only now.
+            # - One value of the caller where a container was saved. This is for the caller's own state only: an object
+            #   decides itself what it makes of its containers.
+            # - Any other tensor. In an object that takes everything whole, a tensor that does not fit is not a finding:
+            #   it is read into new memory. A distributed tensor is compared in any case, since only its shards say what
+            #   this rank reads.
+            # - Any other value of the caller. An object checks its values itself.
             if as_saved_of[owner].covers(fqn) and not _has_shards(value):
                 if isinstance(value, torch.Tensor) and not is_lazy(value) and value.is_meta:
+                    # ``load_state_dict`` would silently keep the meta tensor.
                     check_tensor(value, fqn, "load into")  # load_state_dict would do nothing
                 _fits_object(leaf, entry, findings)
                 continue
@@ -206,6 +229,8 @@ def match(
                     held[fqn] = pieces
             elif owner is None:
                 _match_value(leaf, entry, manifest.exact, values, findings)
+    # Only after all leaves: what an object gets includes entries that are not among its leaves, such as the moments
+    # that a fresh optimizer does not have yet.
     below = _claimed(manifest, roots, owned)
     statefuls = [
         _match_stateful(root, as_saved_of[number], owned[number], below[number], manifest, findings, parts)
@@ -215,6 +240,9 @@ def match(
     requested.update(part for fqn in composites.met for part in manifest.parts_of(fqn))
     top = {str(key) for key, _ in state_dicts.items(state)}
     rest = _not_requested(renames, requested, top, findings, parts)
+    # Overlaps come last, since they need the memory of every tensor. Three cases share memory. Leaves of an object that
+    # were not saved so are read into new memory, and the object copies. The same view twice is a tie: one leader is
+    # read. Different views that may overlap are read into other memory, compared, and copied.
     local, extents = _locals(tensors, held, direct, manifest)
     objects = (leaf for number, leaves in owned.items() if as_saved_of[number].whole for leaf in leaves)
     for fqn in _sharing_of_objects(local, extents, objects, manifest):
@@ -294,6 +322,7 @@ def _locals(
         for fqn, tensor in tensors.items():
             if fqn not in direct.tensors:
                 for name, piece in held.get(fqn) or locals_of(fqn, tensor):
+                    # The name of a shard is made up, and may be that of an entry. ``local`` is keyed by these names.
                     while name != fqn and (name in tensors or name in manifest.entries):
                         name += "+"  # noqa: PLW2901  # an entry of its own has the name of this part
                     yield name, piece
@@ -324,6 +353,8 @@ def _sharing_of_objects(
         pause_point()
         mine = [name for name in group if name in names]
         if mine and not _saved_tied([local[name] for name in group], manifest):
+            # The other members of the group keep the memory. If all members belong to objects, the first of them keeps
+            # it.
             found.update(mine[len(mine) == len(group) :])  # one of them may keep the memory
     return found
 
@@ -331,6 +362,8 @@ def _sharing_of_objects(
 def _saved_tied(pieces: Sequence[Local], manifest: Manifest) -> bool:
     first, *others = pieces
     view = _view(first.tensor), first.box
+    # ``exact`` and no parts of ranks: only then do equal checksums say that contents are equal. DCP has no checksums of
+    # blocks, and parts of ranks may hold different replicas.
     same = all((_view(one.tensor), one.box) == view for one in others)
     exact = manifest.exact and not manifest.ranks
     return same and exact and all(_same_content(manifest, one.fqn, first.fqn) for one in others)
@@ -454,6 +487,7 @@ def _tied(tensors: Mapping[str, Local], extents: _Extents, manifest: Manifest, f
     exact = manifest.exact and not manifest.ranks
     for fqn, (whole, tensor, box) in tensors.items():
         pause_point()
+        # Tensors without elements share nothing, although all of them may have the address 0.
         view = (_view(tensor), box) if fqn in extents else fqn
         leaders[fqn] = leader = first.setdefault(view, fqn)
         if leader != fqn and exact and not _same_content(manifest, whole, tensors[leader].fqn):
@@ -462,6 +496,7 @@ def _tied(tensors: Mapping[str, Local], extents: _Extents, manifest: Manifest, f
             )
         if leader == fqn and fqn in extents and tensor.is_contiguous() and not lazy_bits(tensor):
             row_major.append((*extents[fqn], fqn))
+    # Neighbours suffice: of extents that are sorted by their starts, if any two overlap, then so do two neighbours.
     row_major.sort()
     for (_, end, fqn), (start, _, other) in pairwise(row_major):
         if start < end:
@@ -489,11 +524,15 @@ def _all_disjoint(tensors: Sequence[torch.Tensor]) -> bool:
     first = tensors[0]
     if len(tensors) == 1:
         return _is_distinct(first)
+    # More than this is not worth the comparison: the tensors are then read into other memory, which is right for any of
+    # them.
     if len(tensors) > _MANY:
         return False
     boxes: list[_Box] = []
     for one in tensors:
         pause_point()
+        # Columns of one matrix interleave in memory without a common element. Their extents overlap, so only their
+        # places in the common array tell them apart.
         box = _box_in(one, first.data_ptr())
         if box is None or one.stride() != first.stride() or one.itemsize != first.itemsize:
             return False
@@ -520,6 +559,9 @@ def _box_in(tensor: torch.Tensor, begin: int) -> _Box | None:
     if rest:
         return None
     box: _Box = []
+    # From the largest stride down. Each dimension takes its index out of the offset, and has to end within one step of
+    # the dimension before it. Otherwise the tensor would wrap into the next row, and two boxes could be apart by their
+    # indexes and still share an element.
     outer = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True):
         if stride == 0:
@@ -583,6 +625,8 @@ def _match_stateful(
     """Return what an object gets of the entries ``below`` it. None if there are none. The object itself checks whether
     something is missing; of a module only the plain values."""
     empty = [leaf for leaf in leaves if leaf.kind == "empty"]
+    # Stock DCP leaves out empty dicts, and ``load_state_dict`` of an object expects them. So the ones that the object
+    # has now are added, unless something was saved inside of them.
     if not manifest.exact:  # stock DCP has no entries for empty dicts, and the object expects them
         ours = {
             plain_path(leaf.path) for leaf in empty
@@ -600,6 +644,8 @@ def _match_stateful(
             if isinstance(leaf.value, compared) and (as_saved.whole or as_saved.covers(leaf.fqn)):
                 findings.add_missing(leaf.fqn)
         keys = collected((fqn.partition(".")[0] for fqn in manifest.entries), _MANY)  # makes no entries
+        # Nothing at all was saved below the name of the object: most often the top-level key has another name. So the
+        # message lists the keys of the checkpoint.
         found = shortened(sorted(set(keys)))
         findings.add_missing(root.fqn, f"nothing of it in the checkpoint, whose keys are {found}")
         return None
@@ -612,6 +658,10 @@ def _match_stateful(
     absent = [leaf for leaf in leaves if leaf.fqn not in below and accepts(accepted, leaf.fqn)] if accepted else []
     kept: list[Leaf] = []
     entries = below
+    # An object and a module differ in who decides. An object may drop or convert anything, so it gets all that was
+    # saved, and what it has besides stays if ``allow_missing`` accepts it. A module would refuse names that it does not
+    # know, in a message of its own. So names are compared here, where all differences of the load are reported
+    # together.
     if as_saved.whole:
         kept = unsaved_leaves(absent, len(root.path), below.values())
         findings.missing.extend(leaf.fqn for leaf in kept)
@@ -623,6 +673,7 @@ def _match_stateful(
     for some in chunked(entries.items(), _MANY):
         findings.opaque += [fqn for fqn, entry in some if isinstance(entry, OpaqueEntry) and fqn not in tensors]
         pause_point()
+    # With ``strict=True`` torch would refuse what was accepted here.
     lenient = not as_saved.whole and (accepted or findings.tolerance.unexpected) is not None
     containers, integer_keys = root.value.containers, _integer_keys(leaves)
     return StatefulLoad(instance, root.fqn, root.path, entries, tuple(kept), containers, integer_keys, lenient)
@@ -638,6 +689,7 @@ def _of_module(
     for fqn, entry in below.items():
         pause_point()
         if extra_states:
+            # An extra state may be a container itself, so an entry below its name counts as well.
             extra_states.difference_update(containers_of(fqn))
         if fqn in known or fqn in parts or as_saved.covers(fqn):
             entries[fqn] = entry
@@ -658,12 +710,15 @@ class _Inside:
     def names(self, fqn: str) -> list[str]:
         """Return the names below ``fqn``."""
         names = self._sorted = self._sorted or sorted(self._manifest.entries)
+        # Sorted once, and only if a leaf of the target is missing: most loads never need it.
         first, last = (bisect_left(names, f"{fqn}{after}") for after in (".", "/"))  # the character after the dot
         return names[first:last]
 
 
 def _add_container(leaf: Leaf, inside: list[str], findings: Findings) -> None:
     """Add the finding that the caller's own state has one value where a container was saved."""
+    # An accepted difference still has two sides. The name of the target is missing, and the names below it are
+    # unexpected, which the caller has to accept too.
     if accepts(findings.tolerance.missing, leaf.fqn):
         findings.add_missing(leaf.fqn)
         for fqn in inside:
@@ -717,12 +772,15 @@ def _claimed(
     below: dict[int, dict[str, Entry]] = {number: {} for number in roots}
     if not roots:
         return below
+    # Paths decide, not names: with a key that contains a dot the name of another entry could begin with the name of the
+    # object. Only writers that saved no paths are found by the names of the leaves.
     prefixes: dict[PlainPath, int] = {plain_path(root.path): number for number, root in roots.items()}
     lengths = sorted({len(prefix) for prefix in prefixes})
     own_leaves = {leaf.fqn: leaf for leaves in owned.values() for leaf in leaves}
     for fqn, one in manifest.stored.items():
         pause_point()
         path = plain_path(path_of(one))
+        # One look-up for each length of a prefix, so the cost does not grow with the number of objects.
         number = next((prefixes[path[:n]] for n in lengths if path[:n] in prefixes), None)
         if number is None and fqn not in own_leaves:
             continue

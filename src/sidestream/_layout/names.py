@@ -138,6 +138,7 @@ def new_names(
         )
     collisions = []
     for new, olds in taken.items():
+        # All collisions are collected before one error is raised, so that a mapping is corrected once.
         if len(olds) > 1 and (identity is None or len({identity(old) for old in olds}) > 1):
             collisions.append(f"{new}: the name of {', '.join(olds)}")
         pause_point()
@@ -168,12 +169,16 @@ def renamed_path(path: tuple[Key, ...], old: str, new: str, *, nested: bool = Fa
     as far as the new name ends like the old one."""
     if new == old:
         return path
+    # The innermost container whose name the new name begins with: ``model.layer.w`` renamed to ``model.layer.v`` stays
+    # in ``layer``. An index of a list is not a name, so an entry of a list is never kept there under another name.
     for depth in range(len(path) - 1, 0, -1):
         if any(isinstance(key, int) for key in path[:depth]):
             continue
         prefix = path_text(path[:depth]) + "."
         if new.startswith(prefix) and len(new) > len(prefix):
             return (*path[:depth], new[len(prefix) :])
+    # The other way round: ``a.b.w`` renamed to ``c.b.w`` keeps the container ``b``, and only the outer part of its path
+    # becomes a key.
     for depth in range(len(path) if nested else 0):
         rest = path_text(path[depth:])
         if new == rest and not isinstance(path[depth], int):
@@ -188,6 +193,8 @@ def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> dict[str, tupl
     first elements becomes a dict with the same keys. Raises ``KeyCollisionError`` if an entry has the path of a
     container of others."""
     places = _Places()
+    # All paths before the first decision: whether an entry stands where others have a container is known only then. The
+    # same holds for a list that has lost an element.
     containers: set[int] = set()
     lists: dict[int, set[str]] = {}
     for path in paths.values():
@@ -253,6 +260,8 @@ def new_dtypes(
             unused.pop(name, None)
         for pattern in [one for one in unused if one in globs and globs[one](name)]:
             del unused[pattern]
+        # The first pattern that matches wins, in the order of the mapping. An exact name stands at a place of this
+        # order too, so only the wildcards before it are tried.
         before = islice(globs.items(), plain.get(name, len(globs)))
         counts = (pattern for pattern, matches in before if (shape or _names_last(pattern)) and matches(name))
         first = next(counts, name if name in plain else None)
@@ -326,6 +335,7 @@ def renamed(
         else:
             known[leaf.fqn] = leaf
         pause_point()
+    # Tied tensors may get one name: they are one tensor of the checkpoint. Two other tensors may not.
     leaders: list[Leaf] = []
 
     def identity(fqn: str) -> object:
@@ -338,7 +348,9 @@ def renamed(
     wholes = [fqn for fqn, leaf in known.items() if leaf.whole is None]
     named = new_names(names, wholes, url, identity=identity, others=others)
     wanted: dict[str, str | None] = {}
-    for fqn, leaf in known.items():  # the name of a part begins with the name of its tensor
+    # ``names=`` is asked for whole tensors only. A composite comes before its parts in ``known``, so the new name of
+    # the whole is known when a part is reached.
+    for fqn, leaf in known.items():
         whole = None if leaf.whole is None else wanted[leaf.whole]
         wanted[fqn] = named[fqn] if leaf.whole is None else whole and whole + fqn[len(leaf.whole) :]
         pause_point()
@@ -358,6 +370,10 @@ def renamed(
             tops.add(path_text(path[:1]))
             found.update((own, _at(one, known[own].path)) for own in asking[fqn])
             continue
+        # An entry that the state dict does not have by name. There are three cases. It is below an object or an empty
+        # dict of the target, under the name that ``names=`` gives this: the object gets it, under the path that it
+        # would have in the target. It is not: it keeps its name. Or the name that it would have is taken by another
+        # entry: it gets a mark, so that both stay in the manifest and the report still has its saved name.
         claimed = _claimed(path, claims)
         own = fqn if claimed is None else ".".join(filter(None, (claimed[0].fqn, path_text(path[claimed[1] :]))))
         if claimed is None or own in known or own in found:
@@ -391,6 +407,8 @@ def _claims(
         pause_point()
     for number, root in roots.items():
         prefixes = below[number]
+        # All leaves of an object were renamed in the same way, or it has no common name in the checkpoint. In the
+        # second case what is not in its state yet cannot be found by a prefix, and its own name is taken.
         prefix = next(iter(prefixes)) if len(prefixes) == 1 else None
         claims[prefix or root.fqn] = root
     return claims

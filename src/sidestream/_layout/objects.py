@@ -55,6 +55,10 @@ def loaded_as_saved(root: Leaf) -> LoadedAsSaved:
     """Return what the object at ``root`` takes. Looks at the modules in it, and calls none of their methods."""
     found: StatefulRoot = root.value
     instance = found.instance
+    # Two kinds of objects. ``load_state_dict`` of an optimizer, or of a class of the caller, may do anything with what
+    # it gets, so it gets its state as it was saved; ``torch.save`` and ``torch.load`` would hand it over in the same
+    # way. Torch's own code for modules takes names and shapes as they are, so these can be compared before anything is
+    # changed.
     if not isinstance(instance, torch.nn.Module) or not _is_of_torch(instance, "load_state_dict"):
         return LoadedAsSaved(whole=True)
     names: set[str] = set()
@@ -63,6 +67,8 @@ def loaded_as_saved(root: Leaf) -> LoadedAsSaved:
     while stack:
         pause_point()
         fqn, module = stack.pop()
+        # Its children are not examined: the code of this module gets everything below its name, and decides what they
+        # get.
         if _loads_itself(module):
             names.add(fqn)
             continue
@@ -77,6 +83,7 @@ def loaded_as_saved(root: Leaf) -> LoadedAsSaved:
 
 
 def _is_of_torch(module: Any, method: str) -> bool:
+    # Programs replace such methods on a class, and on one instance as well.
     return method not in vars(module) and getattr(type(module), method, None) is getattr(torch.nn.Module, method)
 
 
@@ -84,6 +91,8 @@ def _loads_itself(module: Any) -> bool:
     """Return whether a module has code of its own that gets what was saved of it. The norms of torch only add what old
     versions lack, and the hooks of ``torch.distributed`` keep names and shapes."""
     method = module._load_from_state_dict
+    # By the module that defines the method, and not by identity: the norms of torch override it, and ``BatchNorm`` only
+    # adds the counter that old versions did not save.
     if not getattr(method, "__module__", "").startswith("torch.nn.modules."):
         return True
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())

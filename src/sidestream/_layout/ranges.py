@@ -82,8 +82,11 @@ class DirectReads:
         added: set[str] = set()
         for (fqn, tensor, row), (shape, dtype, element_bytes), contiguous, start, skipped, held in facts:
             saved_dtype, saved_shape, nbytes, file, _, _, offset, crcs, digests, _ = row
+            # Whatever is not ordinary is left to the general code. It finds out whether that is an error, and words it.
             if not (contiguous and start and nbytes) or shape != saved_shape or dtype_name(dtype) != saved_dtype:
                 continue
+            # A tensor may claim more than its storage holds, for example after ``resize_`` of the storage. Reading into
+            # it would write behind the allocation.
             if skipped * element_bytes + nbytes > held or has_shards(tensor):
                 continue
             added.add(fqn)
@@ -98,6 +101,9 @@ class DirectReads:
         end addresses."""
         starts = sorted([*self.starts, *(start for start, _ in others)])
         ends = sorted([*self.ends, *(end for _, end in others)])
+        # Starts and ends are sorted separately. If no two extents overlap, they are in the same order, and the (n+1)-th
+        # smallest start is never less than the n-th smallest end. If two overlap, this fails for some n. So the usual
+        # case, without any sharing, costs two sorts of integers and no loop.
         if not any(map(lt, starts[1:], ends)):  # the (n+1)-th smallest start is never less than the n-th smallest end
             return set()
         extents = sorted([*zip(self.starts, self.ends, self.tensors, strict=True), *((*one, "") for one in others)])

@@ -120,6 +120,8 @@ class _Layout:
         """Describe a state dict with these tensors. Raises ``UnsafeObjectError``, ``KeyCollisionError`` and
         ``InvalidOptionError``."""
         newest = self.newest  # read once, because another save may replace it meanwhile
+        # Two saves may be planned at once with the same layout. Both are right with their own description: the
+        # attribute is replaced as a whole, and neither reads it twice.
         if newest is None or newest[0] != outline:
             fqns: list[str] = []
             paths: list[tuple[Key, ...]] = []
@@ -158,6 +160,8 @@ class _Description:
         key = tuple(names.values())
         found = self.templates.get(key)
         if found is None:
+            # On local directories the names are the same in every save, and the template is made once. On object
+            # storage they contain the id of the save.
             self.templates.clear()  # names with the id of a save are not used again
             found = Template.of(self._blank(names), set(self.tensors.dtypes), self.tensors.items)
             self.templates[key] = found
@@ -266,6 +270,9 @@ class SavePlan(PlannedFiles):
         # The same tensors may have other names, and be converted to other dtypes under these.
         converted = (tuple(captured.dtypes.items()), outline.key) if captured.dtypes else ()
         key = ("save", budget_bytes, converted)
+        # Two parts with two keys. Where the tensors lie in files depends on the tensors alone, and is kept by their
+        # look. How they are called is kept beside it for the newest names. Values are encoded in every save, because
+        # they change.
         layout = plans.get_for(tensors, key, lambda: _lay_out(leaves, captured, budget_bytes))
         description = layout.describe(outline.key, leaves)
         items = ValueItems()
@@ -294,6 +301,8 @@ def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Sequence[Leaf]:
 def window_bytes_for(total: int, budget_bytes: int) -> int:
     """Return the bytes of a window for a state of ``total`` bytes within a budget."""
     low, high = _WINDOW_BYTES
+    # Windows of a fixed fraction of the state, so that writing can begin early, but neither so small that system calls
+    # count nor so large that the budget holds too few of them to overlap copies and writes.
     wanted = min(max(total // _WINDOWS, low), high, budget_bytes // _BUDGET_WINDOWS)
     return max(wanted // BLOCK_BYTES, 1) * BLOCK_BYTES
 
@@ -318,6 +327,7 @@ def _lay_out(find: Callable[[], Sequence[Leaf]], captured: Captured, budget_byte
         dtype, shape = captured.dtypes.get(leaf.fqn) or dtype_name(tensor.dtype), tuple(tensor.shape)
         check_saved(leaf.fqn, dtype, shape)
         identity = (*view_key(tensor), dtype)
+        # Tied tensors share one item. Empty ones never do: all of them have address 0 and no bytes.
         number = known.get(identity) if tensor.numel() else None
         if number is None:
             number = known[identity] = len(items)
@@ -344,6 +354,8 @@ def _windows(
             sources = tuple(items[before + number] for number in numbers)
             into = tuple(collected((converted_to(tensors[one], dtypes[one]) for one in sources), _EVERY))
             copies = zip(map(tensors.__getitem__, sources), offsets, sizes, repeat(None), skips, into)
+            # Computed once, when the plan is made: a known plan then copies small tensors in C, from addresses that are
+            # read at the time of the copy.
             starts = collected(_start(Copy(*copy)) for copy in copies)
             columns = columns_of(offsets, sizes, starts, skips, into)
             windows.append(_Window(window.end - window.start, sources, columns))

@@ -61,14 +61,19 @@ def _rebuild(content: Any, allow: Allowed) -> Any:
     Raises ``UnsafeObjectError`` if its type is not allowed. Raises ``UnsupportedCheckpointError`` if the type does not
     accept what was saved. Its own exception is the cause.
     """
+    # Looked up before anything else is decoded: a type that is not allowed is refused before its arguments are made.
     kind = lookup(content["type"], allow)
     args = _decode_all(content["args"], allow)
     elements = _decode_all(content.get("elements", ()), allow)
     flat = _decode_all(chain.from_iterable((key, value) for key, value in content.get("items", ())), allow)
     items = list(zip(flat[::2], flat[1::2], strict=True))
+    # Before a dict is filled: a file may choose integers that all have one hash, and filling the dict would then take
+    # hours.
     check_hashes(flat[::2])
     (state,) = _decode_all([content.get("state")], allow)
     try:
+        # The types are those that the caller allowed. Their code runs, as an unpickler would run it, and nothing else:
+        # no name is looked up in a module, and no other callable is called.
         instance = kind.__new__(kind, *args) if content["new"] else kind(*args)
         for element in elements:
             instance.append(element)
@@ -143,14 +148,19 @@ def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
     of more than 256 keys with one hash.
     """
     kind = type(value)
+    # Exact types, here and below: a subclass has behaviour that plain data would lose. ``bool`` comes before ``int``,
+    # whose subclass it is.
     if value is None or kind is bool or kind is str:
         return value  # type: ignore[no-any-return]
     if kind is int:
         return value if -_JSON_INT <= value < _JSON_INT else _encode_long(value, fqn)
     if kind is float:
+        # JSON has neither NaN nor infinities.
         return value if math.isfinite(value) else {"float": repr(value)}
     if depth > _MAX_DEPTH:
         raise UnsafeObjectError(f"{fqn}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself")
+    # Readers refuse such a dict, because a file could be made so that filling it takes hours. So it is refused at the
+    # save, while it can still be changed.
     if kind in _HASHED and len(value) > MOST_ALIKE and max(Counter(map(hash, value)).values()) > MOST_ALIKE:
         raise UnsafeObjectError(
             f"{fqn}: more than {MOST_ALIKE} keys of one {kind.__name__} have the same hash, which no reader accepts; "
@@ -194,6 +204,7 @@ def _encode_leaf(value: Any, fqn: str) -> Node:
         return _encode_tensor(value, fqn)
     if isinstance(value, Composite):
         raise UnsafeObjectError(f"{fqn}: {value.kind} inside a tuple; put it into a dict or a list")
+    # Never imported here: this runs on the loop.
     numpy = sys.modules.get("numpy")  # a program that has not imported it has no arrays
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in _NUMPY_KINDS:
         return _encode_numpy(value, fqn, numpy)
@@ -238,6 +249,7 @@ def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
 def _encode_numpy(value: Any, fqn: str, numpy: Any) -> Node:
     if value.nbytes > _INLINE_BYTES:
         raise UnsafeObjectError(f"{fqn}: a numpy array of {value.nbytes} bytes; save torch.from_numpy(array)")
+    # ``longdouble`` has other bytes on other machines, with the same name.
     if value.dtype.itemsize > 16 or value.dtype.char in "gG":
         to = "complex128" if value.dtype.kind == "c" else "float64"
         raise UnsafeObjectError(f"{fqn}: numpy's {value.dtype} differs between machines; convert it to {to}")
@@ -329,12 +341,14 @@ def _decode_tensor(content: Any) -> torch.Tensor:
     dtype, shape, raw = check_inline_tensor(content)
     if not raw:
         return torch.empty(shape, dtype=dtype_from_name(dtype))
+    # A ``bytearray``, because a tensor over ``bytes`` would be one that must not be written to.
     return torch.frombuffer(bytearray(raw), dtype=dtype_from_name(dtype)).reshape(shape)
 
 
 def _decode_numpy(dtype: str, shape: list[int], data: str) -> Any:
     import numpy as np  # an optional dependency: only a checkpoint that holds arrays needs it
 
+    # The text is compared before numpy sees it: ``np.dtype`` takes many other spellings, structured types among them.
     if type(dtype) is not str or _NUMPY_DTYPE.fullmatch(dtype) is None:
         raise CorruptCheckpointError(f"a numpy array of the kind {dtype!a:.40}")
     kind = np.dtype(dtype)

@@ -148,6 +148,8 @@ async def open_from(
     with reading("open_checkpoint", location.url, run) as lifecycle, time_limit(Deadline.after(timeout_s)):
         source, manifest = await open_manifest(location)
         lifecycle.opened(manifest)
+        # An open ``Checkpoint`` holds nothing open, so it needs no ``close`` and no loop. Each call opens the files
+        # anew, and compares the marker with the manifest first where another checkpoint could have taken their names.
         await source.aclose()
     return Checkpoint(replace(location, name=source.name), manifest, verify, timeout_s, allowed, trust)
 
@@ -250,6 +252,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             raise MissingKeysError(f"{self.url} has no file {name!r}; its sidecar files: {there}", [name])
         content = bytearray(entry.nbytes)
         wanted = []
+        # ``frombuffer`` refuses an empty buffer, and an empty file has nothing to compare.
         if content:
             wanted.append(Wanted(name, entry, Box.whole(entry.shape), torch.frombuffer(content, dtype=torch.uint8)))
         async with self._files("file") as files:
@@ -322,6 +325,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             CorruptCheckpointError: Bytes are missing or altered.
             StorageError, DeadlineExceededError, OutOfMemoryError: The storage, the time or the memory did not suffice.
         """
+        # This version cannot read it, but it says why, which takes a look into the file. So the files are opened before
+        # the error is raised.
         if isinstance(one := self._entry(fqn), OpaqueEntry):
             async with self._files("tensor") as files:
                 await self._refuse(files.source, {fqn: one})
@@ -334,6 +339,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         box = Box.whole(entry.shape) if rows is None else _rows(fqn, entry.shape, rows)
 
         async with self._files("tensor") as files:
+            # Memory of a device is allocated on the stream that the copy will use. The caching allocator reuses memory
+            # in the order of one stream, so work of another stream could still be reading what was there before.
             streams = await streams_of([where])
 
             def new() -> torch.Tensor:

@@ -121,10 +121,13 @@ def own_pieces(fqn: str, entry: TensorEntry) -> Iterator[Piece]:
         assert start is not None
         assert chunk.crcs is not None
         frame = frame_tensor(entry.dtype, chunk.sizes)
+        # The frame follows from dtype and shape, so the place of the payload in its item does as well. A manifest that
+        # says otherwise was not written by a save.
         if (start - len(frame.header), frame.item_bytes) != (chunk.item_offset, chunk.item_bytes):
             raise CorruptCheckpointError(
                 f"{fqn}: its item is not as large as its dtype and shape make it", file=chunk.file, fqn=fqn
             )
+        # Header, payload and trailer of a small item are read together and compared as three pieces of that memory.
         if frame.item_bytes <= _SMALL_BYTES:
             yield Piece(fqn, chunk.file, chunk.item_offset, frame.item_bytes, SmallItem(entry.dtype, chunk))
         else:
@@ -136,6 +139,8 @@ def _item_pieces(fqn: str, dtype: str, chunk: Chunk) -> Iterator[Piece]:
     frame = frame_tensor(dtype, chunk.sizes)
     start = chunk.item_offset + len(frame.header)
     trailer = frame.trailer(join_blocks(list(unpack_crcs(chunk.crcs or b"")), frame.payload_bytes))
+    # Stock DCP opens an item with ``torch.load``, which needs the frame. Sidestream's own loads read the payload alone,
+    # so only a verification finds damage in header and trailer.
     yield Piece(fqn, chunk.file, chunk.item_offset, len(frame.header), frame.header)
     yield from _block_pieces(fqn, chunk, start, frame.payload_bytes)
     yield Piece(fqn, chunk.file, start + frame.payload_bytes, len(trailer), trailer)
@@ -157,6 +162,8 @@ def value_pieces(fqn: str, entry: ValueEntry) -> Iterator[Piece]:
     """Yield the piece for the item of a value of sidestream. The item has to be the value in the manifest, because
     stock DCP reads the item."""
     try:
+        # The value stands twice: as data in the manifest, which we read, and as a pickle in the shard file, which stock
+        # DCP reads. The pickle is made again from the data, and has to be the same bytes.
         content = value_item(entry.node)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, CorruptCheckpointError):
@@ -176,6 +183,7 @@ def foreign_pieces(fqn: str, entry: TensorEntry, seen: set[object]) -> Iterator[
     views of one payload: those that are in ``seen`` are left out, and the others are added to it."""
     for chunk in entry.chunks:
         payload, start = chunk.foreign, chunk.payload_offset
+        # ``torch.save`` writes a storage once for all of its views.
         if payload is None or payload.crc is None or start is None or (chunk.file, start) in seen:
             continue
         seen.add((chunk.file, start))
@@ -206,6 +214,8 @@ class Whole:
         self._lock = threading.Lock()
 
     def check(self, number: int, view: memoryview) -> None:
+        # The parts arrive in any order, in several threads, so each is kept with its length, and they are combined in
+        # the order of the file when the last one has come. The checksum is computed without the lock.
         found = crc32(view), len(view)
         with self._lock:
             self._parts[number] = found
@@ -229,6 +239,8 @@ def addresses_in(
     """Return the current address of byte ``starts[n]`` of each contiguous tensor. Raises ``UnsupportedTensorError`` if
     the storage of one does not have ``sizes[n]`` bytes from there on, because it was freed or shrunk after the load was
     planned."""
+    # A tensor keeps its shape when its storage is freed, as FSDP does with ``resize_(0)``. The addresses that the plan
+    # has seen would then be those of other memory.
     held = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors))
     skipped = map(mul, map(torch.Tensor.storage_offset, tensors), map(_ITEMSIZE, tensors))
     ends = map(add, map(add, skipped, starts), sizes)

@@ -43,6 +43,8 @@ def build_composites(
         assert isinstance(entry, CompositeEntry)
         names = {part: f"{fqn}.{part}" for part in entry.parts}
         parts = {part: made[name] if name in made else tensors[name] for part, name in names.items()}
+        # After its parts, because a wrapper may be made of other wrappers. The types of all of them were checked before
+        # anything was read.
         context = decode_value(entry.context, fqn, KnownTypes(fqn, allowed))
         if entry.type in SPARSE_PARTS:
             made[fqn] = _sparse(fqn, entry, parts, context)
@@ -78,6 +80,8 @@ def _subclass(
         raise UnsupportedCheckpointError(
             f"{fqn}: {entry.type} does not take what was saved of it: {type(error).__name__}: {error}"
         ) from error
+    # The code of the class has run on content of a file. What the file has announced was compared with the target, so
+    # another result must not be used.
     if type(made) is not kind or tuple(made.shape) != entry.shape or made.dtype != dtype_from_name(entry.dtype):
         raise UnsupportedCheckpointError(
             f"{fqn}: {entry.type} makes another tensor of what was saved than {entry.dtype} of shape {entry.shape}"

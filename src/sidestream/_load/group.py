@@ -121,6 +121,9 @@ async def agree_on(
     async def refuse(_: Sequence[bytes]) -> bytes:
         raise StorageNotSharedError(2, different.decode(), url)
 
+    # Rank 0 has found that the ranks have opened different checkpoints. There are two reasons. A save has replaced the
+    # checkpoint between the two looks: a rank whose marker has changed since raises, and all start over. Or the storage
+    # is not shared: then no marker has changed, and rank 0 raises for all.
     if await replaced():
         await refuse(())
     await operation.aexchange("match again", b"", refuse)  # rank 0 raises: storage is not shared

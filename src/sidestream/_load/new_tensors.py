@@ -51,6 +51,8 @@ def new_tensors(
         row = rows.get(fqn)
         if isinstance(row, tuple) and fqn not in dtypes:
             dtype, shape, _, file, start, _, payload, *_ = row
+            # Tied tensors are one item in the file. The first of them is read, and the others get the same tensor, so
+            # that they are tied again.
             place = (dtype, shape, file, start, payload)
             if place not in shared and new.direct.add([(fqn, tensor := _new(fqn, shape, dtype, device), row)]):
                 shared[place] = tensor
@@ -81,6 +83,9 @@ def _add_views(new: NewTensors, entries: Mapping[str, Entry], fqns: list[str], d
     """Add the tensors of one storage. If they are all the same view, only its elements are kept."""
     views = [entry for fqn in fqns if isinstance(entry := entries[fqn], TensorEntry)]
     first = views[0]
+    # There are two cases for tensors of one storage in a file of another writer. All are the same view: only its
+    # elements are read. They differ: the whole storage is read once, and each is a view of it, as it was when it was
+    # saved.
     if all(collected(one.dtype == first.dtype and one.chunks == first.chunks for one in views)):
         tensor = _new(fqns[0], first.shape, first.dtype, device)
         new.tensors.update(dict.fromkeys(fqns, tensor))

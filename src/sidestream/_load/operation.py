@@ -168,6 +168,8 @@ class LoadOperation:
     async def _run(self) -> LoadReport:
         target, lifecycle, together = self.target, self.lifecycle, self.together
         await target.call_state_dicts()
+        # What is more than bytes (plain values, ``load_state_dict``) changes below, when every rank has read
+        # everything. Until then only bytes of tensors may have changed, and with ``atomic=True`` not even those.
         manifest = await self._read()
         if together is not None:
             together.step = "hand over"
@@ -175,6 +177,7 @@ class LoadOperation:
         with time_limit(None):
             await run_shielded(target.apply)
         if together is not None:
+            # Also after the change, so that no rank returns from a load that failed on another one.
             await together.agree("hand over")
         lifecycle.applied()
         return await self._report(manifest)
@@ -185,12 +188,16 @@ class LoadOperation:
         read."""
         restarts = 0
         while True:
+            # ``open``, ``plan`` and ``read`` are repeated. The objects are not asked again: their answers do not depend
+            # on the checkpoint, and their code may run a collective, which all ranks would have to repeat.
             manifest = None
             self.lifecycle.opening()
             try:
                 manifest = await stoppable(self.together, self.target.open())
                 await self._read_opened(manifest)
             except (SidestreamError, FileNotFoundError, Stopped) as error:
+                # An error of a file that is gone or altered has two causes: damage, or another save that has replaced
+                # the checkpoint. The marker tells them apart, and is read only now, because it costs a request.
                 if not await self._starts_over(error, restarts, opened=manifest is not None):
                     raise
             else:
@@ -218,9 +225,15 @@ class LoadOperation:
             self.together,
             opened and isinstance(error, (CorruptCheckpointError, FileNotFoundError, StorageNotSharedError)),
         )
+        # Alone, there is no limit: each restart means that another save has been committed meanwhile. Ranks have one,
+        # because ranks that do not share storage see another checkpoint in each round.
         if together is None:
             return lost and await self.target.replaced()
         replaced = lost and restarts < _MOST_RESTARTS and await self.target.replaced()
+        # There are three cases for a rank. It wants to start over: it reports its error together with that. It fails
+        # for a reason of its own: ``failed`` reports it, and waits for the verdict. Another rank has failed: this one
+        # reports that it has stopped, and learns whether all start over. No rank is in the second round before all have
+        # left the first.
         if not replaced and not together.stopping:
             return False
         return await together.starts_over(self._as_ours(error), wanted=replaced)
@@ -313,6 +326,8 @@ async def load(
     running_loop("load")
     member = group_of(process_group)
 
+    # Everything that may be wrong about the call is checked inside of ``run``, so that the error of one rank becomes
+    # that of all. A rank that raised before its operation began would leave the others waiting for it.
     async def run(operation: Operation | None) -> LoadReport:
         chosen = options_of(options, LoadOptions)
         request = LoadRequest(chosen, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))

@@ -110,6 +110,10 @@ def plan_ranges(
     size = entry.itemsize
     for chunk in entry.chunks:
         payload = chunk.foreign
+        # There are four cases. The whole chunk is the whole destination: read straight, without an overlap to compute.
+        # A payload of another writer with one checksum over all of it: read whole, if it is verified or not row-major.
+        # Whole rows into whole rows: read straight, from the first row to the last. Anything else: rows are read into
+        # scratch memory, and the box is copied out of them.
         if row_major and payload is None and chunk.sizes == box.sizes and chunk.offsets == box.offsets:
             nbytes = math.prod(chunk.sizes) * size  # the whole chunk, the most frequent case
             yield from _straight(fqn, chunk, 0, nbytes, 0, nbytes)
@@ -120,12 +124,14 @@ def plan_ranges(
         source = Box(_minus(common.offsets, chunk.offsets), common.sizes)
         target = _minus(common.offsets, box.offsets)
         if payload is not None and (verified or not _is_row_major(payload, chunk, size)):
+            # The only checksum is that of the whole payload, so a part of it could not be compared with anything.
             yield _foreign(fqn, chunk, payload, source, target, box, row_major, size)
             continue
         row_bytes = math.prod(chunk.sizes[1:]) * size
         first = source.offsets[0] if source.offsets else 0
         rows = source.sizes[0] if source.sizes else 1
         start, end = first * row_bytes, (first + rows) * row_bytes
+        # All inner dimensions are whole on both sides, so rows follow one another in the file and in the destination.
         if row_major and common.sizes[1:] == chunk.sizes[1:] == box.sizes[1:]:
             begin = target[0] * row_bytes if target else 0
             yield from _straight(fqn, chunk, start, end, begin, math.prod(chunk.sizes) * size)
@@ -137,6 +143,9 @@ def _straight(fqn: str, chunk: Chunk, start: int, end: int, begin: int, total: i
     """Yield ranges for payload bytes ``start`` to ``end``, which belong at byte ``begin``. They end at blocks."""
     position = start
     while position < end:
+        # A checksum covers a whole block. At the two ends of the rows, where a block begins or ends outside of them,
+        # the block is read into scratch memory and a part of it is copied. All blocks between go straight to the
+        # destination, up to 16 MiB at a time.
         block = position // BLOCK_BYTES * BLOCK_BYTES
         if position != block or (end < block + BLOCK_BYTES and end < total):
             stop = min(block + BLOCK_BYTES, end)
@@ -145,6 +154,8 @@ def _straight(fqn: str, chunk: Chunk, start: int, end: int, begin: int, total: i
             yield _range(fqn, chunk, block, nbytes, into)
         else:
             stop = min(position + PIECE_BYTES, end)
+            # The end of the payload may be in the middle of a block, and its checksum covers just that. Any other end
+            # is moved back to a block.
             if stop < total:
                 stop = stop // BLOCK_BYTES * BLOCK_BYTES
             yield _range(fqn, chunk, position, stop - position, Direct(begin + position - start))
@@ -171,6 +182,7 @@ def _scattered(
 
 
 def _range(fqn: str, chunk: Chunk, start: int, nbytes: int, into: Into) -> Range:
+    # Where the payload of a foreign chunk begins is known only after its zip was opened, which ``locate`` has done.
     assert chunk.payload_offset is not None  # foreign chunks are located before ranges are planned
     first = start // BLOCK_BYTES
     end = first + -(-nbytes // BLOCK_BYTES)
@@ -211,6 +223,8 @@ def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 def batches(parts: Iterable[P]) -> list[list[P]]:
     """Group parts by file and offset. Many small ones are read with one call, a large one by itself."""
+    # By file, and in the order of the offsets: small parts that lie side by side then share one system call, and a
+    # device reads forward.
     by_file: dict[str, list[P]] = {}
     for one in parts:
         by_file.setdefault(one.file, []).append(one)

@@ -140,7 +140,12 @@ class Reader:
         When this raises, no thread writes into a target any more. The exception is a thread that hangs in a system
         call, which may still fill the memory of that call.
         """
+        # Everything that grows with the number of tensors runs in threads: 100,000 of them take longer than a loop may
+        # be held.
         targets = await io_threads().run(_by_fqn, wanted)
+        # There are three ways for bytes to their places. Ordinary tensors are read straight, by tuples and without
+        # records. Other ranges are planned one by one, because they are strided, converted, tied or on a device. What
+        # another writer has compressed is read as a whole, unpacked, and copied.
         packed = [] if own else await io_threads().run(_packed, targets)
         if found is None:
             found = {} if own else await located(self.source, await io_threads().run(_entries, targets))
@@ -170,6 +175,7 @@ class Reader:
             ranges, memory = self.direct_reads(batch, scratch, stop)
             return Reads(batch.file, ranges, batch.nbytes, memory)
         views, memory = _buffers(batch, targets, scratch)
+        # Before the read and not after it: a read that fails may have written a part.
         self.touched.update([one.fqn for one in batch if isinstance(one.into, Direct)])
         ranges = [
             ReadRange(
@@ -223,6 +229,9 @@ class Reader:
 
         Neighbours are read together only if there is a ``stop``, which is checked before they are copied to their
         places. A thread that returns from a read that has hung must not write to tensors after its load has ended."""
+        # There are two cases. With a ``stop``, a thread reads local files: neighbours of up to 64 KiB are read
+        # together, up to a MiB, and copied after their checksums have been compared. Without one, the store merges the
+        # ranges into requests itself.
         spans = [[payload] for payload in batch.payloads] if stop is None else _spans(batch.payloads)
         memory, views = scratch.views([_extent(span) for span in spans if len(span) > 1])
         left = iter(views)
@@ -252,6 +261,7 @@ class Reader:
         them. Raises ``ClosedError`` once ``stop`` is set."""
         tensors = self.direct.tensors
         source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)) - span[0][0], span[0][0]
+        # In columns: this runs for every small tensor of a checkpoint, and each call in Python is one too many.
         for some in paced(chunked(span, _MANY), 1):
             stop.check()
             offsets, sizes, starts, crcs, digests, fqns = zip(*some, strict=True)
@@ -340,6 +350,7 @@ def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Ten
     target = copyable(target)
     strides = into.strides or row_major_strides(into.shape)
     source = elements.as_strided(into.shape, strides)[_slices(into.source)]
+    # A tensor that was made in inference mode may be changed only in that mode, and any other one only outside of it.
     with torch.inference_mode(target.is_inference()), torch.no_grad(), streams.current(one.fqn):
         target[_slices(Box(into.target, into.source.sizes))].copy_(source)
 

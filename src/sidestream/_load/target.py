@@ -91,9 +91,12 @@ async def hand_over(handover: Handover) -> tuple[list[str], list[str]]:
     unexpected: list[str] = []
     for number, (leaf, value) in enumerate(handover.values, 1):
         leaf.holder[leaf.slot] = value
+        # The containers are the caller's, so their items are set on the loop, in slices. No other thread may meet them.
         if number % _SLICE == 0:
             await asyncio.sleep(0)
     for leaf, value in handover.assigned:
+        # One iteration of the loop for each object of the caller: its code may take long, and nothing of ours can
+        # divide it.
         await asyncio.sleep(0)
         run_in_calling_thread(leaf.holder.__setitem__, leaf.slot, value)
     for stateful, state_dict in handover.statefuls:
@@ -206,6 +209,8 @@ class StateTarget:
 
     async def open(self) -> Manifest:
         """Read the manifest of the checkpoint. Raises ``CheckpointNotFoundError`` and ``CorruptCheckpointError``."""
+        # A load that starts over may have written to tensors. These stay in the list, whatever the next checkpoint
+        # contains.
         self._written, self._prepared = self.written(), None
         await self.aclose()
         if self.together is None:
@@ -219,7 +224,11 @@ class StateTarget:
         """Decide what is read, and into which memory. When this raises, the target is unchanged."""
         threads, url, source = io_threads(), self.location.url, self._source
         assert source is not None
+        # In a group this match needs names and shapes only. The places of the bytes are read afterwards, from those
+        # parts of the manifest that this rank needs, and it is matched again with them.
         plan, devices, entries = await threads.run(self._match)
+        # All of this comes before the first byte of a tensor is read: what differs, what is not understood, which
+        # values there are, and the memory. When ``plan`` raises, the target is unchanged.
         if plan.opaque:
             opaque = await threads.run(_opaque, plan)
             several = "; the target requests {} such tensors"
@@ -244,11 +253,15 @@ class StateTarget:
     async def read(self) -> None:
         """Read and verify. When this raises, the tensors in ``written`` may have changed."""
         prepared = self._ready
+        # Before anything is written: tensors that share memory here, and were saved with different values, would
+        # overwrite each other.
         compared = await self._check_ties(prepared)
         await prepared.reader.read(prepared.wanted, own=self._manifest.own)
         prepared.reader.nbytes += compared
         if prepared.plan.shared:
             await io_threads().run(_check_shared, prepared)
+        # Composite tensors are made from parts that were read into new memory. They enter the target with the values,
+        # at the end.
         if prepared.plan.composites:
             await io_threads().run(self._build)
 
@@ -262,10 +275,14 @@ class StateTarget:
 
     async def apply(self) -> None:
         """Change the parts of the target other than the bytes of tensors. The caller shields this from cancels."""
+        # From here on ``written`` names every tensor: values, objects and copies change one after the other, and an
+        # error leaves the state between two checkpoints.
         self._applying = True
         prepared = self._ready
         if prepared.copied:
             await io_threads().run(_copy_all, prepared)
+        # The versions count all writes at once, after the last of them. Autograd then refuses a backward pass that
+        # would use the old values.
         await io_threads().run(self._end_tensors)
         missing, unexpected = await hand_over(prepared.handover)
         unexpected = [prepared.plan.names.saved_name(fqn) for fqn in unexpected]

@@ -129,6 +129,7 @@ class Verification:
     def report(self) -> VerifyReport:
         """Return the report, after ``run``. Called in a worker thread."""
         manifest, damaged = self.manifest, self.damages
+        # A name is in one list only. Damage outweighs the others, since it is what the caller has to act on.
         unreadable = self.unreadable - damaged.keys()
         unverified = self.unverified - damaged.keys() - unreadable
         fqns = (fqn for fqn, one in paced(manifest.stored.items()) if isinstance(one, (tuple, TensorEntry, ValueEntry)))
@@ -157,6 +158,8 @@ class Verification:
     async def run(self, planned: Callable[[], object]) -> None:
         """Read and compare everything. ``planned`` is called before the first payload is read."""
         threads = io_threads()
+        # Everything is planned before the first payload is read, so ``progress`` knows from its first call how many
+        # bytes there are.
         whole = await threads.run(self._whole_items)
         pieces = await self.plan()
         runs = await threads.run(batches, pieces)
@@ -171,6 +174,8 @@ class Verification:
     async def plan(self) -> list[Piece]:
         """Compare the metadata, and return the pieces that are to be read and compared."""
         pieces: list[Piece] = []
+        # A checkpoint of ours describes itself twice, so these are compared first. One of another writer has its
+        # description in zips, one for each item, and these have to be opened before there is anything to plan.
         if self.manifest.own:
             await self._compare_metadata()
             await io_threads().run(self._plan_own, pieces)
@@ -222,6 +227,8 @@ class Verification:
             name = part_metadata_name(marker.rank)
             with self._noting(name):
                 part = await read_part(self.source, sizes, marker)
+                # Each part has an id of its own, because parts are saved without the other ranks. ``storage_meta``
+                # names the one in the marker.
                 part = replace(part, save_id=marker.save_id)  # the id in storage_meta, which is not that of the part
                 raw = await self.source.read_metadata(name, sizes.get(name, 0))
                 found = await io_threads().run(differences, part, raw, PART_ATTRIBUTE, name)
@@ -235,6 +242,8 @@ class Verification:
         for fqn, entry in self.manifest.entries.items():
             pause_point()
             with self._noting(fqn):
+                # Tied tensors are one item in the file: it is read once, and what is wrong with it is found for all of
+                # them (``_sharing``).
                 if isinstance(entry, TensorEntry) and not seen.issuperset(entry.chunks):
                     seen.update(entry.chunks)
                     pieces.extend(own_pieces(fqn, entry))
@@ -246,6 +255,7 @@ class Verification:
     def _plan_foreign(self, found: Mapping[str, TensorEntry], pieces: list[Piece]) -> None:
         """Plan the reads of a foreign checkpoint. ``found`` has the tensors whose zips could be opened. Called in a
         worker thread."""
+        # Nothing of such a checkpoint has checksums (safetensors), so all of it is read for its size alone.
         if not self.manifest.checked:
             self.unverified.update(self.manifest.entries)
         for fqn, entry in self.manifest.entries.items():
@@ -262,6 +272,8 @@ class Verification:
         in a worker thread."""
         for fqn, error in paced(errors.items()):
             with self._noting(fqn):
+                # There are two kinds of errors. A tensor whose kind this version does not know is not damage: its bytes
+                # are compared with the checksums of the zip. Any other error is what a load would raise.
                 if not isinstance(error, UnsupportedCheckpointError):
                     raise error
                 self.unreadable.add(fqn)
@@ -301,6 +313,8 @@ class Verification:
             if self.progress is not None:
                 run_in_calling_thread(self.progress, done + read, self.total_bytes)
 
+        # One call reads a run of pieces. If the call fails, no piece of it was compared, so damage is recorded for all
+        # of them, under the name of the file.
         def noting(run: Sequence[Piece]) -> AbstractContextManager[None]:
             return _Noting(partial(self._note_unread, run), run[0].file)
 

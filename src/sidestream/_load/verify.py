@@ -78,12 +78,16 @@ async def verify(
 async def verify_at(location: Location, progress: Progress | None = None, run: str | None = None) -> VerifyReport:
     """Verify the checkpoint at a resolved location. ``run`` is the URL of the run that it belongs to."""
     with (
+        # A loop that is closed or dropped leaves no coroutine that could stop the threads. The registry finds such
+        # loops, and lets the threads end.
         registered(f"verifying {location.url}", "its threads have stopped", current_deadline().at),
         reading("verify", location.url, run) as lifecycle,
     ):
         while True:
             lifecycle.opening()
             try:
+                # What cannot be opened is damage too, and so the result of this call. An error is raised only where
+                # nothing can be said, for storage that does not answer.
                 source, manifest = await open_manifest(location)
             except (CorruptCheckpointError, IncompleteTensorError) as damage:
                 lifecycle.failed(damage, 0)
@@ -91,10 +95,15 @@ async def verify_at(location: Location, progress: Progress | None = None, run: s
             async with aclosing(source):
                 try:
                     report = await _verify(Verification(source, location.url, manifest, progress), lifecycle)
+                # Damage counts only if the directory is still the one that was opened. Otherwise another checkpoint has
+                # taken its place while it was read, whose files may have the same names, and everything begins again
+                # with that one.
                 except (CorruptCheckpointError, FileNotFoundError):
                     if not await source.moved():
                         raise
                 else:
+                    # A report without damage counts in any case: each byte that was compared belonged to the checkpoint
+                    # that was opened.
                     if report.ok or not await source.moved():
                         return _reported(report, lifecycle)
 

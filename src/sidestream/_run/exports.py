@@ -73,6 +73,8 @@ class Upkeep:
         while self._requested:
             self._requested = False
             failure = await self._failure()
+            # A failure that repeats is reported once. Retention runs after each save, and a bucket without permissions
+            # would fill the log.
             if failure is not None and type(failure) is not self._failed:
                 self._report(type(failure), failure)
             known, self._known = self._known, self._damage()
@@ -169,6 +171,8 @@ class Exports:
             with suppress(SidestreamError, OSError), time_limit(Deadline.after(self._timeout_s)):
                 lease = await self._leases.try_reading(save.location.name)
         try:
+            # Exports to one target replace each other, so they work in the order of their saves: the last save stays.
+            # The list is emptied, because an export that has ended refers to its save.
             while before:
                 await before.pop().ended()
             yield

@@ -184,6 +184,7 @@ class Lease:
         self._files.append(name)  # before the put: after a cancel the file may exist
         put_at = time.monotonic()
         await self._store.put(name, _content(self._kind), durability="flush")
+        # The time before the put: how long the put took must not make the lease look younger.
         self._put_at = put_at
 
     async def _renew(self) -> None:
@@ -192,12 +193,15 @@ class Lease:
             try:
                 with time_limit(Deadline.after(_CALL_S)):
                     await self._put_one()
+                # After the new one is there, so that there is no moment without a lease. A failure leaves both, and
+                # they expire.
                 await self._drop(self._files[:-1])
             except (SidestreamError, OSError) as error:  # OSError: the answer was that there is no such object
                 self._leases.trouble[self.directory] = f"the lease could not be renewed: {error}"
 
     async def _remove(self) -> None:
         if self._renewing is not None:
+            # The task first: it may be putting another file, which has to be removed too.
             await asyncio.wait([self._renewing])
             self._renewing = None  # breaks a reference cycle through the traceback of the task
         try:

@@ -58,6 +58,7 @@ class Preemption:
                 if former is not None:
                     former.install()
                 raise InvalidOptionError(f"on_preemption: signal {number!r} cannot be caught here: {error}") from error
+        # After the new handlers are in place, so that there is no moment in which a signal ends the program.
         if former is not None:
             former.uninstall(but=self._signals)
 
@@ -79,6 +80,7 @@ class Preemption:
             await asyncio.wait([self._task])
 
     def _on_signal(self, number: int) -> None:
+        # The second signal ends at once: its sender does not want to wait for the save.
         if self.requested is not None:
             self._end(number)
             return

@@ -147,6 +147,8 @@ class Pruner:
         while True:
             verified, deletable = await self._find_deletable(protecting, self._verifies)
             for step in deletable:
+                # Looked at before each deletion. The step that justifies it may have been replaced or removed by
+                # another process since it was verified, and then everything is judged again.
                 if verified is None or await self._have_changed([verified]):
                     break
                 outcomes[step.name] = await self._delete(step)
@@ -169,6 +171,8 @@ class Pruner:
             protected = frozenset(protecting())  # after the listing, which may contain a step that was just committed
             newest: Step | None = None
             deletable: list[Step] = []
+            # There are two cases. The newest step that stays verifies: older ones may go. It does not: it counts for no
+            # policy, and the choice is made again without it. So a damaged step never costs a good one.
             while chosen := await self._choose(steps, protected):
                 # The newest step that is kept has to verify. A step that does not verify is left out of all policies.
                 newest = max((step for name, step in steps.items() if name not in chosen), key=lambda step: step.order)
@@ -178,6 +182,9 @@ class Pruner:
                 del steps[newest.name]
                 newest = None
             names = {step.name for step in deletable}
+            # Two processes may delete at the same time. Each has listed the run before the other deleted, and both
+            # could count on a step that the other one removes. So what stays is looked at once more before anything
+            # goes.
             if not deletable or not await self._are_stale([step for name, step in steps.items() if name not in names]):
                 return newest, deletable
 
@@ -284,6 +291,9 @@ class Pruner:
         """Delete a step, unless it is in use or has changed."""
         if await self._in_use(step.name):
             return "leased"
+        # A reader puts its lease and then looks for ours. We put ours and then look for those of readers. The second of
+        # the two sees the first, whatever the order. If both see each other, both give up, and a later pass deletes the
+        # step.
         own = await self.leases.take(step.name, "delete")
         try:
             if await self._have_changed([step]):

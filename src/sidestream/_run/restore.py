@@ -102,6 +102,9 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
             step, lease = chosen
             try:
                 report = await self._load(step, state)
+            # There are three failures of a chosen step. It is gone: the listing was older than its deletion, so the
+            # choice is made again. It is damaged: an older one is taken if the caller admits that. Everything else is
+            # an error of this load, and not a reason to continue with an older state.
             except (CheckpointNotFoundError, IncompleteCheckpointError) as error:
                 gone = error  # deleted before it was leased, or by a process that ignores leases: choose again
                 continue
@@ -130,6 +133,7 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
         """Raise the error of the newest damaged step. Do nothing if no step was damaged."""
         if not self._passed:
             return
+        # The newest one: it is what the caller would have got without a fallback. The others are notes.
         error = self._passed[0][1]
         for step, other in self._passed[1:]:
             error.add_note(f"{step.name} is damaged too: {other}")
@@ -150,6 +154,8 @@ class RestoringTogether(Restoring[RankFailuresError]):
         ``RankFailuresError``. If rank 0 sees a step that other ranks do not find, the failure is
         ``StorageNotSharedError`` on rank 0."""
         while True:
+            # Each round is an operation of its own, so messages of the round before are not taken for messages of this
+            # one.
             load = _StepLoad(self, state)
             operation = self.member.begin("restore", current_deadline(), self.request.options.rank_wait_s)
             self._missed = None
@@ -158,6 +164,9 @@ class RestoringTogether(Restoring[RankFailuresError]):
             except RankFailuresError as failures:
                 kinds = {failure.kind for failure in failures.failures}
                 gone = {CheckpointNotFoundError.__name__, IncompleteCheckpointError.__name__}
+                # If rank 0 found the step and only other ranks did not, there are two explanations: it was deleted in
+                # between, or they see other storage. The next round tells them apart: rank 0 looks whether the step is
+                # still there.
                 if load.step is not None and kinds <= gone:
                     if all(failure.rank for failure in failures.failures):
                         self._missed = load.step, failures

@@ -97,6 +97,7 @@ class _Either(_Policy):
         return " | ".join(map(repr, self.policies))
 
     def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
+        # Each policy judges all steps, and not what the others left. Otherwise the result would depend on their order.
         return frozenset[int]().union(*(_kept_by(policy, steps) for policy in self.policies))
 
 
@@ -170,6 +171,8 @@ class KeepEvery(_Policy):
         first: dict[int, int] = {}
         for each in steps:
             span = each.saved_at // self.seconds if self.seconds is not None else each.step // (self.steps or 1)
+            # The first step of a span, and not the last one: later saves in the same span then change nothing about
+            # what stays.
             first.setdefault(span, each.step)
         return set(first.values())
 
@@ -209,7 +212,9 @@ class KeepBest(_Policy):
         """
         sign = 1 if self.mode == "min" else -1
         found = [(_metric(each.metadata, self.metric), each) for each in steps]
+        # Of equal values the higher step comes first.
         ranked = sorted((sign * value, -each.step) for value, each in found if value is not None)
+        # A metric that no step has is most often a spelling mistake. Deleting every step for it could not be undone.
         if not ranked:
             return {each.step for each in steps}
         return {-step for _, step in ranked[: self.n]}
@@ -235,8 +240,10 @@ def metrics_in(metadata: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _metric(metadata: Mapping[str, Any], path: str) -> float | None:
     value: Any = metadata
+    # A key that contains dots goes before a path of keys.
     for key in [path] if path in metadata else path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
+    # NaN compares with nothing, so a sort would put it anywhere. ``bool`` is an ``int`` in Python, and is not a metric.
     if isinstance(value, float):
         return None if math.isnan(value) else value
     return value if isinstance(value, int) and not isinstance(value, bool) else None
@@ -268,6 +275,7 @@ def needs_metadata(keep: Retention) -> bool:
     always gets them."""
     if isinstance(keep, _Either):
         return any(needs_metadata(policy) for policy in keep.policies)
+    # By the exact type: a subclass may override ``kept``, and then needs what any policy of the user needs.
     return type(keep) not in (KeepAll, KeepLast, KeepEvery)
 
 
@@ -290,6 +298,8 @@ def deletable_steps(
     if not ordered or keeps_all(keep):
         return []
     highest = {each.step: each for each in ordered}
+    # The newest step stays whatever a policy returns. It is the one that a restore takes, and every later pass compares
+    # with it.
     stay = set(_kept_by(keep, list(highest.values()))) | protected | {ordered[-1].step}
     return [each for each in ordered if each.step not in stay or each is not highest[each.step]]
 

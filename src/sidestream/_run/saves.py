@@ -73,6 +73,8 @@ def decide(size: int, states: Sequence[EntryState]) -> list[Decision]:
     """
     free = size - sum(state.has_slot for state in states)
     wanting = next((number for number, state in enumerate(states) if not state.wants_slot), len(states))
+    # Only among those that ask. In a group a save counts as called when every rank has called it. If the newest call of
+    # one rank decided, a rank that is always ahead would have every save skipped but the last.
     newest = max(
         (number for number in range(wanting) if states[number].when_full == "latest"),
         default=0,
@@ -242,6 +244,8 @@ class GroupQueueEntry(QueueEntry):
         self._exchanging = operation.rank > 0
         self.on_slots_changed()
         try:
+            # One exchange decides for all ranks: the slot, the generation, and whether the save is skipped. Ranks above
+            # 0 then wait in their own queue, so that each begins the saves in the order of its calls.
             answer = await operation.aexchange("begin", json.dumps(part).encode(), self._decide)
         finally:
             if self._exchanging:
@@ -264,6 +268,8 @@ class GroupQueueEntry(QueueEntry):
             values = {str(call[name]) for call in calls}
             if len(values) > 1:
                 raise InvalidOptionError(f"ranks that save together have to say the same: {name} is {sorted(values)}")
+        # The saves ahead have their own deadlines, and may take any time. Only from its beginning does this save have
+        # one.
         operation.suspend()
         self.request_slot("wait" if any(call["promised"] for call in calls) else None)
         begins = await stoppable(operation, self.decided())
@@ -305,6 +311,7 @@ class QueuedSave:
         start, self._start = self._start, None  # releases the reference to the state
         if start is None or not await self._entry.wait_to_begin():
             return False
+        # The hand-over of the state: the launched save refers to it from here on, and the queue does not.
         self._work, self._lease = await start()
         self._entry.mark_begun()
         return True
@@ -402,6 +409,8 @@ class Saves:
         """Do ``Checkpointer.async_save``. A ``promised`` save is never skipped, and is made also if other saves have
         failed."""
         step = plain_integer(step)
+        # Wrong options are not raised here: the other ranks learn of them through the operation, which needs a deadline
+        # to begin with.
         limits = options if isinstance(options, SaveOptions) else self.options
         run, member = self._run, self._run.together()
         when_full: WhenFull = "wait" if promised else self._when_full
@@ -446,6 +455,7 @@ class Saves:
                     )
                 return PendingSave(work, exports)
             pending = PendingSave(work, exports)
+        # The place, and the exports that no ``PendingSave`` has taken over, would otherwise stay for ever.
         except BaseException:
             entry.leave()
             for one in exports:
@@ -485,7 +495,10 @@ class Saves:
         except Exception as error:
             if operation is None:
                 raise
+            # The other ranks wait for this one, so the error has to reach them: it becomes a save that fails on all.
             return FailedSave(operation, target.url, error), None
+        # After the launch: if it raises, the generation is free for the next save. In a group the generation was claimed
+        # with the slot.
         if operation is None:
             self._generations.started(step, generation)
         leads = operation is None or operation.rank == 0

@@ -80,6 +80,8 @@ class Watch:
             self._seen = {step.name for step in steps if step.step <= self._after}
         fresh = new_steps(self._seen, steps)
         self._seen = (self._seen | {step.name for step in fresh}) & {step.name for step in steps}
+        # What is left of earlier news is compared with this listing, so that a step that was deleted before its turn is
+        # not reported.
         left = {step.name for step in (new_steps((), steps)[-1:] if self._newest else self._known.values())}
         self._ready = deque(step for step in (*self._ready, *fresh) if step.name in left)
 

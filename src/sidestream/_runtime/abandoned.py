@@ -123,6 +123,9 @@ class LoopOperations:
 
     def tidy(self) -> None:
         """Keep the loop alive while an operation needs it; remove this object from the registry when none does."""
+        # The reference to the loop is a decision. With it, a loop that the program drops while work is in flight is
+        # kept, and its tasks are ended in order. Without it, an idle loop is collected like any other object.
+        # Registrations that do not hold the loop are those of handles that are only open, such as a ``Checkpointer``.
         if self.tasks or self.thread_waits or any(one.holds_loop for one in self.registrations):
             self._held = self.loop()
         else:
@@ -140,6 +143,9 @@ class LoopOperations:
             return "its event loop was dropped"
         if loop.is_closed():
             return "its event loop was closed"
+        # The order of the questions matters. A loop that runs is fine, whatever thread it was seen in last. A thread
+        # that has ended cannot run its loop any more. A loop that stands still may be run again, as in a notebook, so
+        # only its deadline decides, with a grace.
         if loop.is_running():
             return None
         if not self.thread.is_alive():
@@ -154,6 +160,9 @@ class LoopOperations:
     def release(self, reason: str, patience_s: float | None = None) -> None:
         """End all operations that are in flight. Call it in a thread without a loop. ``patience_s`` bounds the wait for
         threads; by default their deadlines do."""
+        # All are signalled before any is waited for, so that the waits overlap. The threads are waited for before the
+        # resources are released, because ``leave`` deletes files that they may be writing. The coroutines are closed
+        # last: their ``finally`` clauses find no running loop, and do nothing.
         waits, registrations = list(self.thread_waits.values()), list(self.registrations)
         for _, stop, _ in waits:
             stop()
@@ -190,6 +199,7 @@ def _of_running_loop() -> LoopOperations:
     if operations is None:
         with _lock:
             operations = _by_loop.setdefault(loop, LoopOperations(loop))
+    # A loop may be run in one thread after the other. The last one counts, because its end is what ends the loop.
     if operations.thread is not threading.current_thread():
         operations.thread = threading.current_thread()
     if operations not in _all:

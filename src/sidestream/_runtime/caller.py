@@ -75,12 +75,14 @@ class ThreadState:
         return self.context.copy().run(self._run, code)
 
     def _run(self, code: Callable[[], T]) -> T:
+        # The context that was copied has the caller in it. The code must not ask for a thread that has left.
         _caller.set(None)
         with ExitStack() as stack:
             if self.accelerator is not None:
                 stack.enter_context(torch.get_device_module(self.accelerator).device(self.device_index))
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
+            # Inference mode before the mode of gradients: entering it changes both.
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             return code()
@@ -190,6 +192,9 @@ class Caller:
         """Block until the calling thread has run ``code``. If that thread has stopped waiting, run ``code`` here with
         its state."""
         queued = _QueuedCode(code)
+        # In this order. If the calling thread leaves between the two lines, ``leave`` finds the code in the queue and
+        # gives it up. If it has left before, ``_waits`` is False, and the code is taken back here. One of the two
+        # happens, without a lock.
         self._queue.append(queued)
         self._wakeups.put(None)
         if not self._waits and self._withdraw(queued):
@@ -226,6 +231,8 @@ class Caller:
             begin()
             self._serve()
         except BaseException:
+            # The wait is not over: the operation is cancelled, and its clean-up may need this thread for code of the
+            # caller. So the thread serves until the operation has ended, and only then raises.
             interrupt()
             self._serve()
             raise
@@ -252,6 +259,8 @@ class Caller:
 
 
 def _run_queued(queued: _QueuedCode[Any]) -> None:
+    # Restored at the end, because a call may be nested: code of the caller that runs here may return into another call
+    # of this thread.
     outer = is_serving()
     _serving.now, _serving.queued = True, queued
     try:

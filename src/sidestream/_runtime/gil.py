@@ -147,6 +147,9 @@ class _LoopTurns:
             return
         (before, ran_before), (now, ran) = self._seen, _clocks()
         share = (ran - ran_before) / max(now - before, 1e-9)
+        # There are two cases. A busy loop gives a turn, and the next one is due after one interval. A loop that sleeps
+        # in its selector has released the GIL anyway, so it is only asked again later, up to 16 intervals apart. The
+        # share is that of the time since the last look, so a loop that becomes busy is found within these.
         if share > _BUSY:
             _next_turn_at = math.inf  # the turn is now
             try:
@@ -164,6 +167,9 @@ class _LoopTurns:
         self._plan(loop)
 
     def _nap(self) -> None:
+        # A thread that computes checksums block by block is better waited for than napped beside: a nap would end in
+        # the middle of its calls. If no thread was woken up, all of them are in system calls, and a nap would cost the
+        # loop time for nothing.
         if _gil_holders:
             _wait_for_holders()
         elif self._thread_was_woken():
@@ -178,6 +184,7 @@ class _LoopTurns:
         return self._context_switches is None or self._context_switches != before
 
     def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
+        # A timer and not a task: a loop that is closed drops it, and nothing has to be cancelled.
         loop.call_at(max(self._due, loop.time()), self._give, loop)
         self._planned = True
 

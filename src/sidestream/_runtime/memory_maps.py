@@ -63,6 +63,8 @@ class MemoryMap(mmap.mmap):
     def __del__(self) -> None:
         if self._is_finalizing():
             return
+        # In a forked child, memory that it inherited is unmapped when the process ends. Memory that it did not inherit
+        # has no mapping there, and an unmap would remove what lies at its addresses by now.
         if self._pid == self._getpid():
             _unmapping.take(self)
         elif not self.inherited:

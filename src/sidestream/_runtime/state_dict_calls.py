@@ -109,7 +109,10 @@ def state_dicts_in_order(
                     if one.order < other.order:
                         found[id(one.instance)] = one
         level = []
+        # Level by level, because the objects in a state dict are known only when it was returned.
         for one in _in_order(found.values()):
+            # Only for modules whose ``state_dict`` is that of torch: there ``keep_vars`` changes nothing but the
+            # detach. A class with code of its own may do anything with that argument.
             answer = _undetached(one) if aliased and _is_plain(one.instance) else _call_state_dict(one)
             known[id(one.instance)] = (one.instance, answer)  # kept, so that no other object gets its id
             level.append(one._replace(instance=answer))

@@ -107,6 +107,8 @@ def create_owned_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Tas
 
 def _create_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Start a task that does not inherit the deadline of the current call."""
+    # The task may outlive the call, and then the deadline of the call is over. Work that needs a limit sets one of its
+    # own.
     with time_limit(None):
         return asyncio.get_running_loop().create_task(work, name=name)
 
@@ -131,6 +133,8 @@ async def run_shielded(work: Callable[P, Coroutine[Any, Any, None]], *args: P.ar
         return
     cancelled: asyncio.CancelledError | None = None
     while True:
+        # In a task of its own, which the cancels of this one do not reach. It is tracked, because a loop that ends
+        # closes the coroutines of all tracked tasks, and one that was not would be destroyed with a warning of asyncio.
         task = asyncio.get_running_loop().create_task(work(*args, **kwargs))
         track_task(task, "owned")
         cancel = await wait_out(task, shielded=True)
@@ -158,6 +162,8 @@ async def wait_out(
             try:
                 await asyncio.wait([waiter])
             except asyncio.CancelledError as cancel:
+                # From the first cancel on. Before it, a cancel of a scope of anyio has to arrive, or the caller could
+                # not be cancelled at all; after it, anyio would deliver the same cancel in each iteration of the loop.
                 scope.shield = True
                 first = first or cancel
                 if on_cancel is not None:

@@ -120,6 +120,8 @@ class Deadline:
         return DeadlineExceededError(f"{doing}: not done within timeout_s={self.timeout_s:g}")
 
 
+# The deadline is ambient, as in trio: code that waits asks for it, and no function takes it as a parameter. A store
+# refuses to work without one (``current_deadline``), so a wait that was forgotten is an error in the first test.
 _deadline: ContextVar[Deadline | None] = ContextVar("sidestream_deadline", default=None)
 
 
@@ -284,6 +286,7 @@ class Threads(Executor):
         self._closed = False
         self._idle = _Idle()
         self._work: queue.SimpleQueue[_WorkItem | None] = queue.SimpleQueue()
+        # The threads hold no reference to the pool, so a pool that is dropped is freed, and this ends its threads.
         weakref.finalize(self, self._work.put, None).atexit = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -291,6 +294,9 @@ class Threads(Executor):
         ``ForkedProcessError`` in a forked child of the process that made the pool."""
         if os.getpid() != self._pid:
             raise ForkedProcessError("this handle was made before os.fork(); make a new one in the child")
+        # One of the places that look for loops that have ended. There is no thread that only watches: every use of a
+        # pool, every thread that ends its work, and every look at a handle does it, and it costs nothing where none has
+        # ended.
         end_abandoned()
         future: Future[T] = ThreadFuture()
         deadline = _deadline.get()
@@ -311,6 +317,8 @@ class Threads(Executor):
         with self._lock:
             if self._closed:
                 raise ClosedError("these threads take no more work: their owner was closed")
+            # A thread that is idle now takes this work. It is counted out here and not by the thread itself, because
+            # the thread may wake up late, and a second submit would count on it as well.
             if self._idle.threads:
                 self._idle.threads -= 1
             elif self._count < self._size:
@@ -375,8 +383,15 @@ class Threads(Executor):
         cancelled: asyncio.CancelledError | None = None
         expired = False
         deadline = _deadline.get()
+        # The wait is registered with its loop. If the loop ends during it, this coroutine never runs again, and the
+        # clean-up of the loop calls ``_stop_work`` and waits for the thread. The shield is for scopes of anyio, which
+        # cancel a task again and again; native cancels arrive in the loop below.
         until = math.inf if deadline is None else deadline.at
         with waiting_for_thread(future, partial(_stop_work, future, stop), until), anyio.CancelScope(shield=True):
+            # There are three ways out of this loop. The thread has ended: the usual one, also after a cancel, which is
+            # kept and raised below. The deadline passes: the thread is signalled, and has 5 s to leave its system call.
+            # These pass too: the thread is left behind, its place in the pool is given to a new one, and the error says
+            # that it may still act.
             while not future.done():
                 patience = None if deadline is None else _GRACE_S if expired else deadline.remaining_s()
                 try:
@@ -394,6 +409,8 @@ class Threads(Executor):
                     raise mark_stuck(cancelled or deadline.exceeded(f"{work}, which does not return"))
                 expired = True
                 _stop_work(future, stop)
+        # The cancel comes before the result and before every error. A caller that was cancelled must see that, or
+        # ``asyncio.timeout`` and task groups would lose their place.
         if cancelled is not None:
             raise cancelled
         expired = expired or (deadline is not None and deadline.remaining_s() == 0)  # other work has set ``stop``
@@ -422,6 +439,7 @@ class Threads(Executor):
 def result_of(future: Future[T], stop: Stop, name: str) -> T:
     """Wait in a thread for the result of ``future``, which ``name`` describes in errors. Raises ``ClosedError`` when
     ``stop`` is set, and ``DeadlineExceededError``."""
+    # A second future that a stop resolves, because ``concurrent.futures.wait`` waits for futures only.
     woken: Future[Any] = Future()
     deadline = current_deadline()
     try:
@@ -488,6 +506,7 @@ def doing(what: str) -> Iterator[None]:
 
 def _within(work: _Work, fn: Callable[[*Ts], T], *args: *Ts) -> T:
     """Call ``fn`` in a thread. A failed allocation raises a typed error."""
+    # The deadline of a thread is looked at in ``pause_point``, and the name of its work stands in that error.
     _current.work = work
     work.slice_began_at = time.perf_counter()
     with allocating(str(work)):
@@ -670,6 +689,9 @@ def _end_work() -> None:
     """
     global _ending
     _ending = True
+    # All work is signalled first, so that it ends at the same time. Then the work that calls torch is awaited, because
+    # the interpreter would abort in it. Then clean-ups that are in progress, and last the loops that have ended without
+    # one.
     for stop in _all_stops():
         stop.set()
     _wait_for_all(_torch_work, _TORCH_WORK_S)

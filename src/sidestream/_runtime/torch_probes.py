@@ -64,6 +64,7 @@ class Stateful(Protocol):
 def cuda_library() -> ctypes.CDLL | None:
     """Return the functions of the CUDA runtime that torch is linked with, which release the GIL; None if there is no
     such runtime."""
+    # The runtime that torch itself uses, and not one that is found by its name: another one would have other contexts.
     library = ctypes.CDLL(torch._C.__file__)  # a name is also looked up in the libraries that this one depends on
     try:
         library.cudaGetErrorString.restype = ctypes.c_char_p
@@ -216,6 +217,8 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor
 
 
 def _guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    # Private classes of the compiler, whose arguments have changed between releases. ``_guards_work`` tries them on
+    # tensors with known answers, once, and plans are compared in Python where they fail.
     shapes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
     guards: Any = torch._C._dynamo.guards
     made = guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
@@ -382,11 +385,15 @@ def shard_runs(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> 
             continue
         axis, shards = placement.dim % len(shape), mesh.size(dim)
         length = sum(run[1] for run in runs[axis])
+        # A strided shard (FSDP over tensor parallelism) interleaves the parts of an inner dimension of the mesh.
+        # Torch's own code divides a tensor of indices, which then says which elements this rank has.
         if hasattr(placement, "split_factor"):
             local = torch.arange(length).reshape((1,) * axis + (-1,))
             parts = placement._split_tensor(local, shards, with_padding=False, contiguous=False)[0]
             pieces = list(_runs_of(parts[place].reshape(-1).tolist()))
         else:
+            # As ``torch.chunk`` divides: all shards but the last ones have the rounded-up length, and some may be
+            # empty.
             size = -(-length // shards)
             start = min(size * place, length)
             pieces = [(start, min(size, length - start), 0)]

@@ -131,6 +131,8 @@ async def save(
 
 async def completed(pending: PendingSave) -> SaveInfo:
     """Wait for a save and its exports. A cancel cancels all of them, and waits until they have cleaned up."""
+    # The export comes after the save, because it may need the committed checkpoint. A cancel of this call has to end
+    # both: nothing else waits for them.
     try:
         info = await pending
         await all_ended(pending.exports)
@@ -187,10 +189,14 @@ def async_save(
         InvalidOptionError, MissingExtraError: The call is wrong; nothing was started.
         WrongLoopError: No event loop of asyncio runs in this thread.
     """
+    # What is wrong with the call is raised here, and what is wrong with the state by the pending: a look at every
+    # tensor takes about ten times as long as taking references to them, and this call is on the loop. Nothing is
+    # written before the look.
     running_loop("async_save")
     member, operation = group_of(process_group), None
     if member is not None and member.group.world > 1:
-        limits = options if isinstance(options, SaveOptions) else SaveOptions()  # what is wrong is raised on all ranks
+        # ``options`` may be wrong, which is raised on all ranks. The operation has to begin before that, with defaults.
+        limits = options if isinstance(options, SaveOptions) else SaveOptions()
         operation = member.begin("save", deadline_of(limits.timeout_s), limits.rank_wait_s)
     exports: tuple[PendingExport, ...] = ()
     try:
@@ -272,9 +278,14 @@ class SaveRequest:
         options, exports = self.options, self.exports
         deadline = Deadline.after(options.timeout_s)
         check_stager(self.stager)
+        # Plain values are copied here, during the call: afterwards the caller may change them. Of tensors it takes only
+        # references.
         captured = capture(self.state, copy_value)
+        # Only rank 0 commits sidecar files, so a path need not exist on the other ranks.
         sources = check_sources(self.files) if operation is None or operation.rank == 0 else {}
         begun = None
+        # A group of one rank saves like a process without a group, except that a sharded tensor has offsets in a global
+        # shape. Only the layout of a group describes these.
         if operation is None and member is not None and captured.sharded:
             operation = begun = member.begin("save", deadline)
         order = SaveOrder(
@@ -319,6 +330,7 @@ async def prewarm(
     """Do the preparations of the first save of ``state``, or of a state with this number of bytes. Start the writer
     process, map staging memory and, if there are ``options``, plan the save by one process below ``url``."""
     process, falls_back = worker
+    # With ``writer="auto"`` threads write where no process starts, so a failure here is not an error.
     if process is not None and falls_back:
         await io_threads().run(process.start)
     elif process is not None:

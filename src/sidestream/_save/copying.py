@@ -33,6 +33,7 @@ class CopyingWriter:
         self._nbytes = nbytes
 
     def pass_on(self, staged: asyncio.Future[None]) -> None:
+        # There are no sources that could change: the data comes from another checkpoint.
         staged.set_result(None)
 
     async def ended(self) -> tuple[Any, Any]:

@@ -68,6 +68,8 @@ class Group:
 
     def relay(self, staged: asyncio.Future[None]) -> asyncio.Future[None]:
         """Return a future that resolves ``staged`` if the copies succeed. If they fail, the verdict has the error."""
+        # If the copies of this rank fail, ``staged`` must not get the error of this rank: all ranks raise the same
+        # verdict, and it does not exist yet. ``PendingSave`` resolves ``staged`` with the verdict when the save ends.
         inner: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def pass_on(_: asyncio.Future[None]) -> None:
@@ -88,6 +90,8 @@ class Group:
         packed = await io_threads().run(_pack, receipt, layout, seconds)
         answer = await self._operation.aexchange("commit", packed, partial(self._commit, layout))
         sent = json.loads(answer)
+        # The answer is a proof: rank 0 sends it after its commit. It is recorded first, because the checkpoint is
+        # visible also if it may not be durable.
         order.transaction.outcome = "committed"
         if "not_durable" in sent:
             raise NotDurableError(sent["not_durable"])
@@ -97,6 +101,10 @@ class Group:
         """Commit, and return the answer to all ranks. Called on rank 0, when all ranks have written."""
         order, operation = self._order, self._operation
         threads, transaction = io_threads(), order.transaction
+        # All that can fail without consequences comes first: other storage, a manifest that cannot be made, a caller
+        # that forbids the commit. Until ``make_irrevocable`` returns, the failure of any rank stops the save, and the
+        # attempt is deleted. After it the other ranks cannot change the outcome any more: their failures are dropped,
+        # because the commit may take effect at any moment.
         received = await threads.run(_unpack, packed, layout)
         receipts = [receipt for receipt, _ in received]
         await check_shared(order, receipts)
@@ -105,12 +113,17 @@ class Group:
         if not await operation.make_irrevocable():
             raise Stopped
         times = [seconds for _, seconds in received]
+        # Before the commit is sent. If the loop ends during the next await, ``_leave_first`` runs in a thread, finds
+        # the commit on storage, and needs an answer for the other ranks.
         self._reply = self._answer(receipts, times)
         try:
             await transaction.commit(files)
         except NotDurableError as error:
             return json.dumps({"not_durable": str(error)}).encode()
         except asyncio.CancelledError:
+            # There are two cases for a cancel. The commit did not take place: the cancel is a failure of this rank, and
+            # ends the save on all of them. It did: the others succeed. They are sent the answer, and only this rank
+            # raises its cancel.
             if transaction.outcome != "committed":
                 raise
             operation.step_completed = True
@@ -133,15 +146,22 @@ class Group:
         """End the save after ``error``. Raises the error that all ranks raise; returns only if the checkpoint has been
         committed."""
         operation, order = self._operation, self._order
+        # Nothing is left to agree on. Either the answer has reached all ranks and a cancel came after it, or rank 0 has
+        # sent all of them the same ``NotDurableError``. A verdict would turn a commit into a failure on the other
+        # ranks.
         if operation.step_completed or (isinstance(error, NotDurableError) and order.outcome == "committed"):
             order.transaction.outcome = "committed"
             operation.close()
             raise error
         verdict = await operation.failed(self._reason(error))
+        # Only rank 0 deletes, and only now: ``failed`` has waited until the other ranks have stopped. A rank that was
+        # still writing would put files into a directory that is being removed.
         if operation.rank == 0:
             await order.transaction.clean_up(verdict)
         else:
             await self._read_back(verdict)
+        # The caller's own cancel comes before the verdict, so that ``asyncio.timeout`` and task groups recognize it. It
+        # may have come while ``failed`` waited: then it is in ``cancelled``.
         if isinstance(error, asyncio.CancelledError):
             raise error
         if operation.cancelled is not None:
@@ -166,6 +186,9 @@ class Group:
         order, first = self._order, verdict.failures[0]
         if first.rank == 0 and first.kind == "OutcomeUnknownError":
             order.transaction.outcome = "unknown"
+        # Rank 0 has reported nothing: its connection has ended, or it was silent until the deadline. Any other failure
+        # was judged by a rank 0 that knows its outcome, and the outcome is ``"absent"``. If this rank was not in the
+        # commit yet, rank 0 had not committed either, because it commits when all ranks have sent their receipts.
         alone = first.rank == 0 and first.kind in ("RankDied", "DeadlineExceededError") and first.step != "commit"
         if self._operation.step != "commit" or not alone:
             return
@@ -220,6 +243,8 @@ class Group:
         try:
             order.transaction.settle(stuck=stuck)
         finally:
+            # If rank 0 is known to have committed, the others get the answer that they wait for. Otherwise they get a
+            # failure that says whether the outcome is known.
             if order.outcome == "committed" and self._reply is not None:
                 operation.answer("commit", self._reply)
                 operation.close()
@@ -232,6 +257,8 @@ class Group:
         if operation.step != "commit":
             return
         transaction = self._order.transaction
+        # Rank 0 may still send its verdict. Without one, a checkpoint that is not there proves nothing: rank 0 may
+        # commit later. So ``"absent"`` counts only with a verdict, and ``"committed"`` in any case.
         wait([operation.verdict], min(operation.deadline.remaining_s(), _READ_BACK_S))
         transaction.outcome = "unknown"
         with time_limit(Deadline.after(_READ_BACK_S)):

@@ -162,6 +162,7 @@ class AgreedLayout:
         receipt, part = await io_threads().run(_make_part, self._planned, written, order)
         if part:
             name = part_name(order.save_id, operation.rank)
+            # Before the receipt is sent, so that rank 0 commits only what is there.
             await order.transaction.put(name, part)
         return receipt
 
@@ -175,6 +176,9 @@ class AgreedLayout:
         planned = self._planned
         head, chunks, values = split_pieces(content, 3)
         facts: dict[str, Any] = json.loads(head)
+        # Rank 0 keeps the places of each rank, so that a rank whose plan has not changed sends none. They are kept by
+        # the digest of the layout, and a save uses those that it found when it was planned: another save may replace
+        # them meanwhile.
         if facts["new"] and facts["stable"]:
             planned.agreement.fragments[rank] = (facts["layout"], chunks)
         elif not facts["new"]:
@@ -218,6 +222,8 @@ class _Rank0Planning:
         """Compare the terms of all ranks, and look up the agreement for their state dicts. Called on rank 0."""
         sent = [json.loads(part) for part in parts]
         _check_terms(sent)
+        # Here, before any rank is asked to write, and under a name that no other save has: a rank that does not find it
+        # later knows that its storage is not that of rank 0.
         self._order.make_attempt()
         self.name = hashlib.blake2b("".join(one["held"] for one in sent).encode(), digest_size=16).hexdigest()
         self.tables = [one["table"] for one in sent]
@@ -382,6 +388,8 @@ class NativeLayout:
         def content() -> tuple[dict[str, int], Described, Mapping[str, str]]:
             return _file_crcs(plan, written, names), plan.describe(written, names), plan.containers
 
+        # A function: the commit calls it in the worker thread that writes the files. The description of 100,000 tensors
+        # must not be made on the loop.
         return RankReceipt(files, content)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:

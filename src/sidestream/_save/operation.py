@@ -159,6 +159,9 @@ async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Non
     except FileNotFoundError:
         found = {}
     lost = [name for name, nbytes in expected.items() if found.get(name) != nbytes]
+    # Two cases look the same here: rank 0 sees other storage than the ranks that wrote, or another save has replaced
+    # the target and deleted the files of this one. The marker tells them apart, so it is read first: the advice to
+    # share storage would be wrong in the second case.
     if lost:
         await order.transaction.check_not_overtaken()
         raise StorageNotSharedError(
@@ -167,6 +170,8 @@ async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Non
             f"({', '.join(lost[:4])}): save to storage that all ranks share",
             order.location.url,
         )
+    # The attempt of rank 0 has only its own files so far. From here on its commit checks those of all ranks once more,
+    # right before they become visible.
     order.transaction.expect(expected)
 
 
@@ -183,6 +188,9 @@ class Solo:
         return staged
 
     async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
+        # The last point at which the save can be refused: everything is on storage, and nothing is visible. The files
+        # of the commit are passed as a function, because the manifest of many tensors takes long to make. The worker
+        # thread that writes them makes them too.
         await self._order.before_commit()
         await self._order.transaction.commit(partial(layout.files, [receipt]))
         return Committed(receipt.nbytes)
@@ -232,10 +240,16 @@ class SaveOperation:
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         lifecycle = self.order.lifecycle
         try:
+            # The exports take over their readers here. Until then ``abandon`` closes the readers; from then on each
+            # export closes its own, also if its task never takes a step. So ``snapshots`` is emptied as soon as the
+            # last export has begun.
             snapshots = self.snapshots or (None,) * len(self.exports)
             for number, (export, snapshot) in enumerate(zip(self.exports, snapshots, strict=True)):
                 export.begin(self.order, number, snapshot)
             self.snapshots = ()
+            # The deadline is set once, here. It holds for this task, for the tasks that it creates, and for threads
+            # that work for them, so no function of a store takes a deadline. Work that cleans up sets a limit of its
+            # own, because this one may have passed. The exports are outside: they may take longer than the save.
             with time_limit(self.order.deadline):
                 committed = await self._run(staged)
         except BaseException as error:
@@ -251,6 +265,9 @@ class SaveOperation:
     async def _run(self, staged: asyncio.Future[None]) -> Committed:
         coordinator, lifecycle = self.coordinator, self.order.lifecycle
         try:
+            # In this order. First the failure of another rank has to reach the writer. The sidecar files are read
+            # before the caller is notified that its sources may change, because sidecar files are sources too. The
+            # receipt needs the checksums, which are complete when the last window has been sealed.
             coordinator.attach(self.writer)
             if self.order.files:
                 await self._read_files()
@@ -260,12 +277,17 @@ class SaveOperation:
             committed = await coordinator.commit(receipt, self.layout)
             lifecycle.mark("committed")
             await self.order.remove_replaced()
+        # ``fail`` has three ends. It raises the error of the save: the usual one. It raises the caller's cancel, after
+        # the outcome was read back. Or it returns, because the checkpoint is there: rank 0 has died after its commit. A
+        # save that was cancelled after its commit removes what it has replaced, too, so this is done in a ``finally``.
         except BaseException as error:
             try:
                 committed = await coordinator.fail(error)
             finally:
                 await self.order.remove_replaced()
         finally:
+            # Last, and before the caller has the result. A caller that saves again at once finds the memory free, and a
+            # failed save has left nothing behind when its error is raised.
             await run_shielded(self.writer.release)
         coordinator.close()
         return committed
@@ -276,6 +298,8 @@ class SaveOperation:
         try:
             await self.order.read_files()
         except BaseException:
+            # The writer's thread may be inside of a write, and ``discard`` must not run beside it. So this waits for
+            # the thread before the error continues to ``fail``, which deletes the attempt.
             self.writer.interrupt()
 
             async def ended() -> None:
@@ -288,6 +312,8 @@ class SaveOperation:
     def abandon(self) -> None:
         for snapshot in self.snapshots:
             snapshot.close()
+        # The other ranks first: they wait for this rank, and a thread of this process may need seconds to leave a
+        # system call.
         self.coordinator.abandon()
         self.writer.interrupt()
 

@@ -127,6 +127,9 @@ class Lifecycle:
             try:
                 emit(event)
             finally:
+                # Without the lock. Only the thread that has set the flag resets it, and the next round of the loop
+                # looks at the queue again. An event that was queued in between is emitted there or by the thread that
+                # has queued it.
                 self._emitting = False
 
 
@@ -198,6 +201,10 @@ class SaveOrder:
         planned, because the id of the save is not known until then."""
         with self._lock:
             if not self._begun:
+                # On the first access, because the id of the save is a part of the attempt, and a group has it only
+                # after its planning. An export replaces an existing one as a whole where directories can be exchanged.
+                # Elsewhere its files keep the names that other programs look for, so the old ones are deleted first.
+                # Ranks above 0 join the attempt of rank 0, and never make one.
                 kind = self.kind
                 if self.replaces_export and self.location.store.capabilities.rename:
                     kind = "replacement"

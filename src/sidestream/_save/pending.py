@@ -132,6 +132,9 @@ class PendingSave(Displayed):
         self._leaving: Future[Any] | None = None
         self._registration = register(_Unfinished(self))
         self._task = supervise(self._run(), f"sidestream save {work.url}")
+        # ``_run`` settles the save once it has begun. The callback is for a task that is cancelled before its first
+        # step, as a closing loop does with all tasks: then ``_run`` is never entered. ``_settle`` does nothing new
+        # after ``_run``.
         self._task.add_done_callback(self._settle)
 
     def _summary(self) -> str:
@@ -212,6 +215,9 @@ class PendingSave(Displayed):
         if self._task.done() or self._leaving is not None:
             return False
         self._cancelling = True
+        # The launch of the copies came before the task, so a save that never runs has a thread and memory. Therefore
+        # the task is not cancelled before it has begun; ``_run`` cancels it at its start, and the work cleans up as
+        # after any cancel.
         return not self._started or self._task.cancel()  # a task that is cancelled before its first step never runs
 
     async def ended(self) -> None:
@@ -257,6 +263,9 @@ class PendingSave(Displayed):
     def _settle(self, _: object = None) -> None:
         """End a save whose task has ended. ``cancel()`` or the loop may have cancelled it, perhaps before its first
         step."""
+        # Two saves have not cleaned up: one whose task never began, and one whose clean-up was interrupted by
+        # ``KeyboardInterrupt`` or ``SystemExit``. The loop may be about to close, so a thread does it, and ``done()``
+        # follows the thread from here on.
         if self._cut_off or not (self._started or self._result.done()):
             self._clean_up_in_thread()
         if not self._result.done():
@@ -333,6 +342,8 @@ class _Unfinished:
         return self._pending._work.expires_at
 
     def abandon(self) -> None:
+        # The loop has ended, so the task will never be done. From now on ``done()`` and ``ended()`` follow this future,
+        # which ``_resolve_from_outside`` resolves.
         if self._pending._leaving is None:
             self._pending._leaving = Future()
         self._pending._work.abandon()

@@ -94,6 +94,8 @@ class PendingExport:
         self._sink = sink
         self._context = context
         self._result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # Two futures, because the outcomes are independent. The save sets this one when it ends; the export may
+        # continue for long after that.
         self._saved: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
         self._ranks: Operation | None = None
@@ -146,6 +148,10 @@ class PendingExport:
             self._report(order, number, asyncio.CancelledError())
             return
 
+        # An export can end before the first step of its task in three ways. It was cancelled before the save began:
+        # above. Its task is cancelled before it runs: ``settle``, because ``_run`` is never entered. The loop ends:
+        # ``_Unfinished``. In each of them the snapshot has to be closed, or its windows would stay leased, and the
+        # other ranks have to be notified.
         def settle(_: object) -> None:
             """Close the snapshot, and end an export whose task was cancelled before its first step."""
             if snapshot is not None:
@@ -228,16 +234,22 @@ class PendingExport:
                         await self._committed(order)
                     return await self._sink.finish(read)
             except (Exception, asyncio.CancelledError) as error:
+                # What was written is removed before the cause is looked at. If the snapshot was taken back, for memory
+                # that another stage needs, the sink begins anew from the checkpoint, below. Every other error ends it.
                 await run_shielded(self._sink.undo, error)
                 if not isinstance(error, SnapshotLostError):
                     raise
         await self._committed(order)
+        # A time limit of its own. The first one began with the save, and the wait for the commit may have used it up.
+        # That wait has none: the save ends by its own deadline.
         with time_limit(Deadline.after(order.deadline.timeout_s)):
             return await self._sink.read_checkpoint(order, None)
 
     async def _outcome_together(self, order: SaveOrder, number: int) -> Any:
         """Export a part of the checkpoint, as each rank of the group does, and return the result."""
         await self._committed(order)
+        # The ranks begin this operation after the save, and other operations of the group may come in between, on each
+        # rank in another order. So its number follows from that of the save, and not from a count of calls.
         ranks = self._ranks = _following(order, number)
         with time_limit(ranks.deadline):
             if ranks.rank == 0:
@@ -284,6 +296,8 @@ def _following(order: SaveOrder, number: int) -> Operation:
 
 async def _read_in_thread(sink: Sink, snapshot: SnapshotReader[Any], save: SaveOrder) -> Any:
     """Read the snapshot in a thread that no other work uses, because an export may hang for ever."""
+    # Not one of the shared threads. An export that hangs would keep one of those for ever, and enough of them would
+    # stop all saves.
     threads, stop = Threads("sidestream-export", 1), Stop()
     try:
         return await threads.run(_read, sink, snapshot, save, stop, stop=stop)

@@ -71,8 +71,16 @@ class LiveWriter:
             stage.launch()
             self._launched = True
             order.lifecycle.started()  # before the writing thread can report a plan
+            # The hand-over to the caller. In a blocking call this code runs in the calling thread, where
+            # ``KeyboardInterrupt`` may come between any two instructions. Before this line the ``except`` clause below
+            # ends the save. After it the object is on the list of the call, which withdraws it if the call never
+            # returns a result.
             withdraw_if_interrupted(self.withdraw)
+            # Only now may the thread write: a save whose caller was interrupted before this line leaves nothing on
+            # storage.
             launch.succeeded.put(True)
+            # After the report, because with ``mode="eager"`` this blocks until the sources are copied. If the state is
+            # larger than the free memory, the copies need the windows that the writing thread releases.
             stage.settle()
         except BaseException:  # also one that a signal handler raises
             launch.succeeded.put(False)
@@ -85,9 +93,13 @@ class LiveWriter:
     async def ended(self) -> tuple[Any, Any]:
         assert self._done is not None
         try:
+            # A stop has to reach the stager's thread as well: it may be copying, or waiting for memory that only this
+            # save would give back. It also ends the wait of ``Stage.plan`` in a group, which does not look at ``stop``.
             with self._stop.waking(self._stage.give_way):
                 result: tuple[Any, Any] = await self._threads.wait(self._done, "writing", stop=self._stop)
         except asyncio.CancelledError:
+            # ``wait`` cancels work that no thread has begun, and does not set the flag then. ``release`` needs it: it
+            # says that the copies were stopped, so that 5 s are enough to wait for them.
             self._stop.set()
             raise
         return result
@@ -104,6 +116,9 @@ class LiveWriter:
             stopped = self._stop.is_set()
             await _ended(copied, _GRACE_S if stopped else max(self._order.deadline.remaining_s(), _GRACE_S))
         if self._stage.own is not None and not (self._ended_well() and self._stage.give_back()):
+            # There are three cases for a stager that was borrowed. Everything has ended well: it is kept for the next
+            # save, if there is room. Something failed, and the copies have ended: it is closed. A device hangs: it is
+            # closed without a further wait, and the memory stays mapped until the device responds.
             hangs = copied is not None and not copied.done()
             with suppress(DeadlineExceededError):  # a device hangs; the save itself reports its outcome
                 await self._stage.own.aclose_by(Deadline.after(0.0 if hangs else _GRACE_S))
@@ -127,6 +142,9 @@ class LiveWriter:
         self._withdrawn = True
         self.interrupt()
         self._order.lifecycle.failed(SaveAbortedError("the caller was interrupted"), "absent")
+        # Two threads may find that they have to discard. The writing thread looks at ``_withdrawn`` when it ends, and
+        # this callback runs when it has ended. If the flag was set after that look, only the callback discards.
+        # ``discard_here`` may run twice.
         if self._done is not None and self._launched:  # the writing thread may have ended before ``_withdrawn`` was set
             self._done.add_done_callback(lambda _: release_in_background(self._discard, "sidestream-abandoned"))
 
@@ -152,7 +170,10 @@ class LiveWriter:
             with time_limit(order.deadline):
                 if order.worker is not None:
                     order.worker.start()  # while the plan is made
-                plan = stage.plan(stop)  # raises for a state that cannot be saved, before the attempt is made
+                # The order is a promise. A state that cannot be saved fails in ``plan``, and one that does not fit on the
+                # disk in ``take``, before the attempt is made: nothing has to be removed after them. In a group the
+                # transaction is not touched before the plan, because the ranks get the id of the save with it.
+                plan = stage.plan(stop)
                 order.lifecycle.planned(order.save_id)
                 order.space.take(order.transaction, plan.nbytes, alone=True)
                 write_files(order, stage.files(plan), stop)  # after planning: it needs the id of the save
@@ -191,6 +212,7 @@ def _resolve(staged: asyncio.Future[None], lifecycle: Lifecycle, free: asyncio.F
     error = None if free.cancelled() else free.exception()
     if error is None and not free.cancelled():
         lifecycle.staged()
+    # The caller's future may be resolved already: the save has ended before its copies, or the loop was closed.
     if staged.done():
         return
     if error is None or isinstance(error, (SkippedError, ClosedError)):
@@ -253,7 +275,12 @@ class Stage:
         assert captured is not None
         stager, worker = self._stager, self._order.worker
         if worker is not None:
+            # Before the launch: memory that is allocated from here on is a memfd, whose descriptor can be sent to the
+            # process.
             stager.share()
+        # ``passes`` says that windows come back while the stage is in progress, so that waiting for one may be better
+        # than touching new memory. Not with a writer process: its windows stay leased until the receipt of their file,
+        # so that another process can write them if this one is lost.
         lay_out = partial(self._layout.lay_out, stager.plans, stager.budget_bytes)
         staging = self._staging = stager.launch(
             captured, lay_out, self._order.deadline, readers=self._readers, passes=worker is None
@@ -273,6 +300,7 @@ class Stage:
         if self._order.operation is None:
             plan = result_of(staging.planned, stop, "waiting for earlier stages")
         else:  # rank 0 raises at the deadline, and its error names the ranks that have not made the call
+            # Not ``result_of``: in a group a stop is the failure of a rank, and ``give_way`` ends this wait with it.
             plan = deadline.result(staging.planned, "waiting for earlier stages", _PATIENCE_S)
         return plan
 
@@ -282,6 +310,8 @@ class Stage:
         found: list[tuple[str, Body]] = []
         if plan.values:
             found.append((plan.values_file, BytesBody(plan.values)))
+        # The stager fills the images of all shards in this one order. The files are written in the same order, so the
+        # window that the writer waits for is always the next one that is filled.
         images = iter(self._staging.images)
         for index, layout in enumerate(plan.shards):
             body = ShardBody(layout, tuple(islice(images, len(layout.windows))), self._order.digest)
@@ -310,6 +340,7 @@ class Stage:
         assert self._staging is not None
         shards: Sequence[ShardLayout] = planned.result().shards
         written = 0
+        # Copies, because the writing threads append to the list and to the sets meanwhile.
         for body in list(self._bodies):
             windows = body.layout.windows
             written += sum(windows[number].end - windows[number].start for number in list(body.written))

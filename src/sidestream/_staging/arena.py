@@ -188,6 +188,9 @@ class Arena:
         self._segment_bytes = segment_bytes
         self._backing = backing
         self._pinner: tuple[Pinner, Hashable] | None = None
+        # Offers are leased memory that its holder could do without. What a writer process has written is offered until
+        # its receipt arrives, because it is needed only if the process is lost. What only sinks still read is offered
+        # too. Without offers a state that is larger than the budget would never pass through a writer process.
         self._offers: dict[object, Callable[[], None]] = {}
         self._sink_offers: dict[object, Callable[[], None]] = {}
         self._segments: list[_Segment] = []
@@ -233,6 +236,9 @@ class Arena:
         request = _Request(size, coming, deadline, stop, at_once, drain)
         with stop.waking(self.wake):
             segment, start = self._acquire(request)
+        # The array is the owner of the extent. The allocation, every view and every tensor refer to it, and its
+        # finalizer puts the extent into the queue. No call gives memory back, so no caller can give it back while a
+        # reader still has a view.
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
         back = (segment, start, start + size)
         weakref.finalize(array, self._give_back, self._returned, self._closed, self._pid, back).atexit = False
@@ -300,10 +306,14 @@ class Arena:
     def grow_for(self, sizes: Sequence[int], busy: Callable[[], bool], most: int) -> bool:
         """Map and touch the memory that leases of ``sizes``, held together, still need. At most ``most`` bytes are
         reserved then. Returns False if memory is in use, or once ``busy()`` is true."""
+        # A thread that holds the lock may be waiting for memory, for as long as its deadline allows. Growing is work
+        # for idle time, so it does not wait behind that.
         if not self._lock.acquire(blocking=False):
             return False
         try:
             self._drain()
+            # While memory is in use the arena is not idle: growing would compete with the stage for the budget and for
+            # the cores.
             if self._leases or self._closed.is_set():
                 return False
             left, most = _missing(self._free_sizes(), map(whole_pages, sizes)), min(most, self.budget_bytes)
@@ -387,6 +397,8 @@ class Arena:
             self._segments.clear()
 
     def _acquire(self, request: _Request) -> tuple[_Segment, int]:
+        # Counted before the lock is acquired. ``take_offer`` reads the count without the lock, to decide whether a
+        # waiting thread has to be woken up.
         self._waiters += 1
         try:
             if not self._lock.acquire(timeout=request.deadline.remaining_s()):
@@ -409,6 +421,9 @@ class Arena:
             request.stop.check()
             if self._closed.is_set():
                 raise ClosedError("the stager was closed while a stage waited for memory")
+            # There are five ways to the memory, tried in this order. A free extent. Memory that is about to come back,
+            # if that takes less time than touching new memory (``_recycles``). A new segment. Memory that is being
+            # unmapped. Memory that was offered. Each costs the program more than the one before.
             found = self._take(size)
             if found is None:
                 if self._recycles(request):
@@ -421,8 +436,11 @@ class Arena:
                 self._leases += 1
                 self._peak = max(self._peak, self._leased)
                 return found
+            # Segments that a device did not unregister never come back, so waiting would be in vain.
             if size > self.budget_bytes - self._kept:
                 raise self._exhausted(request)
+            # Unmapping ends by itself. So it is awaited before an offer is taken, which costs a sink its snapshot, or a
+            # save the chance to write its files again.
             unmapping = self._leaving > self._kept and unmapped.remaining_s() > 0
             if not unmapping and self._take_back():
                 continue
@@ -430,6 +448,9 @@ class Arena:
             if request.at_once or unmapping:
                 patience_s = min(patience_s, unmapped.remaining_s() if unmapping else 0.0)
             try:
+                # The thread waits with the lock held. That is safe, because what ends the wait needs no lock:
+                # finalizers and ``wake`` only put into the queue. And it is wanted: no later request takes the memory
+                # that this one waits for.
                 self._put_back(self._returned.get(timeout=patience_s))
             except queue.Empty:
                 if unmapping and request.deadline.remaining_s() > 0:
@@ -507,9 +528,13 @@ class Arena:
         sizes = [size, *map(whole_pages, coming())]
         room, most = self.budget_bytes - self._staying(), _GROWTH_BYTES
         if self._pinner is None:
+            # In small steps at first: the first window is written while memory for the next one is touched. Memory for
+            # a device is mapped in larger steps, because each segment is registered by a call of its own.
             most = min(most, max(_STEP_BYTES, self._reserved // _STEP_SHARE))
         wanted = _segment_bytes(sizes, room, self._segment_bytes, most)
         excess = self._staying() + wanted - self.budget_bytes
+        # Idle segments are dropped only if that helps. Otherwise the stage has to wait for leased memory anyway, and
+        # would lose warm memory for nothing.
         if excess > 0 and excess <= sum(segment.nbytes for segment in self._segments if segment.idle()):
             self._drop_idle_segments(excess)
         if self._reserved + wanted > self.budget_bytes:
@@ -520,6 +545,7 @@ class Arena:
             )
         segment = _Segment(_map(wanted, self._backing), wanted)
         begun = time.perf_counter()
+        # Before the first copy. Faults within a copy take longer, come one page at a time, and on the copying threads.
         _touch(segment.memory, wanted)
         self._touched_bytes_per_s = wanted / max(time.perf_counter() - begun, 1e-9)
         if self._pinner is not None:
@@ -668,6 +694,8 @@ def _map(nbytes: int, backing: Backing) -> MappedMemory:
         if backing == "shared":
             memory = _map_memfd(nbytes)
         else:
+            # Private unless another process has to be handed the memory: after a fork the child of a shared mapping
+            # would see its staged tensors change with the next stage of the parent.
             memory = MappedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise ArenaExhaustedError(f"the system did not grant {nbytes} bytes of memory: {error}") from error

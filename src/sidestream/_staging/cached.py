@@ -110,6 +110,8 @@ def borrow(budget_bytes: int | None, *, shared: bool, timeout_s: float) -> Async
 def give_back(stager: AsyncStager, budget_bytes: int | None, *, shared: bool) -> bool:
     """Keep a stager that ``borrow`` has returned, and that has no stage in flight, for the next save. Returns False if
     the caller has to close it: there is no room for it, or it has staged from a device."""
+    # Not after a device: memory that is registered is not unmapped in idle time (``trim_idle``), so the cache would
+    # keep more than its bound.
     return not stager.has_device and _cache.put((budget_bytes, shared), stager)
 
 

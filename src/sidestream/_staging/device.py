@@ -184,6 +184,8 @@ class DeviceEngine:
                         key = storage_key(tensor)
                         if key not in group or not _covers(group[key]):
                             group[key] = tensor
+                # All streams are looked at before anything is enqueued on one of them. An error in the middle would
+                # leave copies in flight, or a part of them in the graph that is being captured.
                 currents = {device: self.driver.current_stream(device) for device in groups}
                 try:
                     self.check_not_capturing([*currents.values(), *wait_streams])
@@ -192,6 +194,8 @@ class DeviceEngine:
                     raise InvalidOptionError(problem) from error
                 for device, views in groups.items():
                     current = currents[device]
+                    # The current stream waits for these, and the ready event is recorded on the current stream. So one
+                    # event stands for all of them.
                     for stream in wait_streams:
                         self.driver.wait(current, self.driver.record(stream))
                     stage.sides[device] = self._hold(device, current, views, mode, volatile)
@@ -223,6 +227,8 @@ class DeviceEngine:
                     if key in volatile:  # it needs a copy in every mode
                         raise
                     raise ArenaExhaustedError(f'{error}, or stage with mode="lazy"') from error
+        # After the copies on the device: this event means that small, volatile and cloned storages may change. Large
+        # ones are still read by the side stream, until ``last``.
         ready = self.driver.record(current)
         with self._lock:
             if device not in self._streams:
@@ -309,6 +315,8 @@ class DeviceEngine:
                     self.driver.enter(device)
                     parts.append(self._issue_side(stage, device, mine, lease, pace, stop))
         except BaseException:
+            # The caller releases the lease next. Copies that were enqueued before the error still write into it, so
+            # they are waited for.
             for side in stage.sides.values():
                 with suppress(Exception):  # the first error has more information
                     self.driver.synchronize(self.driver.record(side.stream))
@@ -323,6 +331,8 @@ class DeviceEngine:
         scatter = []
         with self.driver.using(side.stream):
             if not side.begun:
+                # Once for each stage and device. The side stream then runs behind the ready event, and the scratch
+                # travels first, because each image may need small tensors out of it.
                 side.begun = True
                 self.driver.wait(side.stream, side.ready)
                 position = 0
@@ -357,6 +367,8 @@ class DeviceEngine:
             stop.check()
             self.driver.copy(_host(lease, offset + start, size), raw[start : start + size])
             side.since_gap += size
+            # The copy engine prefers the stream that has a copy ready. Without gaps a copy of the training, such as
+            # that of ``loss.item()``, would wait for all copies of the stage.
             if side.since_gap >= _GAP_BYTES or size == chunk_bytes:
                 self.driver.gap(side.device)
                 side.since_gap = 0

@@ -36,9 +36,14 @@ class Drain:
         """Return how long to wait for ``nbytes``. 0 or less: touch fresh memory. ``returned_bytes`` are the bytes of
         all leases of the arena that have ended."""
         in_flight = self._leased_bytes - (returned_bytes - self._before)
+        # Below this the writers could run out of work. Waiting would make the commit later, and touching memory does
+        # not.
         if in_flight < max(_ENOUGH_BYTES, _ENOUGH_WINDOWS * nbytes):
             return 0.0
         now = time.monotonic()
+        # The time to touch as many bytes as are in flight is a budget that the stage has once. A writer that returns
+        # memory faster than that refills it with each window, so the stage never touches more. A slower one uses it up,
+        # and the arena grows.
         if self._since is None:
             self._since = now, in_flight, returned_bytes
         since, staged, returned = self._since

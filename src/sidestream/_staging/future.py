@@ -34,6 +34,8 @@ class StagingFuture(ThreadFuture[T], Generic[T]):
         super().__init__()
         self._retrieval: _Retrieval = _Retrieval() if like is None else like._retrieval
         self._succeeded = False
+        # From the beginning, so that ``cancel`` of one awaiter, or of ``asyncio.wrap_future``, has no effect: the
+        # copies go to a reader that others wait for.
         self.set_running_or_notify_cancel()
 
     @property

@@ -46,6 +46,9 @@ class HostEngine:
         When this returns or raises, no thread writes into the memory any more. Raises ``ClosedError`` when ``stop`` is
         set.
         """
+        # The calling thread works too, so a stage makes progress also if the system starts no thread. The threads take
+        # units until none is left. ``advance`` is called only for what is complete without a gap, because the reader
+        # sees an offset.
         crew = _Crew(_units(copies), advance)
         others: list[Future[None]] = []
         try:
@@ -62,6 +65,8 @@ class HostEngine:
             crew.fail(error)  # the other threads stop after their current unit
             raise
         finally:
+            # Also after an error: the caller releases the memory next, and no thread may write into it then. A thread
+            # that has not begun is cancelled, and is not waited for.
             wait([other for other in others if not other.cancel()])
         crew.check()
 
@@ -104,6 +109,10 @@ class HostEngine:
             self.convert([copy], address - copy.offset)
             return
         start = raw_start(copy)
+        # A copy with a dtype is above. There are four other cases. The bytes lie in one run and are few: they are
+        # copied with the GIL. They lie in one run: in chunks, without the GIL. All elements are strided: torch gathers
+        # them. Some rows of a strided tensor: the rows are gathered into other memory, and the wanted bytes are copied
+        # from there.
         if start is not None and copy.nbytes <= _HOLD_GIL_BYTES:  # as below, but faster for thousands of small tensors
             storage = copy.source.untyped_storage()
             check_extent(storage, start + copy.nbytes)

@@ -232,6 +232,9 @@ class StagedImage:
     def _settle(self) -> None:
         """Release memory that no reader needs, and offer memory that only further readers need. The caller holds the
         lock."""
+        # There are three cases. Something still writes, or the first reader has not released the image: it stays. Only
+        # further readers need it: it stays, and is offered to stages that wait for memory. None needs it: the lease
+        # ends, and with it the offer.
         if self._lease is None or self._writers or not self._released:
             return
         if self._others and self._filled >= self.nbytes and not self._taken:
@@ -246,6 +249,8 @@ class StagedImage:
         """Take the memory from the further readers. Called in a thread that waits for memory. A view that a reader has
         now keeps the memory until it is released."""
         with self._changed:
+            # A reader that is inside of the window keeps the bytes, because its view refers to the array. The extent
+            # returns to the arena when that view is gone, so the stage that took it back may have to wait for one read.
             self._taken, self._withdraw = True, None
             self._settle()
 

@@ -125,6 +125,8 @@ class PlanCache:
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the plan for ``key``. If it is not cached, ``make`` makes it."""
+        # A copy, and without the lock: ``make`` may take long, and must not hold up other plans. Two threads that miss
+        # at once both make the plan.
         for kept in list(self._kept):
             if kept.quick is None and kept.key == key:
                 known: T = self._used(kept)

@@ -118,6 +118,8 @@ class Staging(Generic[P]):
     def set_plan(self, plan: P, *, stays: bool = False) -> None:
         """Make the images of ``plan`` and resolve ``planned``. ``stays``: they may stay in memory for further
         readers."""
+        # The stage may be released while it is being planned. ``release`` found no images then, so they are released
+        # here. The lock makes sure that one of the two sees the other.
         with self._lock:
             others = self.readers if stays else ()
             self.images = tuple(StagedImage(layout.nbytes, others) for layout in plan.images)
@@ -160,6 +162,8 @@ class Staging(Generic[P]):
     def part_done(self, error: BaseException | None = None) -> None:
         """Count a part as ended. The last one resolves ``free`` and ``copied``."""
         with self._lock:
+            # Parts end in different threads: the stager's, and one for each device. The last one resolves the futures
+            # with the first error, when no copy reads a source or writes into memory any more.
             self._error = self._error or error
             self._parts -= 1
             if self._parts:
@@ -242,6 +246,8 @@ class Staging(Generic[P]):
     def _give_up(self) -> None:
         self.stop.set()
         with self._lock:  # several threads may call this at the same time
+            # If the stager's thread has not begun the stage, it never will, so its futures are resolved here. If it has
+            # begun, the flag makes it stop, and it resolves them itself.
             work, self.work = self.work, None
         if work is not None and work.cancel():
             error = given_up(self)
@@ -323,6 +329,9 @@ def wait_until_read(stagings: Sequence[Staging[Any]], engine: DeviceEngine | Non
     ``ArenaExhaustedError`` if a stage still waits for memory when ``deadline`` passes, and ``DeadlineExceededError`` if
     it is late for another reason.
     """
+    # Three passes. First the graphs: an error must come before any stream has been made to wait. Then all limits of
+    # rate are lifted, because the first wait would otherwise be for a stage that is slow on purpose. Then the waits, in
+    # the order of the stages.
     for staging in stagings:
         if staging.device is not None and engine is not None:
             engine.check_fence(staging.device)

@@ -352,6 +352,8 @@ class AsyncStager:
         on_device = self._split(captured.tensors)
         stage = None
         if on_device and self._device is not None:
+            # In the thread of the caller. The copies have to be ordered after the work that the current streams of this
+            # thread have been given so far, and only this thread can say which streams those are.
             stage = self._device.begin(
                 on_device,
                 mode=self._mode,
@@ -359,6 +361,8 @@ class AsyncStager:
                 wait_streams=wait_streams,
                 root=captured.root,
             )
+            # The small tensors, and those that forward changes, have been copied on the device now. What happens to
+            # them later does not matter any more.
             captured.held.update(stage.held)
         host = len(on_device) < len(captured.tensors)
         pace = RateLimiter(self._bytes_per_second) if self._bytes_per_second is not None else _NO_LIMIT
@@ -368,6 +372,8 @@ class AsyncStager:
         staging.on_copied = partial(self._ended, staging, outcome)
         staging.passes = passes and stage is None
         if stage is not None and self._device is not None and not staging.reads_later:
+            # Everything has a copy on the device, so the sources are free when those copies have ended, long before the
+            # bytes are in host memory.
             self._device.watch_ready(stage, staging.freed)
         try:
             with self._lock, time_limit(deadline):  # with the lock, the list has the order of the thread's queue
@@ -377,8 +383,11 @@ class AsyncStager:
         except BaseException:
             staging.abandon()
             raise
+        # Only now. If the new stage could not be queued, the older ones would have been skipped for nothing.
         for earlier in older:
             earlier.supersede()
+        # The loop that called gives turns to the stager's threads until the copies have ended. Beside a loop that
+        # always has something to do they would starve otherwise.
         give_turns(staging.copied)
         self._unretrieved.track(staging.copied if outcome is None else outcome)
         return staging
@@ -489,6 +498,9 @@ class AsyncStager:
             await threads.wait(done, "waiting for the stages to end")
 
     def _shut_down(self, deadline: Deadline) -> None:
+        # The order of the end. The stages are stopped. The threads are closed, after what they had begun. The arena
+        # drops its memory, which is unmapped when nothing refers to it any more. Only then is it waited for, up to a
+        # limit, because a device that hangs keeps its memory for ever.
         ended = self._stop_stages()
         if self._device is not None:
             with suppress(ClosedError):  # the engine's threads are needed until the last stage has been issued
@@ -582,6 +594,7 @@ class AsyncStager:
 
     def _fill(self, staging: Staging[P], plan: P) -> None:
         stays = self._stays(staging, plan)
+        # From here on the writer has the plan, and waits for the first image. It writes while later images are filled.
         staging.set_plan(plan, stays=stays)
         staging.passes = staging.passes and not stays
         if staging.passes and not self._idle.will_grow_to([image.nbytes for image in staging.images]):
@@ -589,11 +602,14 @@ class AsyncStager:
         if staging.device is not None and self._device is not None:
             device = next(iter(staging.device.sides), None)
             if device is not None:
+                # Before the first lease: from here on every segment is registered when it is mapped.
                 self._device.pin(self._arena, device, staging.device.names)
         self._lease_scratch(staging, [layout.nbytes for layout in plan.images])
         left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
         while left:
             layout, image = left[0]
+            # The image owns the lease from here on. The stager only fills it; the last reader releases it. The head of
+            # ``left`` goes after the lease, because ``_behind`` reads the list while the lease is waited for.
             image.begin(self._lease(staging, layout.nbytes, partial(_behind, left)))
             left.popleft()
             try:
@@ -670,6 +686,8 @@ class AsyncStager:
         # The free memory may be fragmented. With "skip" and "fail" a stage does not wait for its first image either.
         refuse = self._when_full in ("skip", "fail") and not staging.committed
         device = staging.device
+        # Read by ``hold_back`` in another thread: a fence that ends at its deadline says whether the stage had found no
+        # memory, or was only slow.
         staging.waiting = True
         try:
             with nullcontext() if device is None else failing("while registering host memory", device.names):
@@ -687,6 +705,7 @@ class AsyncStager:
             raise
         finally:
             staging.waiting = False
+        # With its first memory the stage has begun. Until then a newer stage may take its place, and nothing is lost.
         staging.commit()
         return lease
 

@@ -52,6 +52,8 @@ class Streams:
         with _failing("", self.devices), doing(f"waiting for the copies to {self._names()}"):
             for driver, device, stream in self.sides:
                 driver.enter(device)
+                # The copies are on the caller's streams. Other streams of the program, and the host, may use the
+                # tensors when the load has returned, so it ends when they have ended.
                 driver.synchronize(driver.record(stream))
 
     def _names(self) -> str:

@@ -118,6 +118,8 @@ def plan_stage(plans: PlanCache, captured: Captured) -> StagePlan:
     Tensors that share a storage also share it in the copy. Bytes to which no tensor refers are not copied. Only the
     copies of the plan refer to sources. Raises ``UnsupportedTensorError`` for a tensor that cannot be staged.
     """
+    # The structure is made for each stage, because values and attributes are of this state. What is cached is where
+    # tensors lie, which depends on their look only.
     root = _template(captured.root, "", paced(itertools.count(), _EVERY), captured.held)
     return _planned(plans, root, captured.tensors)
 
@@ -190,7 +192,10 @@ class _Images:
 
     def place(self, source: int, nbytes: int, storage_start: int | None = None) -> tuple[int, int]:
         """Place ``nbytes``. Returns the number of the image and the offset in it."""
+        # On cache lines, so that no two copies write to the same one from two threads.
         start = -(-self._position // _ALIGN_BYTES) * _ALIGN_BYTES
+        # An image is memory in one piece. Several smaller ones are easier to find in an arena that has been in use than
+        # one of the size of the state.
         if self._places and start + nbytes > _IMAGE_BYTES:
             self.close()
             start = 0
@@ -220,6 +225,8 @@ def _place(tensors: list[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[_Image
     for index, tensor in enumerate(tensors):
         if index not in views:
             image, start = images.place(index, tensor.nbytes)
+            # Not in a run: the tensor is empty, or lazily conjugated or negated. The copy has its values in row-major
+            # order, so it gets the strides of such a tensor.
             stride = torch.empty(tensor.shape, device="meta").stride()
             views[index] = _View(tensor.dtype, image, start, tensor.nbytes, 0, tensor.shape, stride)
     images.close()
@@ -252,6 +259,8 @@ def _runs(tensors: list[torch.Tensor]) -> list[_Run]:
     for extents in storages.values():
         current: _Run | None = None
         for start, end, index in sorted(extents):
+            # Only overlapping parts of a storage share a slot. Of a large storage with two small views at its ends, the
+            # bytes between them are not copied.
             if current is not None and start < current.end:
                 current.end = max(current.end, end)
                 current.members.append(index)

@@ -101,6 +101,9 @@ class Jobs(Generic[T]):
         late = min(_MOST_JOBS, self._unread) - jobs
         try:
             async with asyncio.TaskGroup() as group:
+                # Each task only waits for its thread. The late ones wait until reads are found to wait for a device or
+                # a server: then more reads at a time are faster. Otherwise they would compete for the cores with copies
+                # and checksums.
                 running = [group.create_task(self._run()) for _ in range(jobs)]
                 for task in running:
                     task.add_done_callback(lambda _: self._changed.set())
@@ -194,6 +197,8 @@ class Batches(Generic[T]):
         """Read all batches. ``nbytes`` is the number of bytes that were read, also if this raises."""
         jobs = Jobs(batches, self._work, self.progress)
         self._files = self.source.files(jobs.waiting)
+        # Two ways to read. Local files: threads take batches from one queue, and no batch needs the loop. A server:
+        # each batch is a request, and as many are in flight as the store allows.
         if self._files is None:
             await in_parallel(batches, self._request, self.source.concurrency)
             return
@@ -209,6 +214,8 @@ class Batches(Generic[T]):
         with self.noting(batch):
             self._files.read(reads.file, reads.ranges, stop)
             nbytes = reads.nbytes
+        # Not after an error: a thread may hang in a read, and still write into this memory. It is freed with the last
+        # reference.
         self.scratch.give_back(reads.scratch)
         return nbytes
 

@@ -87,6 +87,8 @@ def kind_of(files: Collection[str], content: bytes) -> Found:
     decides = deciding_file(files)
     if decides == MARKER:
         return _kind_of_marked(files, content)
+    # The stamp in the shard says who wrote it. The file that readers look for says whether it was finished. Safetensors
+    # without the stamp belong to another program, and are never deleted.
     complete = not READ_FIRST.isdisjoint(files)
     if decides is not None and is_stamped(content):
         return "export" if complete else "leftover"

@@ -150,6 +150,7 @@ class RangeSource(ABC):
     async def read_tail(self, file: str, nbytes: int) -> bytes:
         """Return the last ``nbytes`` of a file, or all of it if it is smaller. Raises ``FileNotFoundError``."""
         tail = await self._tail(file, nbytes)
+        # The first marker that was read is the checkpoint that this source reads. ``moved`` compares with it.
         if file == MARKER and self._marker is None:
             self._marker = nbytes, tail
         return tail

@@ -117,6 +117,14 @@ class Transaction(ABC):
         the store."""
         self._carries_id = self._adds_ids and attempt.kind in ("directory", "replacement", "joined")
         """Whether the names of the files contain the id of the save."""
+        # The states of an attempt:
+        #
+        #   begun ── first write ──▶ made ── last data file ──▶ complete ── commit sent ──▶ sent ──▶ committed
+        #     │                        │                          │                          ├────▶ absent ─▶ discarded
+        #     └──────── discard ───────┴───────── discard ────────┘                          └────▶ unknown
+        #
+        # ``outcome`` is ``"absent"`` up to the moment at which the commit is sent, and ``"unknown"`` from then until it
+        # is known. Only an attempt whose outcome is ``"absent"`` is ever deleted.
         self.outcome: Outcome = "absent"
         """The state of the commit: ``"absent"`` until it has been sent."""
         self._look: Callable[[bool], Coroutine[Any, Any, None]] | None = None
@@ -124,6 +132,8 @@ class Transaction(ABC):
         self._discarded = False
         self._keeps_replaced = False
         """Whether what the transaction has replaced stays, because the commit may not be durable."""
+        # A forked child has a copy of this object. Its finalizers and ``finally`` clauses must not delete what the
+        # parent is about to commit.
         self._pid = os.getpid()
 
     # --- what each store does in its own way ---
@@ -255,6 +265,8 @@ class Transaction(ABC):
         """
         made = await self.put_all(files) if files else {}
         if not made:
+            # An export, or a single file, has no marker that names its save. A look at the target could not tell this
+            # commit from that of another writer. So the commit is not interrupted instead, and is not read back.
             await run_shielded(self._send_without_id)
             return
         *_, (name, last) = made.items()
@@ -278,12 +290,16 @@ class Transaction(ABC):
     async def _send(self, name: str, tail: bytes) -> None:
         """Send the commit. If that fails, find out whether it took place: then the file ``name`` ends with ``tail``."""
         target = self.attempt.target
+        # Both before the call: once the rename or the put is sent, it may take effect whatever is raised here.
+        # ``_look`` is for ``settle``. If the loop ends during the next await, this coroutine never runs again, and a
+        # thread has to find out the outcome. From ``"unknown"`` on nothing is deleted that has not been looked at.
         self._look = lambda stuck: self._read_back(name, tail, stuck)
         self.outcome = "unknown"
         try:
             await self.make_visible()
             self.outcome = "committed"
         except CheckpointExistsError:
+            # The one error that proves that nothing has happened: the storage refused, because the target is taken.
             self.outcome = "absent"
             raise
         except NotDurableError as error:
@@ -291,12 +307,17 @@ class Transaction(ABC):
             self._keep_replaced(error)
             raise
         except (Exception, asyncio.CancelledError) as error:
+            # Every other error may come after the commit took effect: a lost answer, a deadline, a cancel. The outcome
+            # is a fact that has to be read back. The tail of the marker contains the id of the save, so the marker of
+            # another save that was faster is not taken for this one.
             stuck = is_stuck(error)
             await run_shielded(self._read_back, name, tail, stuck)
             outcome: Outcome = self.outcome
             if isinstance(error, asyncio.CancelledError) or outcome == "absent":
                 raise
             if outcome == "committed":
+                # The checkpoint is complete, but how far the sync has come is unknown. So what was replaced stays until
+                # another collection: after a power cut the old name may be the one that the file system has.
                 committed = NotDurableError(
                     f"{target} is committed and complete, but publishing it did not end well: {error}"
                 )
@@ -337,6 +358,8 @@ class Transaction(ABC):
 
     async def clean_up(self, error: BaseException) -> None:
         """Delete the files of an attempt that was not committed. A failure to do so is added to ``error`` as a note."""
+        # Files of a committed checkpoint stay, and so do those of an unknown outcome: they may be the only checkpoint
+        # there is.
         if self.outcome != "absent":
             return
 

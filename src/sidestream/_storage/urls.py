@@ -169,6 +169,9 @@ def _object_store(base: str, protocol: str, storage: Storage) -> ObjectStore:
     # No other process can open memory://.
     address = None if protocol == "memory" else StoreAddress(base, storage)
     client = _client(base, protocol, options, policy)
+    # There are three ways to an engine. The clouds: made at the first request, in a thread, because credentials are
+    # read from files and services, and importing a client takes long. Any other URL: fsspec makes its file system now.
+    # And a file system or store of the user, above, as it is.
     if protocol in CLOUDS:
         engine = _late(base, protocol, options, policy, client)
         bucket, prefix = _bucket_and_prefix(base)
@@ -201,6 +204,8 @@ def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy
 
     def kept() -> Engine:
         try:
+            # Clients are kept, because a new one would open new connections. Options that cannot be compared, such as a
+            # session object, get a client of their own.
             key = protocol, _bucket_and_prefix(base)[0], frozen(options), policy
         except TypeError:
             return make()

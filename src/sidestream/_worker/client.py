@@ -89,7 +89,11 @@ class Worker:
         be started.
         """
         attempt = transaction.attempt
+        # The trainer makes the attempt and commits it. The process joins it, as a rank would, so a process that is
+        # killed at any moment leaves an attempt that the trainer still owns.
         transaction.write((), stop=stop)
+        # Only before the process has been given something: threads can begin from the start then. A process that is
+        # lost later is replaced by another process.
         if fall_back and not self._starts(stop):
             transaction.write(files, stop=stop)
             return
@@ -118,6 +122,8 @@ class Worker:
 
     def _current(self) -> WorkerLink:
         with self._lock:
+            # A link is used once. The references of its users pass to the next one, so that the new process, too, stays
+            # up for as long as they do.
             if self._link is None or self._link.lost is not None:
                 self._link = WorkerLink(self.options)
                 self._link.add_users(self._users)
@@ -151,6 +157,8 @@ def choose_worker(worker: WriterChoice, store: Store) -> tuple[Worker | None, bo
     check_writer(worker)
     if worker == "thread":
         return None, False
+    # ``"auto"`` never fails because of the process: where it is not certain that a process can open the store, threads
+    # write.
     if worker == "auto":
         suits = available() and _obstacle(store, known_only=True) is None
         return (worker_for(WriterProcess()), True) if suits else (None, False)
@@ -175,6 +183,8 @@ def _obstacle(store: Store, *, known_only: bool) -> str | None:
     if known_only and protocol and protocol not in _KNOWN:
         return f"{protocol}:// may be something that only this process knows"
     try:
+        # The options travel as JSON. What is more than data, such as a session or a credential provider, belongs to
+        # this process.
         pack(address.storage.options)
     except Unsendable as error:
         return f"storage_options{error}, which cannot be handed to another process"

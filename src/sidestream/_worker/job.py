@@ -92,6 +92,7 @@ class _File:
         for withdraw in self.withdraw:
             withdraw()
         self.withdraw.clear()
+        # Without a receipt the memory stays leased: another process may have to read it.
         if isinstance(self.body, ShardBody) and self.done:
             for image in self.body.images:
                 image.release()
@@ -114,6 +115,9 @@ class Job:
         Raises the errors of writing in threads of this process, and ``WriterProcessError``. By then no process writes
         any more, or reads memory that has been released.
         """
+        # One round for each process. The attempt is the same in all of them: its id is also that of other ranks. A new
+        # process writes the files without a receipt again, from memory that is still leased. That ends when the retries
+        # are used up, the deadline has passed, or another stage has taken back memory that was needed.
         for lives in range(retries, -1, -1):
             current: WorkerLink | None = None
             try:
@@ -132,9 +136,12 @@ class Job:
                     file.begin_again()
                 left = [file.name for file in self._files if not file.done]
                 if left:
+                    # Before the next process begins, because it creates its files exclusively. Files with a receipt are
+                    # complete and synced, and stay.
                     transaction.clear(left)
         for file in self._files:
             _settle(file)
+        # Only now, when all receipts are there: the commit compares these sizes with what it sees.
         transaction.wrote({transaction.committed_name(file.name): file.nbytes for file in self._files})
 
     def _to_write(self) -> Iterator[_File]:
@@ -186,6 +193,8 @@ class _Exchange(WorkerRequest):
         self._ready: dict[tuple[int, int], Any] = {}  # the windows that the held messages name
 
     def run(self, files: Iterator[_File]) -> None:
+        # Registered before anything is sent: from here on the thread of the link notices if this request does not end,
+        # and kills the process. Every wait below relies on that.
         self.begin()
         try:
             with self._stop.waking(self._halt_now):
@@ -223,6 +232,8 @@ class _Exchange(WorkerRequest):
         found: dict[int, tuple[Any, Allocation, Any]] = {}
         try:
             for window, image in enumerate(images):
+                # The windows that are complete already travel in one message. Before a wait for the next one they are
+                # sent, so that the process writes meanwhile.
                 if not image.whole:
                     self._hold_ready(index, found)
                     found.clear()
@@ -244,6 +255,8 @@ class _Exchange(WorkerRequest):
             raise
         if lease.shared is None:
             raise InvalidOptionError('this stager has private memory: make it with AsyncStager(backing="shared")')
+        # Before the message that names the memory, and on the same socket, so that the process has mapped it when that
+        # arrives.
         self.share(lease.shared)
         return array, lease, image
 
@@ -262,6 +275,9 @@ class _Exchange(WorkerRequest):
         held, self._held = [*self._held, *last], []
         with self._changed:
             self._halt.check()
+            # Before the message is sent, and with the lock. The process may answer at once, in the thread of the link,
+            # and a window that is not in the dict would be taken for one that is not in use. The arrays in it keep the
+            # memory leased.
             self._in_use.update(self._ready)
             self._ready.clear()
         if held:
@@ -294,6 +310,8 @@ class _Exchange(WorkerRequest):
             self._halt.set()
 
     def _unused(self, file: _File, window: int, used: Any) -> None:
+        # There are three cases in which the window is not offered: its file has its receipt, so the memory has been
+        # released; the request has ended; or it has failed, and its files will be removed.
         if used is None or file.done or self._released or self._failure is not None:
             return  # it will not be written again
         file.wrote(window)
@@ -302,6 +320,7 @@ class _Exchange(WorkerRequest):
 
     def on_lost(self, reason: str) -> None:
         with self._changed:
+            # The process has been killed and reaped, so nothing reads the memory any more, whatever it has reported.
             self._in_use.clear()
             super().on_lost(reason)
         self._halt.set()
@@ -327,6 +346,8 @@ class _Exchange(WorkerRequest):
             ended = self.ended
         self._held.clear()
         self._ready.clear()
+        # When this returns, the process must not touch the memory or the files any more, because the caller releases
+        # the one and deletes the other. So the process either acknowledges the cancel or is killed.
         if not ended:
             with suppress(WriterProcessError):
                 self.cancel()

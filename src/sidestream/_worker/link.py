@@ -147,6 +147,8 @@ class WorkerLink:
         self._killed: str | None = None
         self._users = 0
         self._used_at = time.monotonic()
+        # The thread that starts the process also reads from it and reaps it. Linux sends a process the signal of its
+        # parent's death when the thread that made it ends, so this thread has to live as long as the process.
         self._thread = threading.Thread(target=self._run, name="sidestream-saver", daemon=True)
         try:
             self._thread.start()
@@ -182,6 +184,8 @@ class WorkerLink:
     def share(self, memory: MappedMemory) -> None:
         """Have the process map ``memory``, unless it has already. The process unmaps it after it was freed here."""
         with self._sharing:
+            # The number and not the address: memory that was freed here may be mapped again at the same address. The
+            # process unmaps it when it is asked to, by FORGET, which a finalizer queues and the next message carries.
             if memory.number in self._shared:
                 return
             kind, number, nbytes = WorkerMessageKind.SEGMENT, memory.number, len(memory).to_bytes(8, "little")
@@ -262,6 +266,9 @@ class WorkerLink:
         assert self._channel is not None
         self._channel.set_timeout(_TICK_S)
         started = time.monotonic()
+        # There are six ends. The socket is closed. The process has ended, and a child of the trainer keeps the socket
+        # open. It is silent for too long. It does not take what it is sent. It does not come up. It has been idle for
+        # long enough.
         silent, gone = 0, False
         while True:
             try:
@@ -330,6 +337,8 @@ class WorkerLink:
 
     def _end(self, reason: str) -> None:
         """Kill and reap the process, then notify all requests: by then it writes nothing any more."""
+        # In this order, which is the promise to every request: killed, reaped, and only then notified. So the memory
+        # that a request releases next is read by no process.
         self.kill(reason)
         process = self._process
         code = None

@@ -96,6 +96,9 @@ class _WorkerServer:
             self._begin(message)
         else:
             request = self._requests.get(message.number)
+            # The messages of one request arrive in their order. Those of a request that has failed here may still
+            # arrive, because the trainer has sent them before it knew. Their windows are returned at once, or the
+            # trainer would wait for them.
             if request is not None:
                 request.handle(message, self._memories)
             elif message.kind == WorkerMessageKind.READY:  # the request has failed already

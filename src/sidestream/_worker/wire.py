@@ -100,6 +100,9 @@ class Channel:
         self.socket = sock
         self._lock = threading.Lock()
         self._decoder = MessageDecoder(_MOST_BYTES)
+        # Descriptors arrive beside the bytes, and may be delivered with an earlier or a later read than the message
+        # that names them. The system keeps their order, so the n-th descriptor belongs to the n-th message of this
+        # kind.
         self._descriptors: deque[int] = deque()
 
     def send_all(self, messages: Iterable[tuple[WorkerMessageKind, int, bytes]]) -> None:
@@ -126,6 +129,8 @@ class Channel:
             return
         message = message_head(kind, number, len(body)) + body
         with self._lock:
+            # The system may take a part of the message. The descriptor has gone with its first byte, so the rest is
+            # sent without it.
             sent = socket.send_fds(self.socket, [message], [descriptor])
             self.socket.sendall(message[sent:])
 

@@ -36,6 +36,9 @@ class _TrainerWindow:
 
     def arrive(self, memory: mmap, start: int) -> None:
         """Make the window available: its bytes are at ``start`` of ``memory``."""
+        # Every view that the store or its client makes refers to this array. Its finalizer is the only thing that
+        # reports the window as unused, so memory that a client still holds, such as a part of an upload that is
+        # repeated, is never reported.
         anchor = (ctypes.c_char * self.nbytes).from_buffer(memory, start)
         weakref.finalize(anchor, self._unused).atexit = False
         with self._changed:
@@ -72,6 +75,7 @@ class _WindowCounts:
     def count_returned(self) -> bool:
         """Count one more unused window. Return whether the trainer has to be notified now, because half of the windows
         that it takes for used are not: it may be waiting for this memory."""
+        # Appending and taking the length are atomic. A finalizer may run while another one does, in the same thread.
         self._returned.append(None)
         returned = len(self._returned)
         if 2 * (returned - self._reported) < self.arrived - self._reported:
@@ -119,6 +123,8 @@ class Request:
             for file, window, memory, start, _ in READY.iter_unpack(message.body):
                 self._images[file][window].arrive(memories[memory], start)
         elif message.kind == WorkerMessageKind.CANCEL:
+            # The thread may be waiting for a window or for the next file. The flag ends the first wait, and the None
+            # the second.
             self._stop.set()
             self._files.put(None)
         elif message.kind == WorkerMessageKind.END:

@@ -95,9 +95,12 @@ class Outgoing:
 
     def files(self) -> Iterator[tuple[str, Body]]:
         """Yield the name and the content of each file. The planner is called in the thread that iterates."""
+        # Values first, because their sizes are known only when they were resolved: they are written as they come.
         yield from self._sequential()
         group: _Group | None = None
         for items in by_size(self._tensors, _planned_bytes, _GROUP_BYTES):
+            # Two groups at a time: while one is written, the planner resolves the tensors of the next, and their copies
+            # begin. More would hold more tensors of a planner that makes them.
             following = self._stage(items)
             if group is not None:
                 yield self._shard(group)
@@ -121,6 +124,8 @@ class Outgoing:
             staging.release()
         for staging in self._stagings:
             with suppress(TimeoutError):  # a copy that hangs keeps its memory
+                # The caller may change its tensors when DCP's call has returned, also after a failure. So the copies
+                # are awaited, and not only stopped.
                 staging.copied.exception(max(self._deadline.remaining_s(), _GRACE_S))
         if self._stager is not None:
             self._stager.close()

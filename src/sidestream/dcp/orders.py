@@ -31,6 +31,8 @@ class SentOrder:
 
 def _receive(*fields: Any) -> SentOrder:
     order = SentOrder(*fields)
+    # Noted when it is unpickled, in the thread of the call. The plan that carries the order may never reach
+    # ``write_data``: a planner that caches continues with the plan of an earlier save, which carries an earlier order.
     _here.order = order
     return order
 

@@ -103,11 +103,15 @@ def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manife
             )
         if not isinstance(entry, TensorEntry) or chunk is None:
             raise _missing(url, item)
+        # The planner's tensor may require gradients, and reading into it does not go through autograd. ``commit``
+        # counts the version for each of them.
         target = planner.resolve_tensor(item).detach()
         if entry.written_dtype == dtype_name(target.dtype):
             entry = replace(entry, dtype=entry.written_dtype)  # as stock DCP reads it
         _check_target(item, entry, target)
         name, number = fqn, len(found.names)
+        # Two items may be rows of one tensor, and the reader needs a name for each. Errors get the true name back
+        # (``naming``).
         while name in found.names or (name != fqn and name in fqns):
             name, number = f"{fqn} (part {number})", number + 1
         found.names[name] = fqn

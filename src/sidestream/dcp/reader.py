@@ -187,6 +187,7 @@ class StorageReader(DcpStorageReader):
             load.lifecycle.failed(error, len(load.touched))
             raise
         finally:
+            # Here and not later: DCP makes no call after this one. A reader is used again for the next load.
             load.release()
             session.load = session.wanted = None
         load.lifecycle.read(load.nbytes)

@@ -45,6 +45,8 @@ class Sessions(Generic[S]):
 
     def current(self) -> S:
         """Return the state of the current thread's call."""
+        # By thread, because DCP has no handle for a call: it calls the methods of one writer in their order, in one
+        # thread.
         session: S | None = getattr(self._local, "session", None)
         if session is None:
             self._local.session = session = self._make()

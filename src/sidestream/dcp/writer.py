@@ -160,6 +160,7 @@ class StorageWriter(DcpStorageWriter):
                 "use_collectives=False: ranks that exchange no messages cannot commit one checkpoint; leave it out, or "
                 "save with torch.distributed.checkpoint.FileSystemWriter, whose files of ranks are read"
             )
+        # An order of an earlier save may have been received in this thread. This save must not write by it.
         forget_order()
         session, location = self._sessions.current(), self._wanted()
         if self._kind == "replacement":
@@ -175,9 +176,13 @@ class StorageWriter(DcpStorageWriter):
         """Make the attempt, and send it to every rank in its plan."""
         save = self._save()
         session, target = self._sessions.current(), save.location.name
+        # The id names the attempt, so it must be new in each save. ``reset`` makes it, and DCP does not call that in
+        # every case.
         if session.used == self.save_id:  # the id of an earlier save, if reset() was not called
             session.save_id = uuid.uuid4().hex
         save_id = session.used = session.save_id
+        # The id of the save reaches the ranks in the plans that DCP scatters: DCP gives a storage no other way to talk
+        # to its ranks.
         sent = [SentOrder(save_id, target, rank) for rank in range(len(plans))]
         save.sent, save.alone = sent[0], len(plans) == 1
         order = save.order = self._order(save, sent[0], self._kind)
@@ -186,16 +191,22 @@ class StorageWriter(DcpStorageWriter):
         try:
             with time_limit(save.deadline):
                 save.coordinator = Solo(order)
+                # Before any rank writes, so that a rank that does not find the attempt knows that its storage is
+                # another one.
                 order.make_attempt()
         except BaseException as error:
             order.lifecycle.failed(error, order.outcome)
             raise
+        # DCP notifies the writer of success only. A failure on another rank ends the call without a call of the writer,
+        # so the attempt is removed when the writer is used again, closed or collected.
         save.cleanup = weakref.finalize(self, _discard, order)
         return [replace(plan, storage_data=one) for plan, one in zip(plans, sent, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write everything in ``plan`` into the attempt. The future that is returned is done."""
         save = self._save()
+        # Rank 0 knows what it has sent. The other ranks have it from the plan, and note it when the plan is unpickled:
+        # a planner that caches plans may throw this one away and continue with an earlier one.
         sent = save.sent or order_received()
         if sent is None or sent.target != save.location.name:
             meant = "nothing" if sent is None else repr(sent.target)
@@ -208,7 +219,9 @@ class StorageWriter(DcpStorageWriter):
                 results = self._write_items(save.order, sent.rank, plan, planner)
         except BaseException as error:
             save.order.lifecycle.failed(error, save.order.outcome)
-            if save.alone:  # otherwise other ranks may still be writing there
+            # With several ranks the attempt stays until DCP has ended the call on all of them. Until then they may be
+            # writing into it.
+            if save.alone:
                 self._sessions.current().drop()
             raise
         done: Future[list[WriteResult]] = Future()
@@ -223,6 +236,7 @@ class StorageWriter(DcpStorageWriter):
         assert coordinator is not None
         layout = PlannerLayout(order, metadata)
         written = [result for each in results for result in each]
+        # DCP calls this on any thread, also on that of a running loop, which its own storage blocks as well.
         run_anywhere(lambda: _commit(order, coordinator, written, layout), save.deadline)
         # DCP returns this object, as it was written.
         vars(metadata).update(vars(layout.stock_metadata()))

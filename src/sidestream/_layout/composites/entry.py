@@ -62,6 +62,8 @@ def _encode(value: Any, owner: str, depth: int) -> Node:
         return {kind.__name__: [_encode(item, owner, depth + 1) for item in value]}
     if kind in (dict, OrderedDict):
         return {"dict" if kind is dict else "ordered_dict": _pairs(value, owner, depth)}
+    # Only a dataclass that pickles in the default way: its attributes are then all of it. Code of its own could save
+    # and restore it in any other way, which data cannot repeat.
     if is_dataclass(kind) and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
         state = object.__getstate__(value)
         if kind.__getstate__ is object.__getstate__ and not hasattr(kind, "__setstate__") and type(state) is dict:

@@ -59,6 +59,8 @@ class CompositeTargets:
         """Match ``leaf`` if it belongs to a composite tensor. Returns False if the caller has to match it. ``compare``:
         differences are findings. Without it, a tensor that differs is made anew."""
         fqn, value = leaf.fqn, leaf.value
+        # A tensor comes before its parts, so what was decided for it holds for them. Parts of parts are skipped with
+        # their own whole.
         if leaf.whole in self.skipped:
             self.skipped.add(fqn)
             return True
@@ -69,6 +71,8 @@ class CompositeTargets:
         assert value.tensor is not None
         if not self._fits(leaf, value, self.manifest.entries.get(fqn), compare):
             self.skipped.add(fqn)
+        # How many elements a sparse tensor has is part of what was saved. So its parts cannot be read into those of the
+        # target: they are read into new memory, and the tensor gets them at the end.
         elif value.form.type in SPARSE_PARTS:
             self.sparse.append(leaf)
             self.skipped.add(fqn)

@@ -67,6 +67,8 @@ class Assignment:
         dimension. A small one is written by the rank with the fewest bytes. Raises ``InvalidOptionError`` if ranks have
         different rows of one name, or do not hold all of a tensor together.
         """
+        # Ranks with equal tables form a cohort. In most runs all ranks have the same one, so one table is merged for
+        # all of them.
         digests = list(dict.fromkeys(report.table for report in ranks))
         cohorts = [[rank for rank, report in enumerate(ranks) if report.table == digest] for digest in digests]
         boxes: list[list[list[bytes]]] = []
@@ -82,9 +84,11 @@ class Assignment:
         patterns: dict[tuple[object, ...], int] = {}
         placed: list[tuple[PlacedBox, ...]] = []
         of_row: dict[int, int] = {}
+        # The largest first, so that the small ones fill up what these leave uneven.
         by_size = sorted(groups, key=lambda group: -math.prod(group.row.shape) * itemsize(group.row.dtype))
         for group in by_size:
             _place_group(work, group, patterns, placed, of_row)
+        # Values have been compared: all ranks have the same. The first rank that has one writes it.
         for number, where in others:
             of_row[number] = min(work.cohorts[table][0] for table, _ in where)
             work.values[of_row[number]].append(number)
@@ -137,6 +141,7 @@ def _merge(tables: Sequence[Sequence[Row]]) -> dict[str, tuple[Row, list[tuple[i
         for number, row in enumerate(rows):
             pause_point()
             first, where = merged.setdefault(row.fqn, (row, []))
+            # The text of a composite is compared and not its content, for which 1 and True are equal.
             if first[:5] != row[:5] or repr(first.composite) != repr(row.composite):  # 1 and True are equal
                 raise InvalidOptionError(
                     f"{row.fqn}: {_described(first)} to some ranks, {_described(row)} to others; rename one of them"
@@ -148,6 +153,8 @@ def _merge(tables: Sequence[Sequence[Row]]) -> dict[str, tuple[Row, list[tuple[i
 
 def _check_composites(merged: Mapping[str, tuple[Row, list[tuple[int, int]]]]) -> None:
     """Raise ``InvalidOptionError`` for a composite tensor that is a container to other ranks."""
+    # A composite has parts below its name. A rank for which that name is a plain container would add entries to the
+    # parts.
     composites = {row.path: (row, where) for row, where in merged.values() if row.composite is not None}
     for row, where in merged.values() if composites else ():
         pause_point()
@@ -167,6 +174,7 @@ def _without_shells(
     containers: dict[tuple[Key, ...], tuple[bool, str]] = {}  # whether it is a list, and the FQN of a leaf in it
     for row, _ in merged.values():
         pause_point()
+        # From the inside out, until a container that is known: its own outer containers were entered with it.
         for depth in range(len(row.path) - 1, 0, -1):
             path, is_list = row.path[:depth], type(row.path[depth]) is int
             known, inner = containers.setdefault(path, (is_list, row.fqn))
@@ -216,6 +224,8 @@ def _groups(
             continue
         joined = tuple(b"".join([each[at] for each in work.boxes[table]]) for table, at in where)
         tables = tuple(table for table, _ in where)
+        # The packed boxes are compared as bytes. A model has many tensors that are cut in the same way, and the cover
+        # of each group is checked once.
         key = (row.dtype, row.shape, tables, joined)
         group = found.get(key)
         if group is None:
@@ -307,6 +317,8 @@ def _order(
     if several:
         order = [holders[(work.turn + n) % len(holders)] for n in range(len(holders))]
     else:
+        # The ranks with the fewest bytes first. Equal loads keep the order of the ranks, so the result depends on
+        # nothing but the reports.
         order = sorted(holders, key=lambda holder: work.load[holder.rank])
     for at in where:
         work.orders.setdefault(at, {})[box] = order
@@ -320,6 +332,7 @@ def _share(
     ``load``."""
     nbytes = math.prod(box[1]) * size
     rows = box[1][0] if box[1] else 0
+    # A box is cut along whole rows, and into pieces that are worth a write of their own.
     count = max(1, min(len(order), rows, nbytes // _SPLIT_BYTES))
     result = []
     rows_in = dict(where)
@@ -335,6 +348,7 @@ def _share(
             offsets, sizes = box
             result.append(PlacedBox(holder.rank, (offsets[0] + first, *offsets[1:]), (take, *sizes[1:])))
         else:
+            # A holder with nothing to write is recorded as well: a missing item would mean that it writes all of it.
             work.pieces[holder.rank][item] = (0, 0)
         work.load[holder.rank] += (nbytes // rows * take if rows else nbytes) if count > 1 else (0 if n else nbytes)
         first += take

@@ -77,6 +77,8 @@ class RankPlan(PlannedFiles):
         total = sum(source.nbytes for source in table.sources)
         window_bytes = window_bytes_for(total, budget_bytes)
         key = ("rank", agreement, window_bytes, table.key)
+        # The agreement stands for the assignment, which rank 0 makes only once for the same tables. In a steady run
+        # nothing below is computed again but the values.
         layout = plans.get(key, lambda: _lay_out(table, assignment, window_bytes))
         tensors = collected(_tensor(table.sources[source.tensor], source) for source in layout.sources)
         items = ValueItems()

@@ -156,6 +156,7 @@ def local_table(plans: PlanCache, captured: Captured) -> LocalTable:
             composites[leaf.fqn] = composite_entry(leaf.fqn, leaf.path, leaf.value.form)
         elif isinstance(leaf.value, Composite):
             sharding = leaf.value.sharding
+            # A subclass that a ``DTensor`` wraps would need a box for each of its parts, which no layout describes.
             if sharding is None or any(isinstance(part, Composite) for part in leaf.value.parts):
                 raise _refused(leaf.fqn, leaf.value)
             sources.extend(leaf.value.tensors())
@@ -164,6 +165,8 @@ def local_table(plans: PlanCache, captured: Captured) -> LocalTable:
     converted = tuple(captured.dtypes.items())
     described = tuple([json.dumps(entry.content) for entry in composites.values()])
     paths = tuple([leaf.path for leaf in leaves])
+    # Everything that the rows and boxes depend on, and no tensor. The fingerprint has the addresses, because ties are a
+    # part of the rows.
     key = (paths, kinds, described, tuple(shardings), converted, fingerprint(sources))
     held = plans.get(("table", key), lambda: _hold(leaves, composites, captured))
     values = {number: leaf for number, leaf in enumerate(leaves) if held.rows[number].kind == "value"}
@@ -195,6 +198,8 @@ def _hold(leaves: Sequence[Leaf], composites: Mapping[str, CompositeEntry], capt
             row, here = _tensor_row(leaf, parts, number, len(rows), captured)
             identity = tuple(view_key(part) for part in parts if part.numel())
             if identity:
+                # Tied tensors of this rank. Rank 0 gives them the same order of holders, so that they become one item
+                # on the rank that writes them. Parts without elements prove nothing: all of them have the address 0.
                 tie = known.setdefault((identity, row.dtype, row.shape), len(rows))
                 row = row._replace(tie=-1 if tie == len(rows) else tie)
             rows.append(row)
@@ -227,11 +232,15 @@ def _tensor_row(
     dtype = captured.dtypes.get(leaf.fqn, dtype)
     check_saved(leaf.fqn, dtype, shape)
     here = []
+    # Of a tensor with elements an empty shard is left out. A tensor without elements has empty boxes only, and would
+    # have none at all otherwise.
     filled = 0 not in shape
     for which, offsets, sizes, start in places:
         if filled and 0 in sizes:
             continue
         local = parts[which].shape
+        # Placements are declared by the program, and the copies are made from them. A declaration that does not fit the
+        # local tensor would copy memory behind it.
         if any(at + size > extent for at, size, extent in zip(start, sizes, local, strict=True)):
             raise UnsupportedTensorError(
                 f"{leaf.fqn}: its placements say that this rank has {sizes} of {shape}, but the local tensor has the "

@@ -55,6 +55,8 @@ async def what_is_there(store: Store, name: str, url: str, files: Mapping[str, i
     """Return a description of a place without a checkpoint: a run, directories with checkpoints, or files. The result
     is empty if that is unknown. ``files`` are the files in the directory."""
     with suppress(SidestreamError, FileNotFoundError):  # the caller raises its own error, with or without this advice
+        # The caller may have named the run and not a step, its parent, or a file in it. These are looked for in this
+        # order, and a few of each are enough for an advice.
         names = await store.directories(name)
         steps = await newest_committed(store, name, names)
         if steps:
@@ -119,6 +121,8 @@ async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
         try:
             marker = await source.marker()
         except FileNotFoundError:
+            # Parts of ranks have no common marker. Only a set of all parts is a checkpoint, whose metadata is in one of
+            # them.
             if not await is_whole(source, await source.sizes()):
                 raise
             return decode_metadata((await read_manifest(source, Location(store, directory, directory))).metadata)
@@ -130,6 +134,8 @@ async def metadata_of(source: RangeSource, marker: Marker) -> dict[str, Any]:
     if not marker.metadata_bytes:
         return {}
     name = marker.manifest_name
+    # The metadata is the last line of the manifest, and the marker has its size and checksum. So a list of the metrics
+    # of a run reads a few hundred bytes of each step, and no manifest.
     line = await source.read_tail(name, marker.metadata_bytes)
     if crc32(line) != marker.metadata_crc:
         raise CorruptCheckpointError(f"{source.name}: the metadata line of {name} was altered", file=name)
@@ -145,6 +151,7 @@ async def open_manifest(location: Location) -> tuple[RangeSource, Manifest]:
         source, root = await open_root(location)
         if isinstance(root, Manifest):
             return source, root
+        # The second read, of the parts, is later than the first, so the directory may have been exchanged between them.
         with suppress(_Moved):
             async with _closed_on_error(source):
                 return source, await _whole(source, location.url, root)
@@ -154,6 +161,8 @@ async def open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
     """Do ``open_manifest``, but read only the root of the manifest of a checkpoint that several ranks wrote. The root
     is not validated yet."""
     while True:
+        # A save may exchange the directory while it is being opened. The files that were read then belong to two
+        # checkpoints, or are gone. So every failure asks whether the name has moved, and opens again if it has.
         with suppress(_Moved):
             return await _open_root(location)
 
@@ -162,8 +171,12 @@ async def _open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
     source, store = location.source(), location.store
     async with _closed_on_error(source):
         listed = await _listed(store, source)
+        # There are three cases. A directory of that name: read as a checkpoint. No directory, but the storage lists, or
+        # the name ends like a file: it may be a single file. Storage without listings, and another name: only a marker
+        # could be there.
         if listed is not None or not (store.capabilities.listing or location.name.endswith(FILE_SUFFIXES)):
             return source, await read_root(source, location, listed)
+    # Nothing of that name, or it is a file. The directory above is opened in its place, and read as a single file.
     await source.aclose()
     source = store.source(".")
     async with _closed_on_error(source):
@@ -189,6 +202,8 @@ async def _closed_on_error(source: RangeSource) -> AsyncIterator[None]:
         yield
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:
         try:
+            # Asked before the source is closed: the answer compares the name with the directory that this source has
+            # open.
             moved = await source.moved()
         finally:
             await source.aclose()
@@ -271,6 +286,8 @@ async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, M
                 return await work(files, manifest)
             except CorruptCheckpointError as error:
                 # An export has no marker. When it is replaced, another directory has its name.
+                # Damage and replacement look the same to the code that reads. Only here, after a failure, is the marker
+                # compared. An export has none: when it is replaced, another directory has its name.
                 if not (await was_replaced(location, manifest) or await files.moved()):
                     raise
                 if not left:
@@ -310,6 +327,9 @@ async def read_root(
     sizes: Mapping[str, int] = {}
     try:
         sizes = await source.sizes() if listed is None else listed
+        # There are three kinds of directories. With a marker: a checkpoint of sidestream. With ``.metadata`` and no
+        # marker: one of stock DCP. Without ``.metadata``: parts, or a format of other programs, which is known by its
+        # files. The order of listing and marker matters for the first: see ``_own_manifest_listed``.
         unmarked = METADATA_NAME not in sizes and await io_threads().run(is_foreign, sizes)
         marker = None if unmarked else await source.committed_marker()
     except FileNotFoundError as error:
@@ -321,6 +341,8 @@ async def read_root(
         raise error.within(url) from error
     with naming(url):
         if marker is None:
+            # A ``.metadata`` without a marker looks like one of stock DCP. With a manifest beside it the marker was
+            # lost, and reading it as a foreign checkpoint would skip every checksum.
             ours = await io_threads().run(own_manifest_among, sizes)
             if ours is not None:
                 what = f"it names no manifest, but {ours} is there"
@@ -338,6 +360,9 @@ async def read_root(
 def _numbered(manifest: Manifest | Root, directory: str) -> Manifest | Root:
     """Return ``manifest`` with the step and the generation that the name of its ``directory`` has, if it has them. The
     checkpoint may have been saved under another name, or outside of a run."""
+    # The name alone decides which step of a run a checkpoint is, wherever it was saved first. A checkpoint that was
+    # copied into a run under the name of a step is that step. The number in the marker is a record, which counts where
+    # the name has no number.
     order = parse_step(directory.rpartition("/")[2])
     if order is None:
         return manifest
@@ -370,6 +395,7 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
     parts: dict[int, RankPart] = {}
     for rank in ranks:
         nbytes, crc = root.parts[rank]
+        # A rank that wrote nothing has no file.
         if not nbytes:
             parts[rank] = RankPart({}, {})
             continue

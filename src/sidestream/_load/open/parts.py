@@ -95,6 +95,8 @@ def whole(found: Mapping[int, PartMarker | None]) -> list[PartMarker]:
     of another writer. At least one marker is not None.
 
     Raises ``IncompleteCheckpointError`` unless all parts of one save are present, and no others."""
+    # The save with the most parts counts as the one that is meant. A part of another save beside it is named in the
+    # error, and never taken for one of this.
     counts = Counter((one.save_id, one.world_size) for one in found.values() if one is not None)
     (save_id, world), _ = max(counts.items(), key=lambda item: (item[1], item[0]))
     mine = {

@@ -76,6 +76,9 @@ async def _look_at(source: RangeSource, found: Step, store: Store) -> Step | Non
         except FileNotFoundError:  # the directory was removed since it was listed
             return None
         few = len(names) <= _FEW_NAMES  # checked faster than a thread starts
+        # There are four cases without a marker. The directory has a manifest of ours although the marker is gone: a
+        # damaged checkpoint, unless attempts are written in place here. It has ``.metadata``: stock DCP's. It is a
+        # whole checkpoint of another format. Everything else was never a checkpoint.
         ours = own_manifest_among(names) if few else await io_threads().run(own_manifest_among, names)
         renamed = store.capabilities.rename and not await io_threads().run(is_unfinished, names)
         if ours is not None and (renamed or not missing):

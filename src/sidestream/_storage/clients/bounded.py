@@ -35,6 +35,8 @@ class Bounded:
         self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop = filesystem.loop
         self._tasks: set[asyncio.Task[Any]] = set()
+        # A twin and not the user's object: its loop is replaced, and the user's calls must not run on a loop that ends
+        # their requests. Both share the session, so the connections are used by both.
         self.filesystem = _twin(filesystem, self)
         innermost = self.filesystem
         while "fs" in vars(innermost):

@@ -132,6 +132,7 @@ def _environment_endpoint() -> str | None:
 def _botocore_provider(profile: str | None, config: dict[str, Any]) -> Callable[[], Any] | None:
     """Return a function that gets credentials from botocore, which knows profiles, SSO and roles; None if obstore finds
     credentials by itself or botocore has none. Adds the region to ``config``."""
+    # obstore reads these variables itself. Profiles, SSO and roles are known to botocore only.
     if profile is None and os.environ.get("AWS_ACCESS_KEY_ID"):
         return None
     try:
@@ -155,6 +156,8 @@ def _botocore_provider(profile: str | None, config: dict[str, Any]) -> Callable[
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
+            # botocore renews its credentials when they are asked for. With this date obstore asks again after five
+            # minutes, and never uses credentials that botocore has replaced long ago.
             "expires_at": datetime.now(UTC) + _TTL,
         }
 

@@ -147,6 +147,7 @@ class LateEngine:
         with self._lock:
             made = self._made
             failed = made is not None and made.done() and (made.cancelled() or made.exception() is not None)
+            # Also after a fork: clients have threads and connections, which the child does not have.
             if made is None or failed or self._pid != os.getpid():
                 made = self._made = io_threads().submit(self._made_here)
                 self._pid = os.getpid()
@@ -170,8 +171,11 @@ class StoreEngine(Engine):
 
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
         if mode == "create" and not self.capabilities.create_only:
+            # A store that cannot create has no protection against a race. Looking first finds an object that has been
+            # there for some time, which is the usual mistake.
             await self._check_absent(key)
             mode = "overwrite"
+        # A copy: the store of a user may keep the buffer, for a retry for example, and the memory is used again.
         await self._store.put(key, bytes(content), mode=mode)
 
     async def _check_absent(self, key: str) -> None:
@@ -222,10 +226,15 @@ class StoreEngine(Engine):
             with closing(_pieces(body, part_bytes, stop)) as pieces:
                 for number, piece in enumerate(pieces):
                     if len(parts) == self._policy.concurrency:
+                        # The oldest part first. This is the only brake: the parts in flight are copies, so the memory
+                        # of a stage is free as soon as a part has been copied, and a slow store must not collect all of
+                        # it.
                         result(parts.popleft())
                     parts.append(send(partial(upload.part, number, number * part_bytes, piece)))
             while parts:
                 result(parts.popleft())
+            # From here on the object may be visible although an error arrives: the answer to ``complete`` may be lost.
+            # Then its size decides. No other save uses this name.
             completing = True
             result(send(upload.complete))
         except BaseException as error:

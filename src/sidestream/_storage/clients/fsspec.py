@@ -94,6 +94,8 @@ class FsspecEngine(Engine):
                 try:
                     view = part.take(stop)
                     while view:
+                        # Between every two calls of the file. A request that was ended returns None to the file object,
+                        # which then fails with an unrelated error; the check raises the true cause first.
                         check()
                         # A piece ends where a part ends. The file would keep the rest and copy it again and again.
                         piece = view[: part_bytes - written % part_bytes]
@@ -105,6 +107,7 @@ class FsspecEngine(Engine):
             check()
             file.close()
             check()
+            # From here on the object may be visible although an error arrives.
             handed_over = True
             file.commit()
             check()
@@ -137,6 +140,8 @@ class FsspecEngine(Engine):
         return memoryview(await self._call("cat_file", key, start=start, end=end))
 
     async def listing(self, prefix: str) -> Listing:
+        # A listing decides about commits and deletions, and must never come from a cache. Not every file system knows
+        # the option that turns its cache off.
         self.filesystem.invalidate_cache(prefix)
         try:
             entries = await self._call("ls", prefix, detail=True)

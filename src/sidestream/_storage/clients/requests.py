@@ -61,6 +61,8 @@ class LoopCall(Generic[T]):
         self.future.set_running_or_notify_cancel()
         self._cancelled = False
         self._task: asyncio.Task[T] | None = None
+        # On the loop of fsspec, which runs in a thread of its own. So a request continues while the caller's loop is
+        # blocked at a fence, and a thread of the writer can wait for it although no loop runs there.
         self.loop.call_soon_threadsafe(self._start, work)
 
     def cancel(self) -> None:
@@ -266,6 +268,9 @@ def failure_kind(error: BaseException) -> FailureKind:
     """Return what the exception of a client means for the request."""
     status, text = _status(error), _text(error)
     names = {type(one).__name__ for one in _chain(error)}
+    # The classes of the client come first, then the status, then the words of the message. The words decide only where
+    # there is neither a known class nor a status, as in obstore's ``GenericError``. The names of objects are taken out
+    # before, because any word may be a part of them.
     if names & _CUT_OFF:
         return "transient"
     if isinstance(error, FileNotFoundError) or names & _ABSENT:

@@ -119,6 +119,7 @@ def _is_held(path: Path) -> bool | None:
     try:
         if os.read(descriptor, _PLACE_BYTES) != _place(descriptor):
             return None
+        # Shared, so that two processes that look at the same moment do not take each other for the holder.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         # The holder deletes the file before it releases the lock, when it publishes or discards the attempt.
         same = os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))

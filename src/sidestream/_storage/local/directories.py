@@ -73,6 +73,8 @@ class OpenDirectory:
         ``ClosedError``."""
         descriptor = self._acquire()
         if descriptor is None:
+            # Opened without the lock, because the call may hang. Two threads may both open it, also two directories if
+            # another one takes the name between them. The first one to enter its descriptor decides for all.
             descriptor = self._acquire_new(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         try:
             yield descriptor
@@ -143,6 +145,7 @@ def _close(directory: int) -> None:
 def make_root(root: Path, durability: Durability, made: list[Path], sync: Callable[[Path], None]) -> None:
     """Make every missing directory down to ``root``, and append each to ``made``."""
     ancestors = (root, *root.parents)
+    # A directory that was made is durable only when its parent has been synced, so every parent of a new one is.
     missing = [path for path in ancestors if not path.exists()]
     if durability == "fsync" and len(missing) < len(ancestors) - 1:
         # The deepest existing directory may have been made by a save that was killed before it could sync it.
@@ -224,6 +227,8 @@ def take_away(root: Path, name: str) -> Path | None:
     hidden = root / f".retired-{uuid.uuid4().hex}"  # not ``name``, because other tools search names for steps
     with os_errors_as("removing", root / name):
         try:
+            # One rename takes the directory away from readers and from its writer at once. The deletion may then take
+            # as long as it needs, or be interrupted: the new name says that it is garbage.
             os.rename(root / name, hidden)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -261,6 +266,8 @@ def move_new(hidden: Path, path: Path) -> None:
     except OSError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise
+        # The best that is left without hard links. Two writers may both pass the check, and the second rename then
+        # replaces the file of the first.
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, "another writer was first", str(path)) from error
         os.rename(hidden, path)
@@ -270,6 +277,8 @@ def last_write(directory: Path) -> float:
     """Return the time of the last write to the directory or to a file in it."""
     times = [0.0]
     with suppress(FileNotFoundError):  # the directory has just been published or deleted
+        # The time of a directory changes when a file is made or removed, and the time of a file when it is written. A
+        # writer that fills one large file changes only the latter.
         times.append(directory.stat().st_mtime)
         with os.scandir(directory) as entries:
             for one in entries:
@@ -283,6 +292,8 @@ def storage_time(directory: Path) -> float:
     time of this machine."""
     flags = os.O_WRONLY | os.O_CLOEXEC
     with suppress(OSError):
+        # A file without a name cannot be taken for a part of what is in the directory. If the process is killed here,
+        # nothing is left behind.
         if hasattr(os, "O_TMPFILE"):
             with open(os.open(directory, flags | os.O_TMPFILE, 0o600), "wb") as nameless:
                 return os.fstat(nameless.fileno()).st_mtime

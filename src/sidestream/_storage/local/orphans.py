@@ -41,6 +41,9 @@ def collect_orphans(root: Path, after_s: float, take: Callable[[Path, str], Path
                     if now - (root / name).stat().st_ctime <= after_s:
                         continue
                 else:
+                    # There are three cases. The lock proves that the writer has ended: the attempt goes at once. It
+                    # proves that the writer lives: the silence is 0, and the attempt stays. Otherwise only the last
+                    # write counts, and in a run not even that, because the leases of the run decide there.
                     silent_s = silence_s(root / name, now)
                     leased = in_run and target_of_attempt(name) is not None
                     if silent_s < math.inf and (leased or silent_s <= after_s):

@@ -63,6 +63,9 @@ def publish(
     A concurrent ``rm -r`` of the run may remove files of the attempt, before the rename or just after it. Then the
     directory is not published, or is hidden again."""
     try:
+        # The order makes the commit durable. The mode and the names of the files first, with the sync of the attempt.
+        # Then the rename. Then the sync of the parent, in which the rename is recorded. In another order a power cut
+        # could leave a visible directory that lacks files. The content of each file was synced when it was written.
         hidden.chmod(0o700 if made is None else stat.S_IMODE(made.st_mode))
         if durability == "fsync":
             sync_directory(hidden)
@@ -93,6 +96,8 @@ def move_there(hidden: Path, target: Path, names: frozenset[str], made: os.stat_
     check_whole(hidden, names, target)
     os.rename(hidden, target)
     try:
+        # Looked at again, because a ``rm -r`` of the run may have listed the attempt before the rename, and continue to
+        # delete in it. What lacks files must not stay visible. The directory is hidden again if it is still ours.
         check_whole(target, names, target)
     except FileNotFoundError:
         pass  # retention or another process has removed the whole directory
@@ -119,6 +124,8 @@ def replace(hidden: Path, target: Path, names: frozenset[str], made: os.stat_res
         except SidestreamError:
             raise
         except OSError as error:
+            # Two errors mean that the target has changed since it was looked at: it was vacant and has files now, or it
+            # had some and is gone. Every other error is final, and so is the end of the attempt itself.
             lost = error.errno in (errno.ENOTEMPTY, errno.EEXIST) if vacant else error.errno == errno.ENOENT
             if not left or not lost or not os.path.isdir(hidden):
                 raise

@@ -101,6 +101,10 @@ class LocalSource(RangeSource):
         return await run_io(_moved, self._path, self._directory) or await super().moved()
 
     async def aclose(self) -> None:
+        # Two steps. ``refuse`` makes no system call, so it is done on the loop, and no thread can begin to use the
+        # directory after it. Closing may hang on a mount whose server does not answer, so a thread does it, with a
+        # limit of its own. A thread that still reads keeps the directory open, and closes it when it has ended: the
+        # number of a closed descriptor would soon belong to another file.
         if self._directory.refuse():
             await run_shielded(self._close)
 
@@ -211,6 +215,9 @@ class LocalFiles:
 
     def _read_some(self, descriptor: int, offset: int, buffers: list[memoryview]) -> int:
         """Do one ``preadv``, and find out whether it waits for a device or a server."""
+        # There are three cases. The calls have grown to their limit: nothing is left to find out. ``RWF_NOWAIT`` works:
+        # it returns what is in the page cache and fails if the first byte is not there, so the answer is certain.
+        # Otherwise the times of a call are compared, which is wrong where a reader waits for a core or for the GIL.
         if self._call_bytes == _MOST_CALL_BYTES:
             return os.preadv(descriptor, buffers, offset)
         if self._nowait:

@@ -70,6 +70,9 @@ async def read_sources(files: Mapping[str, FileSource], *, timeout_s: float) -> 
         except TimeoutError:
             raise DeadlineExceededError(f"reading files=: not done within {timeout_s:.0f} s") from None
 
+    # Shielded, because ``aiofiles`` abandons a thread that is opening a file when its task is cancelled: the descriptor
+    # would stay open, and this call would return while the thread is still at work. So it reads these small files and
+    # nothing of a checkpoint.
     await run_shielded(read)
     return {name: found[name] for name in files}
 
@@ -77,6 +80,7 @@ async def read_sources(files: Mapping[str, FileSource], *, timeout_s: float) -> 
 async def _read(name: str, path: str | os.PathLike[str]) -> bytes:
     try:
         async with aiofiles.open(path, "rb", opener=_open) as file:
+            # Of the open file, and not of the path: another file may take its name between the two calls.
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
                 raise _too_large(name, os.fspath(path))

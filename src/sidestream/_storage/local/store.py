@@ -188,6 +188,8 @@ def _retire(root: Path, directory: str, durability: Durability, use: Use) -> boo
     path = root / directory
     if not _may_retire(path, use, in_place=False):
         return False
+    # In this order: invisible, durably so, and only then deleted. If the directory were deleted in place, a reader
+    # could open a checkpoint that lacks files, and a power cut could bring back its name with a part of its files.
     hidden = take_away(root, directory)
     if hidden is None:  # another process has removed it meanwhile
         return True
@@ -199,6 +201,8 @@ def _retire(root: Path, directory: str, durability: Durability, use: Use) -> boo
 
 
 def _collect(root: Path, target: str, after_s: float) -> list[str]:
+    # Deletions that were interrupted are finished whatever target they had. Attempts of other targets stay for those
+    # who save there.
     collected = [name for name in collect_orphans(root, after_s) if is_retired(name) or is_attempt_at(name, target)]
     return [*collected, *_collect_export(root / target, after_s)]
 
@@ -214,6 +218,8 @@ def _collect_export(directory: Path, after_s: float) -> list[str]:
         return []
     if look_at(directory, in_place=True) != "leftover":
         return []
+    # Both times are of the file system. The clock of this machine may differ from that of a file server by more than
+    # the limit.
     if storage_time(directory.parent) - last_write(directory) <= after_s:
         return []
     names = files_in(directory)
@@ -222,6 +228,7 @@ def _collect_export(directory: Path, after_s: float) -> list[str]:
 
 
 def _leftovers(root: Path) -> list[Leftover]:
+    # A name alone tells what is left over. A run of a thousand steps is listed once, and no step is opened.
     names = _directories(root)
     with os_errors_as("listing", root), suppress(FileNotFoundError):
         retired = [name for name in names if is_retired(name)]
@@ -240,6 +247,7 @@ def _remove(root: Path, names: tuple[str, ...]) -> None:
     for name in names:
         unlink(root / name)
     for parent in {(root / name).parent for name in names} - {root}:
+        # Removed as soon as the last file is gone, so an empty directory does not look like a target that is in use.
         with suppress(OSError):  # not empty
             parent.rmdir()
 

@@ -74,6 +74,8 @@ def write_file(
     ``preallocate=False`` is for file systems that cannot reserve space: there libc would write into every block."""
     with os_errors_as(f"writing {target}".rstrip(), path):
         try:
+            # O_EXCL: the name of an attempt contains the id of the save, so a file that exists was written by a second
+            # save with the same id, and writing into it would mix the two.
             descriptor, direct = _open_new(path, direct=body.aligned)
         except FileExistsError as error:
             raise CheckpointExistsError(f"{path} exists already: two saves share one attempt's name") from error
@@ -123,6 +125,8 @@ class _Parts:
             try:
                 if threads is not None:
                     for _ in range(min(len(self._parts), _THREADS) - 1):
+                        # The calling thread works too, below. So a file is written also if the pool gives it no further
+                        # thread, and a small file costs no switch of threads.
                         others.append(threads.submit(self._work, failed))
                 self._work(failed)
             except BaseException:
@@ -145,6 +149,8 @@ class _Parts:
                 part.release()
 
     def _take_one(self) -> FilePart | None:
+        # In the order of the file. A part may wait for the checksums of the parts before it. If threads took parts in
+        # another order, all of them could wait for a part that no thread has taken.
         with self._lock:
             if self._error is not None or self._next == len(self._parts):
                 return None
@@ -186,6 +192,8 @@ def write_buffer(descriptor: int, buffer: memoryview, position: int, direct: boo
     """Write all of ``buffer``. Returns whether direct I/O still works on this file."""
     done = 0
     while done < len(buffer):
+        # Direct I/O takes whole pages at page offsets. The last part of a file, and what remains after a short write,
+        # pass through the page cache.
         if direct and (len(buffer) % 4096 or done % 4096):
             direct = _leave_direct_io(descriptor)
         try:
@@ -244,6 +252,9 @@ class LocalTransaction(Transaction):
     def write(self, files: Iterable[tuple[str, Body]], *, stop: Stop | None = None) -> None:
         attempt, stop = self.attempt, stop or Stop()
         stop.check()
+        # Rank 0 has made the attempt before the ranks were asked to write, under a name that no other save has. So a
+        # rank that does not find it sees other storage. The directory is not made here in any case: if it is gone,
+        # another process has taken the attempt away, with the files that were in it.
         if attempt.kind in ("joined", "joined_files") or self._made is not None:
             self._check_joined()
         else:
@@ -260,6 +271,9 @@ class LocalTransaction(Transaction):
         write_file(path, body, attempt.durability, stop, threads, preallocate=preallocate, target=attempt.target)
 
     def _make(self) -> None:
+        # Three questions before anything is made, so that a save that is refused leaves nothing behind: may the target
+        # be taken, what have killed processes left of it, and can this file system exchange two directories. The target
+        # is looked at again at the commit, because another save may be faster.
         vacant = is_vacant(self._target)
         if not vacant or self.attempt.kind == "file":
             check_use(self._target, self._use)
@@ -269,6 +283,8 @@ class LocalTransaction(Transaction):
             self._made = self._create()
             if self._locks:
                 self._lock = AttemptLock(self._hidden)
+        # Tried in the new directory, because there is no other way to find out, and now, because the commit would find
+        # it out after everything was written.
         if not vacant and not can_exchange(self._hidden):
             self.discard_here()
             raise CheckpointExistsError(
@@ -346,6 +362,9 @@ class LocalTransaction(Transaction):
             return
         path: Path | None = self._hidden
         with suppress(NoSpaceError):  # a quota may refuse the rename but allow the removal, which frees space
+            # After the exchange the old checkpoint has the name of the attempt. It is renamed before it is deleted. If
+            # this process is killed meanwhile, the rest has a name that only interrupted deletions have, and never
+            # looks like an attempt that may still be committed.
             path = take_away(self._root, self.attempt.name)
         if path is not None:
             remove_tree(path)
@@ -381,6 +400,8 @@ class LocalTransaction(Transaction):
             self._hidden.mkdir()
             made.append(self._hidden)
             found = self._hidden.stat()
+            # ``publish`` gives it the mode that the umask asks for. Until then another user could otherwise open files
+            # that are not complete, or put files into the directory.
             self._hidden.chmod(stat.S_IMODE(found.st_mode) & ~0o077)
         except OSError as error:
             with suppress(OSError):  # not empty: another save uses the new directory already
@@ -408,6 +429,7 @@ class LocalTransaction(Transaction):
             )
 
     def _publish(self, names: frozenset[str], move: Step) -> None:
+        # Before the rename: from then on the directory is the checkpoint, and the file of the lock must not be in it.
         if self._lock is not None:
             with os_errors_as("publishing", self._target):
                 self._lock.release()

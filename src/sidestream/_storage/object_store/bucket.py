@@ -116,6 +116,9 @@ class Bucket:
         end = bytes(content[0 if whole else -4096 :])
 
         async def create(engine: Engine) -> bool:
+            # Three cases. The object was created. It exists with the same end: an earlier request of this call was
+            # carried out and its answer was lost, so the writer is this one. It exists with another end: another writer
+            # was first.
             if not await _is_refused_as(engine.put(key, memoryview(content), mode="create"), "taken"):
                 return True
             if not await _holds(engine, key, end, whole=whole):
@@ -148,6 +151,9 @@ class Bucket:
         """Return whether the storage refuses to replace the object ``name``, which does not exist. Storage that ignores
         conditions creates the object, which is then deleted. This is tried once for each engine."""
         engine = await self.made()
+        # A server that ignores the condition would carry out the put of every loser. Two saves would then delete the
+        # files of each other, and both would report success. So the condition is tried before the first replacement, on
+        # an object that does not exist.
         if engine.compares_versions is None:
             key = self.key(name)
 
@@ -168,6 +174,8 @@ class Bucket:
 
     async def delete_of(self, target: str, save_id: str, *, unless_committed: bool = False) -> None:
         """Delete the files of a save, with ``unless_committed`` only if there is no marker, which may be its own."""
+        # Listed again in this call, and not taken from an earlier one: a save that was taken for dead may have
+        # committed since.
         listing = await self.listing(target)
         if unless_committed and MARKER in listing.files:
             return
@@ -292,6 +300,8 @@ async def collect_orphans(bucket: Bucket, target: str, after_s: float) -> list[s
         owned[""] = [file for file in listing.files if id_of(file) is None]
     if not owned:
         return []
+    # By the clock of the storage, which has also dated the files. The clocks of the hosts that wrote them may differ by
+    # more than an hour.
     now = await clock_of(bucket)
     collected: list[str] = []
     for files in owned.values():

@@ -113,6 +113,9 @@ class ObjectStore:
         bucket, save_id = self._bucket, None
         listing = await bucket.listing(directory)
         files = listing.files
+        # There are three cases. A note without a marker: an earlier removal was interrupted, and this one finishes it.
+        # A marker: the note is written first, then the marker goes, then the rest. Neither: an export, of which the
+        # file that readers look for goes first.
         if MARKER in files or NOTE not in files:
             found = await look_at(bucket, directory, listing)
             if found in ("empty", "leftover"):
@@ -218,6 +221,7 @@ class ObjectSource(RangeSource):
         finally:
             for worker in workers:
                 worker.cancel()
+            # Not only cancelled: a request in flight writes into memory of the caller. When this returns, none does.
             while any(not worker.done() for worker in workers):
                 await asyncio.wait(workers)
             for worker in workers:
@@ -229,10 +233,14 @@ class ObjectSource(RangeSource):
 
         async def get(engine: Engine) -> memoryview:
             content = await engine.read(key, start, end)
+            # A short answer has two reasons. If the object is long enough, the connection has ended early, and the
+            # request is repeated. Otherwise the file is damaged, and repeating would not help.
             if len(content) < end - start and await engine.size(key) >= end:
                 raise ConnectionError(f"{len(content)} bytes came of {end - start}")
             return content
 
+        # Only names that contain the id of a save: such a name always stands for the same bytes. ``.metadata``, and
+        # shards without an id, may be replaced under their names, and a cache would return the old ones.
         if self._cache is not None and id_of(name.rpartition("/")[2]) is not None:
             content = await self._read_cached(self._cache, key, start, end)
         else:
@@ -250,6 +258,8 @@ class ObjectSource(RangeSource):
         async def get() -> memoryview:
             return await cache.read((await self._bucket.made()).filesystem, key, start, end)
 
+        # The first read fetches the whole file, and others wait for it. That may take longer than one request is
+        # allowed to.
         name, timeout_s = key.rpartition("/")[2], current_deadline().timeout_s
         return await self._bucket.requests.run("fetching", name, get, request_timeout_s=timeout_s)
 

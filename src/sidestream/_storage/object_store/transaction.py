@@ -43,9 +43,7 @@ class _Replaced:
     """The state of the target before a replacement: the ``version`` of the marker.
 
     When the replacement has committed, it deletes the files of the saves ``ids``, and ``shards``, whose names contain
-    no id. The files were listed before the version was read, and a save reads the version before it writes its first
-    file. So the save that wrote a listed file has read this version or an older one, and cannot commit after the
-    version has changed."""
+    no id."""
 
     version: str
     ids: frozenset[str]
@@ -154,6 +152,9 @@ class ObjectTransaction(Transaction):
         if NOTE in listed:
             raise being_removed(f"{bucket.url}/{self.attempt.target}")
         try:
+            # After the listing, and the id after the version. A save reads the version before it writes its first file.
+            # So each save whose files are in the listing has read this version or an older one, and none of them can
+            # commit once this one has: that is why their files may be deleted without a look at a clock or a lease.
             version = await bucket.version(name)
             marked_id = await self._marked_id(name)
         except FileNotFoundError as error:
@@ -196,6 +197,9 @@ class ObjectTransaction(Transaction):
         bucket = self._bucket
         key = bucket.key(name)
         try:
+            # A name with the id of the save belongs to this attempt alone, so it is put without a condition, and
+            # repeating the request does no harm. Any other name may be taken by another writer meanwhile. It is
+            # created, and compared if it exists.
             content = _in_one_piece(body, stop)
             if self._carries_id:
                 LoopCall(lambda: bucket.put(name, content)).result(f"writing {key}", stop)
@@ -336,6 +340,8 @@ class ObjectTransaction(Transaction):
     async def _collect(self, replaced: _Replaced) -> None:
         bucket, target = self._bucket, self.attempt.target
         listing = await bucket.listing(target)
+        # A new listing: between the first one and the commit, losers may have written further files under ids that are
+        # known to have lost.
         old = [name for name in listing.files if name in replaced.shards or owner_of(name) in replaced.ids]
         await bucket.delete(target, old)
 
