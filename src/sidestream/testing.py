@@ -20,8 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 import pytest
 import torch
 
-from . import blocking
-from ._run.retention import KeepLast
+import sidestream
+
 from ._runtime.threads import Deadline, time_limit
 from ._storage.clients.requests import LoopCall
 from .errors import CheckpointExistsError, CheckpointNotFoundError, InvalidOptionError, StorageError
@@ -150,17 +150,17 @@ class StorePlace:
 
 
 def _save(place: StorePlace, seed: int, name: str = "ckpt", *, rows: int = _FEW, **options: Any) -> Any:
-    return blocking.save(_state(seed, rows), f"{place.url}/{name}", storage=place.storage, **options)
+    return sidestream.blocking.save(_state(seed, rows), f"{place.url}/{name}", storage=place.storage, **options)
 
 
-def _start(place: StorePlace, seed: int, *, rows: int = _FEW, **options: Any) -> blocking.PendingSave:
-    return blocking.async_save(_state(seed, rows), f"{place.url}/ckpt", storage=place.storage, **options)
+def _start(place: StorePlace, seed: int, *, rows: int = _FEW, **options: Any) -> sidestream.blocking.PendingSave:
+    return sidestream.blocking.async_save(_state(seed, rows), f"{place.url}/ckpt", storage=place.storage, **options)
 
 
 def _load(place: StorePlace, name: str = "ckpt", rows: int = _FEW) -> int:
     """Load and verify a checkpoint, and return its seed."""
     target = _state(-1, rows)
-    blocking.load(target, f"{place.url}/{name}", storage=place.storage)
+    sidestream.blocking.load(target, f"{place.url}/{name}", storage=place.storage)
     return _seed_of(target)
 
 
@@ -174,7 +174,7 @@ def _require_loads(
 
 def _exists(place: StorePlace, name: str = "ckpt") -> bool:
     try:
-        blocking.open_checkpoint(f"{place.url}/{name}", storage=place.storage)
+        sidestream.blocking.open_checkpoint(f"{place.url}/{name}", storage=place.storage)
     except CheckpointNotFoundError:
         return False
     return True
@@ -200,7 +200,7 @@ def _seed_of(state: Mapping[str, Any]) -> int:
     return seed
 
 
-def _failed(saves: Iterable[blocking.PendingSave]) -> list[Exception | None]:
+def _failed(saves: Iterable[sidestream.blocking.PendingSave]) -> list[Exception | None]:
     """Wait for the saves, and return what each of them raised."""
     ends: list[Exception | None] = []
     for pending in saves:
@@ -236,14 +236,14 @@ class OperationTests:
         """Whole, by rows, as files beside it, and verified."""
         info = _save(writable, 3, rows=_MANY, files={"config.json": b"{}"}, metadata={"run": "a"})
         _require_loads(writable, 3, rows=_MANY)
-        opened = blocking.open_checkpoint(f"{writable.url}/ckpt", storage=writable.storage)
+        opened = sidestream.blocking.open_checkpoint(f"{writable.url}/ckpt", storage=writable.storage)
         _require(opened.save_id == info.save_id, "another save was opened than was made", _VISIBLE)
         _require(opened.metadata == {"run": "a"}, f"its metadata is {opened.metadata}", _VISIBLE)
         _require(opened.file("config.json") == b"{}", "the file beside the state has another content", _VISIBLE)
         _require(_seed_of(opened.state_dict()) == 3, "state_dict() has the state of another save", _VISIBLE)
         rows = opened.tensor("rows", slice(100, 900))
         _require(torch.equal(rows, _state(3, _MANY)["rows"][100:900]), "rows 100 to 900 of a tensor are others", _RANGE)
-        report = blocking.verify(f"{writable.url}/ckpt", storage=writable.storage)
+        report = sidestream.blocking.verify(f"{writable.url}/ckpt", storage=writable.storage)
         _require(report.ok, f"verify has found damage: {report}", _VISIBLE)
 
     def test_a_streamed_checkpoint_comes_back(self, writable: StorePlace) -> None:
@@ -255,10 +255,14 @@ class OperationTests:
         """No call takes it for an empty or a damaged checkpoint."""
         url = f"{place.url}/none"
         _require_refusal(CheckpointNotFoundError, lambda: _load(place, "none"), _ABSENT)
-        _require_refusal(CheckpointNotFoundError, lambda: blocking.verify(url, storage=place.storage), _ABSENT)
+        _require_refusal(
+            CheckpointNotFoundError, lambda: sidestream.blocking.verify(url, storage=place.storage), _ABSENT
+        )
         _require(not _exists(place, "none"), "a checkpoint was opened where none is", _ABSENT)
         if place.capabilities.listing:
-            _require_refusal(CheckpointNotFoundError, lambda: blocking.remove(url, storage=place.storage), _ABSENT)
+            _require_refusal(
+                CheckpointNotFoundError, lambda: sidestream.blocking.remove(url, storage=place.storage), _ABSENT
+            )
 
     def test_what_exists_stays(self, writable: StorePlace) -> None:
         """A second save to the same target is refused."""
@@ -331,7 +335,7 @@ class OperationTests:
         """And its name can be used again."""
         _save(writable, 1)
         _save(writable, 2, "ckpt-2")
-        blocking.remove(f"{writable.url}/ckpt", storage=writable.storage)
+        sidestream.blocking.remove(f"{writable.url}/ckpt", storage=writable.storage)
         _require(not _exists(writable), "a removed checkpoint can be opened", _DELETED)
         _require_loads(writable, 2, _DELETED, "ckpt-2")
         _save(writable, 3)
@@ -339,14 +343,14 @@ class OperationTests:
 
     def test_a_run(self, writable: StorePlace) -> None:
         """Steps, one of which is saved again; retention; a second program that continues from the newest."""
-        url, keep = f"{writable.url}/run", KeepLast(2)
+        url, keep = f"{writable.url}/run", sidestream.KeepLast(2)
         target = _state(-1)
-        with blocking.Checkpointer(url, keep=keep, storage=writable.storage) as checkpoints:
+        with sidestream.blocking.Checkpointer(url, keep=keep, storage=writable.storage) as checkpoints:
             _require(checkpoints.restore(target) is None, "a step was restored from a run without any", _RUN)
             for step in (1, 2, 3, 10):
                 checkpoints.save(_state(step), step=step)
             checkpoints.save(_state(11), step=10)
-        with blocking.Checkpointer(url, keep=keep, storage=writable.storage) as checkpoints:
+        with sidestream.blocking.Checkpointer(url, keep=keep, storage=writable.storage) as checkpoints:
             _require(checkpoints.steps() == [3, 10], f"steps {checkpoints.steps()} of 1, 2, 3, 10 are left", _RUN)
             newest = checkpoints.restore(target)
             _require((newest, _seed_of(target)) == (10, 11), f"{_seed_of(target)}, step {newest}, was restored", _RUN)
@@ -356,7 +360,7 @@ class OperationTests:
     def test_mapped_files(self, writable: StorePlace) -> None:
         """With ``mapping`` a state can be the pages of files, and its changes are private; else this is refused."""
         _save(writable, 1)
-        opened = blocking.open_checkpoint(f"{writable.url}/ckpt", storage=writable.storage)
+        opened = sidestream.blocking.open_checkpoint(f"{writable.url}/ckpt", storage=writable.storage)
         if not writable.capabilities.mapping:
             _require_refusal(InvalidOptionError, lambda: opened.state_dict(memory="mapped"), _MAPPED)
             return
@@ -433,13 +437,13 @@ class StoreTests(OperationTests):
 
     def test_it_is_read_only(self, store: BlobStore, place: StorePlace, tmp_path: Path) -> None:
         """Files of a checkpoint that another program wrote can be loaded; without ``listing`` a save is refused."""
-        blocking.save(_state(5), tmp_path / "source")
+        sidestream.blocking.save(_state(5), tmp_path / "source")
         files = {f"{place.url}/ckpt/{one.name}": one.read_bytes() for one in (tmp_path / "source").iterdir()}
         run(lambda: self.fill(store, files))
         _require_loads(place, 5)
         if not place.capabilities.listing:
             _require_refusal(InvalidOptionError, lambda: _save(place, 6, "other"), _LISTED)
-            with blocking.Checkpointer(place.url, storage=place.storage) as checkpoints:
+            with sidestream.blocking.Checkpointer(place.url, storage=place.storage) as checkpoints:
                 _require_refusal(StorageError, checkpoints.steps, _LISTED)
 
     def test_saves_leave_nothing_behind(self, writing: BlobStore, place: StorePlace) -> None:
@@ -449,7 +453,7 @@ class StoreTests(OperationTests):
         self._is_alone(writing, place)
         overwrite = writing.capabilities.versions
         if not overwrite:
-            blocking.remove(f"{place.url}/ckpt", storage=place.storage)
+            sidestream.blocking.remove(f"{place.url}/ckpt", storage=place.storage)
         cancelled = _start(place, 3, rows=_MANY, overwrite=overwrite)
         cancelled.cancel()
         if cancelled.outcome == "absent":
@@ -822,7 +826,7 @@ class StoreTests(OperationTests):
     @staticmethod
     def _is_alone(store: BlobStore, place: StorePlace) -> None:
         """Require that the only files at the target are those of the save that a reader finds."""
-        found = blocking.open_checkpoint(f"{place.url}/ckpt", storage=place.storage).save_id
+        found = sidestream.blocking.open_checkpoint(f"{place.url}/ckpt", storage=place.storage).save_id
         files = run(lambda: store.listing(f"{place.url}/ckpt")).files
         others = sorted(name for name in files if name != ".metadata" and found not in name)
         _require(not others, f"beside those of {found} there are {others}", _NOTHING_LEFT)

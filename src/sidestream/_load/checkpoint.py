@@ -31,11 +31,9 @@ from .._runtime.torch_probes import dtype_from_name
 from .._staging.streams import Streams, streams_of
 from .._storage import Location, RangeSource, locate_directory
 from ..errors import (
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     InvalidOptionError,
     MissingKeysError,
-    SidestreamError,
     UnsupportedCheckpointError,
 )
 from ..options import (
@@ -54,7 +52,7 @@ from ..options import (
 from .composites import build_composites, check_types
 from .kinds import Kinds, chosen_of, indices_of, nested
 from .new_tensors import NewTensors, new_tensors
-from .open.manifest import all_there, check_not_replaced, open_manifest, replaced, was_replaced
+from .open.manifest import all_there, check_not_replaced, is_gone, open_manifest, replaced
 from .open.mmap import map_tensors
 from .operation import LoadLifecycle, ReadCall, reading
 from .reader import Reader, Wanted
@@ -500,7 +498,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         with time_limit(Deadline.after(self._timeout_s)):
             async with self._unless_replaced(), aclosing(self._location.source()) as source:
                 report = await verify_manifest(source, self.url, self._manifest, progress)
-            if not report.ok and await self._was_replaced(None):
+            if not report.ok and await is_gone(self._location, self._manifest):
                 raise replaced(self.url, self._manifest)
             return report
 
@@ -522,24 +520,9 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             with all_there(self.url, _MISSING):
                 yield
         except CorruptCheckpointError as error:
-            if await self._was_replaced(error.__cause__):
+            if await is_gone(self._location, self._manifest, error.__cause__):
                 raise replaced(self.url, self._manifest) from error
             raise
-
-    async def _was_replaced(self, cause: BaseException | None) -> bool:
-        """Return whether another checkpoint, or nothing, has taken the place of this one. ``cause`` is the reason for
-        which a file could not be read."""
-        if self._manifest.own:
-            return await was_replaced(self._location, self._manifest)
-        # An export has no id, so its names and places are compared. A single file cannot be opened by this location.
-        if self._location.name == ".":
-            return isinstance(cause, FileNotFoundError)
-        try:
-            source, manifest = await open_manifest(self._location)
-        except SidestreamError as error:
-            return isinstance(error, CheckpointNotFoundError)
-        await source.aclose()
-        return manifest.entries != self._manifest.entries
 
     def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
         entries = self._manifest.entries

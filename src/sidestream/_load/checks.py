@@ -18,7 +18,6 @@ from .._format.checksum import (
     crc32,
     installed_digest,
     join_blocks,
-    pack_crcs,
     unpack_crcs,
 )
 from .._format.frame import frame_tensor
@@ -70,7 +69,7 @@ class SmallItem(NamedTuple):
         start, end = len(frame.header), len(frame.header) + frame.payload_bytes
         crc = crc32(view[start:end])
         return (
-            chunk.crcs == pack_crcs([crc] if frame.payload_bytes else [])
+            list(unpack_crcs(chunk.crcs or b"")) == ([crc] if frame.payload_bytes else [])
             and bytes(view[:start]) == frame.header
             and bytes(view[end:]) == frame.trailer(crc)
         )

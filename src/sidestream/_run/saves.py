@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from .._group import Deadline, Operation, prepare_together, stoppable
-from .._layout.values import encode_metadata
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from .._save.api import (
     Lifecycle,
@@ -425,7 +424,6 @@ class Saves:
         async def checked() -> SaveRequest:
             step_number(step)
             wanted = self.options if options is None else self._checked(options)
-            described, sources = encode_metadata(metadata), check_sources(files)
             if not promised:
                 self._raise_unretrieved_to_all(operation) if operation else self.raise_unretrieved()
             return SaveRequest(
@@ -434,8 +432,8 @@ class Saves:
                 stager=self._stager,
                 worker=self._worker,
                 step=step,
-                metadata=described,
-                files=sources,
+                metadata=metadata,
+                files=check_sources(files),
                 exports=self._exports.of(step, run.at(step_name(step, 1)).url),
             )
 
@@ -497,8 +495,8 @@ class Saves:
                 raise
             # The other ranks wait for this one, so the error has to reach them: it becomes a save that fails on all.
             return FailedSave(operation, target.url, error), None
-        # After the launch: if it raises, the generation is free for the next save. In a group the generation was claimed
-        # with the slot.
+        # After the launch: if it raises, the generation is free for the next save. In a group the generation was
+        # claimed with the slot.
         if operation is None:
             self._generations.started(step, generation)
         leads = operation is None or operation.rank == 0

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from .._format.records import Node
@@ -215,7 +215,7 @@ def async_save(
             options=chosen,
             stager=stager,
             worker=choose_worker(chosen.writer, location.store),
-            metadata=encode_metadata(metadata),
+            metadata=metadata,
             files=files,
             exports=exports,
             overwrite=overwrite,
@@ -251,10 +251,15 @@ class SaveRequest:
     stager: AsyncStager | None
     worker: tuple[Worker | None, bool] = (None, False)
     step: int | None = None
-    metadata: Node = None
+    metadata: InitVar[Mapping[str, Any] | None] = None
     files: Mapping[str, FileSource] | None = None
     exports: tuple[PendingExport, ...] = ()
     overwrite: bool = False
+    encoded_metadata: Node = field(init=False)
+
+    def __post_init__(self, metadata: Mapping[str, Any] | None) -> None:
+        # Now, and not when the save begins: it may wait for a slot, and the caller may change its dict meanwhile.
+        object.__setattr__(self, "encoded_metadata", encode_metadata(metadata))
 
     def start(
         self,
@@ -296,7 +301,7 @@ class SaveRequest:
             generation,
             STREAM_BYTES if options.streaming else None,
             options.digest,
-            self.metadata,
+            self.encoded_metadata,
             operation,
             *self.worker,
             kind="replacement" if self.overwrite else "directory",

@@ -170,9 +170,9 @@ class LiveWriter:
             with time_limit(order.deadline):
                 if order.worker is not None:
                     order.worker.start()  # while the plan is made
-                # The order is a promise. A state that cannot be saved fails in ``plan``, and one that does not fit on the
-                # disk in ``take``, before the attempt is made: nothing has to be removed after them. In a group the
-                # transaction is not touched before the plan, because the ranks get the id of the save with it.
+                # The order is a promise. A state that cannot be saved fails in ``plan``, and one that does not fit on
+                # the disk in ``take``, before the attempt is made: nothing has to be removed after them. In a group
+                # the transaction is not touched before the plan, because the ranks get the id of the save with it.
                 plan = stage.plan(stop)
                 order.lifecycle.planned(order.save_id)
                 order.space.take(order.transaction, plan.nbytes, alone=True)

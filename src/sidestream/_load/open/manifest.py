@@ -33,6 +33,7 @@ __all__ = [
     "all_there",
     "check_not_replaced",
     "from_one_checkpoint",
+    "is_gone",
     "metadata_of",
     "naming",
     "open_manifest",
@@ -261,8 +262,24 @@ def replaced(url: str, manifest: Manifest) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"{url}: {which} is not there any more, it was replaced or removed: open it again")
 
 
+async def is_gone(location: Location, manifest: Manifest, cause: BaseException | None = None) -> bool:
+    """Return whether another checkpoint, or nothing, has taken the place of the one that was opened, whoever wrote it.
+    ``cause`` is the reason for which a file could not be read, if it is known."""
+    if manifest.own:
+        return await was_replaced(location, manifest)
+    # An export has no id, so its names and places are compared. A single file cannot be opened by this location.
+    if location.name == ".":
+        return isinstance(cause, FileNotFoundError)
+    try:
+        source, found = await open_manifest(location)
+    except SidestreamError as error:
+        return isinstance(error, CheckpointNotFoundError)
+    await source.aclose()
+    return found.entries != manifest.entries
+
+
 async def was_replaced(location: Location, manifest: Manifest) -> bool:
-    """Return whether another checkpoint of sidestream, or nothing, has taken the place of the one of ``manifest``."""
+    """Return whether another checkpoint of sidestream, or nothing, has taken the place of this one."""
     if not manifest.own:
         return False
     async with aclosing(location.source()) as source:
