@@ -53,7 +53,7 @@ _SUPPRESSED = "with suppress(OSError):\n                    os.fsync(descriptor)
 _IN_USE = (
     '        return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)\n'
 )
-_GOING = "                    going = [step for step in chosen.values() if step.order < newest.order]\n"
+_DELETABLE = "                    deletable = [step for step in chosen.values() if step.order < newest.order]\n"
 _LOCAL = "_storage/local/publishing.py"
 _REMOVE_TREE = "from .directories import remove_tree"  # a mutant needs more than its module imports
 _DIRECTORIES = "_storage/local/directories.py"
@@ -188,7 +188,7 @@ MUTANTS = (
            'tail, stuck)\n        self.outcome = "unknown"\n', 'tail, stuck)\n        self.outcome = "absent"\n',
            "faults", "late_and_dead"),
     Mutant("a sent commit is not read back", _TRANSACTION,
-           '            await run_shielded(lambda: self._read_back(name, tail, stuck))\n',
+           '            await run_shielded(self._read_back, name, tail, stuck)\n',
            '            self.outcome = "absent"\n', "faults"),
     Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults"),
     Mutant("a short read counts as a whole one", "_storage/local/read.py", "            done += count\n",
@@ -211,8 +211,9 @@ MUTANTS = (
     Mutant("nothing is verified before older steps go", _PRUNING, "        if step in self._verified:\n",
            "        if True:\n", "retention"),
     Mutant("a reader's lease is not looked for", _PRUNING, _IN_USE, "        return False\n", "retention"),
-    Mutant("damaged steps are deleted like others", _PRUNING, _GOING,
-           _GOING + "                    going += [self._known[name] for name in self._damaged]\n", "retention"),
+    Mutant("damaged steps are deleted like others", _PRUNING, _DELETABLE,
+           _DELETABLE + "                    deletable += [self._known[name] for name in self._damaged]\n",
+           "retention"),
     # cancelling
     Mutant("a cancelled save is left to itself", "_save/api.py",
            "        pending.cancel()\n        await run_shielded(pending.ended)\n", "", "cancels"),

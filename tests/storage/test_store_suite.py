@@ -27,7 +27,7 @@ import sidestream
 from sidestream import testing
 from sidestream._runtime.threads import Stop
 from sidestream._storage import BytesBody, locate_run
-from sidestream._storage.clients.requests import fate_of
+from sidestream._storage.clients.requests import failure_kind
 from sidestream.options import BlobStore, Capabilities
 from sidestream.testing import OperationTests, StorePlace, StoreTests
 
@@ -44,7 +44,7 @@ class TestLocal(OperationTests):
 class TestMarked(OperationTests):
     @pytest.fixture
     def place(self, tmp_path: Path) -> StorePlace:
-        can = Capabilities(create_only=True, listing=True, versions=True, mapping=True)
+        can = Capabilities(create_only=True, listing=True, mapping=True)
         return StorePlace(url=str(tmp_path / "run"), storage=sidestream.Storage(commit="marker"), capabilities=can)
 
 
@@ -79,7 +79,7 @@ class Client:
                 return await getattr(engine, method)(self.bucket.key(name), *arguments, **keywords)
             except Exception as error:
                 errors = {"absent": FileNotFoundError, "taken": FileExistsError, "transient": None}
-                if (wanted := errors.get(fate_of(error), OSError)) is not None:
+                if (wanted := errors.get(failure_kind(error), OSError)) is not None:
                     raise wanted(str(error)) from error
 
     async def put(self, name: str, content: bytes, *, mode: str) -> None:

@@ -263,8 +263,8 @@ def replaced(url: str, manifest: Manifest) -> CheckpointNotFoundError:
 
 
 async def is_gone(location: Location, manifest: Manifest, cause: BaseException | None = None) -> bool:
-    """Return whether another checkpoint, or nothing, has taken the place of the one that was opened, whoever wrote it.
-    ``cause`` is the reason for which a file could not be read, if it is known."""
+    """Return whether another checkpoint, or nothing, has taken the place of the one that was opened, which may be of
+    another writer. ``cause`` is the reason for which a file could not be read, if it is known."""
     if manifest.own:
         return await was_replaced(location, manifest)
     # An export has no id, so its names and places are compared. A single file cannot be opened by this location.
