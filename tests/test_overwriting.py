@@ -520,9 +520,11 @@ async def test_an_export_that_is_replaced_while_it_is_read_is_not_damaged(
 
 
 async def test_an_open_export_that_is_replaced_or_removed_is_not_damaged(tmp_path: Path) -> None:
-    """It has other files, one that ends earlier, or none."""
+    """It has other files, one that ends earlier, one of the same size with the same or other places, or none."""
     large = {"a": torch.zeros(1000), "b": torch.zeros(300)}
-    others = ((large, 1), ({"a": torch.ones(3), "b": torch.ones(2)}, 1 << 20), None)
+    same = {name: tensor + 1 for name, tensor in large.items()}
+    split = {"a": torch.ones(300), "b": torch.ones(1000)}
+    others = ((large, 1), ({"a": torch.ones(3), "b": torch.ones(2)}, 1 << 20), (same, 1 << 20), (split, 1 << 20), None)
     for number, other in enumerate(others):
         place = tmp_path / f"hf-{number}"
         await save(large, tmp_path / f"old-{number}", export=HF(place))
@@ -530,8 +532,9 @@ async def test_an_open_export_that_is_replaced_or_removed_is_not_damaged(tmp_pat
         await remove(place)
         if other is not None:
             await save(other[0], tmp_path / f"new-{number}", export=HF(place, max_shard_bytes=other[1]))
-        with pytest.raises(CheckpointNotFoundError, match="that was opened is not there any more"):
-            await opened.tensor("b")
+        for call in (opened.tensor("b"), opened.state_dict(), opened.verify()):
+            with pytest.raises(CheckpointNotFoundError, match="that was opened is not there any more"):
+                await call
 
 
 async def test_an_open_checkpoint_that_is_removed_names_its_save(tmp_path: Path) -> None:

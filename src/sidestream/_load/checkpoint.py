@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,8 +148,9 @@ async def open_from(
         lifecycle.opened(manifest)
         # An open ``Checkpoint`` holds nothing open, so it needs no ``close`` and no loop. Each call opens the files
         # anew, and compares the marker with the manifest first where another checkpoint could have taken their names.
+        versions = {} if manifest.own else await source.versions(manifest.files)
         await source.aclose()
-    return Checkpoint(replace(location, name=source.name), manifest, verify, timeout_s, allowed, trust)
+    return Checkpoint(replace(location, name=source.name), manifest, verify, timeout_s, allowed, trust, versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +180,11 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         verify: Verify,
         timeout_s: float,
         allow: Allowed,
-        trust: Trust = "data",
+        trust: Trust,
+        versions: Mapping[str, Hashable],
     ) -> None:
         self._location = location
+        self._versions = versions
         self._manifest = manifest
         self._verify: Verify = verify
         self._timeout_s = timeout_s
@@ -497,6 +500,8 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         """
         with time_limit(Deadline.after(self._timeout_s)):
             async with self._unless_replaced(), aclosing(self._location.source()) as source:
+                if not self._manifest.own:  # otherwise the marker is compared as well, and is in the report
+                    await self._check_not_replaced(source)
                 report = await verify_manifest(source, self.url, self._manifest, progress)
             if not report.ok and await is_gone(self._location, self._manifest):
                 raise replaced(self.url, self._manifest)
@@ -508,9 +513,12 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         if a file is missing that was there when the checkpoint was opened, and ``CheckpointNotFoundError``."""
         with reading(call, self.url) as lifecycle, time_limit(Deadline.after(self._timeout_s)):
             async with self._unless_replaced(), aclosing(self._location.source()) as source:
-                await check_not_replaced(source, self._location, self._manifest)
+                await self._check_not_replaced(source)
                 lifecycle.opened(self._manifest)
                 yield _Files(source, lifecycle)
+
+    async def _check_not_replaced(self, source: RangeSource) -> None:
+        await check_not_replaced(source, self._location, self._manifest, self._versions)
 
     @asynccontextmanager
     async def _unless_replaced(self) -> AsyncIterator[None]:

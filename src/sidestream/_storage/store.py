@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from mmap import mmap
@@ -197,6 +197,11 @@ class RangeSource(ABC):
     @abstractmethod
     async def sizes(self) -> dict[str, int]:
         """Do ``Store.sizes`` of the directory."""
+
+    async def versions(self, files: Iterable[str]) -> dict[str, Hashable]:
+        """Return for each of ``files`` what differs if another file has taken its name. Empty if the storage does not
+        show that. Raises ``FileNotFoundError``."""
+        return {}
 
     @abstractmethod
     async def map(self, file: str, nbytes: int) -> mmap:

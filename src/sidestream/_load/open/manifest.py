@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -244,11 +244,16 @@ async def _read_single(source: RangeSource, location: Location) -> Manifest:
     return manifest
 
 
-async def check_not_replaced(source: RangeSource, location: Location, manifest: Manifest) -> None:
+async def check_not_replaced(
+    source: RangeSource, location: Location, manifest: Manifest, versions: Mapping[str, Hashable]
+) -> None:
     """Raise ``CheckpointNotFoundError`` if the checkpoint that is now at ``location`` is not the one of ``manifest``.
 
     This is only checked if the files of the two checkpoints may have the same names. On object storage, which has no
-    rename, names contain the id of the save, and so do the names of parts everywhere."""
+    rename, names contain the id of the save, and so do the names of parts everywhere. The files of other writers and of
+    exports carry no id: their ``versions`` are those of the files when the checkpoint was opened."""
+    if not manifest.own and await source.versions(versions) != versions:
+        raise replaced(location.url, manifest)
     if not location.store.capabilities.rename or not manifest.own or manifest.parts:
         return
     marker = await source.marker()

@@ -11,7 +11,7 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
@@ -93,6 +93,9 @@ class LocalSource(RangeSource):
 
     async def sizes(self) -> dict[str, int]:
         return await run_io(sizes_in, self._path, self._directory)
+
+    async def versions(self, files: Iterable[str]) -> dict[str, Hashable]:
+        return await run_io(_versions_of, tuple(files), self._path, self._directory)
 
     async def map(self, file: str, nbytes: int) -> mmap.mmap:
         return await run_io(map_file, self._path / file, self._directory, nbytes)
@@ -299,6 +302,16 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
 def size_of(path: Path, within: OpenDirectory) -> int:
     with _os_errors_as("looking at this path", path), _place(path, within) as (name, directory):
         return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
+
+
+def _versions_of(files: Sequence[str], path: Path, within: OpenDirectory) -> dict[str, Hashable]:
+    # The inode alone is not enough: the file system gives the number of a deleted file to the next one.
+    found: dict[str, Hashable] = {}
+    for file in files:
+        with _os_errors_as("looking at this path", path / file), _place(path / file, within) as (name, directory):
+            status = os.stat(name, dir_fd=directory)
+        found[file] = status.st_ino, status.st_mtime_ns, status.st_size
+    return found
 
 
 def _moved(path: Path, within: OpenDirectory) -> bool:
