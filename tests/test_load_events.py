@@ -159,7 +159,7 @@ async def test_what_cannot_be_opened_or_read(tmp_path: Path) -> None:
     assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
     assert (seen[-1].phase, seen[-1].error_type, seen[-1].written) == ("read", "CorruptCheckpointError", 0)
     await sidestream.save(state(), tmp_path / "a", overwrite=True)
-    with watched(LoadEvent) as seen, pytest.raises(CorruptCheckpointError, match="replaced"):
+    with watched(LoadEvent) as seen, pytest.raises(CheckpointNotFoundError, match="replaced"):
         await checkpoint.tensor("weights")
     assert names(seen) == ["LoadStarted", "LoadFailed"]
     assert seen[-1].phase == "open"

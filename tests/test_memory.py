@@ -212,8 +212,8 @@ async def test_where_there_is_no_time_between_saves_the_third_one_touches_what_i
             assert reserved(stager) < STATE_MIB
         sizes = stager._idle._wanted
         assert sizes is not None
-        assert stager._idle.grows_to(list(sizes))
-        assert not stager._idle.grows_to(list(sizes[1:]))
+        assert stager._idle.will_grow_to(list(sizes))
+        assert not stager._idle.will_grow_to(list(sizes[1:]))
         for turn in range(2, 4):
             await save(state_of(turn), tmp_path / str(turn), stager)
             assert stager._idle._wanted == sizes, "it is still to grow, when there is time"

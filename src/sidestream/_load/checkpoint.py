@@ -503,7 +503,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
                 if not self._manifest.own:  # otherwise the marker is compared as well, and is in the report
                     await self._check_not_replaced(source)
                 report = await verify_manifest(source, self.url, self._manifest, progress)
-            if not report.ok and await is_gone(self._location, self._manifest):
+            if not report.ok and await is_gone(self._location, self._manifest, self._versions):
                 raise replaced(self.url, self._manifest)
             return report
 
@@ -528,7 +528,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             with all_there(self.url, _MISSING):
                 yield
         except CorruptCheckpointError as error:
-            if await is_gone(self._location, self._manifest, error.__cause__):
+            if await is_gone(self._location, self._manifest, self._versions, error.__cause__):
                 raise replaced(self.url, self._manifest) from error
             raise
 

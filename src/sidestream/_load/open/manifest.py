@@ -267,20 +267,23 @@ def replaced(url: str, manifest: Manifest) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"{url}: {which} is not there any more, it was replaced or removed: open it again")
 
 
-async def is_gone(location: Location, manifest: Manifest, cause: BaseException | None = None) -> bool:
+async def is_gone(
+    location: Location, manifest: Manifest, versions: Mapping[str, Hashable], cause: BaseException | None = None
+) -> bool:
     """Return whether another checkpoint, or nothing, has taken the place of the one that was opened, which may be of
-    another writer. ``cause`` is the reason for which a file could not be read, if it is known."""
+    another writer. ``versions`` as in ``check_not_replaced``. ``cause`` is the reason for which a file could not be
+    read, if it is known."""
     if manifest.own:
         return await was_replaced(location, manifest)
-    # An export has no id, so its names and places are compared. A single file cannot be opened by this location.
-    if location.name == ".":
+    if location.name == ".":  # a single file, which this location does not open
         return isinstance(cause, FileNotFoundError)
     try:
         source, found = await open_manifest(location)
     except SidestreamError as error:
         return isinstance(error, CheckpointNotFoundError)
-    await source.aclose()
-    return found.entries != manifest.entries
+    async with aclosing(source):
+        # Entries are not compared: those that cannot be read hold errors, and no error equals another one.
+        return found.files != manifest.files or await source.versions(versions) != versions
 
 
 async def was_replaced(location: Location, manifest: Manifest) -> bool:
