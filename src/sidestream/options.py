@@ -496,7 +496,6 @@ class WriterProcess:
 
     Args:
         nice: What is added to the nice value of the trainer, from 0 to 19. On Linux it runs under ``SCHED_BATCH``.
-            Copies that the trainer may wait for are made without it.
         io_priority: The priority at the disk (``options.IoPriority``).
         affinity: The numbers of the processors that it may use. None: those of the trainer.
         max_bytes_per_second: The rate of its writes, all saves together. None: no limit.

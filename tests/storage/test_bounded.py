@@ -10,7 +10,7 @@ from fsspec.asyn import sync
 from sidestream._storage.clients.bounded import Bounded
 
 
-async def retrying(name: str, send: object) -> None:
+async def retrying(send: object) -> None:
     raise AssertionError("nothing is sent")
 
 

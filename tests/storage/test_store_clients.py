@@ -168,7 +168,7 @@ async def test_an_earlier_try_stays_uncertain() -> None:
         raise failures.pop()
 
     with pytest.raises(errors.StorageError, match="later") as raised, time_limit(Deadline.after(60)):
-        await Requests("s3://bucket/run", policy()).run("writing", "x", fail)
+        await Requests("s3://bucket/run", "bucket/run", policy()).run("writing", "x", fail)
     assert errors.is_uncertain(raised.value)
 
 
@@ -202,7 +202,7 @@ async def test_throttling_without_a_status_is_uncertain() -> None:
 
     async def write(timeout_s: float) -> None:
         with time_limit(Deadline.after(timeout_s)):
-            await Requests("s3://bucket/run", policy()).run("writing", "x", fail)
+            await Requests("s3://bucket/run", "bucket/run", policy()).run("writing", "x", fail)
 
     error = await late(write, lambda: tries)
     assert isinstance(error, errors.DeadlineExceededError)

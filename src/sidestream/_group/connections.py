@@ -112,8 +112,8 @@ class ConnectionThread:
         self._wakeup.setblocking(False)
         receiver.setblocking(False)
         self._selector.register(receiver, selectors.EVENT_READ, lambda _: self._drain_wakeups(receiver))
-        # Posts are appended without a lock, which a finalizer or a signal handler could find taken. The bell only ends
-        # a wait in ``select``: if it is full, the thread has been woken up already.
+        # Posts are appended without a lock, which a finalizer or a signal handler could find taken. ``_wakeup`` only
+        # ends a wait in ``select``: if it is full, the thread has been woken up already.
         self._work: deque[Callable[[], None]] = deque()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()

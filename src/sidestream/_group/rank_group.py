@@ -313,8 +313,8 @@ class Rank0(RankGroup):
         missing = expected - state.stopped
         if missing and not late:
             return
-        # All start over if each failure has that wish, every rank has stopped, and every rank has begun. If a rank has
-        # failed for another reason, the wishes of the others are only consequences, and its failure is the verdict.
+        # All start over if every failure asks for that, every rank has stopped, and every rank has begun. If a rank has
+        # failed for another reason, those failures are only consequences, and its failure is the verdict.
         others = [one for rank, one in state.failures.items() if rank not in state.restartable]
         if not others and not missing and len(state.begun) == self.world:
             self._all_start_over(state)

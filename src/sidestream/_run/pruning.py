@@ -174,7 +174,6 @@ class Pruner:
             # There are two cases. The newest step that stays verifies: older ones may go. It does not: it counts for no
             # policy, and the choice is made again without it. So a damaged step never costs a good one.
             while chosen := await self._choose(steps, protected):
-                # The newest step that is kept has to verify. A step that does not verify is left out of all policies.
                 newest = max((step for name, step in steps.items() if name not in chosen), key=lambda step: step.order)
                 if await verifies(newest):
                     deletable = [step for step in chosen.values() if step.order < newest.order]

@@ -72,8 +72,8 @@ def decide(size: int, states: Sequence[EntryState]) -> list[Decision]:
     """
     free = size - sum(state.has_slot for state in states)
     wanting = next((number for number, state in enumerate(states) if not state.wants_slot), len(states))
-    # Only among those that ask. In a group a save counts as called when every rank has called it. If the newest call of
-    # one rank decided, a rank that is always ahead would have every save skipped but the last.
+    # Only among those that want a slot: in a group, those that every rank has called. If the newest call of one rank
+    # decided, a rank that is always ahead would have every save skipped but the last.
     newest = max(
         (number for number in range(wanting) if states[number].when_full == "latest"),
         default=0,

@@ -157,7 +157,7 @@ class _LoopTurns:
             finally:  # a signal may end the nap, and the loop
                 _next_turn_at = 0.0
             self._intervals = 1
-        else:  # threads get the GIL while the loop sleeps, and waking it would gain nothing
+        else:
             self._intervals = min(2 * self._intervals, _MOST_INTERVALS)
         self._seen = _clocks()
         wait_s = self._intervals * _interval_s()

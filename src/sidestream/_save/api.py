@@ -251,7 +251,7 @@ class SaveRequest:
     stager: AsyncStager | None
     worker: tuple[Worker | None, bool] = (None, False)
     step: int | None = None
-    metadata: InitVar[Mapping[str, Any] | None] = None
+    metadata: InitVar[Mapping[str, Any] | None]
     files: Mapping[str, FileSource] | None = None
     exports: tuple[PendingExport, ...] = ()
     overwrite: bool = False

@@ -203,7 +203,8 @@ class SaveOrder:
             if not self._begun:
                 # On the first access, because the id of the save is a part of the attempt, and a group has it only
                 # after its planning. An export replaces an existing one as a whole where directories can be exchanged.
-                # Elsewhere its files keep the names that other programs look for, so the old ones are deleted first.
+                # Elsewhere its files keep the names that other programs look for, so the old ones are deleted first,
+                # or, on a marked mount, the export is refused.
                 # Ranks above 0 join the attempt of rank 0, and never make one.
                 kind = self.kind
                 if self.replaces_export and self.location.store.capabilities.rename:

@@ -686,8 +686,8 @@ class AsyncStager:
         # The free memory may be fragmented. With "skip" and "fail" a stage does not wait for its first image either.
         refuse = self._when_full in ("skip", "fail") and not staging.committed
         device = staging.device
-        # Read by ``hold_back`` in another thread: a fence that ends at its deadline says whether the stage had found no
-        # memory, or was only slow.
+        # Read by ``wait_until_read`` in another thread: a fence that ends at its deadline says whether the stage had
+        # found no memory, or was only slow.
         staging.waiting = True
         try:
             with nullcontext() if device is None else failing("while registering host memory", device.names):

@@ -415,10 +415,10 @@ class Transaction(ABC):
             _log.warning("what %s replaced could not be removed: %s", self.attempt.target, error)
 
 
-def run_without_loop(work: Callable[[], Coroutine[Any, Any, T]], doing: str, stop: Stop | None = None) -> T:
+def run_without_loop(work: Callable[[], Coroutine[Any, Any, T]], doing: str) -> T:
     """Run ``work()``, which makes requests to a store, on the event loop of the storage clients, and return its result.
     Called in a thread that runs no loop. Raises as ``LoopCall.result`` does."""
-    return LoopCall(work).result(doing, stop)
+    return LoopCall(work).result(doing)
 
 
 async def marker_in(name: str, read_tail: Callable[[str, int], Awaitable[bytes]]) -> Marker | None:

@@ -185,7 +185,7 @@ def _own_store(store: BlobStore, base: str, policy: StorePolicy) -> ObjectStore:
     if policy.cache_dir is not None:
         raise InvalidOptionError(f"cache_dir= needs an fsspec file system, not filesystem={type(store).__name__}")
     root = base.rpartition("://")[2].strip("/")
-    return ObjectStore(StoreEngine(store, root, policy), root, redacted(base), policy)
+    return ObjectStore(StoreEngine(store, policy), root, redacted(base), policy)
 
 
 def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy, client: Client | None) -> LateEngine:

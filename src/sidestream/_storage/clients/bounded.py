@@ -18,7 +18,7 @@ from fsspec.asyn import mirror_sync_methods, sync_wrapper
 
 __all__ = ["Bounded", "is_asynchronous"]
 
-Retrying = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]]
+Retrying = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 
 class Bounded:
@@ -53,8 +53,7 @@ class Bounded:
         call = filesystem._call_s3
 
         async def call_s3(method: str, *arguments: Any, **keywords: Any) -> Any:
-            name = f"{keywords.get('Bucket')}/{keywords.get('Key')}"
-            return await retrying(name, partial(call, method, *arguments, **keywords))
+            return await retrying(partial(call, method, *arguments, **keywords))
 
         self._timeout_s = 0.0  # each attempt has a time limit in ``retrying``
         filesystem.call_s3 = sync_wrapper(call_s3, obj=filesystem)

@@ -162,11 +162,10 @@ class StoreEngine(Engine):
     """The engine of a ``BlobStore``. Content is copied once, so that the store may keep the buffers that it is given.
     The ``concurrency`` of the policy limits how many parts of an upload are sent at once."""
 
-    def __init__(self, store: BlobStore, root: str, policy: StorePolicy) -> None:
+    def __init__(self, store: BlobStore, policy: StorePolicy) -> None:
         self.name = type(store).__name__
         self.capabilities = store.capabilities
         self._store = store
-        self._root = root
         self._policy = policy
 
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
@@ -210,7 +209,7 @@ class StoreEngine(Engine):
         return mapped
 
     def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
-        name = key.removeprefix(f"{self._root}/")
+        name = requests.name_of(key)
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
 
         def send(work: Callable[[], Awaitable[Any]]) -> LoopCall[Any]:

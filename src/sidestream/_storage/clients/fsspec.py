@@ -71,8 +71,8 @@ class FsspecEngine(Engine):
             self._upload(None, key, body, stop)
             return
 
-        async def retrying(name: str, send: Callable[[], Awaitable[Any]]) -> Any:
-            return await requests.run("uploading", name, send)
+        async def retrying(send: Callable[[], Awaitable[Any]]) -> Any:
+            return await requests.run("uploading", requests.name_of(key), send)
 
         bounded = Bounded(self.filesystem, self._policy.request_timeout_s, retrying)
         with stop.waking(bounded.stop):  # ``stop`` is also set when the deadline of the waiting caller passes

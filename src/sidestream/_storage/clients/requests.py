@@ -166,9 +166,11 @@ _DENIED = frozenset(
 
 @dataclass(slots=True)
 class Requests:
-    """The requests of one store. When the storage throttles one of them, all of them wait."""
+    """The requests of one store, whose keys begin with ``root``. When the storage throttles one of them, all of them
+    wait."""
 
     url: str
+    root: str
     policy: StorePolicy
     _quiet_until: float = field(default=0.0)
 
@@ -233,6 +235,10 @@ class Requests:
             deadline.check(doing)
             await asyncio.sleep(min(wait_s, deadline.remaining_s()))
         deadline.check(doing)
+
+    def name_of(self, key: str) -> str:
+        """Return the name of a key, relative to the root."""
+        return key.removeprefix(f"{self.root}/")
 
     def _at(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url

@@ -40,7 +40,7 @@ class Bucket:
         self.root = root.rstrip("/")
         self.url = url
         self.policy = policy
-        self.requests = Requests(url, policy)
+        self.requests = Requests(url, self.root, policy)
 
     def key(self, name: str) -> str:
         """Return the key of a name. ``.`` is the root itself."""
