@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 import sidestream
 from sidestream import HF, AsyncStager, Checkpointer, KeepLast, async_save, events, save, strip_prefix
-from sidestream._convert.export import _Piece, _StreamedFile
+from sidestream._convert.streamed import _Piece, _StreamedFile
 from sidestream._layout import save_layout
 from sidestream._runtime.threads import Stop
 from sidestream._storage import LocalStore
