@@ -262,14 +262,14 @@ def replaced(url: str, manifest: Manifest) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"{url}: {which} is not there any more, it was replaced or removed: open it again")
 
 
-async def is_gone(location: Location, manifest: Manifest, cause: BaseException | None = None) -> bool:
+async def is_gone(location: Location, manifest: Manifest) -> bool:
     """Return whether another checkpoint, or nothing, has taken the place of the one that was opened, which may be of
-    another writer. ``cause`` is the reason for which a file could not be read, if it is known."""
+    another writer."""
     if manifest.own:
         return await was_replaced(location, manifest)
-    # An export has no id, so its names and places are compared. A single file cannot be opened by this location.
+    # An export has no id, so its names and places are compared. The location of a single file names its directory.
     if location.name == ".":
-        return isinstance(cause, FileNotFoundError)
+        location = replace(location, name=next(iter(manifest.files)))
     try:
         source, found = await open_manifest(location)
     except SidestreamError as error:
@@ -279,7 +279,7 @@ async def is_gone(location: Location, manifest: Manifest, cause: BaseException |
 
 
 async def was_replaced(location: Location, manifest: Manifest) -> bool:
-    """Return whether another checkpoint of sidestream, or nothing, has taken the place of this one."""
+    """Return whether another checkpoint, or nothing, has taken the place of this one, if it is of sidestream."""
     if not manifest.own:
         return False
     async with aclosing(location.source()) as source:
@@ -289,7 +289,7 @@ async def was_replaced(location: Location, manifest: Manifest) -> bool:
             return not manifest.parts or await source.moved()
         except SidestreamError:
             return await source.moved()  # if not, the caller raises its own error
-    return marker is not None and marker.save_id != manifest.save_id
+    return marker is None or marker.save_id != manifest.save_id
 
 
 async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, Manifest], Awaitable[T]]) -> T:
@@ -302,7 +302,6 @@ async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, M
             try:
                 return await work(files, manifest)
             except CorruptCheckpointError as error:
-                # An export has no marker. When it is replaced, another directory has its name.
                 # Damage and replacement look the same to the code that reads. Only here, after a failure, is the marker
                 # compared. An export has none: when it is replaced, another directory has its name.
                 if not (await was_replaced(location, manifest) or await files.moved()):
