@@ -24,7 +24,7 @@ from _stepping import in_pools
 
 import sidestream
 from sidestream import errors
-from sidestream._convert import export
+from sidestream._convert import streamed
 from sidestream._runtime import abandoned, threads
 from sidestream._save import writer
 from sidestream._staging import cached
@@ -131,14 +131,14 @@ def test_closed_under_an_export(
 ) -> None:
     """The checkpoint is committed, and what the export has written is removed."""
     going, over = threading.Event(), threading.Event()
-    take = export._StreamedFile.take
+    take = streamed._StreamedFile.take
 
     def slow(self: Any, number: int, stop: Any) -> Any:
         going.set()
         assert over.wait(PATIENCE_S)
         return take(self, number, stop)
 
-    monkeypatch.setattr(export._StreamedFile, "take", slow)
+    monkeypatch.setattr(streamed._StreamedFile, "take", slow)
 
     async def begin() -> sidestream.PendingSave:
         pending = sidestream.async_save(make_state(2), tmp_path / "step-1", export=sidestream.HF(tmp_path / "hf"))
