@@ -553,7 +553,7 @@ def test_lets_a_downward_import_pass(source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from .._runtime.threads import run_sliced",
+        "from .._runtime.threads import io_threads",
         "from .._runtime import gil",
         "def f():\n    from sidestream._runtime.gil import holding_gil",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .._runtime.threads import Deadline",

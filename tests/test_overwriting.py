@@ -537,6 +537,35 @@ async def test_an_open_export_that_is_replaced_or_removed_is_not_damaged(tmp_pat
                 await call
 
 
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt"])
+@pytest.mark.parametrize("removed", [False, True])
+async def test_an_open_file_that_is_replaced_or_removed_is_not_damaged(
+    removed: bool, name: str, tmp_path: Path
+) -> None:
+    for number, state in enumerate(({"a": torch.zeros(1000)}, {"b": torch.ones(3)})):
+        await save(state, tmp_path / f"saved-{number}")
+        await sidestream.convert(tmp_path / f"saved-{number}", tmp_path / f"{number}-{name}")
+    file, other = tmp_path / f"0-{name}", tmp_path / f"1-{name}"
+    opened = await sidestream.open_checkpoint(file)
+    if removed:
+        file.unlink()
+    else:
+        other.replace(file)
+    for call in (opened.tensor("a"), opened.verify()):
+        with pytest.raises(CheckpointNotFoundError, match="that was opened is not there any more"):
+            await call
+
+
+async def test_an_open_checkpoint_of_ours_whose_place_another_writer_has_taken(tmp_path: Path) -> None:
+    await save(state_of(1), tmp_path / "last")
+    opened = await sidestream.open_checkpoint(tmp_path / "last")
+    await remove(tmp_path / "last")
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "last", no_dist=True)
+    for call in (opened.tensor("a"), opened.verify()):
+        with pytest.raises(CheckpointNotFoundError, match="is not there any more"):
+            await call
+
+
 async def test_an_open_checkpoint_that_is_removed_names_its_save(tmp_path: Path) -> None:
     info = await save(state_of(1), tmp_path / "last")
     opened = await sidestream.open_checkpoint(tmp_path / "last")

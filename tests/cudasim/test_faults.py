@@ -159,7 +159,7 @@ def no_device_memory() -> Iterator[None]:
 def test_a_full_device(mode: StageMode) -> None:
     async def run() -> None:
         async with AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode) as stager:
-            for _ in range(2):  # a fence just behind the call: hybrid learns that little is copied before it
+            for _ in range(2):  # as in a run: stages before the one that finds the device full
                 future = stager.stage({"t": torch.full((LARGE,), 1.0, device="cuda")})
                 stager.fence()
                 (await future).release()

@@ -336,8 +336,7 @@ class Sealer:
             if item.item_offset >= window.start:
                 _write(view, window, written, bytes(item.item_offset - written))
                 _write(view, window, item.item_offset, item.frame.header)
-            # The header of the item is written before its payload is read, so that ``total`` and ``passing`` see final
-            # bytes.
+            # The header of the item is written before its payload is read, so that ``total`` sees final bytes.
             start, end = _payload(window, item)
             blocks = block_crcs(view[start:end], self._burst)
             self._note_digests(index, view, window, item)

@@ -229,7 +229,7 @@ class Verification:
                 part = await read_part(self.source, sizes, marker)
                 # Each part has an id of its own, because parts are saved without the other ranks. ``storage_meta``
                 # names the one in the marker.
-                part = replace(part, save_id=marker.save_id)  # the id in storage_meta, which is not that of the part
+                part = replace(part, save_id=marker.save_id)
                 raw = await self.source.read_metadata(name, sizes.get(name, 0))
                 found = await io_threads().run(differences, part, raw, PART_ATTRIBUTE, name)
                 for difference in found:

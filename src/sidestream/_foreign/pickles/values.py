@@ -1,9 +1,9 @@
 """The conversion of decoded pickles to ``Node`` data, without the classes that they name.
 
-The kinds are those of ``records.Node``; ``open_value`` lists them. Numbers, strings, bytes, ``io.BytesIO``, containers,
-``torch.Size``, dtypes, devices, dense tensors, and numpy's scalars and arrays of plain numbers are data. Everything
-else raises an error, except objects of types that the caller allowed: a ``Node`` records the arguments of such an
-object and does not construct it.
+``_format/values.py`` lists the kinds. Numbers, strings, bytes, ``io.BytesIO``, containers, ``torch.Size``, dtypes,
+devices, dense tensors, and numpy's scalars and arrays of plain numbers are data. Everything else raises an error,
+except objects of types that the caller allowed: a ``Node`` records the arguments of such an object and does not
+construct it.
 """
 
 from __future__ import annotations

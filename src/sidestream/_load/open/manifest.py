@@ -267,16 +267,13 @@ def replaced(url: str, manifest: Manifest) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"{url}: {which} is not there any more, it was replaced or removed: open it again")
 
 
-async def is_gone(
-    location: Location, manifest: Manifest, versions: Mapping[str, Hashable], cause: BaseException | None = None
-) -> bool:
+async def is_gone(location: Location, manifest: Manifest, versions: Mapping[str, Hashable]) -> bool:
     """Return whether another checkpoint, or nothing, has taken the place of the one that was opened, which may be of
-    another writer. ``versions`` as in ``check_not_replaced``. ``cause`` is the reason for which a file could not be
-    read, if it is known."""
+    another writer. ``versions`` as in ``check_not_replaced``."""
     if manifest.own:
         return await was_replaced(location, manifest)
-    if location.name == ".":  # a single file, which this location does not open
-        return isinstance(cause, FileNotFoundError)
+    if location.name == ".":  # the location of a single file names its directory
+        location = replace(location, name=next(iter(manifest.files)))
     try:
         source, found = await open_manifest(location)
     except SidestreamError as error:
@@ -287,7 +284,7 @@ async def is_gone(
 
 
 async def was_replaced(location: Location, manifest: Manifest) -> bool:
-    """Return whether another checkpoint of sidestream, or nothing, has taken the place of this one."""
+    """Return whether another checkpoint, or nothing, has taken the place of this one, if it is of sidestream."""
     if not manifest.own:
         return False
     async with aclosing(location.source()) as source:
@@ -297,7 +294,7 @@ async def was_replaced(location: Location, manifest: Manifest) -> bool:
             return not manifest.parts or await source.moved()
         except SidestreamError:
             return await source.moved()  # if not, the caller raises its own error
-    return marker is not None and marker.save_id != manifest.save_id
+    return marker is None or marker.save_id != manifest.save_id
 
 
 async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, Manifest], Awaitable[T]]) -> T:
@@ -310,7 +307,6 @@ async def from_one_checkpoint(location: Location, work: Callable[[RangeSource, M
             try:
                 return await work(files, manifest)
             except CorruptCheckpointError as error:
-                # An export has no marker. When it is replaced, another directory has its name.
                 # Damage and replacement look the same to the code that reads. Only here, after a failure, is the marker
                 # compared. An export has none: when it is replaced, another directory has its name.
                 if not (await was_replaced(location, manifest) or await files.moved()):
