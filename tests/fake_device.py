@@ -67,6 +67,8 @@ class FakeDriver:
         """Raised when a copy is enqueued."""
         self.broken: Exception | None = None
         """Raised by every call, as by a device that has met an error."""
+        self.waited_for = threading.Event()
+        """Set when a thread waits for an event."""
         self.held: set[str] = set()
         """Names of streams that get nowhere."""
         self._devices: dict[int, Hashable] = {}
@@ -184,6 +186,7 @@ class FakeDriver:
         self._enqueue(stream, event)
 
     def synchronize(self, event: Event) -> None:
+        self.waited_for.set()
         assert event.passed.wait(60), "nobody drives the device"
         self._check()
         if self.fail is not None:

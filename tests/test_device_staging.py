@@ -379,6 +379,7 @@ async def test_every_call_says_that_the_device_has_failed_at_what_and_in_its_wor
     stager = on_fake(driver)
     in_flight, synchronized = stager.stage(state), stager.synchronize_staging()
     await asyncio.to_thread(stager.fence)  # it has been issued
+    assert await asyncio.to_thread(driver.waited_for.wait, 60)  # so that the fence is the next to notice
     broken(driver)
     seen: list[DeviceError] = []
 
