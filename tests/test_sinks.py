@@ -110,7 +110,7 @@ def save(
     known |= {name: options.pop(name) for name in ("durability", "timeout_s", "streaming") if name in options}
     exports = tuple(PendingExport(sink) for sink in sinks)
     wanted = sidestream.SaveOptions(**known)
-    request = SaveRequest(state=state, options=wanted, stager=stager, exports=exports, **options)
+    request = SaveRequest(state=state, options=wanted, stager=stager, metadata=None, exports=exports, **options)
     work = request.start(locate_directory(target))
     pending = PendingSave(work, exports)
     return pending, pending.exports

@@ -96,6 +96,7 @@ async def trial(chance: random.Random, place: Path, stager: AsyncStager, saver: 
                 options=sidestream.SaveOptions(durability="flush", timeout_s=60.0),
                 stager=stager,
                 worker=choose_worker(saver, locate_directory(place).store),
+                metadata=None,
                 exports=exports,
             )
             operation = request.start(locate_directory(place / str(number)))
