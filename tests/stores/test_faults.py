@@ -196,7 +196,7 @@ class Matrix:
                 took[str(case)] = time.monotonic() - begun
 
         self.lane.decide = decide
-        await asyncio.gather(*(list(index, case) for index, case in enumerate(cases)))
+        await asyncio.gather(*(in_turn(index, case) for index, case in enumerate(cases)))
         for case in cases:
             # How often a client lists or looks differs from save to save, so a later one may not come.
             if not case.met and case.times == 1 and case.point.nth == 1:

@@ -208,7 +208,7 @@ async def opened(url: str, how: dict[str, Any]) -> int | None:
     try:
         seed = seed_in(await checkpoint.state_dict(), 1)
         assert {name: await checkpoint.file(name) for name in checkpoint.files} == files_of(seed)
-    except errors.CorruptCheckpointError:  # it was replaced, and says so
+    except errors.CheckpointNotFoundError:  # it was replaced, and says so
         return None
     return seed
 

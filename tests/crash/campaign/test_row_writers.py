@@ -205,7 +205,7 @@ async def open_one(url: Path) -> int:
     try:
         seed = whole(await checkpoint.state_dict())
         files = {name: await checkpoint.file(name) for name in checkpoint.files}
-    except errors.CorruptCheckpointError:
+    except errors.CheckpointNotFoundError:
         return -1
     assert files == files_of(seed), f"seed {seed}, and files of another save"
     return seed
