@@ -137,7 +137,7 @@ def test_everything_on_the_second_device_makes_no_context_on_the_first(tmp_path:
     ended = script(CONTEXTS, tmp_path)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert len(lines) >= 19
+    assert len(lines) >= 18
     assert [line for line in lines if not line.startswith("01 ")] == [], ended.stdout
 
 
