@@ -16,7 +16,7 @@ import torch
 from sidestream import blocking
 from sidestream._convert.source import Source, open_source
 from sidestream._format.marker import Marker
-from sidestream._format.records import CompositeEntry, OpaqueEntry, TensorEntry, ValueEntry, parts_of
+from sidestream._format.records import CompositeEntry, OpaqueEntry, TensorEntry, ValueEntry
 from sidestream._run.steps import list_steps
 from sidestream._runtime.threads import Deadline
 from sidestream._storage import locate_directory, locate_run
@@ -147,7 +147,7 @@ def rows(url: str, pattern: str, options: Options = None) -> list[EntryRow]:
         if not fnmatchcase(name, pattern) or name in parts:
             continue
         if isinstance(one, CompositeEntry):
-            inside = [source.tensors[part].entry for part in parts_of(name, entries) if part in source.tensors]
+            inside = [source.tensors[part].entry for part in source.manifest.parts_of(name) if part in source.tensors]
             files = tuple(sorted({chunk.file for part in inside for chunk in part.chunks}))
             found.append(EntryRow(name, one.dtype, one.shape, sum(part.nbytes for part in inside), files))
         elif isinstance(one, TensorEntry | OpaqueEntry):

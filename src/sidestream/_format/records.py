@@ -47,7 +47,6 @@ __all__ = [
     "name_problem",
     "node_of_bytes",
     "part_name",
-    "parts_of",
     "path_of",
     "row_major_strides",
     "shape_problem",
@@ -286,16 +285,6 @@ def stored(entries: Mapping[str, Entry]) -> Mapping[str, Entry | Row]:
     return entries.found if isinstance(entries, Entries) else entries
 
 
-def parts_of(fqn: str, entries: Mapping[str, Entry]) -> list[str]:
-    """Return the FQNs of the parts of a composite tensor, and of the parts of these, in order."""
-    found: list[str] = []
-    entry = entries.get(fqn)
-    for part in entry.parts if isinstance(entry, CompositeEntry) else ():
-        name = f"{fqn}.{part}"
-        found += [name, *parts_of(name, entries)]
-    return found
-
-
 def all_parts(entries: Mapping[str, Entry]) -> set[str]:
     """Return the FQNs of the parts of all composite tensors."""
     composites = ((fqn, one) for fqn, one in stored(entries).items() if isinstance(one, CompositeEntry))
@@ -367,7 +356,12 @@ class Manifest:
 
     def parts_of(self, fqn: str) -> list[str]:
         """Return the FQNs of the parts of a composite tensor, and of the parts of these, in order."""
-        return parts_of(fqn, self.entries)
+        found: list[str] = []
+        entry = self.entries.get(fqn)
+        for part in entry.parts if isinstance(entry, CompositeEntry) else ():
+            name = f"{fqn}.{part}"
+            found += [name, *self.parts_of(name)]
+        return found
 
     @property
     def exact(self) -> bool:

@@ -305,12 +305,13 @@ def size_of(path: Path, within: OpenDirectory) -> int:
 
 
 def _versions_of(files: Sequence[str], path: Path, within: OpenDirectory) -> dict[str, Hashable]:
-    # The inode alone is not enough: the file system gives the number of a deleted file to the next one.
+    # No inodes: a file system gives the number of a deleted file to the next one, and a mount of a bucket may number a
+    # file anew whenever it looks.
     found: dict[str, Hashable] = {}
     for file in files:
         with _os_errors_as("looking at this path", path / file), _place(path / file, within) as (name, directory):
             status = os.stat(name, dir_fd=directory)
-        found[file] = status.st_ino, status.st_mtime_ns, status.st_size
+        found[file] = status.st_mtime_ns, status.st_size
     return found
 
 
