@@ -11,7 +11,7 @@ import fsspec
 import pytest
 import torch
 from _places import Place, s3_place
-from _s3_server import serving
+from _s3_server import Fault, Request, serving
 from hypothesis import given
 from hypothesis import strategies as st
 from keywords import for_convert
@@ -164,6 +164,32 @@ async def test_a_cancel_leaves_nothing(kind: str, place: Place, saved: Path, tmp
             return
     await call(source, target, **options)
     assert keys(place) > before
+
+
+async def test_a_put_that_arrives_after_the_cancel_leaves_nothing(place: Place, saved: Path) -> None:
+    """The server carries it out when the files of the conversion are being deleted, or a second later."""
+    server = place.server
+    if server is None:
+        pytest.skip("the memory of this process answers at once")
+    before, reached = keys(place), threading.Event()
+
+    def hold(request: Request) -> Fault | None:
+        if request.kind not in ("put", "create") or reached.is_set():
+            return None
+        reached.set()
+        with server.seen:
+            server.seen.wait_for(lambda: any(one.kind.startswith("delete") for one in server.log), 1.0)
+        return None
+
+    server.log.clear()
+    server.fault = hold
+    options = {"format": "safetensors", "select": ["small"], "budget_bytes": LEAST, **to(place)}
+    task = asyncio.create_task(sidestream.convert(saved, place.url("late"), **for_convert(**options)))
+    assert await asyncio.to_thread(reached.wait, 60)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert keys(place) == before
 
 
 class _Forgetful(dict[str, bytes]):

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from fsspec.asyn import get_loop, iothread
@@ -70,11 +71,16 @@ class LoopCall(Generic[T]):
         self._cancelled = True
         self.loop.call_soon_threadsafe(self._cancel)
 
-    def result(self, name: str, stop: Stop | None = None) -> T:
+    def cancel_after(self, grace_s: float) -> None:
+        """Cancel the coroutine if it has not ended in ``grace_s``. From any thread."""
+        self.loop.call_soon_threadsafe(self.loop.call_later, grace_s, self.cancel)
+
+    def result(self, name: str, stop: Stop | None = None, grace_s: float = 0.0) -> T:
         """Wait for the coroutine in a thread, and return its result. Raises what the coroutine raised, ``ClosedError``
-        when ``stop`` is set, and ``DeadlineExceededError``."""
+        when ``stop`` is set, and ``DeadlineExceededError``. The coroutine has ``grace_s`` to end after ``stop`` was
+        set."""
         stop, deadline = stop or Stop(), current_deadline()
-        with stop.waking(self.cancel):
+        with stop.waking(partial(self.cancel_after, grace_s) if grace_s else self.cancel):
             if stop.is_set():
                 self.cancel()
             try:

@@ -35,6 +35,8 @@ from .bucket import Bucket, clear_export, collect_orphans, look_at
 __all__ = ["ObjectTransaction", "check_replaces"]
 
 _CLEAN_UP_S = 60.0
+_SENT_S = 5.0
+"""How long a put that was sent has to end after a cancel."""
 _warned: set[str] = set()
 
 
@@ -207,7 +209,9 @@ class ObjectTransaction(Transaction):
             creation = LoopCall(lambda: bucket.create(name, content, whole=True))
             self._begun.add(name)  # before the result: after a cancel the object may have been created
             try:
-                if not creation.result(f"writing {key}", stop):
+                # A put that was sent is not cancelled at once: it may reach the storage after the objects of this
+                # attempt have been deleted.
+                if not creation.result(f"writing {key}", stop, _SENT_S):
                     self._begun.discard(name)  # another writer may have created it, so a failed save keeps it
             except CheckpointExistsError:
                 self._begun.discard(name)
