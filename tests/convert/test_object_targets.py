@@ -49,9 +49,10 @@ def both(place: Place) -> dict[str, Any]:
 
 
 def keys(place: Place) -> set[str]:
-    """All objects there, of whatever kind, and open uploads."""
+    """All objects there, of whatever kind, and open uploads. One that was cancelled before its begin was answered is
+    left to the rule of the bucket: it has no parts, and nothing knows its id."""
     if place.server is not None:
-        return {*place.server.objects, *(upload.key for upload in place.server.uploads.values())}
+        return {*place.server.objects, *(upload.key for upload in place.server.uploads.values() if upload.parts)}
     return set(fsspec.filesystem("memory").find(place.base.removeprefix("memory://").partition("/")[0]))
 
 
