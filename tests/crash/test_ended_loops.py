@@ -42,7 +42,7 @@ def until(holds: Callable[[], object]) -> None:
 
 
 OF_THE_PROCESS = frozenset(
-    f"sidestream-{name}" for name in ("exit", "io", "parse", "read", "saver", "storage", "unmap", "watch", "write")
+    f"sidestream-{name}" for name in ("exit", "io", "ranks", "read", "saver", "storage", "unmap", "watch", "write")
 )
 
 
