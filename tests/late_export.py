@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import threading
 from typing import Any
 
 from sidestream import HF
+from sidestream._runtime.threads import io_threads
 
 __all__ = ["Late"]
 
@@ -15,14 +16,14 @@ class Late:
 
     def __init__(self, export: HF) -> None:
         self._export = export
-        self.begins = asyncio.Event()
+        self.begins = threading.Event()
 
     def sink(self, **options: Any) -> Late:
         self._sink = self._export.sink(**options)
         return self
 
     async def prepare(self, save: Any) -> None:
-        await self.begins.wait()
+        await io_threads().run(self.begins.wait, 60.0)
         await self._sink.prepare(save)
 
     def __getattr__(self, name: str) -> Any:

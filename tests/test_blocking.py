@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import inspect
 import itertools
@@ -26,7 +27,8 @@ from states import assert_same, model_and_optimizer
 
 import sidestream.blocking
 from sidestream import LoadOptions, SaveOptions
-from sidestream._runtime.caller import Caller
+from sidestream._engine.calls import call_from_thread
+from sidestream._runtime.caller import ThreadCaller, run_by_caller
 from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError, WrongLoopError
 
 
@@ -104,7 +106,7 @@ def test_the_signatures_are_those_of_the_async_verbs(name: str) -> None:
     assert ours.parameters == theirs.parameters
 
 
-@pytest.mark.parametrize("kind", ["Checkpoint", "Checkpointer", "PendingSave"])
+@pytest.mark.parametrize("kind", ["Checkpoint", "Checkpointer"])
 def test_the_classes_have_the_methods_of_the_async_ones(kind: str) -> None:
     theirs, ours = getattr(sidestream, kind), getattr(sidestream.blocking, kind)
     # What needs a loop: iterating, contexts of their own, callbacks on the loop, and waiting without the error.
@@ -112,6 +114,7 @@ def test_the_classes_have_the_methods_of_the_async_ones(kind: str) -> None:
         "aclose",
         "ended",
         "on_preemption",
+        "open",
         "preempted",
         "watch",
         "mark_retrieved",
@@ -123,8 +126,6 @@ def test_the_classes_have_the_methods_of_the_async_ones(kind: str) -> None:
         if name.startswith("_") or name in left_out:
             continue
         other = inspect.getattr_static(ours, name, None)
-        if kind == "PendingSave" and name in ("staged", "exports"):
-            continue  # attributes of its instances
         assert other is not None, name
         if inspect.isfunction(method):
             expected = [one for one in inspect.signature(method).parameters if one != "self"]
@@ -160,9 +161,13 @@ def test_a_keyword_that_is_not_known(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_loop_the_others_refuse(tmp_path: Path) -> None:
-    with pytest.raises(WrongLoopError, match=r"use sidestream\.blocking"):
-        sidestream.async_save({}, tmp_path / "a")
+def test_an_asynchronous_save_needs_no_loop(tmp_path: Path) -> None:
+    tensor = torch.arange(1000)
+    pending = sidestream.async_save({"t": tensor}, tmp_path / "a")
+    pending.staged.result(60)
+    tensor.zero_()
+    assert pending.result(60).url == str(tmp_path / "a")
+    assert sidestream.blocking.open_checkpoint(tmp_path / "a").tensor("t").tolist() == list(range(1000))
 
 
 def test_in_a_forked_child(tmp_path: Path) -> None:
@@ -289,17 +294,40 @@ def test_locks_of_the_caller(tmp_path: Path) -> None:
         sidestream.blocking.load({"l": Locked()}, tmp_path / "a")
 
 
-def test_a_call_within_a_call_is_refused(tmp_path: Path) -> None:
-    """A nested blocking call raises, because the loop waits for the thread that would wait for the loop."""
-
+def test_calls_within_a_call(tmp_path: Path) -> None:
     class Nested(Watching):
         def state_dict(self) -> dict[str, Any]:
-            sidestream.blocking.save({}, tmp_path / "b")
+            sidestream.blocking.save({"inner": torch.ones(2)}, tmp_path / f"b{len(self.seen)}")
             return super().state_dict()
 
-    with pytest.raises(WrongLoopError, match=r"within another call of sidestream\.blocking"):
-        sidestream.blocking.save({"n": Nested()}, tmp_path / "a")
-    sidestream.blocking.save({}, tmp_path / "b")
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            sidestream.blocking.load({"inner": torch.zeros(2)}, tmp_path / "b0")
+
+    one = Nested()
+    sidestream.blocking.save({"n": one}, tmp_path / "a")
+    sidestream.blocking.load({"n": one}, tmp_path / "a")
+    assert [method for method, _, _ in one.seen] == ["state_dict", "state_dict", "load_state_dict"]
+    assert {thread for _, thread, _ in one.seen} == {threading.get_ident()}
+
+
+def test_code_of_one_thread_holds_up_no_call_of_another(tmp_path: Path) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Held(Watching):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            entered.set()
+            assert go_on.wait(60)
+
+    sidestream.blocking.save({"h": Held()}, tmp_path / "a")
+    with ThreadPoolExecutor(4) as threads:
+        held = threads.submit(sidestream.blocking.load, {"h": Held()}, tmp_path / "a")
+        assert entered.wait(60)
+        saves = [threads.submit(sidestream.blocking.save, {"n": 1}, tmp_path / f"b{n}") for n in range(3)]
+        assert all(one.result(60).nbytes for one in saves)
+        assert not held.done()
+        go_on.set()
+        assert held.result(60).loaded
 
 
 @pytest.fixture
@@ -362,25 +390,22 @@ def test_an_error_of_a_call_is_in_no_reference_cycle(call: Callable[[Path], None
 def test_an_error_of_the_callers_code_is_in_no_reference_cycle() -> None:
     """What its frames refer to is freed with it, and not at the next garbage collection."""
     freed: list[weakref.ref[object]] = []
-    caller = Caller()
 
     def code() -> None:
         local = torch.zeros(1)
         freed.append(weakref.ref(local))
         raise ValueError(f"refers to {local}")
 
-    def work() -> None:
+    async def work() -> None:
         with suppress(ValueError):
-            caller.run(code)
-        caller.end()
+            await run_by_caller(code)
 
-    thread = threading.Thread(target=work)
+    call_from_thread(work)
+    freed.clear()
     gc.collect()
     gc.disable()
     try:
-        caller.wait(thread.start, caller.end)
-        thread.join()
-        caller.leave()
+        call_from_thread(work)
         assert [one() for one in freed] == [None]
     finally:
         gc.enable()
@@ -389,10 +414,14 @@ def test_an_error_of_the_callers_code_is_in_no_reference_cycle() -> None:
 @pytest.mark.parametrize("begun", [False, True])
 def test_code_for_a_call_that_was_interrupted_while_it_ended(begun: bool) -> None:
     """Several signals in a row end the call without ``leave``. Its code is run, or given up, all the same."""
-    caller = Caller()
+    caller = ThreadCaller()
     present = caller.present()
+
+    def run() -> int:
+        return asyncio.run(caller.run(threading.get_ident))
+
     with ThreadPoolExecutor(1) as threads:
-        done = threads.submit(caller.run, threading.get_ident)
+        done = threads.submit(run)
         while not caller._queue:
             time.sleep(1e-3)
         caller._queue[0].begun = begun
@@ -409,7 +438,7 @@ def test_an_interrupt_at_every_step(tmp_path: Path) -> None:
     when one that is written in C has returned. No lock stays acquired."""
     state = {"a": Watching(), "b": Watching()}
     sidestream.blocking.save(state, tmp_path / "a")
-    waiting = ("caller.py", "blocking.py", "threading.py", "_base.py")
+    waiting = ("caller.py", "calls.py", "blocking.py", "threading.py", "_base.py")
     left = 0
 
     def profile(frame: FrameType, event: str, _: object) -> None:

@@ -604,7 +604,14 @@ async def test_the_exports_of_a_skipped_save_are_skipped(
 ) -> None:
     exports = [HF(tmp_path / "a" / "{step}", **MODEL), HF(tmp_path / "b" / "{step}", **MODEL)]
     async with Checkpointer(tmp_path / "run", export=exports, slots=1, when_full=when_full) as checkpoints:
-        saves = [await checkpoints.async_save(state_of(step), step=step) for step in (1, 2, 3)]
+        # The first one keeps its slot until all have been called.
+        called = threading.Event()
+        held = sidestream.SaveOptions(names=lambda name: name if called.wait(60) else None)
+        saves = [
+            await checkpoints.async_save(state_of(step), step=step, options=held if step == 1 else None)
+            for step in (1, 2, 3)
+        ]
+        called.set()
         assert [len(one.exports) for one in saves] == [2, 2, 2]
         for pending in (saves[1], *saves[1].exports):
             with pytest.raises(SkippedError, match="step-2 was not saved"):

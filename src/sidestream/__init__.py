@@ -16,6 +16,7 @@ from . import blocking, errors, events, options, signing
 from ._convert.convert import ConvertReport, convert
 from ._convert.copy import CopyReport, copy, remove
 from ._convert.export import HF
+from ._engine.loop import set_exit_timeout
 from ._load.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from ._load.operation import LoadReport, PassedOver, load
 from ._load.verification import Damage, VerifyReport
@@ -96,6 +97,7 @@ __all__ = [
     "remove",
     "save",
     "set_cache_bytes",
+    "set_exit_timeout",
     "signing",
     "strip_prefix",
     "verify",

@@ -1,46 +1,39 @@
-"""The same verbs for code without an event loop, through one background loop per process.
+"""The same verbs for code without an event loop: call, and wait.
 
-Each function blocks its caller until the work is done; the work runs on the loop of a portal thread that is started at
-first use. Inside a running event loop, of asyncio or trio, they raise ``WrongLoopError``, because they would block it
+Inside a running event loop, of asyncio or trio, they raise ``WrongLoopError``, because they would block it
 (``stopping_the_loop`` allows that). Ctrl-C is what a cancel is for the async verbs: the call cleans up and raises
 ``KeyboardInterrupt``. Saves that are in flight when the program ends are finished before the process does.
 
 The caller's code runs in the calling thread while that thread waits: ``state_dict()`` and ``load_state_dict()`` of
 objects, stagers, ``progress`` callbacks, and the launch of the copies of a save. So it has that thread's current device
-and stream, autograd modes, context variables and locks. It must not call ``sidestream.blocking`` itself. Planners are
-called in other threads, with the device, the modes and the variables of the calling thread. Work that remains when a
-call has returned, such as a save that waits for a slot, runs in the same way as planners.
+and stream, autograd modes, context variables and locks, and may call ``sidestream.blocking`` itself. Work that remains
+when a call has returned, such as a save that waits for a slot, runs in another thread, with the device, the modes and
+the variables of the calling thread.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import CancelledError
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial, update_wrapper, wraps
+from functools import update_wrapper, wraps
 from inspect import cleandoc
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
-
 from . import checkpointer as _checkpointer
 from ._convert import convert as _converting
 from ._convert import copy as _copying
+from ._engine.calls import call_from_thread
 from ._load import checkpoint as _checkpoint
 from ._load import operation as _loading
 from ._load import verify as _verifying
 from ._run.health import Health
-from ._runtime.caller import Caller, is_serving
-from ._runtime.tasks import check_no_running_loop, supervise, wait_for_supervised, wait_out
-from ._runtime.threads import Deadline, time_limit
+from ._runtime.caller import run_by_caller
+from ._runtime.tasks import check_no_running_loop
+from ._runtime.threads import Deadline
 from ._save import api as _saving
-from .errors import DeadlineExceededError, WrongLoopError
-from .options import Latest, LoadOptions, Outcome
+from .options import Latest, LoadOptions
 
 __all__ = [
     "Checkpoint",
@@ -57,6 +50,8 @@ __all__ = [
     "verify",
 ]
 
+PendingSave = _saving.PendingSave
+
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
@@ -64,56 +59,11 @@ H = TypeVar("H")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Portal:
-    """The loop and its thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop; the first call starts it."""
-        with self._lock:
-            if self._loop is None:
-                # Started by the first call and kept for the process: a loop for each call would take a thread for each,
-                # and a save that continues after its call needs a loop that lives on.
-                stack = ExitStack()
-                portal = stack.enter_context(start_blocking_portal())
-                # Not atexit, which comes too late to start a thread: the end of the main thread comes first, and the
-                # interpreter waits for this thread, so what is in flight is finished before the process ends.
-                threading.Thread(target=_close_at_exit, args=(stack, portal), name="sidestream-exit").start()
-                self._loop = portal.call(asyncio.get_running_loop)
-            return self._loop
-
-
-def _close_at_exit(stack: ExitStack, portal: BlockingPortal) -> None:
-    # In this order: the main thread has ended, so it makes no more calls. Then what is in flight finishes. Then the
-    # loop is stopped.
-    threading.main_thread().join()
-    portal.call(wait_for_supervised)
-    stack.close()
-
-
-_portal = _Portal()
-
-
-_of_the_parent: list[_Portal] = []  # closing it would wait for a thread that a forked child does not have
-
-
-def _after_fork() -> None:
-    global _portal
-    _of_the_parent.append(_portal)
-    _portal = _Portal()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 def _run(work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline | None = None) -> T:
-    """Run ``work()`` on the portal's loop and wait for it. Ctrl-C cancels it and waits until it has cleaned up."""
+    """Run ``work()`` as an operation, and wait for it. Ctrl-C cancels it and waits until it has cleaned up."""
     if not _may_stop_the_loop.get():
         check_no_running_loop("sidestream.blocking")
-    return run_anywhere(work, deadline)
+    return call_from_thread(work, deadline)
 
 
 _may_stop_the_loop: ContextVar[bool] = ContextVar("sidestream_may_stop_the_loop", default=False)
@@ -131,89 +81,6 @@ def stopping_the_loop() -> Iterator[None]:
         yield
     finally:
         _may_stop_the_loop.reset(token)
-
-
-def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline | None = None) -> T:
-    """Run ``work()`` as ``_run`` does, also on the thread of an event loop: for calls of DCP, which block it anyway.
-    ``deadline`` is that of waits which have none of their own."""
-    if is_serving():
-        raise WrongLoopError(
-            "sidestream.blocking was called by an object or a callback that runs within another call of "
-            "sidestream.blocking: make this call before or after the other one"
-        )
-    call = _Call(work, _portal.loop(), deadline)
-    present = call.caller.present()
-    try:
-        return call.result()
-    finally:
-        call.caller.leave()
-        del present
-
-
-class _Call(Generic[T]):
-    """A blocking call: its work runs on the portal's loop, and meanwhile the thread that made the call runs the
-    caller's code.
-
-    A signal may interrupt ``result`` between any two instructions, so it takes no lock and waits for no ``Future``: an
-    interrupt could leave the lock acquired, and the loop would wait for it for ever.
-    """
-
-    def __init__(
-        self, work: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop, deadline: Deadline | None
-    ) -> None:
-        self.caller = Caller()
-        self._work = work
-        self._deadline = deadline
-        self._loop = loop
-        self._interrupted = False
-        self._started = False
-        self._task: asyncio.Task[T] | None = None
-
-    def result(self) -> T:
-        """Start the work, and return its result when it has ended."""
-        self.caller.wait(self._notify, self._interrupt)
-        assert self._task is not None
-        task, self._task = self._task, None  # or the error's traceback and this object would refer to each other
-        try:
-            if task.cancelled():
-                raise CancelledError
-            return task.result()
-        finally:
-            del task
-
-    def _notify(self) -> None:
-        self._loop.call_soon_threadsafe(self._advance)
-
-    def _interrupt(self) -> None:
-        """Cancel the work. Does not wait for the loop, because the loop may wait for this thread."""
-        self._interrupted = True
-        self._notify()
-
-    def _advance(self) -> None:
-        """Start the work, or cancel it if the call was interrupted. Called on the loop, once or several times."""
-        if not self._started:
-            self._started = True
-            supervise(self._run(), "sidestream.blocking")
-        elif self._interrupted and self._task is not None:
-            self._task.cancel()
-
-    async def _run(self) -> None:
-        """Run the work in a task of its own, so that its error is delivered and not raised here."""
-        self.caller.adopt()
-        with time_limit(self._deadline):
-            self._task = task = asyncio.create_task(self._awaited())
-        if self._interrupted:
-            task.cancel()
-        cancelled = await wait_out(task, lambda _: task.cancel())
-        if not task.cancelled():
-            task.exception()  # retrieved also if the caller was interrupted, or asyncio would log it
-        self.caller.end()
-        if cancelled is not None:
-            raise cancelled
-
-    async def _awaited(self) -> T:
-        """Call the work within the task, so that what the call itself raises (a wrong keyword) is delivered too."""
-        return await self._work()
 
 
 run = _run  # for the command line, which has more to ask than there are verbs here
@@ -294,98 +161,6 @@ class _Holder(Generic[H]):
     """A blocking object, which holds the one of the same name in ``sidestream``."""
 
     _held: H
-
-
-class _Waiting(Generic[T]):
-    """An awaitable of ``sidestream`` behind ``result(timeout_s)``."""
-
-    def __init__(self, wait: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        self._wait = wait
-
-    def result(self, timeout_s: float | None = None) -> T:
-        """Wait for the result. Ctrl-C ends the wait, and the work continues.
-
-        Args:
-            timeout_s: The limit of the wait, in seconds. None: no limit.
-
-        Returns:
-            What awaiting the object of ``sidestream`` returns.
-
-        Raises:
-            DeadlineExceededError: It was not done within ``timeout_s``. The work continues.
-            SidestreamError: What awaiting the object of ``sidestream`` raises.
-        """
-
-        async def bounded() -> T:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    return await self._wait()
-            except TimeoutError as error:
-                if isinstance(error, DeadlineExceededError):
-                    raise
-                raise DeadlineExceededError(f"not done within timeout_s={timeout_s}") from None
-
-        return _run(bounded)
-
-
-class PendingSave(_Waiting[_saving.SaveInfo]):
-    """A save in progress: ``result()`` waits for its ``SaveInfo``.
-
-    The save continues whether or not a thread waits for it, and ends before the process does.
-
-    Attributes:
-        staged: Its ``result(timeout_s=None)`` waits until everything has been copied, or the save has ended otherwise.
-            The tensors may change after that.
-        exports: For each export an object whose ``result(timeout_s=None)`` waits for its ``ConvertReport``.
-    """
-
-    def __init__(self, pending: _saving.PendingSave) -> None:
-        super().__init__(partial(_awaited, pending))
-        self.staged: _Waiting[None] = _Waiting(partial(_awaited, pending.staged))
-        self.exports: tuple[_Waiting[Any], ...] = tuple(
-            _Waiting(partial(_awaited, export)) for export in pending.exports
-        )
-        self._pending = pending
-
-    @property
-    @_documented_as(_saving.PendingSave.url)
-    def url(self) -> str:
-        """As ``sidestream.PendingSave.url``."""
-        return self._pending.url
-
-    @property
-    @_documented_as(_saving.PendingSave.outcome)
-    def outcome(self) -> Outcome | None:
-        """As ``sidestream.PendingSave.outcome``."""
-        return self._pending.outcome
-
-    @property
-    @_documented_as(_saving.PendingSave.progress)
-    def progress(self) -> _saving.SaveProgress:
-        """As ``sidestream.PendingSave.progress``."""
-        return self._pending.progress
-
-    def done(self) -> bool:
-        """Return whether the save has ended."""
-        return self._pending.done()
-
-    def cancel(self) -> bool:
-        """Ask the save to stop, and wait until it has ended. ``result()`` then raises ``CancelledError``.
-
-        Returns:
-            False if the save had ended already.
-        """
-
-        async def cancel() -> bool:
-            asked = self._pending.cancel()
-            await self._pending.ended()
-            return asked
-
-        return _run(cancel)
-
-
-async def _awaited(pending: Awaitable[T]) -> T:
-    return await pending
 
 
 class Checkpoint(_Holder[_checkpoint.Checkpoint], Mapping[str, "_checkpoint.TensorInfo | None"]):
@@ -477,7 +252,7 @@ class Checkpointer(_Holder[_checkpointer.Checkpointer]):
 
         self._held = _run(enter)
 
-    @_method(_returning(PendingSave, _checkpointer.Checkpointer.async_save))
+    @_method(_checkpointer.Checkpointer.async_save)
     def async_save(self, *args: Any, **kwargs: Any) -> Any:
         """As ``sidestream.Checkpointer.async_save``, with the same arguments."""
 
@@ -596,7 +371,7 @@ def save(*args: Any, **kwargs: Any) -> Any:
 
 @wraps(_saving.async_save)
 async def _async_save(*args: Any, **kwargs: Any) -> PendingSave:
-    return PendingSave(_saving.async_save(*args, **kwargs))
+    return await run_by_caller(_saving.async_save, *args, **kwargs)
 
 
 @_blocking(_async_save)

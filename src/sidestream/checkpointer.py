@@ -7,12 +7,13 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
+from ._engine.calls import as_operation, in_operation
 from ._load.checkpoint import Checkpoint, open_from
 from ._load.operation import LoadReport, LoadRequest
 from ._load.verification import VerifyReport
@@ -26,12 +27,13 @@ from ._run.retention import KeepAll, Pruned, Retention
 from ._run.run import Run
 from ._run.saves import Saves
 from ._run.watch import Watch
+from ._runtime.caller import run_by_caller
 from ._runtime.public import public
-from ._runtime.tasks import run_shielded, running_loop
+from ._runtime.tasks import run_shielded
 from ._save.api import Export, PendingSave, SaveInfo, completed
 from ._staging import AsyncStager
 from ._storage import locate_run
-from .errors import AsyncOnlyError, InvalidOptionError
+from .errors import AsyncOnlyError, ClosedError, InvalidOptionError
 from .options import (
     Fallback,
     FileSource,
@@ -56,8 +58,9 @@ __all__ = ["Checkpointer"]
 class Checkpointer:
     """The checkpoints of one run: ``step-100``, and ``step-100.g2`` if step 100 was saved again.
 
-    Enter it with ``async with``. It belongs to the event loop that enters it. Any number of processes may have one on
-    the same run, to save or to read. Leaving it waits for saves, exports and pruning (``aclose``).
+    Enter it with ``async with``, or ``await`` its ``open()``. Tasks of any event loops may use it. Any number of
+    processes may have one on the same run, to save or to read. Leaving it waits for saves, exports and pruning
+    (``aclose``).
 
     With several ranks all ranks make the same calls in the same order, and rank 0 chooses, leases and deletes.
 
@@ -152,6 +155,7 @@ class Checkpointer:
 
     # --- saving ---
 
+    @as_operation
     async def prewarm(self, state: Mapping[str, Any] | None = None) -> None:
         """Do now what the first save of ``state`` would have to do. Nothing is copied or written.
 
@@ -168,11 +172,12 @@ class Checkpointer:
                 refuses to list the run.
             WriterProcessError: The process could not be started.
             ArenaExhaustedError: The memory does not fit the budget of the stager.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
         await self._saves.prewarm(state)
 
+    @as_operation
     async def reserve(self, nbytes: int) -> None:
         """Map staging memory now, and start the writer process, if there is one. A cancel leaves what has been done by
         then.
@@ -184,7 +189,7 @@ class Checkpointer:
             InvalidOptionError: ``nbytes`` is not a positive integer.
             WriterProcessError: The process could not be started.
             ArenaExhaustedError: The memory does not fit the budget of the stager.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
         check_count("nbytes", nbytes)
@@ -217,12 +222,17 @@ class Checkpointer:
         Raises:
             TooManySavesError: No slot is free, and ``when_full="fail"``.
             SkippedError: The save gave way, as ``when_full`` says.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
             SidestreamError: The save failed as ``sidestream.save`` does; or an earlier save, or the pruning after it,
                 failed, and its error was not retrieved.
         """
-        pending = await self.async_save(state, step=step, metadata=metadata, files=files, options=options)
-        return await completed(pending)
+        self._opened.check()
+        call = self._saves.call(state, step, metadata, files, options)
+
+        async def save() -> SaveInfo:
+            return await completed(await self._saves.save(call))
+
+        return await in_operation(save, "save")
 
     async def async_save(
         self,
@@ -256,15 +266,17 @@ class Checkpointer:
 
         Raises:
             TooManySavesError: No slot is free, and ``when_full="fail"``.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
             SidestreamError: An earlier save, or the pruning after it, failed, and its error was not retrieved; nothing
                 was started. Each error is raised once.
         """
         self._opened.check()
-        return await self._saves.save(state, step, metadata, files, options)
+        call = self._saves.call(state, step, metadata, files, options)
+        return await in_operation(partial(self._saves.save, call), "async_save")
 
     # --- reading ---
 
+    @as_operation
     async def restore(
         self,
         state: Mapping[str, Any],
@@ -300,7 +312,7 @@ class Checkpointer:
         Raises:
             CheckpointNotFoundError: There is no step of this number.
             CorruptCheckpointError: The step is damaged; with ``fallback="older"``, all are.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
             SidestreamError: The load failed as ``sidestream.load`` does.
         """
         self._opened.check()
@@ -334,10 +346,28 @@ class Checkpointer:
             CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError: There is no such step, or it
                 cannot be read.
             StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
-        options = self._load if options is None else options_of(options, LoadOptions)
+        opened = self._open(step, self._load if options is None else options_of(options, LoadOptions))
+        begun = False
+
+        async def enter() -> Checkpoint:
+            nonlocal begun
+            begun = True
+            return await opened.__aenter__()
+
+        async def leave() -> None:
+            await in_operation(lambda: opened.__aexit__(None, None, None), "reading")
+
+        try:
+            yield await in_operation(enter, "reading")
+        finally:
+            if begun:  # also after a cancel that came when it had been opened
+                await run_shielded(leave)
+
+    @asynccontextmanager
+    async def _open(self, step: int | Latest, options: LoadOptions) -> AsyncIterator[Checkpoint]:
         async with self._reading.step(step) as (found, location):
             # The newest step with a damaged marker is an error here, and not a reason to take an older one: that would
             # silently go back in training.
@@ -352,6 +382,7 @@ class Checkpointer:
                 run=self.url,
             )
 
+    @as_operation
     async def verify(self, step: int | Latest = "latest", *, progress: Progress | None = None) -> VerifyReport:
         """Read a step whole and compare it with all that is known about it, under a lease, as ``sidestream.verify``
         does. A cancel leaves nothing behind.
@@ -366,12 +397,13 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFoundError: There is no such step.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
             SidestreamError: The call failed as ``sidestream.verify`` does.
         """
         self._opened.check()
         return await self._reading.verify(step, progress)
 
+    @as_operation
     async def read_metadata(self, step: int | Latest = "latest") -> dict[str, Any]:
         """Read the ``metadata=`` of a step, and nothing else of it. A cancel leaves nothing behind.
 
@@ -384,11 +416,12 @@ class Checkpointer:
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: There is no such step, or it is damaged.
             StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
         return await self._reading.metadata(step)
 
+    @as_operation
     async def steps(self) -> list[int]:
         """Return the numbers of the committed steps, in order.
 
@@ -396,20 +429,22 @@ class Checkpointer:
 
         Raises:
             StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
         return [found.step for found in await self._reading.steps() if found.damage is None]
 
+    @as_operation
     async def latest(self) -> int | None:
         """Return the number of the newest committed step, or None.
 
         Raises:
             StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
         """
         return max(await self.steps(), default=None)
 
+    @as_operation
     async def best(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
         """Return the number of the step with the best metric, or None if there is no step.
 
@@ -422,7 +457,7 @@ class Checkpointer:
         Raises:
             InvalidOptionError: An argument is wrong, or no step has the metric. The message lists those that exist.
             StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
         return await self._reading.best(metric, mode)
@@ -447,7 +482,7 @@ class Checkpointer:
 
         Raises:
             InvalidOptionError: An argument is wrong.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
         last = None if after is None else step_number(after)
@@ -456,6 +491,7 @@ class Checkpointer:
 
     # --- maintenance of the run ---
 
+    @as_operation
     async def prune(self, *, dry_run: bool = False) -> Pruned:
         """Delete the steps that ``keep`` does not keep, and what dead writers left. This is done after every save, too.
 
@@ -470,7 +506,7 @@ class Checkpointer:
 
         Raises:
             StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
         if not self._run.leads:
@@ -516,7 +552,7 @@ class Checkpointer:
 
         Raises:
             InvalidOptionError: Called outside of the main thread, or with a signal that cannot be caught.
-            ClosedError, WrongLoopError: The ``Checkpointer`` is closed, or belongs to another loop.
+            ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
         preemption = Preemption(
@@ -534,13 +570,15 @@ class Checkpointer:
         """The number of the signal that has arrived, or None."""
         return None if self._preemption is None else self._preemption.requested
 
+    @as_operation
     async def _save_all(self, save: Callable[[], tuple[Mapping[str, Any], int] | None] | None) -> None:
         """Do the last save on preemption, and wait for all saves in progress, also if the last one fails."""
         try:
-            last = None if save is None else save()
+            last = None if save is None else await run_by_caller(save)
             if last is not None:
                 state, step = last
-                await (await self._saves.save(state, step, promised=True))
+                call = self._saves.call(state, step, promised=True)
+                await (await self._saves.save(call))
         except Exception:
             await self._saves.ended()
             raise
@@ -554,6 +592,7 @@ class Checkpointer:
 
     # --- entering and closing ---
 
+    @as_operation
     async def aclose(self) -> None:
         """Wait for the saves in progress, their exports and the pruning after them, and free the staging memory.
 
@@ -576,10 +615,13 @@ class Checkpointer:
             await run_shielded(self._stop)
             raise
         finally:
-            if self._preemption is not None:
-                self._preemption.uninstall()
-            # Last, because saves that still clean up need the stager and the writer process.
-            await self._opened.release()
+            try:
+                if self._preemption is not None:
+                    with suppress(ClosedError):  # its loop has ended, and its handlers with it
+                        await run_by_caller(self._preemption.uninstall)
+            finally:
+                # Last, because saves that still clean up need the stager and the writer process.
+                await self._opened.release()
         self._saves.raise_unretrieved()
 
     async def _all_ended(self) -> None:
@@ -604,11 +646,36 @@ class Checkpointer:
     def __repr__(self) -> str:
         return f"<Checkpointer of {self.url}>"
 
+    async def open(self) -> Checkpointer:
+        """Open it as ``async with`` does, for notebooks and for classes that call ``aclose()`` at their end.
+
+        Returns:
+            This object.
+
+        Raises:
+            InvalidOptionError: There is a checkpoint at the URL, and not a run.
+            StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
+        """
+        return await self.__aenter__()
+
     async def __aenter__(self) -> Checkpointer:
-        loop = running_loop("Checkpointer")
-        await self._reading.check()
-        self._opened.enter(loop)
+        try:
+            await self._enter()
+        except asyncio.CancelledError:  # perhaps it came when it had been entered
+            await run_shielded(self._release)
+            raise
         return self
+
+    @as_operation
+    async def _enter(self) -> None:
+        await self._reading.check()
+        self._opened.enter()
+
+    @as_operation
+    async def _release(self) -> None:
+        if self._opened.entered:
+            self._opened.closed = True
+            await self._opened.release()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -187,7 +187,7 @@ class ClosedError(SidestreamError, RuntimeError):
 
 
 class WrongLoopError(SidestreamError, RuntimeError):
-    """A call was made without a running event loop, on another loop, or blocks a loop that is running."""
+    """A call was made without a running event loop, or blocks a loop that is running."""
 
 
 class AsyncOnlyError(SidestreamError, TypeError):
@@ -270,7 +270,7 @@ class AccessDeniedError(StorageError, PermissionError):
 
 
 class SaveAbortedError(SidestreamError, RuntimeError):
-    """The event loop that owned a save was closed before the save had ended. Nothing became visible."""
+    """A save or load was given up: by DCP, or because its caller was interrupted. Nothing became visible."""
 
 
 class NotDurableError(SidestreamError, OSError):

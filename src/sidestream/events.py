@@ -425,6 +425,11 @@ def observe(observer: Observer) -> Iterator[None]:
             _observers = tuple(remaining)
 
 
+def observed() -> bool:
+    """Return whether there is an observer."""
+    return bool(_observers)
+
+
 def emit(event: Event) -> None:
     """Call the observers with ``event``. Events other than those of a save or load are also logged: ``GuaranteeLost``
     and ``WriterProcessLost`` as warnings, the others at the level DEBUG.

@@ -16,11 +16,13 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from ._engine.calls import in_operation
 from ._format.marker import METADATA_NAME
 from ._format.records import Manifest
 from ._load.open.manifest import read_manifest
 from ._load.verification import VerifyReport
 from ._load.verify import verify_manifest
+from ._runtime.caller import run_by_caller
 from ._runtime.tasks import running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
 from ._storage import Location, RangeSource, locate_directory
@@ -76,9 +78,13 @@ async def sign(
     running_loop("signing.sign")
     check_timeout(timeout_s)
     signing = _package("signing")
-    location = locate_directory(url, storage_of(storage_options, storage))
-    with time_limit(Deadline.after(timeout_s)):
-        return await _sign(location, signing, key, password)
+    location = await run_by_caller(locate_directory, url, storage_of(storage_options, storage))
+
+    async def work() -> str:
+        with time_limit(Deadline.after(timeout_s)):
+            return await _sign(location, signing, key, password)
+
+    return await in_operation(work, "signing.sign")
 
 
 async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], password: str | None) -> str:
@@ -145,9 +151,13 @@ async def verify(
     running_loop("signing.verify")
     check_timeout(timeout_s)
     verifying = _package("verifying")
-    location = locate_directory(url, storage_of(storage_options, storage))
-    with time_limit(Deadline.after(timeout_s)):
-        return await _verify(location, verifying, key, progress)
+    location = await run_by_caller(locate_directory, url, storage_of(storage_options, storage))
+
+    async def work() -> VerifyReport:
+        with time_limit(Deadline.after(timeout_s)):
+            return await _verify(location, verifying, key, progress)
+
+    return await in_operation(work, "signing.verify")
 
 
 async def _verify(

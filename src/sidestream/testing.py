@@ -11,6 +11,8 @@ import asyncio
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import wraps
@@ -24,7 +26,13 @@ import sidestream
 
 from ._runtime.threads import Deadline, time_limit
 from ._storage.clients.requests import LoopCall
-from .errors import CheckpointExistsError, CheckpointNotFoundError, InvalidOptionError, StorageError
+from .errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidOptionError,
+    SidestreamError,
+    StorageError,
+)
 from .options import BlobInfo, BlobStore, Capabilities, Listing, SaveOptions, Storage, StorePolicy
 
 __all__ = ["OperationTests", "StorePlace", "StoreTests", "run"]
@@ -323,6 +331,8 @@ class OperationTests:
         if staged:
             pending.staged.result(_LIMIT_S)
         pending.cancel()
+        with suppress(CancelledError, SidestreamError):
+            pending.result(_LIMIT_S)
         outcome = pending.outcome
         if outcome == "unknown":  # the marker was sent, and its put was cancelled with the save
             return

@@ -20,6 +20,7 @@ from _seeded import blank_state, make_state
 from _stepping import busy_threads, owned_threads, stepped
 
 import sidestream
+from sidestream._engine.loop import operation_loop
 
 MOST_POINTS = 2_000
 Work = Callable[["Bench"], Coroutine[Any, Any, Any]]
@@ -46,13 +47,14 @@ class Bench:
         self.number += 1
         self.pending = None
         self.state = blank_state()
-        self.before = asyncio.all_tasks()
+        self.before = asyncio.all_tasks() | set(asyncio.all_tasks(operation_loop()._loop))
         self.target = self.run / f"step-{self.number}"
 
     async def judge(self) -> list[str]:
         """What is wrong. The operation has ended, and nobody has waited for anything since."""
         self.judging = True
-        wrong = [f"a task is left: {task}" for task in asyncio.all_tasks() - self.before]
+        left = asyncio.all_tasks() | set(asyncio.all_tasks(operation_loop()._loop))
+        wrong = [f"a task is left: {task}" for task in left - self.before]
         wrong += [f"a thread goes on: {where}" for where in busy_threads()]
         wrong += [f"a thread is left: {name}" for name in owned_threads(["sidestream-stage"], self.threads)]
         wrong += [f"open: {path}" for path in descriptors(self.folder)]

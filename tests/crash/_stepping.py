@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Generator
 from typing import Any, TypeVar
 
+from sidestream._engine.loop import operation_loop
 from sidestream._staging import cached
 
 T = TypeVar("T")
@@ -73,20 +74,39 @@ class Steps:
 async def stepped(
     operation: Coroutine[Any, Any, T], at: set[int], fire: Callable[[asyncio.Task[T]], Any] | None
 ) -> tuple[asyncio.Task[T], Steps]:
-    """Run ``operation`` as a task; ``fire`` gets it at each of its suspensions (and its children's) in ``at``.
+    """Run ``operation`` as a task; ``fire`` gets it at each of its suspensions in ``at``, those of its children and of
+    the tasks on the operation loop included.
 
     With ``fire`` None, a ``CancelledError`` is thrown right there instead. Returns when the task has ended.
     """
-    loop = asyncio.get_running_loop()
+    here, theirs = asyncio.get_running_loop(), operation_loop()._loop
     running: list[asyncio.Task[T]] = []
-    steps = Steps(at, None if fire is None else lambda: fire(running[0]))
-    factory = loop.get_task_factory()
-    loop.set_task_factory(steps.task)
+
+    def fire_here() -> None:
+        assert fire is not None
+        if asyncio.get_running_loop() is here:
+            fire(running[0])
+            return
+        # The operation stays at this suspension until the task has been resumed, and has passed the cancel on.
+        resumed = threading.Event()
+
+        def fired() -> None:
+            fire(running[0])
+            here.call_soon(here.call_soon, here.call_soon, resumed.set)
+
+        here.call_soon_threadsafe(fired)
+        assert resumed.wait(60)
+
+    steps = Steps(at, None if fire is None else fire_here)
+    factories = [(loop, loop.get_task_factory()) for loop in (here, theirs)]
+    for loop, _ in factories:
+        loop.set_task_factory(steps.task)
     try:
-        running.append(loop.create_task(operation))
+        running.append(here.create_task(operation))
         await asyncio.wait(running)
     finally:
-        loop.set_task_factory(factory)
+        for loop, factory in factories:
+            loop.set_task_factory(factory)
     return running[0], steps
 
 

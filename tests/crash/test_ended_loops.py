@@ -1,4 +1,4 @@
-"""Event loops that end with operations in flight, in another way than in ``asyncio.run``."""
+"""Event loops that are closed, dropped, stopped or blocked while operations are in progress: saves go on and commit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,12 @@ from _seeded import blank_state, make_state, same
 from _stepping import in_pools
 
 import sidestream
-from sidestream import errors
+from sidestream import errors, events
 from sidestream._convert import streamed
-from sidestream._runtime import abandoned, threads
-from sidestream._save import writer
 from sidestream._staging import cached
-from sidestream._worker.client import close_all, worker_for
+from sidestream._worker.client import close_all
 
 PATIENCE_S = 60.0
-MIB = 1 << 20
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -42,7 +40,8 @@ def until(holds: Callable[[], object]) -> None:
 
 
 OF_THE_PROCESS = frozenset(
-    f"sidestream-{name}" for name in ("exit", "io", "ranks", "read", "saver", "storage", "unmap", "watch", "write")
+    f"sidestream-{name}"
+    for name in ("exit", "io", "operations", "parse", "ranks", "read", "saver", "storage", "unmap", "watch", "write")
 )
 
 
@@ -60,12 +59,6 @@ def closed(begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         return loop.run_until_complete(begin())
     finally:
         loop.close()
-
-
-def mapped_bytes() -> int:
-    """Anonymous memory of this process, as the kernel counts it."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
 
 
 def leases_in(run: Path) -> list[str]:
@@ -105,31 +98,101 @@ async def in_a_task_of_its_own(url: Path) -> sidestream.PendingSave:
     return pending
 
 
+def loaded(url: Path) -> bool:
+    state = blank_state()
+    sidestream.blocking.load(state, url)
+    return same(state, make_state(2))
+
+
 @pytest.mark.parametrize("begin", [plain, in_a_task_of_its_own, by_process])
 def test_closed_under_saves(
     begin: Callable[[Path], Coroutine[Any, Any, sidestream.PendingSave]],
     tmp_path: Path,
     lines: Callable[[], list[str]],
 ) -> None:
-    saves = 10
-    pendings = [closed(lambda url=tmp_path / f"step-{number}": begin(url)) for number in range(saves)]
-    until(lambda: all(pending.done() for pending in pendings))
-    assert attempts_in(tmp_path) == []
-    until(lambda: not ours())
+    pendings = [closed(lambda url=tmp_path / f"step-{number}": begin(url)) for number in range(10)]
     for pending in pendings:
-        assert pending.outcome == "absent"
-        assert not Path(pending.url).exists()
-        assert sum(pending.url in line for line in lines()) == 1
-    assert len(lines()) == saves
-    assert all("its event loop was closed" in line and "outcome: absent" in line for line in lines())
+        assert pending.result(PATIENCE_S).url == pending.url
+        assert pending.outcome == "committed"
+        assert loaded(Path(pending.url))
+    assert attempts_in(tmp_path) == []
+    cached.close_all()  # its memory is kept for the next save
+    until(lambda: not ours())
+    assert lines() == []
     assert descriptors(tmp_path) == []
     close_all()
 
 
-def test_closed_under_an_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
-) -> None:
-    """The checkpoint is committed, and what the export has written is removed."""
+def test_a_handle_for_any_loop_and_any_thread(tmp_path: Path) -> None:
+    """Several tasks of several loops await it, threads wait for it, and callbacks come where they were registered."""
+    pending = closed(lambda: plain(tmp_path / "a"))
+    called: list[tuple[str, object]] = []
+    over = threading.Event()
+
+    async def elsewhere() -> tuple[str, str]:
+        ended, _ = await asyncio.wait([pending])  # type: ignore[type-var]
+        assert ended == {pending}
+        told = asyncio.Event()
+        here = threading.get_ident()
+        pending.add_done_callback(lambda one: (called.append(("loop", threading.get_ident() == here)), told.set()))
+        await told.wait()
+        await pending.staged
+        one, other = await asyncio.gather(pending, pending)
+        return one.url, other.url
+
+    with ThreadPoolExecutor(4) as threads:
+        loops = [threads.submit(asyncio.run, elsewhere()) for _ in range(2)]
+        waits = [threads.submit(pending.result, PATIENCE_S) for _ in range(2)]
+        assert {one.result(PATIENCE_S) for one in loops} == {(pending.url, pending.url)}
+        assert {one.result(PATIENCE_S).url for one in waits} == {pending.url}
+    pending.add_done_callback(lambda one: (called.append(("thread", one)), over.set()))
+    assert over.wait(PATIENCE_S)
+    assert called == [("loop", True), ("loop", True), ("thread", pending)]
+
+    def never(_: object) -> None:
+        raise AssertionError
+
+    late = sidestream.async_save(make_state(2), tmp_path / "b")
+    late.add_done_callback(never)
+    assert late.remove_done_callback(never) == 1
+    late.result(PATIENCE_S)
+    assert late.exception() is None
+    assert not late.cancelled()
+
+
+def test_a_cancel_from_another_thread(tmp_path: Path) -> None:
+    """Of a save that has not got its memory: it leaves nothing, and each way to wait says that it was cancelled."""
+    stager = sidestream.AsyncStager(budget_bytes=1 << 20)
+    held = stager.stage({"w": torch.ones(200_000)}).result(PATIENCE_S)
+    pending = sidestream.async_save({"w": torch.ones(200_000)}, tmp_path / "a", stager=stager)
+    assert pending.cancel()
+    with pytest.raises(CancelledError):
+        pending.result(PATIENCE_S)
+
+    async def elsewhere() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+
+    asyncio.run(elsewhere())
+    assert pending.cancelled()
+    assert not pending.cancel()
+    assert pending.outcome == "absent"
+    assert list(tmp_path.iterdir()) == []
+    held.release()
+    stager.close()
+
+
+def test_an_unretrieved_error_is_logged_once(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
+    (tmp_path / "a").write_text("in the way")
+    pending = closed(lambda: plain(tmp_path / "a"))
+    until(pending.done)
+    del pending
+    gc.collect()
+    until(lambda: len(lines()) == 1)
+    assert "the error was not retrieved" in lines()[0]
+
+
+def test_closed_under_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     going, over = threading.Event(), threading.Event()
     take = streamed._StreamedFile.take
 
@@ -148,47 +211,8 @@ def test_closed_under_an_export(
 
     pending = closed(begin)
     over.set()
-    until(lambda: pending.exports[0].done() and "sidestream-export" not in ours())
-    cached.close_all()
-    until(lambda: not ours())
-    assert isinstance(pending.exports[0].report_or_error(), errors.SaveAbortedError)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1"]
-    assert sum("hf" in line for line in lines()) == 1
-
-
-def test_its_error_says_so(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
-    pending = closed(lambda: plain(tmp_path / "step-1"))
-    until(pending.done)
-    assert pending.cancel() is False
-
-    async def hear() -> None:
-        await pending.ended()
-        with pytest.raises(errors.SaveAbortedError, match=r"event loop was closed .*outcome: absent"):
-            await pending
-        await pending.staged
-
-    asyncio.run(hear())
-
-
-def test_memory_comes_back(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
-    state = {"w": torch.ones(4 * MIB)}  # 16 MiB
-
-    async def begin(url: Path) -> sidestream.PendingSave:
-        pending = sidestream.async_save(state, url)
-        await pending.staged
-        return pending
-
-    pendings = []
-    before = 0
-    for number in range(40):
-        pendings.append(closed(lambda url=tmp_path / f"step-{number}": begin(url)))
-        until(pendings[-1].done)
-        if number == 5:
-            before = mapped_bytes()
-    until(lambda: not ours())
-    assert mapped_bytes() - before < 10 * 16 * MIB, "34 saves had 16 MiB each"
-    assert attempts_in(tmp_path) == []
-    assert len(lines()) == len([one for one in pendings if one.outcome == "absent"])
+    assert pending.exports[0].result(PATIENCE_S).url == str(tmp_path / "hf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "step-1"]
 
 
 def test_a_stager_of_the_callers_can_be_used_again(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
@@ -198,38 +222,39 @@ def test_a_stager_of_the_callers_can_be_used_again(tmp_path: Path, lines: Callab
         return sidestream.async_save(make_state(2), url, stager=stager)
 
     pendings = [closed(lambda url=tmp_path / f"step-{number}": begin(url)) for number in range(10)]
-    until(lambda: all(pending.done() for pending in pendings))
     asyncio.run(sidestream.save(make_state(3), tmp_path / "good", stager=stager))
+    for pending in pendings:
+        pending.result(PATIENCE_S)
     stager.close()
     assert attempts_in(tmp_path) == []
-    until(lambda: not ours())  # what is logged is logged after the pending save is done
-    assert len(lines()) == 10
+    assert lines() == []
 
 
 @pytest.mark.parametrize("overlap", ["wait", "latest"])
 @pytest.mark.parametrize("saver", ["thread", "process"])
 def test_closed_under_a_checkpointer(saver: Any, overlap: Any, tmp_path: Path, lines: Callable[[], list[str]]) -> None:
-    """Which is never exited."""
-    told = []
+    """Which is never exited. A save that waits for its turn cannot call the objects of a loop that is closed."""
+    begun: list[sidestream.PendingSave] = []
+    waiting: list[sidestream.PendingSave] = []
     options = sidestream.WriterProcess(idle_s=0.1) if saver == "process" else saver
 
     async def begin() -> None:
         checkpoints = await sidestream.Checkpointer(
             tmp_path, when_full=overlap, slots=1, lease_s=60, save=sidestream.SaveOptions(writer=options)
         ).__aenter__()
-        for step in (1, 2) if overlap == "latest" else (1,):
-            told.append(await checkpoints.async_save(make_state(step), step=step))
+        begun.append(await checkpoints.async_save(make_state(2), step=1))
+        if overlap == "latest":
+            waiting.append(await checkpoints.async_save(make_state(2), step=2))
 
-    loops = 5
-    for _ in range(loops):
-        closed(begin)
-    until(lambda: all(pending.done() for pending in told))
-    until(lambda: len(lines()) == len(told) + loops)
+    closed(begin)
+    for pending in begun:
+        assert loaded(Path(pending.result(PATIENCE_S).url))
+    for pending in waiting:
+        until(pending.done)
+        pending.mark_retrieved()
     assert attempts_in(tmp_path) == []
-    assert sum("Checkpointer" in line for line in lines()) == loops
-    assert all(sum(pending.url in line for line in lines()) >= 1 for pending in told)
     if saver == "process":
-        until(lambda: worker_for(options).pid is None)
+        close_all()
 
     async def go_on() -> None:
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
@@ -237,10 +262,10 @@ def test_closed_under_a_checkpointer(saver: Any, overlap: Any, tmp_path: Path, l
             assert 9 in await checkpoints.steps()
 
     asyncio.run(go_on())
-    assert leases_in(tmp_path) == []
+    until(lambda: leases_in(tmp_path) == [])
 
 
-def test_closed_under_a_load(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
+def test_closed_under_a_load(tmp_path: Path) -> None:
     asyncio.run(sidestream.save(make_state(2), tmp_path / "step-2"))
     reading, go_on = threading.Event(), threading.Event()
 
@@ -260,16 +285,10 @@ def test_closed_under_a_load(tmp_path: Path, lines: Callable[[], list[str]]) -> 
         closed(begin)
         go_on.set()
         until(lambda: intercept.running == 0)
-    until(lambda: [line for line in lines() if "loading" in line])
-    assert len(lines()) == 1
-    assert "its threads have stopped" in lines()[0]
-    state = blank_state()
-    asyncio.run(sidestream.load(state, tmp_path / "step-2"))
-    assert same(state, make_state(2))
-    assert len(lines()) == 1
+    assert loaded(tmp_path / "step-2")
 
 
-def test_a_lease_of_a_reader_is_given_back(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
+def test_a_lease_of_a_reader_is_given_back(tmp_path: Path) -> None:
     async def save() -> None:
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
             await checkpoints.save(make_state(1), step=1)
@@ -277,20 +296,18 @@ def test_a_lease_of_a_reader_is_given_back(tmp_path: Path, lines: Callable[[], l
     opened = []
 
     async def begin() -> None:
-        checkpoints = await sidestream.Checkpointer(tmp_path).__aenter__()
+        checkpoints = await sidestream.Checkpointer(tmp_path, lease_s=1).__aenter__()
         opened.append(checkpoints.reading())
         await opened[0].__aenter__()
         assert len(leases_in(tmp_path)) == 1
 
     asyncio.run(save())
     closed(begin)
-    asyncio.run(sidestream.verify(tmp_path / "step-1"))  # the next call
     until(lambda: not leases_in(tmp_path))
-    until(lambda: len(lines()) == 1)
 
 
 def test_closed_under_a_commit(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
-    """A thread still executes a commit that was sent: its outcome is reported, and nothing is removed."""
+    """A thread still executes a commit that was sent."""
     reached, go_on = threading.Event(), threading.Event()
     target = str(tmp_path / "run" / "step-1")
 
@@ -301,7 +318,7 @@ def test_closed_under_a_commit(tmp_path: Path, lines: Callable[[], list[str]]) -
         return operation.call()
 
     async def begin() -> sidestream.PendingSave:
-        pending = sidestream.async_save(make_state(1), tmp_path / "run" / "step-1")
+        pending = sidestream.async_save(make_state(2), tmp_path / "run" / "step-1")
         while not reached.is_set() and not pending.done():
             await asyncio.sleep(0.001)
         return pending
@@ -311,18 +328,24 @@ def test_closed_under_a_commit(tmp_path: Path, lines: Callable[[], list[str]]) -
         assert not pending.done()
         assert pending.outcome is None
         go_on.set()
-        until(pending.done)
+        pending.result(PATIENCE_S)
     assert pending.outcome == "committed"
-    until(lambda: not ours())
-    assert len(lines()) == 1
-    assert "outcome: committed" in lines()[0]
-    state = blank_state()
-    asyncio.run(sidestream.load(state, tmp_path / "run" / "step-1"))
-    assert same(state, make_state(1))
+    assert lines() == []
+    assert loaded(tmp_path / "run" / "step-1")
     assert attempts_in(tmp_path) == []
 
 
-def test_closed_one_turn_after_everything_was_cancelled(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
+def test_a_blocked_loop_holds_up_no_save(tmp_path: Path) -> None:
+    async def begin() -> sidestream.PendingSave:
+        pending = sidestream.async_save(make_state(2), tmp_path / "a")
+        until(pending.done)  # without an await
+        return pending
+
+    assert asyncio.run(begin()).outcome == "committed"
+
+
+def test_a_cancelled_program_ends_no_save(tmp_path: Path) -> None:
+    """All tasks are cancelled, as ``asyncio.run`` does at its end, and the loop is closed one turn later."""
     pendings = []
     for number in range(20):
         loop = asyncio.new_event_loop()
@@ -338,68 +361,12 @@ def test_closed_one_turn_after_everything_was_cancelled(tmp_path: Path, lines: C
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
-    until(lambda: all(pending.done() for pending in pendings))
-    assert attempts_in(tmp_path) == []
-    assert all(pending.outcome == "absent" for pending in pendings)
     for pending in pendings:
-        pending.mark_retrieved()
-    gc.collect()
-
-
-def test_a_closing_loop_waits_for_a_moment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of a save that was never begun is blocked in a system call."""
-    for module in (abandoned, threads, writer):  # the time that a thread has otherwise
-        monkeypatch.setattr(module, "_GRACE_S", 2 * PATIENCE_S)
-    reached, go_on = threading.Event(), threading.Event()
-    released: list[bool] = []
-
-    def hook(operation: Operation) -> Any:
-        reached.set()
-        released.append(go_on.wait(0 if released else PATIENCE_S))
-        return operation.call()
-
-    async def begin() -> sidestream.PendingSave:
-        pending = sidestream.async_save(make_state(2), tmp_path / "step-1")
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()  # before its first step
-        reached.wait(PATIENCE_S)
-        return pending
-
-    with Intercept(tmp_path, hook).installed() as intercept:
-        pending = asyncio.run(begin())
-        assert not released, "the loop has waited for the thread"
-        assert not pending.done()
-        go_on.set()
-        until(pending.done)
-        until(lambda: intercept.running == 0)
-    assert pending.outcome == "absent"
+        pending.result(PATIENCE_S)
     assert attempts_in(tmp_path) == []
-    pending.mark_retrieved()
 
 
-def test_the_thread_of_the_loop_has_ended(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
-    """The loop is dropped without being closed."""
-    told: list[Any] = []
-
-    def run() -> None:
-        loop = asyncio.new_event_loop()
-        told.append(loop)
-        told.append(loop.run_until_complete(plain(tmp_path / "step-1")))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    loop, pending = told
-    until(pending.done)
-    assert pending.outcome == "absent"
-    assert attempts_in(tmp_path) == []
-    until(lambda: not ours())
-    assert len(lines()) == 1
-    assert "the thread of its event loop has ended" in lines()[0]
-    loop.close()
-
-
-def test_a_loop_that_stops_and_goes_on_is_none_of_these(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
+def test_a_loop_that_stops_and_goes_on(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
     loop = asyncio.new_event_loop()
     pending = loop.run_until_complete(plain(tmp_path / "step-1"))
     asyncio.run(sidestream.save(make_state(3), tmp_path / "step-3"))  # meanwhile, on another one
@@ -412,33 +379,47 @@ def test_a_loop_that_stops_and_goes_on_is_none_of_these(tmp_path: Path, lines: C
     assert lines() == []
 
 
-def test_a_loop_that_is_not_run_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
-) -> None:
-    """The loop is not closed and its thread lives: the save ends at its deadline."""
-    monkeypatch.setattr(abandoned, "_GRACE_S", 0.2)
+class Slow:
+    """An object whose state a load hands over on a loop that stands still."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": torch.zeros(3)}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("nothing runs on a loop that stands still")
+
+
+def test_a_load_does_not_wait_for_ever_for_a_loop_that_stands_still(tmp_path: Path) -> None:
+    sidestream.blocking.save({"o": Slow()}, tmp_path / "a")
     loop = asyncio.new_event_loop()
+    options = sidestream.LoadOptions(timeout_s=0.5)
+    failed: list[events.LoadFailed] = []
 
-    async def begin() -> sidestream.PendingSave:
-        return sidestream.async_save(make_state(2), tmp_path / "step-1", options=sidestream.SaveOptions(timeout_s=0.5))
+    def noted(event: object) -> None:
+        if isinstance(event, events.LoadFailed):
+            failed.append(event)
 
-    pending = loop.run_until_complete(begin())
-    until(pending.done)
-    assert pending.outcome == "absent"
-    assert attempts_in(tmp_path) == []
-    until(lambda: not ours())
-    assert "its deadline has passed" in lines()[0]
+    async def begin() -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(sidestream.load({"o": Slow()}, tmp_path / "a", options=options))
+        await asyncio.sleep(0)  # it has begun, and its objects have not been asked yet
+        return task
+
+    with events.observe(noted):
+        task = loop.run_until_complete(begin())
+        until(lambda: failed)
+    assert failed[0].error_type == "DeadlineExceededError"
+    assert "whose event loop" in failed[0].reason
+    with pytest.raises(errors.DeadlineExceededError):
+        loop.run_until_complete(task)
     loop.close()
 
 
 def test_an_idle_loop_is_not_kept(tmp_path: Path) -> None:
-    """An open ``Checkpointer`` does not keep its loop alive."""
+    """An open ``Checkpointer`` does not keep a loop alive."""
 
     async def begin() -> None:
         checkpoints = await sidestream.Checkpointer(tmp_path).__aenter__()
         await checkpoints.save(make_state(1), step=1)
-        while len(asyncio.all_tasks()) > 1:  # the deleting after it
-            await asyncio.sleep(0.001)
 
     class Loop(asyncio.SelectorEventLoop):
         """A loop whose collection can be observed."""
@@ -451,7 +432,6 @@ def test_an_idle_loop_is_not_kept(tmp_path: Path) -> None:
     loop.run_until_complete(begin())
     loop.close()
     del loop
-    asyncio.run(sidestream.verify(tmp_path / "step-1"))
     until(lambda: not alive())
 
 
@@ -480,6 +460,7 @@ held.wait(0.1)
 @pytest.mark.parametrize("elements", [1000, 32 << 20])
 @pytest.mark.parametrize("end", ["", "loop.close()", "loop.close(); pending.done()", "raise SystemExit(3)"])
 def test_at_exit(end: str, elements: int, tmp_path: Path) -> None:
+    """The end of the program waits for the save."""
     program = textwrap.dedent(AT_EXIT) + end
     ended = warm.run(
         [sys.executable, "-W", "ignore", "-c", program, str(tmp_path), str(elements)],
@@ -490,6 +471,38 @@ def test_at_exit(end: str, elements: int, tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == (3 if "3" in end else 0), ended.stderr
-    assert os.listdir(tmp_path) == []
-    assert ended.stderr.count("outcome: absent") == 1, ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert os.listdir(tmp_path) == ["step-1"]
+    assert ended.stderr == ""
+    assert sidestream.blocking.verify(tmp_path / "step-1").ok
+
+
+IN_A_HANDLER = """
+import atexit, sys
+import torch, sidestream
+from sidestream import blocking
+
+pending = []
+
+@atexit.register
+def last():
+    info = blocking.save({"w": torch.ones(1000)}, sys.argv[1] + "/last")
+    print(info.nbytes)
+    pending.append(sidestream.async_save({"w": torch.ones(1000)}, sys.argv[1] + "/left"))  # nobody waits for it
+
+blocking.save({"w": torch.ones(10)}, sys.argv[1] + "/first")
+"""
+
+
+def test_in_a_handler_of_atexit(tmp_path: Path) -> None:
+    ended = warm.run(
+        [sys.executable, "-W", "ignore", "-c", IN_A_HANDLER, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert int(ended.stdout) > 4000
+    assert sorted(os.listdir(tmp_path)) == ["first", "last", "left"]

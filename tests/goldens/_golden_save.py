@@ -125,7 +125,7 @@ async def save(table: Table) -> None:
         await table.tries(f"url: {url!r}", lambda url=url: sidestream.save(SMALL, url))
     table.note("left behind by all of these", sorted(path.name for path in folder.iterdir()))
     await _targets(table)
-    await table.tries("without a loop", asyncio.to_thread(sidestream.async_save, SMALL, folder / "c"))
+    await table.tries("without a loop", asyncio.to_thread(_without_a_loop, folder / "c"))
     await table.tries("streaming=True with a stager", _streaming_with_stager(folder / "c"))
     for name, options in {
         "good": {},
@@ -241,6 +241,10 @@ async def dropped(state: dict[str, Any], path: Path) -> None:
             await asyncio.sleep(0.001)
 
 
+def _without_a_loop(path: Path) -> Any:
+    return sidestream.async_save(SMALL, path).result(60).url
+
+
 def _left_to_a_loop(path: Path) -> Any:
     """What becomes of a save whose loop has been closed. In a thread."""
 
@@ -248,10 +252,8 @@ def _left_to_a_loop(path: Path) -> Any:
         return sidestream.async_save(SMALL, path)
 
     pending = asyncio.run(main())
-    told = [pending.done(), pending.outcome, pending.cancel()]
-    del pending
-    gc.collect()
-    return told
+    pending.result(60)
+    return [pending.done(), pending.outcome, pending.cancel()]
 
 
 async def staging(table: Table) -> None:

@@ -735,23 +735,34 @@ def cancelled(rank: int, world: int, directory: Path) -> list[Any]:
     return run(save())
 
 
+class _Slow:
+    """An object whose rank does not stop before the cancel of the other one: its state dict takes that long."""
+
+    def __init__(self, begun: Path, go_on: Path) -> None:
+        self._begun, self._go_on = begun, go_on
+
+    def state_dict(self) -> dict[str, Any]:
+        self._begun.touch()
+        while not self._go_on.exists():
+            time.sleep(0.01)
+        return {"n": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
 def cancelled_after_its_failure(rank: int, world: int, directory: Path) -> list[Any]:
     """Rank 1 fails, and is cancelled while rank 0 is too busy to stop."""
 
-    async def one(name: str, begin: Callable[[], Awaitable[Any]]) -> Any:
-        busy = directory / f"{name}-busy"
+    async def one(name: str, begin: Callable[[dict[str, Any]], Awaitable[Any]]) -> Any:
+        busy, go_on = directory / f"{name}-busy", directory / name
         while rank and not busy.exists():  # or rank 0 may hear of the failure when it begins, and stop at once
             await asyncio.sleep(0.01)
-        task = asyncio.ensure_future(begin())
-        await asyncio.sleep(0)
+        task = asyncio.ensure_future(begin({} if rank else {"slow": _Slow(busy, go_on)}))
         if rank:
             await asyncio.sleep(1)
             task.cancel()
             await asyncio.sleep(0.01)
-            (directory / name).touch()
-        busy.touch()
-        while not (directory / name).exists():
-            time.sleep(0.01)
+            go_on.touch()
         try:
             await task
         except asyncio.CancelledError:
@@ -760,14 +771,14 @@ def cancelled_after_its_failure(rank: int, world: int, directory: Path) -> list[
             return [[one.rank, one.kind] for one in failures.failures]
 
     async def both() -> list[Any]:
-        target, saving = {"a": torch.zeros(3)}, sidestream.SaveOptions(timeout_s=TIMEOUT_S)
+        saving = sidestream.SaveOptions(timeout_s=TIMEOUT_S)
         url = "unknown://x" if rank else directory / "c"
 
-        async def save() -> None:
-            await sidestream.save({f"a{rank}": torch.ones(3)}, url, options=saving)
+        async def save(slow: dict[str, Any]) -> None:
+            await sidestream.save({f"a{rank}": torch.ones(3), **slow}, url, options=saving)
 
         return [
-            await one("load", lambda: sidestream.load(target, directory / "nothing")),
+            await one("load", lambda slow: sidestream.load({"a": torch.zeros(3), **slow}, directory / "nothing")),
             await one("save", save),
         ]
 

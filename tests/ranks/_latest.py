@@ -348,14 +348,16 @@ def loop_closes(rank: int, world: int, directory: Path) -> list[Any]:
         pendings.extend(await one.first_and_second(checkpoints))
         if rank == 1:
             return []
-        told = [await outcome(pendings[1])]
         one.held.let_go(1)
-        told.append(await outcome(pendings[0]))
+        told = [await outcome(pendings[0]), await outcome(pendings[1])]
         await checkpoints.aclose()
         return told
 
     told = run(save())
-    return list(told) or [type(pending.unretrieved).__name__ for pending in reversed(pendings)]
+    if rank == 1:
+        one.held.let_go(1)
+        told = [run(outcome(pending)) for pending in pendings]
+    return list(told)
 
 
 def never_called(rank: int, world: int, directory: Path) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from _hub import LONG_S, Ranks, in_owner, owner_held
 
+from sidestream._engine.loop import operation_loop
 from sidestream._group import Operation, Stopped, prepare_together
 from sidestream._group.connections import GroupMessage, GroupMessageKind, connection_thread
 from sidestream._group.operation import RankGroup
@@ -177,8 +178,8 @@ async def test_the_time_in_the_queue_does_not_count(three: Ranks) -> None:
     operation.deadline = Deadline(time.monotonic() - 1.0, LONG_S)  # as if it had waited for that long
     in_owner(lambda: three.hub._expire(three.hub._states[1]))
     assert not operation.stopping
-    for entry in busy:
-        entry.leave()
+    for entry in busy:  # where the saves wait
+        operation_loop().call(entry.leave)
     assert [await rank.outcome(0) for rank in ranks] == ["committed"] * WORLD
 
 
@@ -192,7 +193,7 @@ async def test_the_others_wait_for_as_long_as_something_is_on_its_way(
     operation, coming = await waiting_for_rank_0(rank)
     await asyncio.to_thread(later, 0.2)
     assert not operation.stopping
-    busy.leave()
+    operation_loop().call(busy.leave)
     await gives_up(rank, coming)
     assert rank.queue.slots_used == 0
 

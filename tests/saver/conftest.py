@@ -12,17 +12,14 @@ import pytest
 import warm
 from fsspec.asyn import get_loop
 
+from sidestream._engine.loop import operation_loop
 from sidestream._staging import cached
 from sidestream._worker import link
 from sidestream._worker.client import close_all
-from sidestream.blocking import run_anywhere
 
 sys.path.append(str(Path(__file__).parents[1] / "crash"))  # for what happens inside a saver
 
 Until = Callable[[Callable[[], bool]], None]
-
-
-async def _nothing() -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +27,7 @@ def _no_saver_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test starts its own processes, and leaves no descriptor and no process behind."""
     cached.close_all()  # idle memory is kept on purpose, and has descriptors
     close_all()
-    run_anywhere(_nothing)  # the loops that this process keeps have descriptors of their own
+    operation_loop()  # the loops that this process keeps have descriptors of their own
     get_loop()
     warm.start()
     gc.collect()

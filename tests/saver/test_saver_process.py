@@ -565,6 +565,7 @@ async def test_its_priorities(tmp_path: Path, children: Children) -> None:
 TRAINER = """
 import asyncio, os, signal, sys, torch, sidestream
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it for its children
+sidestream.set_exit_timeout(0.5)  # otherwise the end of the program waits for the save
 async def main():
     state = {"t": torch.ones(1 << 24)}
     slow = sidestream.SaveOptions(writer=sidestream.WriterProcess(max_bytes_per_second=1e6))
@@ -590,6 +591,8 @@ def test_it_ends_with_its_trainer(how: str, tmp_path: Path, until: Until) -> Non
         trainer.wait(60)
         until(lambda: not alive(pid))
     assert not (tmp_path / "c").exists()
+    if how == "SIGINT":  # the save was cancelled, and has cleaned up
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["warm"]
 
 
 def test_nothing_of_main_runs_in_it(tmp_path: Path) -> None:

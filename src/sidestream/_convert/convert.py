@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from .._engine.calls import in_operation
 from .._foreign.manifests import TORCH_SUFFIXES
 from .._format.records import (
     EmptyEntry,
@@ -19,6 +20,7 @@ from .._format.records import (
 from .._format.safetensors import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together, stoppable
 from .._load.open.manifest import from_one_checkpoint
+from .._runtime.caller import run_by_caller
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, collected, current_deadline, io_threads, time_limit
@@ -159,16 +161,19 @@ async def convert(
     check_names(names)
     check_dtype(dtype)
     options = options_of(options, ConvertOptions)
-    where = locate_directory(target, storage_of(target_storage_options, target_storage, "target_"))
-    location = locate_directory(source, storage_of(storage_options, storage))
+    where = await run_by_caller(locate_directory, target, storage_of(target_storage_options, target_storage, "target_"))
+    location = await run_by_caller(locate_directory, source, storage_of(storage_options, storage))
 
     async def converted(files: RangeSource, manifest: Manifest) -> ConvertReport:
         opened = await source_of(files, location.url, manifest)
         selection = await io_threads().run(select_from, opened, select, names, dtype, chosen)
         return await convert_opened(opened, selection, where, ConvertRequest(options, chosen))
 
-    with time_limit(Deadline.after(options.timeout_s)):
-        return await from_one_checkpoint(location, converted)
+    async def work() -> ConvertReport:
+        with time_limit(Deadline.after(options.timeout_s)):
+            return await from_one_checkpoint(location, converted)
+
+    return await in_operation(work, "convert")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from .._engine.calls import in_operation
 from .._format.checksum import crc32
 from .._format.marker import METADATA_NAME
 from .._format.records import EmptyEntry, Manifest
@@ -19,7 +21,7 @@ from .._load.checks import Piece
 from .._load.open.manifest import all_there, from_one_checkpoint
 from .._load.open.parts import part_metadata_name
 from .._load.verification import Verification
-from .._runtime.caller import run_in_calling_thread
+from .._runtime.caller import run_by_caller
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, holding_gil, io_threads, paced, pause_point, time_limit
@@ -125,9 +127,10 @@ async def copy(
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
     check_budget(budget_bytes)
+    where = await run_by_caller(locate_directory, target, storage_of(target_storage_options, target_storage, "target_"))
+    location = await run_by_caller(locate_directory, source, storage_of(storage_options, storage))
+
     deadline = Deadline.after(timeout_s)
-    where = locate_directory(target, storage_of(target_storage_options, target_storage, "target_"))
-    location = locate_directory(source, storage_of(storage_options, storage))
 
     async def copy_of(files: RangeSource, manifest: Manifest) -> _Found:
         with all_there(location.url):
@@ -137,8 +140,11 @@ async def copy(
             await run_here(order, copying.write, _CopiedLayout(found.sizes), sum(found.sizes.values()))
         return found
 
-    with time_limit(deadline):
-        found = await from_one_checkpoint(location, copy_of)
+    async def work() -> _Found:
+        with time_limit(deadline):
+            return await from_one_checkpoint(location, copy_of)
+
+    found = await in_operation(work, "copy")
     return CopyReport(
         url=where.url,
         files=tuple(found.sizes),
@@ -187,7 +193,11 @@ async def remove(
     running_loop("remove")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
-    location = locate_directory(url, storage_of(storage_options, storage))
+    location = await run_by_caller(locate_directory, url, storage_of(storage_options, storage))
+    await in_operation(partial(_remove, location, durability, timeout_s), "remove")
+
+
+async def _remove(location: Location, durability: Durability, timeout_s: float) -> None:
     with time_limit(Deadline.after(timeout_s)):
         refused = CheckpointNotFoundError(
             f"no checkpoint at {location.url}: there is no {METADATA_NAME}; nothing was removed"
@@ -360,7 +370,7 @@ class _Copy:
             )
             for name, nbytes in found.sizes.items()
         ]
-        self._report_progress(0)
+        await self._report_progress(0)
         *others, last = files
         if others:
             await self._write(others, into)
@@ -376,7 +386,7 @@ class _Copy:
             raise CorruptCheckpointError(
                 f"{found.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME
             )
-        self._report_progress(2 * nbytes)
+        await self._report_progress(2 * nbytes)
         return bytes(raw)
 
     async def _write(self, files: Sequence[_CopiedFile], into: Transaction) -> None:
@@ -393,7 +403,7 @@ class _Copy:
                 raise CorruptCheckpointError(
                     f"{error.filename} was deleted while it was copied", file=names[file.name]
                 ) from error
-            self._report_progress(len(view))
+            await self._report_progress(len(view))
 
         await Windows(fill).write(files, into)
         # Before the commit: what does not come back as it was sent is never visible, except where names on object
@@ -424,12 +434,12 @@ class _Copy:
                 )
             del view
             scratch.give_back(memory)
-            self._report_progress(end - start)
+            await self._report_progress(end - start)
 
         async with aclosing(written):
             await in_parallel(windows, work)
 
-    def _report_progress(self, nbytes: int) -> None:
+    async def _report_progress(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self.progress is not None:
-            run_in_calling_thread(self.progress, self._done_bytes, 2 * sum(self.found.sizes.values()))
+            await run_by_caller(self.progress, self._done_bytes, 2 * sum(self.found.sizes.values()))

@@ -18,7 +18,7 @@ from .._group import Operation, prepare_together
 from .._layout.names import new_dtypes, new_names, selected
 from .._layout.save_layout import SavePlan
 from .._runtime.public import public
-from .._runtime.threads import Stop, current_deadline, io_threads
+from .._runtime.threads import Stop, current_deadline, io_threads, report
 from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader
@@ -28,7 +28,6 @@ from ..errors import (
     CorruptCheckpointError,
     InvalidOptionError,
     RankFailuresError,
-    SaveAbortedError,
     SkippedError,
     SnapshotLostError,
     UnsupportedTensorError,
@@ -258,7 +257,7 @@ class _Sink:
         finally:
             await order.remove_replaced()
         order.lifecycle.mark("committed")
-        order.lifecycle.committed(read.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
+        await report(order.lifecycle.committed, read.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
         return read
 
     async def undo(self, error: BaseException) -> None:
@@ -266,17 +265,9 @@ class _Sink:
         if order is not None:
             # For observers the first try was skipped, and did not fail: the export is made from the checkpoint.
             starts_over = isinstance(error, SnapshotLostError)
-            order.lifecycle.failed(SkippedError(str(error)) if starts_over else error, order.outcome)
+            await report(order.lifecycle.failed, SkippedError(str(error)) if starts_over else error, order.outcome)
             await order.transaction.clean_up(error)
             self._order = None
-
-    def leave(self, *, stuck: bool) -> None:
-        order = self._order
-        if order is not None:
-            try:
-                order.transaction.settle(stuck=stuck)
-            finally:
-                order.lifecycle.failed(SaveAbortedError("the event loop has ended"), order.outcome)
 
     async def read_checkpoint(self, save: SaveOrder, ranks: Operation | None) -> ConvertReport:
         try:

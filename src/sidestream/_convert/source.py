@@ -30,7 +30,7 @@ from .._load.checks import Piece, foreign_pieces, has_no_checksum
 from .._load.open.manifest import all_there, open_manifest
 from .._load.open.steps import Step
 from .._load.reader import Reader, Wanted
-from .._runtime.caller import run_in_calling_thread
+from .._runtime.caller import run_by_caller
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import collected, holding_gil, io_threads, paced, pause_point
 from .._runtime.torch_probes import dtype_from_name
@@ -307,13 +307,13 @@ class Pipeline:
 
     async def write(self, files: Sequence[TargetFile], into: Transaction) -> None:
         """Write all of ``files``. When this returns or raises, no thread works on them any more."""
-        self._report_progress(0)
+        await self._report_progress(0)
         by_name = {file.name: file for file in files}
 
         async def fill(file: WindowedFile, index: int, view: memoryview) -> None:
             slices, nbytes = await io_threads().run(_slices_of, by_name[file.name], index)
             await self._fill(slices, view)
-            self._report_progress(nbytes)
+            await self._report_progress(nbytes)
 
         await Windows(fill).write(files, into)
 
@@ -378,10 +378,10 @@ class Pipeline:
     def _reader(self) -> Reader:
         return Reader(self.source.files, self.verify, scratch=self._scratch)
 
-    def _report_progress(self, nbytes: int) -> None:
+    async def _report_progress(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self.progress is not None:
-            run_in_calling_thread(self.progress, self._done_bytes, self.total_bytes)
+            await run_by_caller(self.progress, self._done_bytes, self.total_bytes)
 
 
 def _slices_of(file: TargetFile, index: int) -> tuple[list[Slice], int]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from .._runtime.abandoned import register
 from .._runtime.tasks import wait_out
 from .operation import Operation, Stopped
 
@@ -16,28 +14,6 @@ __all__ = ["prepare_together", "run_together", "stoppable"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class CallPart:
-    """The registered resources of an operation that runs in the caller's task: if the loop of that task ends, the other
-    ranks are notified."""
-
-    operation: Operation
-
-    @property
-    def what(self) -> str:
-        return f"this rank's part in a {self.operation.kind}"
-
-    @property
-    def expires_at(self) -> float:
-        return self.operation.expires_at
-
-    def abandon(self) -> None:
-        self.operation.report(asyncio.CancelledError())
-
-    def leave(self, *, stuck: bool) -> None:
-        """Do nothing: the part has no other resources."""
 
 
 async def run_together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
@@ -55,7 +31,6 @@ async def prepare_together(
     Without an operation, do ``work`` alone."""
     if operation is None:
         return await work(*args, **kwargs)
-    watched = register(CallPart(operation))
     try:
         return await work(*args, **kwargs)
     except BaseException as error:
@@ -64,8 +39,6 @@ async def prepare_together(
             raise
         verdict.written = getattr(error, "written", ())
         raise operation.cancelled or verdict from error
-    finally:
-        watched.end()
 
 
 async def stoppable(operation: Operation | None, work: Coroutine[Any, Any, T]) -> T:

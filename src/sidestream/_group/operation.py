@@ -12,7 +12,6 @@ import hashlib
 import os
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -21,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from .._runtime.gil import wrap_thread_future
 from .._runtime.tasks import wait_out
-from .._runtime.threads import Deadline, end_abandoned
+from .._runtime.threads import Deadline
 from ..errors import ForkedProcessError, RankFailuresError
 from .connections import ConnectionThread, connection_thread
 from .failure import pack
@@ -48,8 +47,6 @@ VERDICT_GRACE_S = 30.0
 _ROUND = 1 << 32
 """Added to the number of an operation each time that all ranks start over. A group begins fewer operations."""
 
-_CHECK_S = 1.0
-"""How often a rank checks for operations on event loops that have ended."""
 
 FOLLOWING = 1 << 48
 """Added to the number of an operation for each operation that follows it. No operation starts over so often."""
@@ -376,19 +373,7 @@ class RankGroup(ABC):
         # The order of the posts is the order of the calls, and it is the same on all ranks. The number is taken with
         # the lock for that reason.
         self._thread.post(lambda: self._begin(operation))
-        self._check_loops_later(weakref.ref(operation))
         return operation
-
-    def _check_loops_later(self, operation: weakref.ref[Operation]) -> None:
-        self._thread.post_at(time.monotonic() + _CHECK_S, lambda: self._check_loops(operation))
-
-    def _check_loops(self, operation: weakref.ref[Operation]) -> None:
-        """End the operations of event loops that have ended, once per second until ``operation`` has ended. The other
-        ranks wait for this one, and no other thread of this process may check."""
-        one = operation()
-        if one is not None and not one.ended:
-            self._check_loops_later(operation)  # first, because the next line may fail while a loop starts again
-            end_abandoned()
 
     def id_of(self, number: int) -> str:
         """Return an id that is the same on all ranks. It is known once the rank has received an answer of rank 0."""
@@ -427,7 +412,6 @@ class RankGroup(ABC):
 
     def _start_over(self, operation: Operation) -> None:
         packed = operation.start_over()
-        self._check_loops_later(weakref.ref(operation))
         self._join(operation)
         if packed is not None:
             self._fail(operation, packed, True)

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .._format.records import MAX_PATH_DEPTH, SAVED_DTYPES, DictKey, Key, shape_problem
-from .._runtime.caller import run_in_calling_thread
 from .._runtime.state_dict_calls import state_dicts_in_order
 from .._runtime.torch_probes import PLAIN_TENSORS, Stateful
 from .._staging import Composite, Form, consists_of_others, dismantle, settled
@@ -138,9 +137,9 @@ class StateDicts:
             return ()
         if type(value) is dict or type(value) is OrderedDict:
             return zip(list(value), list(value.values()), strict=True)
-        # A mapping that is not a plain dict has code of the user, which may have to run on the caller's thread. So its
-        # items are taken here, before the state is compared in a thread of ours, and are not asked for again.
-        items = run_in_calling_thread(lambda: list(value.items()))
+        # A mapping that is not a plain dict has code of the user, which has to run in the caller's thread. So its items
+        # are taken here, before the state is compared in a thread of ours, and are not asked for again.
+        items = list(value.items())
         self._items[id(value)] = (value, items)
         return items
 

@@ -7,10 +7,12 @@ from collections import ChainMap
 from collections.abc import AsyncIterator, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from .._engine.calls import as_operation, in_operation
 from .._foreign.items import read_values, refuse_opaque
 from .._format.records import (
     CompositeEntry,
@@ -24,9 +26,10 @@ from .._format.records import (
 )
 from .._layout.ranges import Box
 from .._layout.values import Allowed, allowed_types, decode_metadata
+from .._runtime.caller import run_by_caller
 from .._runtime.public import Displayed, Table, public, readable_bytes
 from .._runtime.tasks import running_loop
-from .._runtime.threads import Deadline, io_threads, pause_point, time_limit
+from .._runtime.threads import Deadline, io_threads, pause_point, report, time_limit
 from .._runtime.torch_probes import dtype_from_name
 from .._staging.streams import Streams, streams_of
 from .._storage import Location, RangeSource, locate_directory
@@ -124,8 +127,12 @@ async def open_checkpoint(
         UnsupportedCheckpointError: This version does not read it.
         StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
     """
-    location = locate_directory(url, storage_of(storage_options, storage))
-    return await open_from(location, verify=verify, timeout_s=timeout_s, safe_globals=safe_globals, trust=trust)
+    running_loop("open_checkpoint")
+    location = await run_by_caller(locate_directory, url, storage_of(storage_options, storage))
+    return await in_operation(
+        partial(open_from, location, verify=verify, timeout_s=timeout_s, safe_globals=safe_globals, trust=trust),
+        "open_checkpoint",
+    )
 
 
 async def open_from(
@@ -138,18 +145,19 @@ async def open_from(
     run: str | None = None,
 ) -> Checkpoint:
     """Open the checkpoint at a resolved location. ``run`` is the URL of the run that it belongs to."""
-    running_loop("open_checkpoint")
     check_verify(verify)
     check_choice("trust", trust, Trust)
     check_timeout(timeout_s)
     allowed = allowed_types(safe_globals)
-    with reading("open_checkpoint", location.url, run) as lifecycle, time_limit(Deadline.after(timeout_s)):
-        source, manifest = await open_manifest(location)
-        lifecycle.opened(manifest)
-        # An open ``Checkpoint`` holds nothing open, so it needs no ``close`` and no loop. Each call opens the files
-        # anew, and compares the marker with the manifest first where another checkpoint could have taken their names.
-        versions = {} if manifest.own else await source.versions(manifest.files)
-        await source.aclose()
+    with time_limit(Deadline.after(timeout_s)):
+        async with reading("open_checkpoint", location.url, run) as lifecycle:
+            source, manifest = await open_manifest(location)
+            await report(lifecycle.opened, manifest)
+            # An open ``Checkpoint`` holds nothing open, so it needs no ``close`` and no loop. Each call opens the files
+            # anew, and compares the marker with the manifest first where another checkpoint could have taken their
+            # names.
+            versions = {} if manifest.own else await source.versions(manifest.files)
+            await source.aclose()
     return Checkpoint(replace(location, name=source.name), manifest, verify, timeout_s, allowed, trust, versions)
 
 
@@ -232,6 +240,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         """The sizes, in bytes, of the sidecar files that were saved with ``files=``, by name."""
         return {name: entry.nbytes for name, entry in self._manifest.sidecars.items()}
 
+    @as_operation
     async def file(self, name: str) -> bytes:
         """Read a sidecar file. With ``verify="always"`` it is compared with its checksums. A cancel leaves nothing
         behind.
@@ -303,6 +312,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             raise refusal or InvalidOptionError(f"{fqn} is a plain value; await value({fqn!r})")
         return info
 
+    @as_operation
     async def tensor(self, fqn: str, rows: slice | None = None, *, device: torch.device | str = "cpu") -> torch.Tensor:
         """Read a tensor, or some of its rows.
 
@@ -362,6 +372,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         found: torch.Tensor = leaves[fqn]
         return found
 
+    @as_operation
     async def value(self, fqn: str) -> Any:
         """Read a plain value, or a tensor as ``tensor()`` does. A cancel leaves nothing behind.
 
@@ -383,11 +394,12 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         if not isinstance(entry, ValueEntry):
             return {}
         async with self._files("value") as files:
-            files.lifecycle.planned()
+            await report(files.lifecycle.planned)
             values = await read_values(files.source, self._manifest, {fqn: entry}, self._allow, self._trust)
-            files.lifecycle.read(0)
+            await report(files.lifecycle.read, 0)
             return values[fqn]
 
+    @as_operation
     async def state_dict(
         self,
         *,
@@ -483,6 +495,7 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
 
         return await io_threads().run(build)
 
+    @as_operation
     async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
         """Read everything and compare it with all that is known about it, as ``sidestream.verify`` does, whatever
         ``verify=`` is. A cancel leaves nothing behind.
@@ -500,21 +513,25 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
         """
         with time_limit(Deadline.after(self._timeout_s)):
             async with self._unless_replaced(), aclosing(self._location.source()) as source:
-                report = await verify_manifest(source, self.url, self._manifest, progress)
+                found = await verify_manifest(source, self.url, self._manifest, progress)
             # Bytes without checksums are not read, so the report of an export is good although its files are gone.
-            good = report.ok and self._manifest.own
+            good = found.ok and self._manifest.own
             if not good and await is_gone(self._location, self._manifest, self._versions):
                 raise replaced(self.url, self._manifest)
-            return report
+            return found
 
     @asynccontextmanager
     async def _files(self, call: ReadCall) -> AsyncIterator[_Files]:
         """Open the files of the checkpoint for one call, with its time limit. Raises ``CorruptCheckpointError``, also
         if a file is missing that was there when the checkpoint was opened, and ``CheckpointNotFoundError``."""
-        with reading(call, self.url) as lifecycle, time_limit(Deadline.after(self._timeout_s)):
-            async with self._unless_replaced(), aclosing(self._location.source()) as source:
+        with time_limit(Deadline.after(self._timeout_s)):
+            async with (
+                reading(call, self.url) as lifecycle,
+                self._unless_replaced(),
+                aclosing(self._location.source()) as source,
+            ):
                 await check_not_replaced(source, self._location, self._manifest, self._versions)
-                lifecycle.opened(self._manifest)
+                await report(lifecycle.opened, self._manifest)
                 yield _Files(source, lifecycle)
 
     @asynccontextmanager
@@ -547,11 +564,11 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
 
     async def _read(self, files: _Files, new: NewTensors, streams: Streams, progress: Progress | None = None) -> None:
         reader = Reader(files.source, self._verify, progress, streams, new.direct)
-        files.lifecycle.planned()
+        await report(files.lifecycle.planned)
         await reader.read(new.wanted, own=self._manifest.own)
-        files.lifecycle.read(reader.nbytes)
+        await report(files.lifecycle.read, reader.nbytes)
         if self._verify == "always":
-            files.lifecycle.verified(len(reader.unverified))
+            await report(files.lifecycle.verified, len(reader.unverified))
 
 
 def _opaque_info(fqn: str, entry: OpaqueEntry) -> TensorInfo:

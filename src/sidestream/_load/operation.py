@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from .._engine.calls import in_operation
 from .._format.records import Manifest
 from .._group import Operation, Stopped, deadline_of, group_of, run_together, stoppable
-from .._runtime.abandoned import registered
+from .._runtime.caller import run_by_caller
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded, running_loop
-from .._runtime.threads import Deadline, io_threads, time_limit
+from .._runtime.threads import Deadline, io_threads, report, time_limit
 from .._storage import Location, locate_directory
 from ..errors import CorruptCheckpointError, SidestreamError, StorageNotSharedError, printable
 from ..events import (
@@ -113,18 +115,19 @@ class LoadLifecycle:
         emit(event)
 
 
-@contextmanager
-def reading(operation: ReadCall, url: str, run: str | None = None) -> Iterator[LoadLifecycle]:
+@asynccontextmanager
+async def reading(operation: ReadCall, url: str, run: str | None = None) -> AsyncIterator[LoadLifecycle]:
     """Emit the start and the end of a call that reads the checkpoint at ``url`` and changes no state. The ``with``
     block emits the phases between them."""
     lifecycle = LoadLifecycle(LoadContext(operation, url, run=run))
-    lifecycle.started()
+    await report(lifecycle.started)
     try:
         yield lifecycle
     except BaseException as error:
-        lifecycle.failed(error, 0)
+        with suppress(asyncio.CancelledError):
+            await report(lifecycle.failed, error, 0)
         raise
-    lifecycle.applied()
+    await report(lifecycle.applied)
 
 
 @dataclass(slots=True)
@@ -140,7 +143,7 @@ class LoadOperation:
 
     async def run(self) -> LoadReport:
         """Change the target. ``written`` of an error, and a note, list the tensors of the target that were written."""
-        self.lifecycle.started()
+        await report(self.lifecycle.started)
         try:
             return await self._run()
         except BaseException as raised:
@@ -161,7 +164,8 @@ class LoadOperation:
         verdict = error
         if self.together is not None and isinstance(error, Exception):
             verdict = await self.together.failed(error)
-        self.lifecycle.failed(verdict, len(written))
+        with suppress(asyncio.CancelledError):
+            await report(self.lifecycle.failed, verdict, len(written))
         late = None if self.together is None else self.together.cancelled
         return error if late is None else self._explained(late, written)
 
@@ -179,7 +183,7 @@ class LoadOperation:
         if together is not None:
             # Also after the change, so that no rank returns from a load that failed on another one.
             await together.agree("hand over")
-        lifecycle.applied()
+        await report(lifecycle.applied)
         return await self._report(manifest)
 
     async def _read(self) -> Manifest:
@@ -206,15 +210,15 @@ class LoadOperation:
 
     async def _read_opened(self, manifest: Manifest) -> None:
         target, lifecycle, together = self.target, self.lifecycle, self.together
-        lifecycle.opened(manifest)
+        await report(lifecycle.opened, manifest)
         await stoppable(self.together, target.plan())
-        lifecycle.planned()
+        await report(lifecycle.planned)
         if together is not None:
             together.step = "read"
         await stoppable(self.together, target.read())
-        lifecycle.read(target.nbytes)
+        await report(lifecycle.read, target.nbytes)
         if self.request.options.verify == "always":
-            lifecycle.verified(len(target.unverified))
+            await report(lifecycle.verified, len(target.unverified))
         if together is not None:
             await together.agree("read")  # before anything but the bytes of tensors changes
 
@@ -281,7 +285,7 @@ async def load(
     Tensors of ``state`` are read into, and plain values are replaced in their dict or list. An object with
     ``load_state_dict`` gets everything that was saved below its key: tensors of its own ``state_dict()`` are read in
     place first, and those that it lacks (the moments of a fresh optimizer) come as new tensors. Both methods are called
-    on the event loop; everything else happens in threads. Do not change the structure of ``state`` until this returns.
+    in the task of the caller; everything else happens in threads. Do not change the structure of ``state`` meanwhile.
 
     All differences between ``state`` and the checkpoint are found before anything is changed, and one error lists all
     that are not accepted.
@@ -323,21 +327,30 @@ async def load(
         StorageError, DeadlineExceededError, OutOfMemoryError: The storage, the time or the memory did not suffice.
         RankFailuresError: A rank has failed.
     """
+    # The number of an operation of ranks is taken at the call, so that all ranks have the same order.
     running_loop("load")
     member = group_of(process_group)
+    operation: Operation | None = None
+    if member is not None and member.group.world > 1:
+        limits = options if isinstance(options, LoadOptions) else LoadOptions()  # what is wrong is raised on all ranks
+        operation = member.begin("load", deadline_of(limits.timeout_s), limits.rank_wait_s)
 
-    # Everything that may be wrong about the call is checked inside of ``run``, so that the error of one rank becomes
-    # that of all. A rank that raised before its operation began would leave the others waiting for it.
-    async def run(operation: Operation | None) -> LoadReport:
+    def prepared() -> tuple[Location, LoadRequest]:
         chosen = options_of(options, LoadOptions)
         request = LoadRequest(chosen, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))
-        location = locate_directory(url, storage_of(storage_options, storage))
+        return locate_directory(url, storage_of(storage_options, storage)), request
+
+    # In a group everything that may be wrong about the call is checked inside of ``run``, so that the error of one rank
+    # becomes that of all. A rank that raised before its operation began would leave the others waiting for it.
+    async def run(operation: Operation | None) -> LoadReport:
+        location, request = await run_by_caller(prepared)
         return await load_from(location, state, request, LoadContext("load", location.url), operation)
 
-    if member is None or member.group.world == 1:
-        return await run(None)
-    limits = options if isinstance(options, LoadOptions) else LoadOptions()  # what is wrong is raised on all ranks
-    return await run_together(run, member.begin("load", deadline_of(limits.timeout_s), limits.rank_wait_s))
+    if operation is not None:
+        return await in_operation(partial(run_together, run, operation), "load")
+    location, request = await run_by_caller(prepared)
+    context = LoadContext("load", location.url)
+    return await in_operation(partial(load_from, location, state, request, context), "load")
 
 
 async def load_from(
@@ -350,9 +363,8 @@ async def load_from(
     """Load from a resolved location. ``context`` is for the events of the load. ``operation`` is set if several ranks
     load."""
     deadline = Deadline.after(request.options.timeout_s)
-    changed = "its threads have stopped; tensors may have been changed"
     if operation is not None:
         context = replace(context, rank=operation.rank, world=operation.world)
     target = StateTarget(location, state, request, operation)
-    with time_limit(deadline), registered(f"loading {location.url}", changed, deadline.at):
+    with time_limit(deadline):
         return await LoadOperation(location.url, target, request, LoadLifecycle(context), operation).run()

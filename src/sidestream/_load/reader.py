@@ -15,7 +15,7 @@ from .._foreign.transforms import require
 from .._format.checksum import crc32, unpack_crcs
 from .._format.records import BLOCK_BYTES, Chunk, TensorEntry, row_major_strides
 from .._layout.ranges import Box, DirectReads, Payload
-from .._runtime.caller import run_in_calling_thread
+from .._runtime.caller import run_by_caller
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import Stop, chunked, clear_gradually, collected, holding_gil, io_threads, paced, pause_point
 from .._runtime.torch_probes import copyable, dtype_from_name, lazy_bits
@@ -151,7 +151,7 @@ class Reader:
             found = {} if own else await located(self.source, await io_threads().run(_entries, targets))
         planned, total = await io_threads().run(_plan, self.direct, targets, found, self.verify == "always")
         total += sum(chunk.item_bytes for _, chunk in packed)
-        self._report_progress(total)
+        await self._report_progress(total)
         await self._read_batches(planned, targets, total)
         await in_parallel(packed, lambda item: self._read_packed(*item, total))
         await io_threads().run(self._finish, planned, targets, wanted)
@@ -162,7 +162,7 @@ class Reader:
 
     async def _read_batches(self, planned: Sequence[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
         progress, done = self.progress, self.nbytes
-        report = None if progress is None else lambda read: run_in_calling_thread(progress, done + read, total)
+        report = None if progress is None else lambda read: run_by_caller(progress, done + read, total)
         batches = Batches(self.source, partial(self._reads, targets), report, self.scratch)
         try:
             await batches.run(planned)
@@ -188,9 +188,9 @@ class Reader:
         ]
         return Reads(batch[0].file, ranges, _nbytes(batch), memory)
 
-    def _report_progress(self, total: int) -> None:
+    async def _report_progress(self, total: int) -> None:
         if self.progress is not None:
-            run_in_calling_thread(self.progress, self.nbytes, total)
+            await run_by_caller(self.progress, self.nbytes, total)
 
     def _arrived(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
         """Put bytes into their place that were not read there directly. Called in the thread that reads, after their
@@ -207,7 +207,7 @@ class Reader:
         raw = await read_item(self.source, chunk)
         await io_threads().run(self._finish_packed, one, chunk, raw)
         self.nbytes += len(raw)
-        self._report_progress(total)
+        await self._report_progress(total)
 
     def _finish_packed(self, one: Wanted, chunk: Chunk, raw: bytearray) -> None:
         """Check a compressed item, which contains one chunk as a whole, and put its elements into their places. Called

@@ -23,7 +23,7 @@ from .._layout.findings import accepts
 from .._layout.flatten import CompositeLeaf, Leaf, PlainPath, StateDicts, plain_path
 from .._layout.match import LoadPlan, StatefulLoad, match
 from .._layout.ranges import Box
-from .._runtime.caller import run_in_calling_thread
+from .._runtime.caller import run_by_caller
 from .._runtime.containers import empty_container
 from .._runtime.state_dict_calls import call_load_state_dict, key_order
 from .._runtime.threads import clear_gradually, collected, io_threads, paced, pause_point
@@ -46,6 +46,7 @@ _SLICE = 1024
 _LISTED = 4
 _ALIGN_BYTES = 16  # of the largest element
 _INTEGER = re.compile("0|[1-9][0-9]*")  # what str() of an integer returns: "007" and digits of other scripts are names
+_DONE = object()
 _PLAIN = frozenset({dict, list, OrderedDict})
 
 
@@ -83,30 +84,33 @@ def _order(path: tuple[Key, ...]) -> tuple[str, ...]:
 
 
 async def hand_over(handover: Handover) -> tuple[list[str], list[str]]:
-    """Put the values into their places, and call ``load_state_dict`` of the objects. Runs in the caller's thread,
+    """Put the values into their places, and call ``load_state_dict`` of the objects: in the caller's task or thread,
     because containers and objects are those of the caller. May be repeated.
 
     Returns the names that modules missed, and those that they did not take."""
     missing: list[str] = []
     unexpected: list[str] = []
-    for number, (leaf, value) in enumerate(handover.values, 1):
-        leaf.holder[leaf.slot] = value
-        # The containers are the caller's, so their items are set on the loop, in slices. No other thread may meet them.
-        if number % _SLICE == 0:
-            await asyncio.sleep(0)
-    for leaf, value in handover.assigned:
-        # One iteration of the loop for each object of the caller: its code may take long, and nothing of ours can
-        # divide it.
+    for start in range(0, len(handover.values), _SLICE):
+        # The containers are the caller's, so the caller sets their items, in slices. No other thread may meet them.
+        await run_by_caller(_assign, handover.values[start : start + _SLICE])
         await asyncio.sleep(0)
-        run_in_calling_thread(leaf.holder.__setitem__, leaf.slot, value)
+    for leaf, value in handover.assigned:
+        # One iteration of the caller's loop for each object: its code may take long, and nothing of ours can divide it.
+        await asyncio.sleep(0)
+        await run_by_caller(leaf.holder.__setitem__, leaf.slot, value)
     for stateful, state_dict in handover.statefuls:
         await asyncio.sleep(0)
         options = {"strict": False} if stateful.lenient else {}
-        answer = call_load_state_dict(stateful.fqn, stateful.instance, state_dict, **options)
+        answer = await run_by_caller(call_load_state_dict, stateful.fqn, stateful.instance, state_dict, **options)
         if stateful.lenient:
             missing += [f"{stateful.fqn}.{key}" for key in answer.missing_keys]
             unexpected += [f"{stateful.fqn}.{key}" for key in answer.unexpected_keys]
     return missing, unexpected
+
+
+def _assign(values: Sequence[tuple[Leaf, Any]]) -> None:
+    for leaf, value in values:
+        leaf.holder[leaf.slot] = value
 
 
 def _state_dict(
@@ -202,9 +206,11 @@ class StateTarget:
     """The tensors that were written from another checkpoint, before the load started over."""
 
     async def call_state_dicts(self) -> None:
-        """Call the methods of the caller's objects that return what they need. Called on the event loop. The order of
-        the calls is the same on all ranks."""
-        for _ in self._state_dicts.collect(self.state):
+        """Call the methods of the caller's objects that return what they need, in the same order on all ranks."""
+        calls = self._state_dicts.collect(self.state)
+        done = False
+        while not done:
+            done = await run_by_caller(next, calls, _DONE) is _DONE
             await asyncio.sleep(0)
 
     async def open(self) -> Manifest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ from .._format.marker import (
     METADATA_NAME,
 )
 from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
-from .._runtime.caller import run_in_calling_thread
+from .._runtime.caller import run_by_caller
 from .._runtime.public import Displayed, Table, public, readable_bytes
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import (
@@ -155,8 +155,8 @@ class Verification:
             return fqns
         return fqns | {fqn for fqn, one in paced(entries.items()) if not places.isdisjoint(_places(one))}
 
-    async def run(self, planned: Callable[[], object]) -> None:
-        """Read and compare everything. ``planned`` is called before the first payload is read."""
+    async def run(self, planned: Callable[[], Awaitable[object]]) -> None:
+        """Read and compare everything. ``planned`` is awaited before the first payload is read."""
         threads = io_threads()
         # Everything is planned before the first payload is read, so ``progress`` knows from its first call how many
         # bytes there are.
@@ -166,8 +166,8 @@ class Verification:
         opaque_bytes = sum(chunk.item_bytes for _, chunk in self._opaque)
         counted = await threads.run(_bytes_of, pieces, whole)
         self.total_bytes = self.done_bytes + counted + opaque_bytes
-        planned()
-        self._report_progress(0)
+        await planned()
+        await self._report_progress(0)
         await self._check_runs(runs)
         await self._check_items(whole)
 
@@ -196,7 +196,7 @@ class Verification:
         for fqn, chunk in self._opaque:
             with self._noting(fqn):
                 await check_opaque_item(self.source, fqn, chunk, self._budgets)
-            self._report_progress(chunk.item_bytes)
+            await self._report_progress(chunk.item_bytes)
 
     async def _compare_metadata(self) -> None:
         """Compare ``.metadata`` with the manifest. Both were written from one plan. Stock DCP reads the former, and
@@ -304,14 +304,14 @@ class Verification:
                     self.unverified.add(fqn)
             except UnsupportedCheckpointError:
                 self.unreadable.add(fqn)
-        self._report_progress(item.item_bytes)
+        await self._report_progress(item.item_bytes)
 
     async def _check_runs(self, runs: Sequence[Sequence[Piece]]) -> None:
         done = self.done_bytes
 
-        def report(read: int) -> None:
+        async def report(read: int) -> None:
             if self.progress is not None:
-                run_in_calling_thread(self.progress, done + read, self.total_bytes)
+                await run_by_caller(self.progress, done + read, self.total_bytes)
 
         # One call reads a run of pieces. If the call fails, no piece of it was compared, so damage is recorded for all
         # of them, under the name of the file.
@@ -351,10 +351,10 @@ class Verification:
     def _note(self, damage: SidestreamError, what: str) -> None:
         self.damages.setdefault(getattr(damage, "fqn", None) or what, damage_of(damage))
 
-    def _report_progress(self, nbytes: int) -> None:
+    async def _report_progress(self, nbytes: int) -> None:
         self.done_bytes += nbytes
         if self.progress is not None:
-            run_in_calling_thread(self.progress, self.done_bytes, self.total_bytes)
+            await run_by_caller(self.progress, self.done_bytes, self.total_bytes)
 
 
 class _Noting:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
+from .._engine.calls import in_operation
 from .._format.records import Manifest
-from .._runtime.abandoned import registered
+from .._runtime.caller import run_by_caller
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import (
     Deadline,
-    current_deadline,
     io_threads,
+    report,
     time_limit,
 )
 from .._storage import Location, RangeSource, locate_directory
@@ -70,19 +72,18 @@ async def verify(
     """
     running_loop("verify")
     check_timeout(timeout_s)
-    location = locate_directory(url, storage_of(storage_options, storage))
-    with time_limit(Deadline.after(timeout_s)):
-        return await verify_at(location, progress)
+    location = await run_by_caller(locate_directory, url, storage_of(storage_options, storage))
+
+    async def work() -> VerifyReport:
+        with time_limit(Deadline.after(timeout_s)):
+            return await verify_at(location, progress)
+
+    return await in_operation(work, "verify")
 
 
 async def verify_at(location: Location, progress: Progress | None = None, run: str | None = None) -> VerifyReport:
     """Verify the checkpoint at a resolved location. ``run`` is the URL of the run that it belongs to."""
-    with (
-        # A loop that is closed or dropped leaves no coroutine that could stop the threads. The registry finds such
-        # loops, and lets the threads end.
-        registered(f"verifying {location.url}", "its threads have stopped", current_deadline().at),
-        reading("verify", location.url, run) as lifecycle,
-    ):
+    async with reading("verify", location.url, run) as lifecycle:
         while True:
             lifecycle.opening()
             try:
@@ -90,11 +91,11 @@ async def verify_at(location: Location, progress: Progress | None = None, run: s
                 # nothing can be said, for storage that does not answer.
                 source, manifest = await open_manifest(location)
             except (CorruptCheckpointError, IncompleteTensorError) as damage:
-                lifecycle.failed(damage, 0)
+                await report(lifecycle.failed, damage, 0)
                 return VerifyReport(location.url, "", None, 1, 0, (), (), (damage_of(damage),), None)
             async with aclosing(source):
                 try:
-                    report = await _verify(Verification(source, location.url, manifest, progress), lifecycle)
+                    found = await _verify(Verification(source, location.url, manifest, progress), lifecycle)
                 # Damage counts only if the directory is still the one that was opened. Otherwise another checkpoint has
                 # taken its place while it was read, whose files may have the same names, and everything begins again
                 # with that one.
@@ -104,30 +105,30 @@ async def verify_at(location: Location, progress: Progress | None = None, run: s
                 else:
                     # A report without damage counts in any case: each byte that was compared belonged to the checkpoint
                     # that was opened.
-                    if report.ok or not await source.moved():
-                        return _reported(report, lifecycle)
+                    if found.ok or not await source.moved():
+                        return await _reported(found, lifecycle)
 
 
 async def verify_manifest(
     source: RangeSource, url: str, manifest: Manifest, progress: Progress | None = None
 ) -> VerifyReport:
     """Verify a checkpoint whose manifest was read from ``source`` and validated."""
-    with reading("verify", url) as lifecycle:
-        report = await _verify(Verification(source, url, manifest, progress), lifecycle)
-        return _reported(report, lifecycle)
+    async with reading("verify", url) as lifecycle:
+        found = await _verify(Verification(source, url, manifest, progress), lifecycle)
+        return await _reported(found, lifecycle)
 
 
 async def _verify(verification: Verification, lifecycle: LoadLifecycle) -> VerifyReport:
-    lifecycle.opened(verification.manifest)
-    await verification.run(lifecycle.planned)
+    await report(lifecycle.opened, verification.manifest)
+    await verification.run(partial(report, lifecycle.planned))
     return await io_threads().run(verification.report)
 
 
-def _reported(report: VerifyReport, lifecycle: LoadLifecycle) -> VerifyReport:
-    """Return ``report``, and emit its result through ``lifecycle``."""
-    if report.damaged:
-        lifecycle.failed(CorruptCheckpointError(report.damaged[0].message), 0)
+async def _reported(found: VerifyReport, lifecycle: LoadLifecycle) -> VerifyReport:
+    """Return ``found``, and emit its result through ``lifecycle``."""
+    if found.damaged:
+        await report(lifecycle.failed, CorruptCheckpointError(found.damaged[0].message), 0)
     else:
-        lifecycle.read(report.nbytes)
-        lifecycle.verified(len(report.unverified))
-    return report
+        await report(lifecycle.read, found.nbytes)
+        await report(lifecycle.verified, len(found.unverified))
+    return found

@@ -20,13 +20,12 @@ import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
-from .._runtime.abandoned import RegisteredOperation, register
+from .._runtime.caller import loop_of_caller_ended
 from .._runtime.tasks import create_owned_task, run_shielded
 from .._runtime.threads import Deadline, time_limit
-from .._storage import LEASES, Store, run_without_loop
+from .._storage import LEASES, Store
 from ..errors import AccessDeniedError, NoSpaceError, SidestreamError
 
 __all__ = ["Lease", "Leases", "ListedLease", "parse_lease"]
@@ -71,10 +70,12 @@ class Leases:
         self._first_seen: dict[str, float] = {}
         self.trouble: dict[str, str] = {}
 
-    async def take(self, directory: str, kind: Kind) -> Lease:
-        """Put a lease, and renew it until it is released. Raises what the storage raises, such as ``AccessDeniedError``
-        if this process may not write. A cancel leaves at most a file that expires."""
-        lease = Lease(self, directory, kind, self._ttl_s / 10 if kind == "delete" else self._ttl_s)
+    async def take(self, directory: str, kind: Kind, *, of_caller: bool = False) -> Lease:
+        """Put a lease, and renew it until it is released; with ``of_caller`` also until the loop of the caller ends.
+
+        Raises what the storage raises, such as ``AccessDeniedError`` if this process may not write. A cancel leaves at
+        most a file that expires."""
+        lease = Lease(self, directory, kind, self._ttl_s / 10 if kind == "delete" else self._ttl_s, of_caller)
         await lease.put()
         return lease
 
@@ -85,11 +86,11 @@ class Leases:
         lease.renew()
         return lease
 
-    async def try_reading(self, directory: str) -> Lease | None:
+    async def try_reading(self, directory: str, *, of_caller: bool = False) -> Lease | None:
         """Put a reader's lease and return it. Return None if this process may not write or the disk is full; the report
         of the load shows that there was no lease."""
         try:
-            return await self.take(directory, "read")
+            return await self.take(directory, "read", of_caller=of_caller)
         except (AccessDeniedError, NoSpaceError):  # reading must not depend on writing
             return None
 
@@ -119,16 +120,16 @@ class Leases:
 class Lease:
     """One lease that this process holds."""
 
-    def __init__(self, leases: Leases, directory: str, kind: Kind, ttl_s: float) -> None:
+    def __init__(self, leases: Leases, directory: str, kind: Kind, ttl_s: float, of_caller: bool = False) -> None:
         self.directory = directory
         self._leases = leases
         self._store = leases._store
         self._kind = kind
         self._ttl_s = ttl_s
+        self._of_caller = of_caller
         self._files: list[str] = []
         self._put_at = time.monotonic()
         self._renewing: asyncio.Task[None] | None = None
-        self._registration: RegisteredOperation | None = None
 
     @property
     def doubtful(self) -> bool:
@@ -142,7 +143,6 @@ class Lease:
             await self.release()
             raise
         self.renew()
-        self._registration = register(self)
 
     def renew(self) -> None:
         """Start the task that renews the lease, first after one renewal interval."""
@@ -151,33 +151,9 @@ class Lease:
     async def release(self) -> None:
         """Release the lease. A cancel does not interrupt this. Never raises what the storage raises, because files that
         are left behind expire."""
-        self.abandon()
-        if self._registration is not None:
-            self._registration.end()
-        await run_shielded(self._remove)
-
-    # --- after the end of the loop that renews the lease ---
-
-    @property
-    def what(self) -> str:
-        return f"a lease on {self.directory}"
-
-    @property
-    def expires_at(self) -> float:
-        return self._put_at + self._ttl_s
-
-    def abandon(self) -> None:
-        """Stop renewing the lease."""
         if self._renewing is not None:
-            with suppress(RuntimeError):  # the loop is closed
-                self._renewing.cancel()
-
-    def leave(self, *, stuck: bool) -> None:
-        """Remove the files of the lease. Files that cannot be removed expire. Called in a thread."""
-        names, self._files = self._files, []
-        if names:
-            with suppress(SidestreamError, OSError), time_limit(Deadline.after(_CALL_S)):
-                run_without_loop(partial(self._store.remove, names), "releasing a lease")
+            self._renewing.cancel()
+        await run_shielded(self._remove)
 
     async def _put_one(self) -> None:
         name = f"{LEASES}/{self.directory}.{self._kind}{max(1, round(self._ttl_s))}.{uuid.uuid4().hex}"
@@ -190,6 +166,11 @@ class Lease:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._ttl_s / _RENEWALS)
+            # The lease of a ``reading()`` whose loop has ended, which nothing will release.
+            if self._of_caller and loop_of_caller_ended():
+                with suppress(SidestreamError, OSError):  # files that cannot be removed expire
+                    await self._drop(list(self._files))
+                return
             try:
                 with time_limit(Deadline.after(_CALL_S)):
                     await self._put_one()

@@ -8,8 +8,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
+from .._engine.handle import Waitable
 from .._runtime.tasks import create_owned_task
 from ..errors import InvalidOptionError, printable_lines
 from ..options import Then, check_choice, check_seconds
@@ -45,6 +47,7 @@ class Preemption:
         self._then: Then = then
         self._exit_code = exit_code
         self._task: asyncio.Task[None] | None = None
+        self._saved: Waitable[None] = Waitable("the save on preemption")
         self._ended = False
         self._loop = asyncio.get_running_loop()
 
@@ -64,7 +67,11 @@ class Preemption:
 
     def uninstall(self, but: Sequence[int] = ()) -> None:
         """Restore the default actions of the signals, ``but`` for these, the first time that this is called. Work that
-        has begun continues."""
+        has begun continues. On another loop than that of the handlers it is done a little later."""
+        if asyncio._get_running_loop() is not self._loop:
+            with suppress(RuntimeError):  # the loop is closed, and its handlers are gone
+                self._loop.call_soon_threadsafe(self.uninstall, but)
+            return
         signals, self._signals = self._signals, ()
         for number in signals:
             if number in but:
@@ -75,9 +82,9 @@ class Preemption:
                 continue
 
     async def ended(self) -> None:
-        """Wait until work that has begun has ended."""
-        if self._task is not None and self._task is not asyncio.current_task():
-            await asyncio.wait([self._task])
+        """Wait until work that has begun has ended. Called on any loop."""
+        if self._task is not None:
+            await self._saved.ended()
 
     def _on_signal(self, number: int) -> None:
         # The second signal ends at once: its sender does not want to wait for the save.
@@ -86,6 +93,9 @@ class Preemption:
             return
         self.requested = number
         self._task = create_owned_task(self._run(number), "sidestream preemption")
+        self._task.add_done_callback(
+            lambda _: self._saved.succeed(None)
+        )  # also if it was cancelled before its first step
 
     async def _run(self, number: int) -> None:
         saving = create_owned_task(self._save(), "sidestream preemption, saving")
@@ -93,6 +103,7 @@ class Preemption:
         if not done:
             _log.error("the grace time of %g s is over, and not everything has been saved", self._grace_s)
             saving.cancel()  # not awaited: a thread that hangs in a system call would delay the end
+        self._saved.succeed(None)
         self._end(number)
 
     async def _save(self) -> None:

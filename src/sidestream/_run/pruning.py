@@ -13,6 +13,7 @@ from typing import Any, Literal
 from .._load.open.manifest import metadata_of
 from .._load.open.steps import Step
 from .._load.verify import verify_at
+from .._runtime.threads import io_threads
 from .._storage import Leftover, Location, Store, target_of_attempt
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, printable
 from ..options import Durability, check_seconds
@@ -225,7 +226,9 @@ class Pruner:
             del saved[steps.pop(name)]
         self._saved = saved
         self._warn_of_unknown_metrics()
-        deletable = {each.order for each in deletable_steps(list(saved.values()), self.keep, protected)}
+        # In a thread, because a policy of the caller may take long.
+        found = await io_threads().run(deletable_steps, list(saved.values()), self.keep, protected)
+        deletable = {each.order for each in found}
         return {step.name: step for step in saved if step.order in deletable}
 
     def _warn_of_unknown_metrics(self) -> None:

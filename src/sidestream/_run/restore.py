@@ -300,7 +300,7 @@ async def choose(
             not_checkpoints.update(passed)
             if step.damage is not None:
                 return step, None
-            lease = await leases.try_reading(step.name)
+            lease = await leases.try_reading(step.name, of_caller=True)
             if lease is None or await _still_there(store, leases, step, lease):
                 return step, lease
             break  # the step is being deleted: list the run again

@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from .._group import Deadline, Operation, prepare_together, stoppable
+from .._runtime.caller import run_by_caller
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from .._save.api import (
     Lifecycle,
@@ -170,10 +170,6 @@ class QueueEntry:
         """Leave the queue, and give back the slot if the save has one. Idempotent."""
         self._queue.leave(self)
 
-    def abandon(self) -> None:
-        """Leave the queue before the save has begun."""
-        self.leave()
-
     # --- called by the queue ---
 
     def apply(self, decision: Decision) -> None:
@@ -221,10 +217,6 @@ class GroupQueueEntry(QueueEntry):
             return True
         self._operation.close()
         return False
-
-    def abandon(self) -> None:
-        self._operation.report(asyncio.CancelledError())
-        self.leave()
 
     def on_slots_changed(self) -> None:
         """Above rank 0, stop the deadline while other saves have slots, and start it again when none has."""
@@ -300,11 +292,6 @@ class QueuedSave:
     def progress(self) -> SaveProgress:
         return SaveProgress() if self._work is None else self._work.progress
 
-    @property
-    def expires_at(self) -> float:
-        """The deadline of the save. A save in the queue has none, because it may wait for any time."""
-        return math.inf if self._work is None else self._work.expires_at
-
     async def begin(self) -> bool:
         """Wait in the queue, start the save, and return True. Return False if it never begins."""
         start, self._start = self._start, None  # releases the reference to the state
@@ -315,7 +302,7 @@ class QueuedSave:
         self._entry.mark_begun()
         return True
 
-    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+    async def run(self, staged: Future[None]) -> SaveInfo:
         try:
             if self._work is None and not await self.begin():
                 error = SkippedError(f"{self.url} was not saved: {self._entry.reason}")
@@ -330,26 +317,22 @@ class QueuedSave:
             finally:
                 self._entry.leave()
 
-    def abandon(self) -> None:
-        self._start = None
-        if self._work is not None:
-            self._work.abandon()
-        if self._lease is not None:
-            self._lease.abandon()
-        with suppress(RuntimeError):  # the loop of the other saves in the queue is closed
-            self._entry.abandon() if self._work is None else self._entry.leave()
-
-    def leave(self, *, stuck: bool) -> None:
-        try:
-            if self._work is not None:
-                self._work.leave(stuck=stuck)
-        finally:
-            if self._lease is not None:
-                self._lease.leave(stuck=stuck)
-
 
 EARLIER = "an earlier save"
 """The step of the failure of a rank whose call raises the unretrieved error of an earlier save."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCall:
+    """The arguments of one ``Checkpointer.async_save``, and its operation in a group."""
+
+    state: Mapping[str, Any]
+    step: int
+    metadata: Mapping[str, Any] | None
+    files: Mapping[str, FileSource] | None
+    options: SaveOptions | None
+    promised: bool
+    operation: Operation | None
 
 
 class Saves:
@@ -395,7 +378,7 @@ class Saves:
 
     # --- one save ---
 
-    async def save(
+    def call(
         self,
         state: Mapping[str, Any],
         step: int,
@@ -404,42 +387,48 @@ class Saves:
         options: SaveOptions | None = None,
         *,
         promised: bool = False,
-    ) -> PendingSave:
-        """Do ``Checkpointer.async_save``. A ``promised`` save is never skipped, and is made also if other saves have
-        failed."""
+    ) -> SaveCall:
+        """Return a call for ``save``. In a group its number is taken here, in the order of the calls, which is
+        the same on all ranks. A ``promised`` save is never skipped, and is made also if other saves have failed."""
         step = plain_integer(step)
         # Wrong options are not raised here: the other ranks learn of them through the operation, which needs a deadline
         # to begin with.
         limits = options if isinstance(options, SaveOptions) else self.options
-        run, member = self._run, self._run.together()
-        when_full: WhenFull = "wait" if promised else self._when_full
+        member = self._run.together()
         limit = Deadline.after(limits.timeout_s)
         operation = None if member is None else member.begin("save", limit, limits.rank_wait_s)
+        return SaveCall(state, step, metadata, files, options, promised, operation)
+
+    async def save(self, call: SaveCall) -> PendingSave:
+        """Do ``Checkpointer.async_save``."""
+        run, operation, step, promised = self._run, call.operation, call.step, call.promised
+        when_full: WhenFull = "wait" if promised else self._when_full
         if operation is None:
             entry = QueueEntry(self._queue, when_full)
         else:
             claim, deadline = self._claim, run.deadline
             entry = GroupQueueEntry(self._queue, self._when_full, operation, step, deadline, claim, promised=promised)
 
-        async def checked() -> SaveRequest:
+        def checked() -> SaveRequest:
             step_number(step)
-            wanted = self.options if options is None else self._checked(options)
+            wanted = self.options if call.options is None else self._checked(call.options)
             if not promised:
                 self._raise_unretrieved_to_all(operation) if operation else self.raise_unretrieved()
             return SaveRequest(
-                state=state,
+                state=call.state,
                 options=wanted,
                 stager=self._stager,
                 worker=self._worker,
                 step=step,
-                metadata=metadata,
-                files=check_sources(files),
+                metadata=call.metadata,
+                files=check_sources(call.files),
                 exports=self._exports.of(step, run.at(step_name(step, 1)).url),
             )
 
         exports: tuple[PendingExport, ...] = ()
         try:
-            request = await prepare_together(operation, checked)
+            # By the caller, whose containers may change before or after, but not meanwhile.
+            request = await prepare_together(operation, run_by_caller, checked)
             exports = request.exports
             queued = when_full == "latest" and (operation is not None or not entry.request_slot())
             checks = not (promised or queued)
@@ -489,7 +478,7 @@ class Saves:
                 self.raise_unretrieved()
         target = run.at(step_name(step, generation))
         try:
-            work = request.start(target, generation, operation=operation)
+            work = await run_by_caller(request.launch, target, generation, operation=operation)
         except Exception as error:
             if operation is None:
                 raise
@@ -561,8 +550,6 @@ class Saves:
         """Wait until all saves have ended, and have requested the upkeep after them. Never raises their errors."""
         for save in self._pending.operations():
             await save.ended()
-        if self._under_way:
-            await asyncio.sleep(0)  # the loop calls ``_on_done`` in the iteration after a save has ended
 
 
 def _ended_by_earlier(error: BaseException | None) -> bool:

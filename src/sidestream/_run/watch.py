@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from .._engine.calls import in_operation
 from .._load.open.steps import Step
 from .._runtime.public import public
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
@@ -61,10 +62,15 @@ class Watch:
         return self
 
     async def __anext__(self) -> int:
+        await in_operation(self._look, "watch", ends=False)
+        return self._ready.popleft().step  # here, so that a cancel of the look loses nothing
+
+    async def _look(self) -> None:
+        """Look until there is a step."""
         while True:
             await self._poll()
             if self._ready:
-                return self._ready.popleft().step
+                return
             pause_s = self._poll_s * random.uniform(1 - _JITTER, 1 + _JITTER)
             if self._changes is None:
                 await asyncio.sleep(pause_s)

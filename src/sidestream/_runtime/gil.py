@@ -44,7 +44,7 @@ else:
         return together - getrusage(RUSAGE_THREAD).ru_nvcsw if together else None
 
 
-__all__ = ["give_turns", "holding_gil", "slice_s", "stop_turns", "wrap_thread_future", "yield_gil"]
+__all__ = ["give_no_turns", "give_turns", "holding_gil", "slice_s", "stop_turns", "wrap_thread_future", "yield_gil"]
 
 T = TypeVar("T")
 
@@ -79,9 +79,16 @@ def give_turns(work: Future[Any]) -> None:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         return
+    if loop in _without_turns:
+        return
     if loop not in _of_loops:
         _of_loops[loop] = _LoopTurns()
     _of_loops[loop].until_ended(work, loop)
+
+
+def give_no_turns(loop: asyncio.AbstractEventLoop) -> None:
+    """Make ``loop`` give no turns: the loop of the caller gives them as long as it waits."""
+    _without_turns.add(loop)
 
 
 def stop_turns(work: Future[Any]) -> None:
@@ -208,6 +215,7 @@ def _clocks() -> tuple[float, float]:
 
 
 _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopTurns] = WeakKeyDictionary()
+_without_turns: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 _next_turn_at = 0.0
 """When the busy loop that wrote this last gives its next turn (``time.monotonic`` seconds). In the past if no loop is
 busy. Infinite during a turn: a thread that reads it then has just had its slice, and waits for one interval."""

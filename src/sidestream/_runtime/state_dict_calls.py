@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from itertools import filterfalse
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +17,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..errors import LoadStateDictError, indented
-from .caller import run_in_calling_thread
 from .torch_probes import PLAIN_TENSORS, attributes_of
 
 __all__ = [
@@ -95,7 +93,7 @@ def state_dicts_in_order(
     """Call ``state_dict()`` of every object in ``state`` once. ``known`` receives each object with its state dict, by
     the object's id. ``aliased``: the caller makes aliases of the tensors, so those of modules need not be detached.
 
-    Yields True after each level, and False whenever other tasks should run.
+    Called in the task or thread of the caller. Yields True after each level, and False whenever other tasks should run.
     """
     level = [FoundObject((), "", state)]
     while level:
@@ -121,17 +119,11 @@ def state_dicts_in_order(
 
 
 def _call_state_dict(one: FoundObject) -> Any:
-    """Return the ``state_dict()`` of the object, called in the thread of the caller."""
-    return run_in_calling_thread(one.instance.state_dict)
+    return one.instance.state_dict()
 
 
 def call_load_state_dict(name: str, instance: Any, state_dict: Any, **options: Any) -> Any:
-    """Call ``load_state_dict`` of the object called ``name`` in the thread of the caller, and return its answer. Raises
-    ``LoadStateDictError``."""
-    return run_in_calling_thread(partial(_load_state_dict, name, instance, state_dict, **options))
-
-
-def _load_state_dict(name: str, instance: Any, state_dict: Any, **options: Any) -> Any:
+    """Call ``load_state_dict`` of the object called ``name``, and return its answer. Raises ``LoadStateDictError``."""
     parameters = instance.parameters() if isinstance(instance, torch.nn.Module) else ()
     inference = any(parameter.is_inference() for parameter in filterfalse(is_lazy, parameters))
     # Entering a mode that is already active would turn gradients on.
@@ -148,7 +140,7 @@ def _load_state_dict(name: str, instance: Any, state_dict: Any, **options: Any) 
 def _undetached(one: FoundObject) -> Any:
     """Return the state dict of a plain module with its parameters themselves. Torch releases the GIL when it detaches a
     tensor, and again when it destroys the result."""
-    return run_in_calling_thread(partial(one.instance.state_dict, keep_vars=True))
+    return one.instance.state_dict(keep_vars=True)
 
 
 def _is_plain(instance: Any) -> bool:

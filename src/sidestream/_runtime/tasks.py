@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, TypeVar
@@ -10,7 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 import anyio
 
 from ..errors import CorruptCheckpointError, SidestreamError, WrongLoopError
-from .abandoned import OperationResources, register, supervised_tasks, track_task
 from .threads import time_limit
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "running_loop",
     "runs_in_trio",
     "supervise",
-    "wait_for_supervised",
+    "supervised_tasks",
     "wait_out",
 ]
 
@@ -80,28 +80,24 @@ def runs_in_trio() -> bool:
         return True
 
 
-def supervise(
-    work: Coroutine[Any, Any, None], name: str, resources: OperationResources | None = None
-) -> asyncio.Task[None]:
+def supervise(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Start a task that runs ``work`` on the running loop, and keep a strong reference to it until it has ended.
+    The end of the program waits for it.
 
-    ``work`` must not raise; it sets its failures on the futures that callers await. If ``asyncio.run`` ends the loop,
-    it cancels the task and waits for it. If the loop ends in another way, the coroutine is closed, and ``resources``
-    are released.
+    ``work`` must not raise; it sets its failures on the futures that callers await.
     """
     task = _create_task(work, name)
-    track_task(task, "supervised")
-    if resources is not None:
-        registration = register(resources)
-        task.add_done_callback(lambda _: registration.end())
+    _supervised.add(task)
+    task.add_done_callback(_supervised.discard)
     return task
 
 
 def create_owned_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Start a task that runs ``work``. The caller owns it: the caller cancels it and waits for it, and
-    ``wait_for_supervised`` does not. ``work`` must not raise."""
+    the end of the program does not. ``work`` must not raise."""
     task = _create_task(work, name)
-    track_task(task, "owned")
+    _owned.add(task)
+    task.add_done_callback(_owned.discard)
     return task
 
 
@@ -113,10 +109,26 @@ def _create_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[Non
         return asyncio.get_running_loop().create_task(work, name=name)
 
 
-async def wait_for_supervised() -> None:
-    """Wait until all supervised tasks of this loop have ended."""
-    while tasks := supervised_tasks():
-        await asyncio.wait(tasks)
+_supervised: set[asyncio.Task[None]] = set()
+_owned: set[asyncio.Task[None]] = set()
+"""Strong references: a loop has only weak ones to its tasks."""
+
+
+_of_the_parent: list[asyncio.Task[None]] = []
+
+
+def _forget_after_fork() -> None:
+    _of_the_parent.extend((*_supervised, *_owned))  # kept: a child must not destroy tasks of its parent
+    _supervised.clear()
+    _owned.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def supervised_tasks() -> list[asyncio.Task[None]]:
+    """Return the supervised tasks that have not ended. Called on their loop."""
+    return list(_supervised)
 
 
 async def run_shielded(work: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -126,17 +138,14 @@ async def run_shielded(work: Callable[P, Coroutine[Any, Any, None]], *args: P.ar
     The shield of anyio is not enough, because ``Task.cancel()`` and ``asyncio.timeout`` pass through it. ``work`` must
     be safe to run again: a closing loop cancels all tasks once, including the one that runs ``work``.
 
-    Does nothing where no loop runs: there, the caller is a coroutine that is being closed because its loop has ended,
-    and its registered resources have been released (``abandoned.py``).
+    Does nothing where no loop runs: there, the caller is a coroutine that is being closed because its loop has ended.
     """
     if asyncio._get_running_loop() is None:
         return
     cancelled: asyncio.CancelledError | None = None
     while True:
-        # In a task of its own, which the cancels of this one do not reach. It is tracked, because a loop that ends
-        # closes the coroutines of all tracked tasks, and one that was not would be destroyed with a warning of asyncio.
+        # In a task of its own, which the cancels of this one do not reach.
         task = asyncio.get_running_loop().create_task(work(*args, **kwargs))
-        track_task(task, "owned")
         cancel = await wait_out(task, shielded=True)
         cancelled = cancelled or cancel
         if not task.cancelled():

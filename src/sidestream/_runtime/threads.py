@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import math
 import os
 import queue
 import sys
@@ -32,7 +31,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple
 import anyio
 
 from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, allocating, mark_stuck
-from .abandoned import put_back, take_abandoned, waiting_for_thread
+from ..events import observed
 from .gil import give_turns, holding_gil, slice_s, stop_turns, yield_gil
 from .pauses import by_size, chunked, collected, pace_this_thread, paced, pause_if_due, pause_point
 
@@ -43,13 +42,13 @@ __all__ = [
     "ThreadFuture",
     "Threads",
     "TorchThreads",
+    "ambient_deadline",
     "by_size",
     "chunked",
     "clear_gradually",
     "collected",
     "current_deadline",
     "doing",
-    "end_abandoned",
     "holding_gil",
     "in_background",
     "interpreter_ends",
@@ -59,6 +58,7 @@ __all__ = [
     "pause_point",
     "read_threads",
     "release_in_background",
+    "report",
     "result_of",
     "time_limit",
     "wait_for_change",
@@ -146,6 +146,11 @@ class time_limit:  # not a generator, which takes three times as long
             _deadline.reset(self._token)
 
 
+def ambient_deadline() -> Deadline | None:
+    """Return the deadline of the innermost ``time_limit`` around the caller, if there is one."""
+    return _deadline.get()
+
+
 def current_deadline() -> Deadline:
     """Return the deadline of the innermost ``time_limit`` around the caller. Raises ``RuntimeError`` if there is
     none."""
@@ -173,12 +178,16 @@ class Condition(threading.Condition):
 class ThreadFuture(Future[T]):
     """A future that a thread resolves. A ``KeyboardInterrupt`` in a method of it does not leave it locked.
 
-    The attribute is private to ``Future``. In a Python that names it otherwise this is an ordinary future; a test
+    The attributes are private to ``Future``. In a Python that names them otherwise this is an ordinary future; a test
     notices that."""
 
     def __init__(self) -> None:
         super().__init__()
         self._condition = Condition()
+
+    def _invoke_callbacks(self) -> None:
+        super()._invoke_callbacks()  # type: ignore[misc]
+        self._done_callbacks: list[Any] = []  # which refer to what waited, and to its event loop
 
 
 class Stop:
@@ -294,10 +303,6 @@ class Threads(Executor):
         ``ForkedProcessError`` in a forked child of the process that made the pool."""
         if os.getpid() != self._pid:
             raise ForkedProcessError("this handle was made before os.fork(); make a new one in the child")
-        # One of the places that look for loops that have ended. There is no thread that only watches: every use of a
-        # pool, every thread that ends its work, and every look at a handle does it, and it costs nothing where none has
-        # ended.
-        end_abandoned()
         future: Future[T] = ThreadFuture()
         deadline = _deadline.get()
 
@@ -312,7 +317,6 @@ class Threads(Executor):
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            end_abandoned()  # the loop that waited for this thread may have ended
 
         with self._lock:
             if self._closed:
@@ -383,11 +387,8 @@ class Threads(Executor):
         cancelled: asyncio.CancelledError | None = None
         expired = False
         deadline = _deadline.get()
-        # The wait is registered with its loop. If the loop ends during it, this coroutine never runs again, and the
-        # clean-up of the loop calls ``_stop_work`` and waits for the thread. The shield is for scopes of anyio, which
-        # cancel a task again and again; native cancels arrive in the loop below.
-        until = math.inf if deadline is None else deadline.at
-        with waiting_for_thread(future, partial(_stop_work, future, stop), until), anyio.CancelScope(shield=True):
+        # The shield is for scopes of anyio, which cancel a task again and again; native cancels arrive below.
+        with anyio.CancelScope(shield=True):
             # There are three ways out of this loop. The thread has ended: the usual one, also after a cancel, which is
             # kept and raised below. The deadline passes: the thread is signalled, and has 5 s to leave its system call.
             # These pass too: the thread is left behind, its place in the pool is given to a new one, and the error says
@@ -655,18 +656,6 @@ def release_in_background(work: Callable[[], object], name: str) -> Future[objec
     return release
 
 
-def end_abandoned() -> None:
-    """End the operations that were in flight on event loops that have ended, in the background. Costs nothing if there
-    are none. Does nothing once the interpreter ends, when ``_end_work`` releases them in the main thread."""
-    if _ending:
-        return
-    for operations, reason in take_abandoned():
-        try:
-            release_in_background(partial(operations.release, reason), "sidestream-abandoned")
-        except RuntimeError:  # the system cannot start another thread
-            put_back(operations)
-
-
 _stops: weakref.WeakSet[Stop] = weakref.WeakSet()
 _torch_work: set[Future[Any]] = set()
 _releases: set[Future[Any]] = set()
@@ -681,23 +670,18 @@ def interpreter_ends() -> bool:
 
 @atexit.register
 def _end_work() -> None:
-    """Stop the work that calls torch, then release what ended event loops have left.
+    """Stop the work that calls torch.
 
-    Runs in the main thread after the last non-daemon thread. No thread can be started any more, and existing threads
-    still run. The order matters: a worker that ends would otherwise hand an ended loop to a new daemon thread, which
-    the interpreter kills before it has removed anything.
+    Runs in the main thread after the last non-daemon thread, when operations have ended. Existing threads still run.
     """
     global _ending
     _ending = True
     # All work is signalled first, so that it ends at the same time. Then the work that calls torch is awaited, because
-    # the interpreter would abort in it. Then clean-ups that are in progress, and last the loops that have ended without
-    # one.
+    # the interpreter would abort in it. Then clean-ups that are in progress.
     for stop in _all_stops():
         stop.set()
     _wait_for_all(_torch_work, _TORCH_WORK_S)
     _wait_for_all(_releases, _RELEASES_S)
-    for operations, reason in take_abandoned(at_exit=True):
-        operations.release(reason, _RELEASES_S)
 
 
 def _wait_for_all(futures: set[Future[Any]], timeout_s: float) -> None:
@@ -723,6 +707,20 @@ _READ_THREADS = 16
 def io_threads() -> Threads:
     """Return the pool for storage and planning that all saves and loads of this process share."""
     return _shared_threads("io", _IO_THREADS)
+
+
+async def report(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Make a ``call`` that emits events, and wait for it. Observers are code of the user, which may wait for another
+    operation, so they are called in a thread, and not on the loop of operations."""
+    if not observed():
+        call(*args, **kwargs)
+        return
+
+    def observers() -> None:
+        call(*args, **kwargs)
+
+    with time_limit(None):
+        await io_threads().run(observers)
 
 
 def read_threads() -> Threads:

@@ -14,9 +14,9 @@ from .._group import Member, Operation, deadline_of, group_of
 from .._layout.names import renamed_state
 from .._layout.save_layout import SavePlan
 from .._layout.values import copy_value, encode_metadata
-from .._runtime.caller import run_in_calling_thread
+from .._runtime.caller import run_by_caller
 from .._runtime.public import public
-from .._runtime.tasks import run_shielded, running_loop
+from .._runtime.tasks import run_shielded, running_loop, runs_in_trio
 from .._runtime.threads import Deadline, io_threads
 from .._staging import AsyncStager, Captured, capture
 from .._storage import Location, check_sources, locate_directory
@@ -113,7 +113,9 @@ async def save(
         OutcomeUnknownError: The commit was sent, and its result could not be read back.
         RankFailuresError: A rank has failed.
     """
-    pending = async_save(
+    running_loop("save")
+    pending = await run_by_caller(
+        async_save,
         state,
         url,
         stager=stager,
@@ -161,7 +163,7 @@ def async_save(
     storage: Storage | None = None,
     options: SaveOptions | None = None,
 ) -> PendingSave:
-    """Start what ``save`` does, and return at once. It needs a running event loop.
+    """Start what ``save`` does, and return at once.
 
     Await ``pending.staged`` before the tensors change, and ``pending`` for the ``SaveInfo``. Plain values are copied
     during this call. It raises what is wrong with ``url`` and the options. All other errors of ``save`` are raised by
@@ -182,17 +184,18 @@ def async_save(
         options: How the save is done. None: ``SaveOptions()``.
 
     Returns:
-        The save in progress. It continues if it is not awaited. If it fails and its error is not retrieved, the error
-        is logged.
+        The save in progress. It continues if it is not awaited, and the program ends when it has ended. If it fails and
+        its error is not retrieved, the error is logged.
 
     Raises:
         InvalidOptionError, MissingExtraError: The call is wrong; nothing was started.
-        WrongLoopError: No event loop of asyncio runs in this thread.
+        WrongLoopError: This code runs in trio.
     """
     # What is wrong with the call is raised here, and what is wrong with the state by the pending: a look at every
     # tensor takes about ten times as long as taking references to them, and this call is on the loop. Nothing is
     # written before the look.
-    running_loop("async_save")
+    if runs_in_trio():
+        running_loop("async_save")  # raises: what this returns cannot be awaited there
     member, operation = group_of(process_group), None
     if member is not None and member.group.world > 1:
         # ``options`` may be wrong, which is raised on all ranks. The operation has to begin before that, with defaults.
@@ -220,7 +223,7 @@ def async_save(
             exports=exports,
             overwrite=overwrite,
         )
-        work = request.start(location, operation=operation, member=member)
+        work = request.launch(location, operation=operation, member=member)
     except Exception as error:
         if operation is None:
             raise
@@ -261,7 +264,7 @@ class SaveRequest:
         # Now, and not when the save begins: it may wait for a slot, and the caller may change its dict meanwhile.
         object.__setattr__(self, "encoded_metadata", encode_metadata(metadata))
 
-    def start(
+    def launch(
         self,
         location: Location,
         generation: int = 1,
@@ -269,17 +272,12 @@ class SaveRequest:
         operation: Operation | None = None,
         member: Member | None = None,
     ) -> SaveOperation:
-        """Launch the copies of a save to ``location``. The caller runs the result, or abandons it.
+        """Launch the copies of a save to ``location``. The caller runs the result.
 
-        This runs in the thread of a blocking call, so that copies are ordered after the work on the current streams of
-        that thread. ``operation`` is set if several ranks save. A ``member`` that is the only rank of its group saves
-        like a process without a group, unless it has tensors that only a group can describe.
+        This runs in the thread of the call, so that copies are ordered after the work on the current streams of that
+        thread. ``operation`` is set if several ranks save. A ``member`` that is the only rank of its group saves like a
+        process without a group, unless it has tensors that only a group can describe.
         """
-        return run_in_calling_thread(self._start, location, generation, operation, member)
-
-    def _start(
-        self, location: Location, generation: int, operation: Operation | None, member: Member | None
-    ) -> SaveOperation:
         options, exports = self.options, self.exports
         deadline = Deadline.after(options.timeout_s)
         check_stager(self.stager)

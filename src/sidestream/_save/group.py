@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
-from contextlib import aclosing
+from concurrent.futures import Future, InvalidStateError
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from .._group import Operation, Stopped, has_ended
-from .._runtime.threads import Deadline, io_threads, pause_point, time_limit
-from .._storage import run_without_loop
+from .._runtime.threads import Deadline, ThreadFuture, io_threads, pause_point, report, time_limit
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
 from ..options import Outcome
 from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared, join_pieces, split_pieces
@@ -35,22 +34,12 @@ class FailedSave:
     outcome: Outcome = "absent"
     progress: SaveProgress = field(default_factory=SaveProgress)
 
-    @property
-    def expires_at(self) -> float:
-        return self.operation.deadline.at
-
-    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+    async def run(self, staged: Future[None]) -> SaveInfo:
         lifecycle = Lifecycle.of_rank(self.url, self.operation)
-        lifecycle.started()
+        await report(lifecycle.started)
         verdict = await self.operation.failed(self.error)
-        lifecycle.failed(verdict, "absent")
+        await report(lifecycle.failed, verdict, "absent")
         raise self.operation.cancelled or verdict from self.error
-
-    def abandon(self) -> None:
-        self.operation.report(self.error)
-
-    def leave(self, *, stuck: bool) -> None:
-        """Do nothing: nothing has been written."""
 
 
 class Group:
@@ -60,21 +49,20 @@ class Group:
         assert order.operation is not None
         self._order = order
         self._operation = order.operation
-        self._reply: bytes | None = None
-        """The reply to the other ranks if the commit takes place. Set on rank 0 before the commit is sent."""
 
     def attach(self, writer: Writer) -> None:
         self._operation.on_stop(writer.interrupt)
 
-    def relay(self, staged: asyncio.Future[None]) -> asyncio.Future[None]:
+    def relay(self, staged: Future[None]) -> Future[None]:
         """Return a future that resolves ``staged`` if the copies succeed. If they fail, the verdict has the error."""
         # If the copies of this rank fail, ``staged`` must not get the error of this rank: all ranks raise the same
         # verdict, and it does not exist yet. ``PendingSave`` resolves ``staged`` with the verdict when the save ends.
-        inner: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        inner: ThreadFuture[None] = ThreadFuture()
 
-        def pass_on(_: asyncio.Future[None]) -> None:
-            if inner.exception() is None and not staged.done():
-                staged.set_result(None)
+        def pass_on(_: Future[None]) -> None:
+            if inner.exception() is None:
+                with suppress(InvalidStateError):  # the save has ended
+                    staged.set_result(None)
 
         inner.add_done_callback(pass_on)
         return inner
@@ -113,9 +101,6 @@ class Group:
         if not await operation.make_irrevocable():
             raise Stopped
         times = [seconds for _, seconds in received]
-        # Before the commit is sent. If the loop ends during the next await, ``_leave_first`` runs in a thread, finds
-        # the commit on storage, and needs an answer for the other ranks.
-        self._reply = self._answer(receipts, times)
         try:
             await transaction.commit(files)
         except NotDurableError as error:
@@ -224,47 +209,6 @@ class Group:
             sizes = await location.store.sizes(location.name)
         nbytes = sum(size for name, size in sizes.items() if name.startswith("__"))
         return Committed(nbytes, self._order.lifecycle.seconds)
-
-    # --- after the end of the loop ---
-
-    def abandon(self) -> None:
-        if self._order.outcome == "absent":
-            self._operation.report(asyncio.CancelledError())
-
-    def leave(self, *, stuck: bool) -> None:
-        if self._operation.rank == 0:
-            self._leave_first(stuck)
-        else:
-            self._leave_other()
-
-    def _leave_first(self, stuck: bool) -> None:
-        """Settle the outcome, and send it to the other ranks. Called on rank 0."""
-        operation, order = self._operation, self._order
-        try:
-            order.transaction.settle(stuck=stuck)
-        finally:
-            # If rank 0 is known to have committed, the others get the answer that they wait for. Otherwise they get a
-            # failure that says whether the outcome is known.
-            if order.outcome == "committed" and self._reply is not None:
-                operation.answer("commit", self._reply)
-                operation.close()
-            else:
-                operation.report(self._reason(asyncio.CancelledError()))
-
-    def _leave_other(self) -> None:
-        """Find out whether rank 0 has committed. Called on the other ranks."""
-        operation = self._operation
-        if operation.step != "commit":
-            return
-        transaction = self._order.transaction
-        # Rank 0 may still send its verdict. Without one, a checkpoint that is not there proves nothing: rank 0 may
-        # commit later. So ``"absent"`` counts only with a verdict, and ``"committed"`` in any case.
-        wait([operation.verdict], min(operation.deadline.remaining_s(), _READ_BACK_S))
-        transaction.outcome = "unknown"
-        with time_limit(Deadline.after(_READ_BACK_S)):
-            seen = run_without_loop(self._seen, "reading back")
-        if seen == "committed" or operation.verdict.done():
-            transaction.outcome = seen
 
 
 def _pack(receipt: RankReceipt, layout: SharedLayout, seconds: Mapping[str, float]) -> bytes:

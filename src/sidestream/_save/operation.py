@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +19,8 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from .._runtime.tasks import run_shielded
-from .._runtime.threads import time_limit
-from ..errors import SaveAbortedError, StorageNotSharedError
+from .._runtime.threads import report, time_limit
+from ..errors import StorageNotSharedError
 from ..options import Outcome
 from .order import Lifecycle, SaveOrder
 from .pending import SaveInfo, SaveProgress
@@ -70,7 +71,7 @@ class Committed:
 class Writer(Protocol):
     """The part of a save that writes the data to storage, in threads."""
 
-    def pass_on(self, staged: asyncio.Future[None]) -> None:
+    def pass_on(self, staged: Future[None]) -> None:
         """Resolve ``staged`` when the sources may change, or with the error of the staging."""
 
     async def ended(self) -> tuple[Any, Any]:
@@ -84,10 +85,6 @@ class Writer(Protocol):
         """Stop the threads, so that ``ended`` raises. Called in any thread; does not block."""
 
     def progress(self) -> SaveProgress: ...
-
-    def leave(self) -> None:
-        """Wait until no thread uses a source, memory or storage any more, then release all memory. Called in a thread
-        after ``interrupt``, if ``ended`` and ``release`` will not be awaited."""
 
 
 class Layout(Protocol):
@@ -117,7 +114,7 @@ class Coordinator(Protocol):
     def attach(self, writer: Writer) -> None:
         """Interrupt ``writer`` when the save cannot be committed any more."""
 
-    def relay(self, staged: asyncio.Future[None]) -> asyncio.Future[None]:
+    def relay(self, staged: Future[None]) -> Future[None]:
         """Return the future that the writer resolves in place of ``staged``."""
 
     async def commit(self, receipt: RankReceipt, layout: Any) -> Committed:
@@ -126,13 +123,6 @@ class Coordinator(Protocol):
     async def fail(self, error: BaseException) -> Committed:
         """Find out the outcome after ``error``, and delete an attempt that was not committed. Raises the error of the
         save; returns only if the checkpoint has been committed."""
-
-    def abandon(self) -> None:
-        """Signal to other processes that this one has stopped. Does not block."""
-
-    def leave(self, *, stuck: bool) -> None:
-        """Find out the outcome after ``abandon``. Called in a thread. ``stuck``: a thread is left behind in a system
-        call."""
 
     def close(self) -> None:
         """End the coordination of a save that was committed."""
@@ -184,7 +174,7 @@ class Solo:
     def attach(self, writer: Writer) -> None:
         """Do nothing: only the caller stops this save."""
 
-    def relay(self, staged: asyncio.Future[None]) -> asyncio.Future[None]:
+    def relay(self, staged: Future[None]) -> Future[None]:
         return staged
 
     async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
@@ -198,12 +188,6 @@ class Solo:
     async def fail(self, error: BaseException) -> Committed:
         await self._order.transaction.clean_up(error)
         raise error
-
-    def abandon(self) -> None:
-        """Do nothing: no other process waits for this one."""
-
-    def leave(self, *, stuck: bool) -> None:
-        self._order.transaction.settle(stuck=stuck)
 
     def close(self) -> None:
         """Do nothing: nothing has been opened."""
@@ -233,16 +217,10 @@ class SaveOperation:
     def progress(self) -> SaveProgress:
         return self.writer.progress()
 
-    @property
-    def expires_at(self) -> float:
-        return self.order.deadline.at
-
-    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+    async def run(self, staged: Future[None]) -> SaveInfo:
         lifecycle = self.order.lifecycle
         try:
-            # The exports take over their readers here. Until then ``abandon`` closes the readers; from then on each
-            # export closes its own, also if its task never takes a step. So ``snapshots`` is emptied as soon as the
-            # last export has begun.
+            # The exports take over their readers here: from then on each export closes its own.
             snapshots = self.snapshots or (None,) * len(self.exports)
             for number, (export, snapshot) in enumerate(zip(self.exports, snapshots, strict=True)):
                 export.begin(self.order, number, snapshot)
@@ -253,16 +231,17 @@ class SaveOperation:
             with time_limit(self.order.deadline):
                 committed = await self._run(staged)
         except BaseException as error:
-            lifecycle.failed(error, self.outcome)
+            with suppress(asyncio.CancelledError):
+                await report(lifecycle.failed, error, self.outcome)
             raise
         seconds = MappingProxyType(dict(lifecycle.seconds if committed.seconds is None else committed.seconds))
-        lifecycle.committed(committed.nbytes, seconds)
+        await report(lifecycle.committed, committed.nbytes, seconds)
         order = self.order
         return SaveInfo(
             self.url, order.save_id, order.step, order.generation, committed.nbytes, order.durability, seconds
         )
 
-    async def _run(self, staged: asyncio.Future[None]) -> Committed:
+    async def _run(self, staged: Future[None]) -> Committed:
         coordinator, lifecycle = self.coordinator, self.order.lifecycle
         try:
             # In this order. First the failure of another rank has to reach the writer. The sidecar files are read
@@ -273,7 +252,7 @@ class SaveOperation:
                 await self._read_files()
             self.writer.pass_on(coordinator.relay(staged))
             receipt = await self.layout.receipt(*await self.writer.ended())
-            lifecycle.written(receipt.nbytes)
+            await report(lifecycle.written, receipt.nbytes)
             committed = await coordinator.commit(receipt, self.layout)
             lifecycle.mark("committed")
             await self.order.remove_replaced()
@@ -308,18 +287,3 @@ class SaveOperation:
 
             await run_shielded(ended)
             raise
-
-    def abandon(self) -> None:
-        for snapshot in self.snapshots:
-            snapshot.close()
-        # The other ranks first: they wait for this rank, and a thread of this process may need seconds to leave a
-        # system call.
-        self.coordinator.abandon()
-        self.writer.interrupt()
-
-    def leave(self, *, stuck: bool) -> None:
-        try:
-            self.writer.leave()
-            self.coordinator.leave(stuck=stuck)
-        finally:
-            self.order.lifecycle.failed(SaveAbortedError("the event loop has ended"), self.outcome)

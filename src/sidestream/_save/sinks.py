@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+from .._engine.handle import Pending
 from .._group import Operation, prepare_together
+from .._runtime.gil import wrap_thread_future
 from .._runtime.public import public
-from .._runtime.tasks import run_shielded, supervise
-from .._runtime.threads import Deadline, Stop, Threads, end_abandoned, time_limit
+from .._runtime.tasks import run_shielded
+from .._runtime.threads import Deadline, Stop, ThreadFuture, Threads, time_limit
 from .._staging import SnapshotReader, clean
-from ..errors import InvalidOptionError, SaveAbortedError, SkippedError, SnapshotLostError, printable_lines
+from ..errors import InvalidOptionError, SkippedError, SnapshotLostError, printable_lines
 from ..options import Durability, Outcome
 from .order import SaveOrder
 
@@ -48,10 +50,6 @@ class Sink(Protocol):
         """Remove what ``read`` and ``finish`` have written, after the ``error`` that ended them. A thread may still
         hang in ``read``. After ``SnapshotLostError``, ``read_checkpoint`` is called next."""
 
-    def leave(self, *, stuck: bool) -> None:
-        """Remove what ``read`` and ``finish`` have written, because the event loop has ended. Called in a thread.
-        ``stuck``: a thread is left behind in a system call."""
-
     async def read_checkpoint(self, save: SaveOrder, ranks: Operation | None) -> Any:
         """Read the checkpoint that ``save`` has committed, and no other one, and return the result of the sink. If
         ``ranks`` is given, all ranks do so together."""
@@ -80,24 +78,25 @@ def _no_context(save: SaveOrder) -> AbstractAsyncContextManager[object]:
 
 
 @public
-class PendingExport:
+class PendingExport(Pending[Any]):
     """An export of a save in progress. Awaiting it returns its ``ConvertReport``, or raises the error of the export.
 
-    Any number of tasks may await it, any number of times. A cancel of an awaiting task does not cancel the export;
-    ``cancel()`` does. The checkpoint does not depend on it. An export that fails is logged.
+    Any number of tasks may await it, any number of times, on any event loops, and ``result()`` waits for it in a
+    thread. A cancel of an awaiting task does not cancel the export; ``cancel()`` does. The checkpoint does not depend
+    on it. An export that fails is logged.
 
     If the save is cancelled before it is committed, the export is cancelled too. If the save is skipped, it raises
     ``SkippedError``. If the save fails, so that nothing is left to export, it raises ``SnapshotLostError``.
     """
 
     def __init__(self, sink: Sink, context: ExportContext = _no_context) -> None:
+        super().__init__(f"sidestream export to {sink.url}")
         self._sink = sink
         self._context = context
-        self._result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         # Two futures, because the outcomes are independent. The save sets this one when it ends; the export may
         # continue for long after that.
-        self._saved: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._task: asyncio.Task[None] | None = None
+        self._saved: ThreadFuture[Outcome] = ThreadFuture()
+        self._begun = False
         self._ranks: Operation | None = None
 
     @property
@@ -105,100 +104,74 @@ class PendingExport:
         """The directory that is exported to."""
         return self._sink.url
 
-    def done(self) -> bool:
-        """Return True if the export has ended, with success or not."""
-        end_abandoned()
-        return self._result.done()
-
     def cancel(self) -> bool:
-        """Ask the export to stop. Awaiting it raises ``CancelledError`` then. What it has written is removed.
+        """Ask the export to stop. Awaiting it raises ``CancelledError`` when what it has written is removed.
 
         Returns:
             False if the export had ended already.
         """
-        return self._result.cancel() if self._task is None else self._task.cancel()
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` on the loop when the export is ``done()``."""
-        self._result.add_done_callback(lambda _: callback())
-
-    async def ended(self) -> None:
-        """Wait until the export is ``done()``. The error of the export is not raised."""
-        await asyncio.wait([self._result])
-        if self._task is not None:
-            await asyncio.wait([self._task])
+        return super().cancel()
 
     def report_or_error(self) -> Any:
         """Return what awaiting it returns, or the error that awaiting it raises, once it is ``done()``."""
-        if self._result.cancelled():
+        if self.cancelled():
             return asyncio.CancelledError()
-        return self._result.exception() or self._result.result()
+        return self._future.exception() or self._future.result()
 
-    def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.shield(self._result).__await__()
-
-    # --- called by the save ---
+    # --- called by the save, on the operation loop ---
 
     def begin(self, order: SaveOrder, number: int, snapshot: SnapshotReader[Any] | None) -> None:
         """Start to read ``snapshot`` in a thread. None: read the checkpoint when it is committed. ``number`` counts the
         exports of the save, which several ranks make together."""
-        if self._result.done():  # cancelled before the save began
+        if self.done():  # cancelled before the save began
             if snapshot is not None:
                 snapshot.close()
             self._report(order, number, asyncio.CancelledError())
             return
-
-        # An export can end before the first step of its task in three ways. It was cancelled before the save began:
-        # above. Its task is cancelled before it runs: ``settle``, because ``_run`` is never entered. The loop ends:
-        # ``_Unfinished``. In each of them the snapshot has to be closed, or its windows would stay leased, and the
-        # other ranks have to be notified.
-        def settle(_: object) -> None:
-            """Close the snapshot, and end an export whose task was cancelled before its first step."""
-            if snapshot is not None:
-                snapshot.close()
-            if not self._result.done():
-                self._result.cancel()
-                self._report(order, number, asyncio.CancelledError())
-
-        left = _Unfinished(self, order, number, snapshot)
-        self._task = supervise(self._run(order, number, snapshot), f"sidestream export to {self.url}", left)
-        self._task.add_done_callback(settle)
+        self._begun = True
+        self._start(partial(self._export, order, number, snapshot))
 
     def saved(self, outcome: Outcome, error: BaseException | None) -> None:
         """Note that the save has ended with ``outcome``, and with ``error`` if it did not succeed."""
         if not self._saved.done():
             self._saved.set_result(outcome)
-        if self._result.done() or outcome == "committed":
+        if self.done() or outcome == "committed":
             return
         if isinstance(error, asyncio.CancelledError):
-            self.cancel()
-        elif self._task is None and isinstance(error, SkippedError):
-            self._fail(SkippedError(f"nothing was exported to {self.url}: {error}"))
-        elif self._task is None:
-            self._fail(SnapshotLostError(f"nothing was exported to {self.url}, because the save did not begin"))
+            self._cancelling = True
+            self._cancel()
+        elif not self._begun and isinstance(error, SkippedError):
+            self.fail(SkippedError(f"nothing was exported to {self.url}: {error}"))
+        elif not self._begun:
+            self.fail(SnapshotLostError(f"nothing was exported to {self.url}, because the save did not begin"))
 
     # --- the task ---
 
-    async def _run(self, order: SaveOrder, number: int, snapshot: SnapshotReader[Any] | None) -> None:
-        """Run the export. All errors are set on the future, because this is the top of a background task."""
+    def _cancel(self) -> None:
+        super()._cancel()
+        if not self._begun:
+            self.fail(asyncio.CancelledError())
+
+    async def _export(self, order: SaveOrder, number: int, snapshot: SnapshotReader[Any] | None) -> Any:
         try:
             async with self._context(order):
                 if order.operation is None:
-                    result = await self._outcome(order, snapshot)
-                else:
-                    result = await self._outcome_together(order, number)
-            self._result.set_result(result)
-        except asyncio.CancelledError as cancel:
-            self._report(order, number, cancel)
-            self._result.cancel()
-        except Exception as error:
+                    return await self._made(order, snapshot)
+                return await self._made_together(order, number)
+        except (Exception, asyncio.CancelledError) as error:
             self._report(order, number, error)
-            if self._result.done():  # its loop has ended, and ``leave`` has removed what it had written
-                return
-            if not isinstance(error, (SkippedError, SnapshotLostError)):  # then the save itself tells what has failed
+            # Otherwise the save itself tells what has failed.
+            if not isinstance(error, (SkippedError, SnapshotLostError, asyncio.CancelledError)):
                 text = printable_lines(f"{type(error).__name__}: {error}")
                 _log.error("exporting %s to %s failed: %s", order.location.url, self.url, text)
-            self._fail(error)
+            raise
+        finally:
+            if snapshot is not None:  # or its windows would stay leased
+                snapshot.close()
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        self.mark_retrieved()  # it was logged
 
     def _report(self, order: SaveOrder, number: int, error: BaseException) -> None:
         """Report to the other ranks that this one does not export. Does nothing if it has begun to export with them,
@@ -207,23 +180,7 @@ class PendingExport:
             self._ranks = _following(order, number)
             self._ranks.report(error)
 
-    def _leave(self, order: SaveOrder, number: int, *, stuck: bool) -> None:
-        """End an export whose loop has ended. Called in a thread, when its own thread has ended."""
-        try:
-            self._sink.leave(stuck=stuck)
-        finally:
-            self._report(order, number, asyncio.CancelledError())
-            aborted = SaveAbortedError(f"the event loop was closed during the export to {self.url}")
-            with suppress(RuntimeError, asyncio.InvalidStateError):  # "Event loop is closed"
-                self._result.set_exception(aborted)
-            if not self._result.cancelled():
-                self._result.exception()  # marks it as retrieved for asyncio: the loop that ended is logged
-
-    def _fail(self, error: BaseException) -> None:
-        self._result.set_exception(error)
-        self._result.exception()  # marks it as retrieved for asyncio, because it was logged here
-
-    async def _outcome(self, order: SaveOrder, snapshot: SnapshotReader[Any] | None) -> Any:
+    async def _made(self, order: SaveOrder, snapshot: SnapshotReader[Any] | None) -> Any:
         with time_limit(order.deadline):
             await self._sink.prepare(order)
         if snapshot is not None:
@@ -245,7 +202,7 @@ class PendingExport:
         with time_limit(Deadline.after(order.deadline.timeout_s)):
             return await self._sink.read_checkpoint(order, None)
 
-    async def _outcome_together(self, order: SaveOrder, number: int) -> Any:
+    async def _made_together(self, order: SaveOrder, number: int) -> Any:
         """Export a part of the checkpoint, as each rank of the group does, and return the result."""
         await self._committed(order)
         # The ranks begin this operation after the save, and other operations of the group may come in between, on each
@@ -258,34 +215,8 @@ class PendingExport:
 
     async def _committed(self, order: SaveOrder) -> None:
         """Wait until the save is committed. Raises ``SnapshotLostError`` if it is not."""
-        if await asyncio.shield(self._saved) != "committed":
+        if await wrap_thread_future(self._saved) != "committed":
             raise SnapshotLostError(f"nothing was exported to {self.url}, because {order.location.url} was not saved")
-
-
-@dataclass(frozen=True, slots=True)
-class _Unfinished:
-    """The registered resources of an export, which are released if its loop ends first."""
-
-    export: PendingExport
-    order: SaveOrder
-    number: int
-    snapshot: SnapshotReader[Any] | None
-
-    @property
-    def what(self) -> str:
-        return f"exporting {self.order.location.url} to {self.export.url}"
-
-    @property
-    def expires_at(self) -> float:
-        return self.order.deadline.at + self.order.deadline.timeout_s  # it may begin again from the checkpoint
-
-    def abandon(self) -> None:
-        if self.snapshot is not None:
-            self.snapshot.close()
-
-    def leave(self, *, stuck: bool) -> str:
-        self.export._leave(self.order, self.number, stuck=stuck)
-        return "what was not committed of it was removed"
 
 
 def _following(order: SaveOrder, number: int) -> Operation:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -87,8 +87,9 @@ class LiveWriter:
             self.withdraw()
             raise
 
-    def pass_on(self, staged: asyncio.Future[None]) -> None:
-        asyncio.wrap_future(self._stage.free).add_done_callback(partial(_resolve, staged, self._order.lifecycle))
+    def pass_on(self, staged: Future[None]) -> None:
+        # In the thread that resolves it: observers are code of the user, which must not run on the loop of operations.
+        self._stage.free.add_done_callback(partial(_resolve, staged, self._order.lifecycle))
 
     async def ended(self) -> tuple[Any, Any]:
         assert self._done is not None
@@ -148,11 +149,6 @@ class LiveWriter:
         if self._done is not None and self._launched:  # the writing thread may have ended before ``_withdrawn`` was set
             self._done.add_done_callback(lambda _: release_in_background(self._discard, "sidestream-abandoned"))
 
-    def leave(self) -> None:
-        used = [one for one in (self._done, self._stage.copied) if one is not None]
-        wait(used, self._order.deadline.remaining_s() + _GRACE_S)
-        self._close_own()
-
     def _close_own(self) -> None:
         if self._stage.own is not None:
             with suppress(SidestreamError):  # a device may hang; the log names the remaining files
@@ -206,20 +202,17 @@ async def _ended(copied: Future[Any], patience_s: float) -> None:
     await asyncio.wait([ended], timeout=patience_s)
 
 
-def _resolve(staged: asyncio.Future[None], lifecycle: Lifecycle, free: asyncio.Future[None]) -> None:
+def _resolve(staged: Future[None], lifecycle: Lifecycle, free: Future[None]) -> None:
     """Resolve ``staged`` like ``free``, which has ended. A stage that gave way counts as success, because no copy reads
     its sources."""
-    error = None if free.cancelled() else free.exception()
-    if error is None and not free.cancelled():
+    error = Future.exception(free)  # it is not retrieved by that
+    if error is None:
         lifecycle.staged()
-    # The caller's future may be resolved already: the save has ended before its copies, or the loop was closed.
-    if staged.done():
-        return
-    if error is None or isinstance(error, (SkippedError, ClosedError)):
-        staged.set_result(None)
-    else:
-        staged.set_exception(error)
-        staged.exception()  # the save itself raises it too
+    with suppress(InvalidStateError):  # it is resolved already if the save has ended before its copies
+        if error is None or isinstance(error, (SkippedError, ClosedError)):
+            staged.set_result(None)
+        else:
+            staged.set_exception(error)
 
 
 _PATIENCE_S = 20.0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._runtime.caller import run_in_calling_thread
+from .._runtime.caller import run_by_caller
 from .._runtime.threads import doing, io_threads
 from ..errors import DeviceError, GraphCaptureError, InvalidOptionError
 from .device import translated
@@ -61,7 +61,7 @@ class Streams:
 
 
 async def streams_of(devices: Collection[torch.device]) -> Streams:
-    """Return the current streams of this thread; for a blocking call, of the thread that made the call. Raises
+    """Return the current streams of the thread that made the call. Raises
     ``GraphCaptureError`` if a graph is being captured on one of them, ``InvalidOptionError`` for a device that this
     machine does not have, ``UnsupportedTensorError`` for a device without streams."""
     devices = [device for device in devices if device.type != "cpu"]
@@ -70,7 +70,7 @@ async def streams_of(devices: Collection[torch.device]) -> Streams:
     if any(device.type == "cuda" for device in devices) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # Starting CUDA takes seconds. Until then all threads have the same current streams.
         return await io_threads().run(_current, devices)
-    return run_in_calling_thread(_current, devices)
+    return await run_by_caller(_current, devices)
 
 
 def current_streams(devices: Collection[torch.device]) -> Streams:

@@ -19,7 +19,7 @@ from .names import (
 )
 from .space import Space
 from .store import PIECE_BYTES, Files, Leftover, RangeSource, ReadRange, Store
-from .transaction import Attempt, Kind, StoreAddress, Transaction, run_without_loop
+from .transaction import Attempt, Kind, StoreAddress, Transaction
 from .urls import DEFAULT_STORAGE, Location, locate_directory, locate_run
 
 __all__ = [
@@ -56,7 +56,6 @@ __all__ = [
     "locate_run",
     "parse_step",
     "read_sources",
-    "run_without_loop",
     "step_name",
     "target_of_attempt",
 ]

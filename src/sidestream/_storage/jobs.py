@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -73,10 +73,10 @@ def _aligned(nbytes: int) -> int:
 
 class Jobs(Generic[T]):
     """Threads that do ``work`` on each of ``items``. ``work`` returns the number of bytes that it has read, and raises
-    ``ClosedError`` once its ``Stop`` is set. ``progress`` is called on the loop with the sum of these numbers."""
+    ``ClosedError`` once its ``Stop`` is set. ``progress`` is awaited with the sum of these numbers."""
 
     def __init__(
-        self, items: Sequence[T], work: Callable[[T, Stop], int], progress: Callable[[int], object] | None
+        self, items: Sequence[T], work: Callable[[T, Stop], int], progress: Callable[[int], Awaitable[object]] | None
     ) -> None:
         self._items: Iterator[T] = iter(items)
         self._unread = len(items)
@@ -115,17 +115,17 @@ class Jobs(Generic[T]):
             raise first_error(errors) from None
         finally:
             self._work = _nothing  # breaks a reference cycle
-        self._report_progress()  # for the last items of late jobs
+        await self._report_progress()  # for the last items of late jobs
 
     async def _follow(self, running: Sequence[asyncio.Task[None]]) -> None:
         while not all(task.done() for task in running):
             await self._changed.wait()
             self._changed.clear()
-            self._report_progress()
+            await self._report_progress()
 
-    def _report_progress(self) -> None:
+    async def _report_progress(self) -> None:
         while self._counts and self._progress is not None:
-            self._progress(self._counts.popleft())
+            await self._progress(self._counts.popleft())
 
     async def _run(self) -> None:
         if self._unread:
@@ -181,13 +181,13 @@ class Batches(Generic[T]):
     a time instead.
 
     ``reads`` is called in a thread and returns the reads for a batch. It takes scratch memory from its argument. Its
-    ``Stop`` is None for a request. ``progress`` is called on the loop with the sum of the bytes. ``noting`` returns the
+    ``Stop`` is None for a request. ``progress`` is awaited with the sum of the bytes. ``noting`` returns the
     context of each read. The bytes of a read whose error it suppresses are not counted.
     """
 
     source: RangeSource
     reads: Callable[[T, Scratch, Stop | None], Reads]
-    progress: Callable[[int], object] | None = None
+    progress: Callable[[int], Awaitable[object]] | None = None
     scratch: Scratch = field(default_factory=Scratch)
     noting: Callable[[T], AbstractContextManager[object]] = nullcontext
     nbytes: int = 0
@@ -230,4 +230,4 @@ class Batches(Generic[T]):
             self.nbytes += reads.nbytes
         self.scratch.give_back(reads.scratch)
         if self.progress is not None:
-            self.progress(self.nbytes)
+            await self.progress(self.nbytes)

@@ -12,11 +12,11 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.tasks import run_shielded
@@ -33,7 +33,6 @@ from ..errors import (
 )
 from ..options import Durability, Outcome, Storage
 from .bodies import Body
-from .clients.requests import LoopCall
 from .names import attempt_name, name_with_id, sidecar_with_id
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "being_removed",
     "id_in",
     "marker_in",
-    "run_without_loop",
 ]
 
 T = TypeVar("T")
@@ -127,7 +125,6 @@ class Transaction(ABC):
         # is known. Only an attempt whose outcome is ``"absent"`` is ever deleted.
         self.outcome: Outcome = "absent"
         """The state of the commit: ``"absent"`` until it has been sent."""
-        self._look: Callable[[bool], Coroutine[Any, Any, None]] | None = None
         self._making = threading.Lock()
         self._discarded = False
         self._keeps_replaced = False
@@ -290,10 +287,8 @@ class Transaction(ABC):
     async def _send(self, name: str, tail: bytes) -> None:
         """Send the commit. If that fails, find out whether it took place: then the file ``name`` ends with ``tail``."""
         target = self.attempt.target
-        # Both before the call: once the rename or the put is sent, it may take effect whatever is raised here.
-        # ``_look`` is for ``settle``. If the loop ends during the next await, this coroutine never runs again, and a
-        # thread has to find out the outcome. From ``"unknown"`` on nothing is deleted that has not been looked at.
-        self._look = lambda stuck: self._read_back(name, tail, stuck)
+        # Before the call: once the rename or the put is sent, it may take effect whatever is raised here. From
+        # ``"unknown"`` on nothing is deleted that has not been looked at.
         self.outcome = "unknown"
         try:
             await self.make_visible()
@@ -327,9 +322,6 @@ class Transaction(ABC):
                 f"the commit of {target} was sent, and whether it took place could not be read back: {error}. Nothing "
                 f"was deleted; look for {target}, and remove {self.attempt.name} if it is still there"
             ) from error
-        finally:
-            if asyncio._get_running_loop() is not None:  # otherwise the loop has ended, and ``settle`` reads back
-                self._look = None  # breaks a reference cycle
 
     async def _read_back(self, name: str, tail: bytes, stuck: bool) -> None:
         try:
@@ -343,18 +335,6 @@ class Transaction(ABC):
             self.outcome = "committed"
         elif not stuck:  # a thread that was left behind may still commit
             self.outcome = "absent"
-
-    def settle(self, *, stuck: bool) -> None:
-        """Find out the outcome, and delete the files of an attempt that was not committed. Called in a thread, when no
-        other code uses the transaction. ``stuck``: a thread is left behind in a system call. Raises what the storage
-        raises."""
-        look = self._look
-        if self.outcome == "unknown" and look is not None:
-            with time_limit(Deadline.after(_READ_BACK_S)):
-                run_without_loop(lambda: look(stuck), "reading back the outcome of the commit")
-            self._look = None  # breaks a reference cycle
-        if self.outcome == "absent":
-            self.discard_here()
 
     async def clean_up(self, error: BaseException) -> None:
         """Delete the files of an attempt that was not committed. A failure to do so is added to ``error`` as a note."""
@@ -413,12 +393,6 @@ class Transaction(ABC):
                 await self._discard_replaced()
         except (SidestreamError, OSError) as error:
             _log.warning("what %s replaced could not be removed: %s", self.attempt.target, error)
-
-
-def run_without_loop(work: Callable[[], Coroutine[Any, Any, T]], doing: str) -> T:
-    """Run ``work()``, which makes requests to a store, on the event loop of the storage clients, and return its result.
-    Called in a thread that runs no loop. Raises as ``LoopCall.result`` does."""
-    return LoopCall(work).result(doing)
 
 
 async def marker_in(name: str, read_tail: Callable[[str, int], Awaitable[bytes]]) -> Marker | None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
+from .._engine.calls import call_from_thread
 from .._format.records import Manifest
 from .._layout.values import allowed_types
 from .._load.open.manifest import all_there, open_manifest
@@ -24,7 +25,6 @@ from .._load.reader import Reader
 from .._runtime.threads import Deadline, io_threads
 from .._staging.streams import current_streams
 from .._storage import RangeSource
-from ..blocking import run_anywhere
 from ..errors import InvalidOptionError, SaveAbortedError
 from ..events import LoadContext
 from ..options import Storage, Trust, Verify, check_choice, check_timeout, check_verify, storage_of
@@ -55,7 +55,7 @@ class _Load:
         self.unverified |= reader.unverified
 
     def release(self) -> None:
-        run_anywhere(self.source.aclose)
+        call_from_thread(self.source.aclose)
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ class StorageReader(DcpStorageReader):
 
         lifecycle.started()
         try:
-            metadata = run_anywhere(read, deadline)
+            metadata = call_from_thread(read, deadline)
         except BaseException as error:
             lifecycle.failed(error, 0)
             session.end()
@@ -233,7 +233,7 @@ class StorageReader(DcpStorageReader):
             return
         read = partial(read_bytes, allow=self._allow, trust=self._trust)
         with all_there(load.url, "is missing"):
-            found = run_anywhere(lambda: read(load.source, load.manifest, entries), load.deadline)
+            found = call_from_thread(lambda: read(load.source, load.manifest, entries), load.deadline)
         for item in items:
             planner.load_bytes(item, io.BytesIO(found[item.storage_index.fqn]))
 
@@ -243,7 +243,7 @@ class StorageReader(DcpStorageReader):
         reader = Reader(load.source, self._verify, None, streams)
         try:
             with targets.naming(), all_there(load.url, "is missing"):
-                run_anywhere(lambda: reader.read(targets.wanted, own=load.manifest.own), load.deadline)
+                call_from_thread(lambda: reader.read(targets.wanted, own=load.manifest.own), load.deadline)
         finally:
             load.add(reader)
         targets.commit(planner)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from .._engine.calls import call_from_thread
 from .._layout.values import allowed_types
 from .._runtime.threads import Deadline, Stop, io_threads, time_limit
 from .._save.operation import Solo, check_shared
@@ -26,7 +27,6 @@ from .._save.writer import write_files
 from .._storage import Kind, Location
 from .._storage.clients.requests import in_io_thread
 from .._worker.client import choose_worker
-from ..blocking import run_anywhere
 from ..errors import InvalidOptionError, SaveAbortedError, SidestreamError
 from ..options import (
     Durability,
@@ -237,7 +237,7 @@ class StorageWriter(DcpStorageWriter):
         layout = PlannerLayout(order, metadata)
         written = [result for each in results for result in each]
         # DCP calls this on any thread, also on that of a running loop, which its own storage blocks as well.
-        run_anywhere(lambda: _commit(order, coordinator, written, layout), save.deadline)
+        call_from_thread(lambda: _commit(order, coordinator, written, layout), save.deadline)
         # DCP returns this object, as it was written.
         vars(metadata).update(vars(layout.stock_metadata()))
         self._sessions.current().drop()
