@@ -91,7 +91,7 @@ async def train(arguments: argparse.Namespace) -> None:
                         os.kill(os.getpid(), signal.SIGKILL)
                 if step % 10 == 9:
                     weights, moments = get_state_dict(model, optimizer)
-                    pending = await checkpoints.async_save({"model": weights, "optimizer": moments}, step=step)
+                    pending = checkpoints.async_save({"model": weights, "optimizer": moments}, step=step)
                     pending.when_done(lambda step=step: say(f"step {step} is on storage, loss {losses[step]:.6f}"))
                 await asyncio.sleep(0)
     say(json.dumps({"loss": losses[arguments.steps - 1]}))

@@ -36,7 +36,7 @@ async def train(directory: str, steps: int) -> None:
         for step in range(1, steps + 1):
             with torch.no_grad():
                 model.weight.fill_(step)
-            pending = await checkpoints.async_save({"model": model}, step=step)
+            pending = checkpoints.async_save({"model": model}, step=step)
             await pending
             await asyncio.sleep(0.2)
 

@@ -35,7 +35,7 @@ async def train(directory: str, steps: int, every: int) -> None:
         for step in range(first, first + steps):
             state["loss"] = await asyncio.to_thread(train_step, model, optimizer)
             if step % every == 0:
-                pending = await checkpoints.async_save(state, step=step)
+                pending = checkpoints.async_save(state, step=step)
                 await pending.staged  # the next step may change the weights; writing goes on beside it
                 print(f"step {step}: loss {state['loss']:.4f}, staged")
     # Leaving the block has waited for the saves in flight.

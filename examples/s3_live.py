@@ -132,7 +132,7 @@ async def train(options: dict[str, Any], until: int) -> dict[str, Any]:
         while state["step"] < until:
             await asyncio.to_thread(train_batch, state)
             if state["step"] % EVERY == 0:
-                pending = await checkpoints.async_save(state, step=state["step"])
+                pending = checkpoints.async_save(state, step=state["step"])
                 await pending.staged  # the upload goes on beside the next batches
     return state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import sidestream
@@ -23,23 +24,27 @@ class HeldStager(sidestream.AsyncStager):
         self.holds = True
         """Whether later stages are held."""
         self._gates: list[threading.Event] = []
+        self._gate_of: weakref.WeakKeyDictionary[Any, threading.Event] = weakref.WeakKeyDictionary()
 
-    def launch(self, captured: Any, lay_out: Any, *args: Any, **options: Any) -> Any:
-        gate = threading.Event()
+    def prepare(self, captured: Any, *args: Any, **options: Any) -> Any:
+        staging = super().prepare(captured, *args, **options)
+        gate = self._gate_of[staging] = threading.Event()
         if not self.holds:
             gate.set()
-        launched: list[Any] = []
+        self.held.append(captured.root)
+        self._gates.append(gate)
+        return staging
+
+    def enqueue(self, staging: Any, lay_out: Any) -> None:
+        gate = self._gate_of[staging]
 
         def held(captured: Any) -> Any:
             while not gate.wait(0.01):
-                if launched and launched[0].stop.is_set():
+                if staging.stop.is_set():
                     raise ClosedError("the stage was given up while it was held")
             return lay_out(captured)
 
-        self.held.append(captured.root)
-        self._gates.append(gate)
-        launched.append(super().launch(captured, held, *args, **options))
-        return launched[0]
+        super().enqueue(staging, held)
 
     def let_go(self, at: int | None = None) -> None:
         """Let all stages go on, or the one that was begun ``at``-th."""

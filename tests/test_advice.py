@@ -414,8 +414,8 @@ def opened(at: Path) -> Any:
 def full_run(at: Path, slots: int, when_full: Any) -> None:
     async def run() -> None:
         async with sidestream.Checkpointer(at / f"run{slots}{when_full}", slots=slots, when_full=when_full) as steps:
-            first = await steps.async_save({"w": torch.ones(1 << 20)}, step=1)
-            await (await steps.async_save({"w": torch.ones(2)}, step=2))
+            first = steps.async_save({"w": torch.ones(1 << 20)}, step=1)
+            await steps.async_save({"w": torch.ones(2)}, step=2)
             await first
 
     asyncio.run(run())

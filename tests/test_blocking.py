@@ -29,7 +29,7 @@ import sidestream.blocking
 from sidestream import LoadOptions, SaveOptions
 from sidestream._engine.calls import call_from_thread
 from sidestream._runtime.caller import ThreadCaller, run_by_caller
-from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError, WrongLoopError
+from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidOptionError, WrongLoopError
 
 
 def test_the_verbs(tmp_path: Path) -> None:
@@ -263,20 +263,25 @@ def test_code_of_the_caller_runs_in_its_thread(tmp_path: Path) -> None:
     assert {(thread, within) for _, thread, within in watching.seen} == {(threading.get_ident(), here)}
 
 
-def test_a_save_that_begins_when_its_call_has_returned(tmp_path: Path) -> None:
-    """A save that waits for a slot runs after the thread that made the call has ended, with the state of that
-    thread."""
+def test_a_save_that_waits_for_its_slot(tmp_path: Path) -> None:
+    """It captures its state in the call, and copies when the thread that made the call may have ended."""
     watching, may_plan = Watching(), threading.Event()
-    with sidestream.blocking.Checkpointer(tmp_path / "run", slots=1, when_full="latest") as checkpoints:
+    with sidestream.blocking.Checkpointer(tmp_path / "run", slots=1) as checkpoints:
         held = SaveOptions(names=lambda name: name if may_plan.wait(60) else None)
         checkpoints.async_save({"t": torch.ones(3)}, step=1, options=held)
         with unusual() as here:
             queued = checkpoints.async_save({"w": watching}, step=2)
-        assert watching.seen == []
+        assert watching.seen == [("state_dict", threading.get_ident(), here)]
+        assert not queued.staged.done()
         may_plan.set()
         assert queued.result(60).step == 2
-    ((method, _, within),) = watching.seen
-    assert (method, within) == ("state_dict", here)
+
+
+def test_a_state_is_not_captured_later(tmp_path: Path) -> None:
+    """No loop of the caller would do it."""
+    with pytest.raises(InvalidOptionError, match=r"when_full='latest'.*sidestream\.Checkpointer"):
+        sidestream.blocking.Checkpointer(tmp_path / "run", when_full="latest")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_locks_of_the_caller(tmp_path: Path) -> None:
@@ -413,7 +418,7 @@ def test_an_error_of_the_callers_code_is_in_no_reference_cycle() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_code_for_a_call_that_was_interrupted_while_it_ended(begun: bool) -> None:
-    """Several signals in a row end the call without ``leave``. Its code is run, or given up, all the same."""
+    """Several signals in a row end the call without ``leave``. Its code is given up all the same."""
     caller = ThreadCaller()
     present = caller.present()
 
@@ -426,11 +431,8 @@ def test_code_for_a_call_that_was_interrupted_while_it_ended(begun: bool) -> Non
             time.sleep(1e-3)
         caller._queue[0].begun = begun
         del present
-        if begun:
-            with pytest.raises(BaseException, match="interrupted"):
-                done.result(60)
-        else:
-            assert done.result(60) != threading.get_ident()
+        with pytest.raises(BaseException, match="interrupted" if begun else "cannot be called"):
+            done.result(60)
 
 
 def test_an_interrupt_at_every_step(tmp_path: Path) -> None:

@@ -409,7 +409,7 @@ async def test_the_exports_of_a_run(tmp_path: Path) -> None:
         tmp_path / "run", keep=KeepLast(1), export=export, exports_every=2, exports_keep=2
     ) as checkpoints:
         for step in range(1, 9):
-            pending = await checkpoints.async_save(state_of(step), step=step)
+            pending = checkpoints.async_save(state_of(step), step=step)
             await pending
             assert len(pending.exports) == (step % 2 == 0)
             if pending.exports:
@@ -427,7 +427,7 @@ async def test_old_exports_are_deleted_everywhere(place: str, shard_bytes: int, 
     options = sidestream.SaveOptions(writer="thread")  # another process has no part of memory://
     async with Checkpointer(tmp_path / "run", export=export, exports_keep=2, save=options) as checkpoints:
         for step in range(1, 5):
-            await (await checkpoints.async_save({"a": torch.ones(3), "b": torch.ones(3)}, step=step)).exports[0]
+            await checkpoints.async_save({"a": torch.ones(3), "b": torch.ones(3)}, step=step).exports[0]
     left = fsspec.filesystem("memory" if place == "memory" else "file").find(url)
     directories = {path.rpartition("/")[0].rpartition("/")[2] for path in left if "/run/" not in path}
     assert directories == {"step-3", "step-4"}
@@ -475,7 +475,7 @@ async def test_a_step_that_is_saved_again_replaces_its_export(tmp_path: Path) ->
     export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
     async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
         for seed in (1, 2):
-            await (await checkpoints.async_save(state_of(seed), step=5)).exports[0]
+            await checkpoints.async_save(state_of(seed), step=5).exports[0]
     same(exported(tmp_path / "exports" / "step-5"), {k: v for k, v in state_of(2)["model"].items() if k != "head"})
     assert os.listdir(tmp_path / "exports") == ["step-5"]
 
@@ -485,8 +485,8 @@ async def test_the_newest_generation_is_exported_also_if_an_older_export_ends_la
     with choosing() as (names, gate):  # only the first export waits
         export = HF(tmp_path / "exports" / "step-{step}", **{**MODEL, "names": names})
         async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
-            older = await checkpoints.async_save(state_of(1), step=5)
-            newer = await checkpoints.async_save(state_of(2), step=5)
+            older = checkpoints.async_save(state_of(1), step=5)
+            newer = checkpoints.async_save(state_of(2), step=5)
             assert [(await one).generation for one in (older, newer)] == [1, 2]
             assert not newer.exports[0].done()
             gate.set()
@@ -507,9 +507,9 @@ async def test_a_newer_generation_of_another_process(tmp_path: Path) -> None:
             Checkpointer(tmp_path / "run", export=slow) as one,
             Checkpointer(tmp_path / "run", export=export) as other,
         ):
-            older = await one.async_save(state_of(1), step=5)
+            older = one.async_save(state_of(1), step=5)
             await older
-            await (await other.async_save(state_of(2), step=5)).exports[0]
+            await other.async_save(state_of(2), step=5).exports[0]
             gate.set()
             with pytest.raises(SkippedError, match="saved again"):
                 await older.exports[0]
@@ -527,7 +527,7 @@ async def test_a_generation_that_is_not_committed_replaces_no_export(tmp_path: P
     async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
         await checkpoints.save(state_of(1), step=5)
         with events.observe(occupy):
-            pending = await checkpoints.async_save(state_of(2), step=5)
+            pending = checkpoints.async_save(state_of(2), step=5)
             with pytest.raises(CheckpointExistsError):
                 await pending
         with pytest.raises(SnapshotLostError, match="was not saved"):
@@ -539,7 +539,7 @@ async def test_a_target_without_the_step_keeps_the_export_of_the_first_save(tmp_
     with choosing() as (names, gate):
         export = HF(tmp_path / "exported", **{**MODEL, "names": names})
         async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
-            saves = [await checkpoints.async_save(state_of(step), step=step) for step in (1, 2)]
+            saves = [checkpoints.async_save(state_of(step), step=step) for step in (1, 2)]
             for one in saves:
                 await one
             gate.set()
@@ -560,9 +560,9 @@ async def test_a_step_stays_until_it_is_exported(budget_bytes: int, tmp_path: Pa
             Checkpointer(tmp_path / "run", export=export, keep=KeepLast(1), stager=stager) as checkpoints,
             Checkpointer(tmp_path / "run", keep=KeepLast(1)) as other,
         ):
-            first = await checkpoints.async_save(state_of(1), step=1)
+            first = checkpoints.async_save(state_of(1), step=1)
             await first
-            second = await checkpoints.async_save(state_of(2), step=2)
+            second = checkpoints.async_save(state_of(2), step=2)
             await second
             leased = [(await one.prune()).leased for one in (checkpoints, other)]
             gate.set()
@@ -589,7 +589,7 @@ async def test_an_export_that_another_process_deletes_meanwhile(
     export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
     async with Checkpointer(tmp_path / "run", export=export, exports_keep=1) as checkpoints:
         for step in (1, 2, 3):
-            await (await checkpoints.async_save(state_of(step), step=step)).exports[0]
+            await checkpoints.async_save(state_of(step), step=step).exports[0]
             await checkpoints._exports.ended()
         assert checkpoints.health().ok
     assert sorted(os.listdir(tmp_path / "exports")) == ["step-3"]
@@ -608,8 +608,7 @@ async def test_the_exports_of_a_skipped_save_are_skipped(
         called = threading.Event()
         held = sidestream.SaveOptions(names=lambda name: name if called.wait(60) else None)
         saves = [
-            await checkpoints.async_save(state_of(step), step=step, options=held if step == 1 else None)
-            for step in (1, 2, 3)
+            checkpoints.async_save(state_of(step), step=step, options=held if step == 1 else None) for step in (1, 2, 3)
         ]
         called.set()
         assert [len(one.exports) for one in saves] == [2, 2, 2]
@@ -625,14 +624,14 @@ async def test_only_exports_are_pruned(tmp_path: Path) -> None:
     export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
     async with Checkpointer(tmp_path / "run", export=export, exports_keep=1) as checkpoints:
         for step in (2, 3):
-            await (await checkpoints.async_save(state_of(step), step=step)).exports[0]
+            await checkpoints.async_save(state_of(step), step=step).exports[0]
     assert sorted(os.listdir(tmp_path / "exports")) == ["step-1", "step-3"]
 
 
 async def test_closing_waits_for_exports(tmp_path: Path) -> None:
     export = HF(tmp_path / "exports" / "{step}", **MODEL)
     async with Checkpointer(tmp_path / "run", export=export, when_full="latest") as checkpoints:
-        saves = [await checkpoints.async_save(state_of(step), step=step) for step in range(5)]
+        saves = [checkpoints.async_save(state_of(step), step=step) for step in range(5)]
     assert all(one.done() for save_ in saves for one in save_.exports)
     ended = {one.exports[0].url: one.exports[0].report_or_error() for one in saves}
     done = {url for url, report in ended.items() if not isinstance(report, BaseException)}

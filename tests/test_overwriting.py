@@ -467,7 +467,7 @@ async def test_a_cancel_after_the_exchange_leaves_nothing_behind(
             if what == "save":
                 saving = asyncio.create_task(save(state_of(seed), root / "step-1", overwrite=True))
             else:
-                pending = await checkpoints.async_save({"a": torch.full((3,), float(seed))}, step=1)
+                pending = checkpoints.async_save({"a": torch.full((3,), float(seed))}, step=1)
                 saving = asyncio.ensure_future(pending.exports[0])  # type: ignore[arg-type]
             if seed == 2:
                 cancel.append(saving.cancel if what == "save" else pending.exports[0].cancel)

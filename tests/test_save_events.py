@@ -163,8 +163,7 @@ async def test_a_newer_save_comes_first(tmp_path: Path) -> None:
             called = threading.Event()  # the first one keeps its slot until all have been called
             held = sidestream.SaveOptions(names=lambda name: name if called.wait(60) else None)
             pendings = [
-                await checkpoints.async_save(state(), step=step, options=held if step == 1 else None)
-                for step in (1, 2, 3)
+                checkpoints.async_save(state(), step=step, options=held if step == 1 else None) for step in (1, 2, 3)
             ]
             called.set()
             ended = await asyncio.gather(*pendings, return_exceptions=True)

@@ -93,7 +93,7 @@ async def test_a_timed_out_wait_is_not_hearing(tmp_path: Path) -> None:
     (tmp_path / "step-1").write_text("in the way")
     with pytest.raises(CheckpointExistsError):
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
-            pending = await checkpoints.async_save({"n": 1}, step=1)
+            pending = checkpoints.async_save({"n": 1}, step=1)
             waiter = asyncio.ensure_future(_await(pending))
             await asyncio.sleep(0)
             waiter.cancel()

@@ -156,7 +156,7 @@ async def test_a_name_that_cannot_be_one_is_refused_before_anything_is_written(t
         await sidestream.save(STATE, tmp_path / "step", files={name: b""})
     with pytest.raises(InvalidOptionError, match="plain file name"):
         async with Checkpointer(tmp_path / "run") as run:
-            await run.async_save(STATE, step=1, files={name: b""})
+            run.async_save(STATE, step=1, files={name: b""})
     assert not (tmp_path / "step").exists()
 
 

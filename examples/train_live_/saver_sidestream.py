@@ -57,7 +57,7 @@ class SidestreamSaver(Worker):
 
     async def save(self, state: State, step: int) -> None:
         started = time.monotonic()
-        self._pending = await self._checkpoints.async_save(state, step=step)
+        self._pending = self._checkpoints.async_save(state, step=step)
         self._watchers.append(asyncio.create_task(self._watch(self._pending, step, started)))
 
     async def before_update(self) -> None:
@@ -69,7 +69,7 @@ class SidestreamSaver(Worker):
         self._what = "save alone"
         for number in range(1, SAVES_ALONE + 1):
             started = time.monotonic()
-            pending = await self._alone.async_save(state, step=number)
+            pending = self._alone.async_save(state, step=number)
             saves.append(await self._watch(pending, number, started))
         return saves
 

@@ -5,10 +5,8 @@ Inside a running event loop, of asyncio or trio, they raise ``WrongLoopError``, 
 ``KeyboardInterrupt``. Saves that are in flight when the program ends are finished before the process does.
 
 The caller's code runs in the calling thread while that thread waits: ``state_dict()`` and ``load_state_dict()`` of
-objects, stagers, ``progress`` callbacks, and the launch of the copies of a save. So it has that thread's current device
-and stream, autograd modes, context variables and locks, and may call ``sidestream.blocking`` itself. Work that remains
-when a call has returned, such as a save that waits for a slot, runs in another thread, with the device, the modes and
-the variables of the calling thread.
+objects, stagers, ``progress`` callbacks, and the capture of the state of a save. So it has that thread's current device
+and stream, autograd modes, context variables and locks, and may call ``sidestream.blocking`` itself.
 """
 
 from __future__ import annotations
@@ -29,16 +27,15 @@ from ._load import checkpoint as _checkpoint
 from ._load import operation as _loading
 from ._load import verify as _verifying
 from ._run.health import Health
-from ._runtime.caller import run_by_caller
 from ._runtime.tasks import check_no_running_loop
 from ._runtime.threads import Deadline
 from ._save import api as _saving
+from .errors import InvalidOptionError
 from .options import Latest, LoadOptions
 
 __all__ = [
     "Checkpoint",
     "Checkpointer",
-    "PendingSave",
     "async_save",
     "convert",
     "copy",
@@ -49,8 +46,6 @@ __all__ = [
     "stopping_the_loop",
     "verify",
 ]
-
-PendingSave = _saving.PendingSave
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -246,15 +241,21 @@ class Checkpointer(_Holder[_checkpointer.Checkpointer]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As ``sidestream.Checkpointer``, with the same arguments."""
+        if kwargs.get("when_full") == "latest":
+            raise InvalidOptionError(
+                "when_full='latest' captures the state when the turn of a save comes, on an event loop: "
+                "use sidestream.Checkpointer, or another when_full="
+            )
 
         async def enter() -> _checkpointer.Checkpointer:
             return await _checkpointer.Checkpointer(*args, **kwargs).__aenter__()
 
         self._held = _run(enter)
 
-    @_method(_checkpointer.Checkpointer.async_save)
-    def async_save(self, *args: Any, **kwargs: Any) -> Any:
+    @wraps(_checkpointer.Checkpointer.async_save)
+    def async_save(self, *args: Any, **kwargs: Any) -> _saving.PendingSave:
         """As ``sidestream.Checkpointer.async_save``, with the same arguments."""
+        return self._held.async_save(*args, **kwargs)
 
     @_method(_checkpointer.Checkpointer.best)
     def best(self, *args: Any, **kwargs: Any) -> Any:
@@ -370,26 +371,12 @@ def save(*args: Any, **kwargs: Any) -> Any:
 
 
 @wraps(_saving.async_save)
-async def _async_save(*args: Any, **kwargs: Any) -> PendingSave:
-    return await run_by_caller(_saving.async_save, *args, **kwargs)
+def async_save(*args: Any, **kwargs: Any) -> _saving.PendingSave:
+    """As ``sidestream.async_save``, with the same arguments."""
+    return _saving.async_save(*args, **kwargs)
 
 
-@_blocking(_async_save)
-def async_save(*args: Any, **kwargs: Any) -> Any:
-    """Start what ``save`` does, and return when the copies have been launched.
-
-    Wait for ``pending.staged.result()`` before the tensors change, and for ``pending.result()`` to have the
-    ``SaveInfo``. Plain values are copied during this call. It raises what is wrong with ``url`` and the options.
-    Everything else is raised by ``pending.result()``; nothing has been written then.
-
-    Returns:
-        The save in progress. It continues if no thread waits for it, and is logged if it fails and its error is not
-        retrieved. The process ends when it has ended.
-
-    Raises:
-        InvalidOptionError, MissingExtraError: The call is wrong; nothing was started.
-        WrongLoopError: An event loop runs in this thread.
-    """
+async_save.__module__ = __name__
 
 
 @_blocking(_loading.load)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -33,7 +33,7 @@ from ._runtime.tasks import run_shielded
 from ._save.api import Export, PendingSave, SaveInfo, completed
 from ._staging import AsyncStager
 from ._storage import locate_run
-from .errors import AsyncOnlyError, ClosedError, InvalidOptionError
+from .errors import AsyncOnlyError, InvalidOptionError
 from .options import (
     Fallback,
     FileSource,
@@ -44,9 +44,7 @@ from .options import (
     Storage,
     Tolerated,
     WhenFull,
-    check_count,
     options_of,
-    step_number,
     storage_of,
     tolerance_of,
 )
@@ -111,7 +109,6 @@ class Checkpointer:
         storage_options: Mapping[str, Any] | None = None,
         storage: Storage | None = None,
     ) -> None:
-        check_count("slots", slots)
         keep = KeepAll() if keep is None else keep
         if isinstance(keep, type) or not isinstance(keep, Retention):
             raise InvalidOptionError(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
@@ -192,7 +189,6 @@ class Checkpointer:
             ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
-        check_count("nbytes", nbytes)
         await self._saves.prewarm(nbytes)
 
     async def save(
@@ -227,14 +223,10 @@ class Checkpointer:
                 failed, and its error was not retrieved.
         """
         self._opened.check()
-        call = self._saves.call(state, step, metadata, files, options)
+        pending = await run_by_caller(self._saves.start, state, step, metadata, files, options)
+        return await in_operation(lambda: completed(pending), "save")
 
-        async def save() -> SaveInfo:
-            return await completed(await self._saves.save(call))
-
-        return await in_operation(save, "save")
-
-    async def async_save(
+    def async_save(
         self,
         state: Mapping[str, Any],
         *,
@@ -243,16 +235,18 @@ class Checkpointer:
         files: Mapping[str, FileSource] | None = None,
         options: SaveOptions | None = None,
     ) -> PendingSave:
-        """Launch the copies of ``state``, and return a ``PendingSave`` when they have been launched.
+        """Start what ``save`` does, and return at once.
 
-        With ``when_full="wait"`` this waits for a free slot first. Over several ranks it waits for the other ranks to
-        make the call. With ``when_full="latest"`` it waits for neither: the copies are launched when all ranks have
-        made the call and a slot is free, unless all have called a newer save by then.
+        Await ``pending.staged`` before the tensors change, and ``pending`` for the ``SaveInfo``. The call captures the
+        state: plain values are copied, and what is enqueued on the current streams comes before the copies. The copies
+        themselves wait for a free slot and, over several ranks, for the other ranks to make the call. ``fence()`` and
+        ``guard()`` of the stager wait for them too.
+
+        With ``when_full="latest"`` the state is captured when a slot is free and all ranks have made the call, on the
+        event loop of this call, unless all have called a newer save by then.
 
         A step that is committed already is saved as its next generation. ``KeepAll``, the default, keeps the old
         one. Any other policy deletes it when the new one has been verified.
-
-        A cancel before this returns starts nothing.
 
         Args:
             state: As for ``sidestream.save``.
@@ -262,17 +256,19 @@ class Checkpointer:
             options: In place of the ``save=`` of the ``Checkpointer``, whose writer stays.
 
         Returns:
-            The save in progress. Awaiting it raises ``SkippedError`` if it was skipped, as ``when_full`` says.
+            The save in progress. It continues if it is not awaited, and the program ends when it has ended. Awaiting it
+            raises ``SkippedError`` if it was skipped, as ``when_full`` says. Over several ranks it also raises all that
+            the call raises in one process, on all ranks.
 
         Raises:
             TooManySavesError: No slot is free, and ``when_full="fail"``.
             ClosedError: The ``Checkpointer`` is closed.
-            SidestreamError: An earlier save, or the pruning after it, failed, and its error was not retrieved; nothing
-                was started. Each error is raised once.
+            WrongLoopError: This code runs in trio.
+            SidestreamError: The call is wrong, or the state cannot be captured; or an earlier save, or the pruning
+                after it, failed, and its error was not retrieved. Each error is raised once. Nothing was started.
         """
         self._opened.check()
-        call = self._saves.call(state, step, metadata, files, options)
-        return await in_operation(partial(self._saves.save, call), "async_save")
+        return self._saves.start(state, step, metadata, files, options)
 
     # --- reading ---
 
@@ -485,9 +481,7 @@ class Checkpointer:
             ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
-        last = None if after is None else step_number(after)
-        timeout_s = self._run.timeout_s
-        return Watch(self._run.store, after=last, newest=newest, poll_s=poll_s, timeout_s=timeout_s)
+        return Watch(self._run.store, after=after, newest=newest, poll_s=poll_s, timeout_s=self._run.timeout_s)
 
     # --- maintenance of the run ---
 
@@ -577,8 +571,7 @@ class Checkpointer:
             last = None if save is None else await run_by_caller(save)
             if last is not None:
                 state, step = last
-                call = self._saves.call(state, step, promised=True)
-                await (await self._saves.save(call))
+                await (await run_by_caller(self._saves.start, state, step, promised=True))
         except Exception:
             await self._saves.ended()
             raise
@@ -617,8 +610,7 @@ class Checkpointer:
         finally:
             try:
                 if self._preemption is not None:
-                    with suppress(ClosedError):  # its loop has ended, and its handlers with it
-                        await run_by_caller(self._preemption.uninstall)
+                    self._preemption.uninstall()
             finally:
                 # Last, because saves that still clean up need the stager and the writer process.
                 await self._opened.release()

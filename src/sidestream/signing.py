@@ -22,10 +22,9 @@ from ._format.records import Manifest
 from ._load.open.manifest import read_manifest
 from ._load.verification import VerifyReport
 from ._load.verify import verify_manifest
-from ._runtime.caller import run_by_caller
 from ._runtime.tasks import running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
-from ._storage import Location, RangeSource, locate_directory
+from ._storage import Location, RangeSource, locate_by_caller
 from .errors import (
     BadSignatureError,
     CheckpointExistsError,
@@ -33,7 +32,7 @@ from .errors import (
     InvalidOptionError,
     MissingExtraError,
 )
-from .options import Progress, Storage, check_timeout, storage_of
+from .options import Progress, Storage, check_timeout
 
 __all__ = ["sign", "verify"]
 
@@ -78,7 +77,7 @@ async def sign(
     running_loop("signing.sign")
     check_timeout(timeout_s)
     signing = _package("signing")
-    location = await run_by_caller(locate_directory, url, storage_of(storage_options, storage))
+    location = await locate_by_caller(url, storage_options, storage)
 
     async def work() -> str:
         with time_limit(Deadline.after(timeout_s)):
@@ -151,7 +150,7 @@ async def verify(
     running_loop("signing.verify")
     check_timeout(timeout_s)
     verifying = _package("verifying")
-    location = await run_by_caller(locate_directory, url, storage_of(storage_options, storage))
+    location = await locate_by_caller(url, storage_options, storage)
 
     async def work() -> VerifyReport:
         with time_limit(Deadline.after(timeout_s)):

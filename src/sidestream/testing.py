@@ -161,7 +161,7 @@ def _save(place: StorePlace, seed: int, name: str = "ckpt", *, rows: int = _FEW,
     return sidestream.blocking.save(_state(seed, rows), f"{place.url}/{name}", storage=place.storage, **options)
 
 
-def _start(place: StorePlace, seed: int, *, rows: int = _FEW, **options: Any) -> sidestream.blocking.PendingSave:
+def _start(place: StorePlace, seed: int, *, rows: int = _FEW, **options: Any) -> sidestream.PendingSave:
     return sidestream.blocking.async_save(_state(seed, rows), f"{place.url}/ckpt", storage=place.storage, **options)
 
 
@@ -208,7 +208,7 @@ def _seed_of(state: Mapping[str, Any]) -> int:
     return seed
 
 
-def _failed(saves: Iterable[sidestream.blocking.PendingSave]) -> list[Exception | None]:
+def _failed(saves: Iterable[sidestream.PendingSave]) -> list[Exception | None]:
     """Wait for the saves, and return what each of them raised."""
     ends: list[Exception | None] = []
     for pending in saves:

@@ -163,7 +163,7 @@ def rows(url: str, pattern: str, options: Options = None) -> list[EntryRow]:
 
 
 async def _source(url: str, storage: Storage) -> Source:
-    async with aclosing(await open_source(url, storage)) as source:
+    async with aclosing(await open_source(locate_directory(url, storage))) as source:
         return source
 
 

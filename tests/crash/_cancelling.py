@@ -121,7 +121,7 @@ async def async_save(bench: Bench) -> None:
 async def checkpointer_save(bench: Bench) -> None:
     """``aclose`` waits for the save, cancelled or not."""
     async with sidestream.Checkpointer(bench.run, stager=bench.stager) as checkpoints:
-        bench.pending = await checkpoints.async_save(make_state(bench.number), step=bench.number)
+        bench.pending = checkpoints.async_save(make_state(bench.number), step=bench.number)
 
 
 async def stage(bench: Bench) -> None:

@@ -120,7 +120,7 @@ class _Child:
         export = sidestream.HF(run.with_name("exports") / "step-{step}", select="model.*", max_shard_bytes=90_000)
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, export=export) as checkpoints:
             for step, seed in self.trial["saves"]:
-                pending = await checkpoints.async_save(make_state(seed), step=step)
+                pending = checkpoints.async_save(make_state(seed), step=step)
                 info = await pending
                 self.tell(acked=Path(info.url).name, seed=seed)
                 report = await pending.exports[0]

@@ -130,7 +130,7 @@ class Bench:
         try:
             with intercept.installed():
                 async with sidestream.Checkpointer(self.run, stager=self.stager) as checkpoints:
-                    pending = await checkpoints.async_save(make_state(12), step=step)
+                    pending = checkpoints.async_save(make_state(12), step=step)
                     await pending
                     self.saved = True  # what is raised after this is told of the pass of retention that follows
         except BaseException as error:

@@ -355,9 +355,7 @@ async def conflicts(place: Path, chance: random.Random, first: str) -> AsyncIter
     run = place / "run"
     for number in range(20):
         async with sidestream.Checkpointer(run) as one, sidestream.Checkpointer(run) as other:
-            pending = [
-                await each.async_save(make_state(2 * number + me), step=1) for me, each in enumerate((one, other))
-            ]
+            pending = [each.async_save(make_state(2 * number + me), step=1) for me, each in enumerate((one, other))]
             won = await asyncio.gather(*pending, return_exceptions=True)
         names = [Path(info.url).name for info in won if isinstance(info, sidestream.SaveInfo)]
         found = await look(run)

@@ -48,7 +48,7 @@ async def export(run: Path, doing: Doing, step: int = 2, seed: int = NEW) -> Non
     async with sidestream.Checkpointer(
         run, stager=doing.stager, export=beside, save=sidestream.SaveOptions(writer=doing.saver)
     ) as checkpoints:
-        pending = await checkpoints.async_save(make_state(seed), step=step, files=files_of(seed))
+        pending = checkpoints.async_save(make_state(seed), step=step, files=files_of(seed))
         info = await pending
         doing.acked(Path(info.url).name, seed)
         report = await pending.exports[0]

@@ -242,9 +242,9 @@ def test_closed_under_a_checkpointer(saver: Any, overlap: Any, tmp_path: Path, l
         checkpoints = await sidestream.Checkpointer(
             tmp_path, when_full=overlap, slots=1, lease_s=60, save=sidestream.SaveOptions(writer=options)
         ).__aenter__()
-        begun.append(await checkpoints.async_save(make_state(2), step=1))
+        begun.append(checkpoints.async_save(make_state(2), step=1))
         if overlap == "latest":
-            waiting.append(await checkpoints.async_save(make_state(2), step=2))
+            waiting.append(checkpoints.async_save(make_state(2), step=2))
 
     closed(begin)
     for pending in begun:

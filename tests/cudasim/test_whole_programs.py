@@ -175,7 +175,7 @@ def test_a_training_is_resumed_to_equal_numbers(mode: StageMode, tmp_path: Path)
             ) as run:
                 for number in range(5):
                     losses.append(first.step(number))
-                    saving = await run.async_save(first.state(), step=number)  # forward changes buffers meanwhile
+                    saving = run.async_save(first.state(), step=number)  # forward changes buffers meanwhile
                 await saving
             guard.remove()
         for step in (4, 2):
@@ -285,7 +285,7 @@ def test_the_training_of_the_demo_is_resumed_to_equal_weights(tmp_path: Path) ->
                 for save in saves[-1:]:
                     await save.staged
                 first.apply_update()
-                saves.append(await run.async_save(first.state(), step=number))
+                saves.append(run.async_save(first.state(), step=number))
             await saves[-1]
         second = Demo()
         second.step(100)

@@ -153,7 +153,7 @@ async def run(rank: Rank) -> None:
         for name, call in calls.items():
             await rank.tries(name, call)
         rank.note("restored", checkpoints.restored)
-        pending = await checkpoints.async_save(rank.state(9.0), step=9)
+        pending = checkpoints.async_save(rank.state(9.0), step=9)
     await rank.tries("a save that the exit has awaited", lambda: awaited(pending))
     async with sidestream.Checkpointer(folder, keep=KeepLast(3)) as pruning:
         for name, dry_run in {"prune, a dry run": True, "prune": False, "prune again": False}.items():
@@ -161,7 +161,7 @@ async def run(rank: Rank) -> None:
             if rank.number == 0:
                 await rank.tries_alone(name, lambda d=dry_run: pruning.prune(dry_run=d))
         await rank.tries("prune, by all", pruning.prune)
-        pending = await pruning.async_save(rank.state(10.0), step=10)
+        pending = pruning.async_save(rank.state(10.0), step=10)
     await rank.tries("a save after which the exit has pruned", lambda: awaited(pending))
     await rank.tries("closed", lambda: checkpoints.async_save(rank.state(), step=10))
 
@@ -214,7 +214,7 @@ async def run_overlapping(rank: Rank) -> None:
         gate, began = Gate(rank, f"go-{policy}"), Gate(rank, f"began-{policy}")
         names = one_of(rank, 1, GatedNames(gate, began), None)
         async with sidestream.Checkpointer(rank.folder / policy, when_full=policy, slots=1) as checkpoints:
-            first = await checkpoints.async_save(rank.state(), step=1, options=sidestream.SaveOptions(names=names))
+            first = checkpoints.async_save(rank.state(), step=1, options=sidestream.SaveOptions(names=names))
             await asyncio.to_thread(began.wait)
             if policy == "wait":
                 await rank.together()

@@ -218,14 +218,14 @@ async def not_awaited(rank: Rank) -> None:
     await rank.tries("async_save", lambda: dropped(bad, rank.folder / "bad"))
     checkpoints = sidestream.Checkpointer(rank.folder / "run")
     async with checkpoints:
-        pending = await checkpoints.async_save(bad, step=1)
+        pending = checkpoints.async_save(bad, step=1)
         await pending.ended()
         await rank.tries(
             "Checkpointer, the next save", lambda: checkpoints.async_save(rank.state(), step=2), by_any=True
         )
-        pending = await checkpoints.async_save(rank.state(), step=3)
+        pending = checkpoints.async_save(rank.state(), step=3)
         await rank.tries("Checkpointer, the one after that", lambda: awaited(pending))
-        pending = await checkpoints.async_save(bad, step=4)
+        pending = checkpoints.async_save(bad, step=4)
         await pending.ended()
         await rank.tries("Checkpointer, closed", checkpoints.aclose)
 

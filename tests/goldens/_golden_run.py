@@ -131,7 +131,7 @@ async def _overlapping(table: Table, run: Path) -> None:
             held = await stager.stage({"t": torch.zeros(200_000)})
             run_of = run / policy
             async with Checkpointer(run_of, when_full=policy, slots=1, stager=stager) as checkpoints:
-                first = await checkpoints.async_save({"t": torch.zeros(200_000)}, step=1)
+                first = checkpoints.async_save({"t": torch.zeros(200_000)}, step=1)
                 second = await table.tries(f"overlap={policy}: save", lambda c=checkpoints: c.async_save(STATE, step=2))
                 if second is not None:
                     await table.tries(f"overlap={policy}: saved", _awaited(second))
@@ -189,7 +189,7 @@ async def _opened_on_a_step(table: Table, folder: Path) -> None:
     before = asyncio.all_tasks()
     unheard = Checkpointer(folder)
     async with unheard:
-        pending = await unheard.async_save({"a": object()}, step=9)
+        pending = unheard.async_save({"a": object()}, step=9)
         await pending.ended()
         await table.tries("a failed save that nobody awaited", unheard.aclose)
     assert asyncio.all_tasks() <= before
@@ -203,7 +203,7 @@ async def _restored_from(path: Path) -> Any:
 async def _ends(table: Table, run: Path) -> None:
     """Failed saves, cancelled calls and bodies that raise."""
     async with Checkpointer(run) as checkpoints:
-        pending = await checkpoints.async_save({"a": object()}, step=1)
+        pending = checkpoints.async_save({"a": object()}, step=1)
         await pending.ended()
         await table.tries("after a failed save: the next one", checkpoints.async_save(STATE, step=2))
         await table.tries("after a failed save: the one after that", _saved_by(checkpoints, 3))
@@ -214,7 +214,7 @@ async def _ends(table: Table, run: Path) -> None:
     async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
         held = await stager.stage({"t": torch.zeros(200_000)})
         async with Checkpointer(run, slots=1, stager=stager) as checkpoints:
-            first = await checkpoints.async_save({"t": torch.zeros(200_000)}, step=5)
+            first = checkpoints.async_save({"t": torch.zeros(200_000)}, step=5)
             task = asyncio.ensure_future(checkpoints.async_save(STATE, step=6))  # waits for the slot
             await asyncio.sleep(0)
             task.cancel()

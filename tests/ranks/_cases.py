@@ -624,7 +624,7 @@ def a_run(rank: int, world: int, directory: Path) -> list[Any]:
         async with sidestream.Checkpointer(directory / "run", keep=keep, **for_run(timeout_s=TIMEOUT_S)) as checkpoints:
             first = await checkpoints.restore(large(mesh))
             for step in range(4):
-                pending = await checkpoints.async_save(large(mesh, step), step=step, metadata={"step": step})
+                pending = checkpoints.async_save(large(mesh, step), step=step, metadata={"step": step})
                 await pending.staged
                 info = await pending
             again = await checkpoints.save(large(mesh, 30), step=3)

@@ -58,7 +58,7 @@ def preempted(rank: int, world: int, directory: Path) -> list[Any]:
     async def train() -> list[Any]:
         async with sidestream.Checkpointer(directory / "run", **for_run(timeout_s=TIMEOUT_S)) as checkpoints:
             checkpoints.on_preemption(save=lambda: (large(mesh, 7), 7), then="stay", grace_s=TIMEOUT_S)
-            pending = await checkpoints.async_save(large(mesh, 1), step=1)
+            pending = checkpoints.async_save(large(mesh, 1), step=1)
             await asyncio.sleep(0.05 * rank)  # as a scheduler does, not all at once
             os.kill(os.getpid(), signal.SIGTERM)
             while checkpoints.preempted is None:

@@ -64,7 +64,7 @@ def exports(rank: int, world: int, directory: Path, url: str | None = None, **wh
             f"{base}/run", export=export, **for_run(timeout_s=TIMEOUT_S, **where)
         ) as checkpoints:
             for plus in (6, 7):
-                pending = await checkpoints.async_save(state_of(world, plus), step=6)
+                pending = checkpoints.async_save(state_of(world, plus), step=6)
                 await pending
                 told.append(told_of(await pending.exports[0]))
         return told
@@ -198,7 +198,7 @@ def exports_of_a_run_that_prunes(rank: int, world: int, directory: Path) -> Any:
         late: Any = Late(export_to(directory / "exports" / "{step}", rank))
         options = for_run(export=late, exports_every=2, keep=sidestream.KeepLast(1), timeout_s=TIMEOUT_S)
         async with sidestream.Checkpointer(directory / "run", **options) as checkpoints:
-            first = await checkpoints.async_save(state_of(world), step=2)
+            first = checkpoints.async_save(state_of(world), step=2)
             await first
             await checkpoints.save(state_of(world), step=3)
             leased = (await checkpoints.prune()).leased

@@ -70,7 +70,7 @@ class Rank:
         return sidestream.Checkpointer(directory / "run", **for_run(**options))
 
     async def save(self, checkpoints: sidestream.Checkpointer, step: int, **options: Any) -> sidestream.PendingSave:
-        return await checkpoints.async_save(self.state(step), step=step, **for_save(**options))
+        return checkpoints.async_save(self.state(step), step=step, **for_save(**options))
 
     def tell(self, word: str) -> None:
         (self._desk / f"{word}-{self.rank}").touch()
@@ -136,7 +136,7 @@ def overtaken(rank: int, world: int, directory: Path) -> list[Any]:
             async def call(*steps: int) -> None:
                 for step in steps:
                     state = {**one.state(step), **({"counted": counted} if step == 3 else {})}
-                    pendings.append(await checkpoints.async_save(state, step=step, metadata={"n": step}))
+                    pendings.append(checkpoints.async_save(state, step=step, metadata={"n": step}))
 
             await call(1)
             await one.begun(1)
@@ -281,7 +281,7 @@ def cannot_begin(rank: int, world: int, directory: Path) -> list[Any]:
         async with one.run_in(directory / "run", stager=None) as checkpoints:
             await one.save(checkpoints, 1)
             bad = {**one.state(2), **({"x": object()} if rank == 1 else {})}
-            failed = await outcome(await checkpoints.async_save(bad, step=2))
+            failed = await outcome(checkpoints.async_save(bad, step=2))
             last = await one.save(checkpoints, 3)
         return [failed, await outcome(last)]
 
@@ -299,7 +299,7 @@ def dropped(rank: int, world: int, directory: Path) -> dict[str, Any]:
     async def save(overlap: str) -> list[Any]:
         async with one.run_in(directory / overlap, when_full=overlap, stager=None) as checkpoints:
             bad = {**one.state(1), **({"x": object()} if rank == 1 else {})}
-            await (await checkpoints.async_save(bad, step=1)).ended()
+            await (checkpoints.async_save(bad, step=1)).ended()
             told: list[Any] = []
             try:
                 await one.save(checkpoints, 2)

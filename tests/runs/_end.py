@@ -41,7 +41,7 @@ async def main(run: str, way: str) -> None:
     async with sidestream.Checkpointer(run, stager=held, lease_s=2) as checkpoints:
         if way.startswith("preempt"):
             prepare(checkpoints, way)
-        pending = await checkpoints.async_save(state_of(2), step=2)
+        pending = checkpoints.async_save(state_of(2), step=2)
         while not held.held:
             await asyncio.sleep(0.01)
         listen(held)

@@ -39,7 +39,7 @@ async def test_save_and_restore_the_newest(tmp_path: Path) -> None:
         assert await checkpoints.latest() is None
         for step in (5, 100, 20):
             state["step"] = step
-            pending = await checkpoints.async_save(state, step=step)
+            pending = checkpoints.async_save(state, step=step)
             await pending.staged
             info = await pending
             assert (info.step, info.generation) == (step, 1)
@@ -58,8 +58,8 @@ async def test_save_and_restore_the_newest(tmp_path: Path) -> None:
 
 async def test_generations_of_a_step(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        first = await checkpoints.async_save({"n": 1}, step=7)
-        second = await checkpoints.async_save({"n": 2}, step=7)
+        first = checkpoints.async_save({"n": 1}, step=7)
+        second = checkpoints.async_save({"n": 2}, step=7)
         assert [(await first).generation, (await second).generation] == [1, 2]
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         assert (await checkpoints.save({"n": 3}, step=7)).url.endswith("step-7.g3")
@@ -204,7 +204,7 @@ async def test_values_are_those_at_the_call_while_saves_overlap(tmp_path: Path) 
         saves = []
         for step in range(12):
             tensor.fill_(step)
-            pending = await checkpoints.async_save({"t": tensor, "step": step}, step=step)
+            pending = checkpoints.async_save({"t": tensor, "step": step}, step=step)
             saves.append(pending)
             await pending.staged
         tensor.fill_(-1)
@@ -218,19 +218,19 @@ async def test_values_are_those_at_the_call_while_saves_overlap(tmp_path: Path) 
 
 async def test_a_slot_is_waited_for(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path, slots=1) as checkpoints:
-        first = await checkpoints.async_save({"t": torch.ones(1 << 20)}, step=1)
-        second = await checkpoints.async_save({"t": torch.ones(1 << 20)}, step=2)
+        first = checkpoints.async_save({"t": torch.ones(1 << 20)}, step=1)
+        second = checkpoints.async_save({"t": torch.ones(1 << 20)}, step=2)
         assert first.done()
         await second
 
 
 async def test_a_failure_nobody_awaited_is_raised_by_the_next_save(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        pending = await checkpoints.async_save({"n": 1}, step=1)
+        pending = checkpoints.async_save({"n": 1}, step=1)
         (tmp_path / "step-1").write_text("in the way")
         await pending.ended()
         with pytest.raises(CheckpointExistsError):
-            await checkpoints.async_save({"n": 2}, step=2)
+            checkpoints.async_save({"n": 2}, step=2)
         (tmp_path / "step-1").unlink()
         assert (await checkpoints.save({"n": 2}, step=2)).step == 2, "it is told once"
 
@@ -239,13 +239,13 @@ async def test_a_failed_save_is_not_kept_for_the_next_one(tmp_path: Path) -> Non
     """Its error, which was retrieved, has frames that refer to the state. The next save needs the memory."""
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         (tmp_path / "step-1").write_text("in the way")
-        failed = await checkpoints.async_save({"n": 1}, step=1)
+        failed = checkpoints.async_save({"n": 1}, step=1)
         with pytest.raises(CheckpointExistsError):
             await failed
         kept = weakref.ref(failed)
         del failed
         (tmp_path / "step-1").unlink()
-        following = await checkpoints.async_save({"t": torch.ones(1 << 20)}, step=2)
+        following = checkpoints.async_save({"t": torch.ones(1 << 20)}, step=2)
         gc.collect()
         assert kept() is None
         assert not following.done()
@@ -256,10 +256,10 @@ async def test_a_failure_nobody_awaited_is_raised_by_aclose(tmp_path: Path) -> N
     (tmp_path / "step-1").write_text("in the way")
     with pytest.raises(CheckpointExistsError):
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
-            await checkpoints.async_save({"n": 1}, step=1)
+            checkpoints.async_save({"n": 1}, step=1)
     with pytest.raises(ValueError, match="the body's own") as raised:
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
-            await checkpoints.async_save({"n": 1}, step=1)
+            checkpoints.async_save({"n": 1}, step=1)
             raise ValueError("the body's own")
     assert "step-1" in raised.value.__notes__[0]
 
@@ -284,7 +284,7 @@ async def test_a_step_may_be_an_integer_of_another_type(integer: Any, tmp_path: 
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         info = await checkpoints.save({"a": 1}, step=integer(4))
         assert (info.step, type(info.step)) == (4, int)
-        pending = await checkpoints.async_save({"a": 2}, step=integer(5))
+        pending = checkpoints.async_save({"a": 2}, step=integer(5))
         assert (await pending).step == 5
         target = {"a": 0}
         assert await checkpoints.restore(target, integer(4)) == 4
@@ -302,9 +302,9 @@ async def test_use_outside_its_life_and_on_other_loops(tmp_path: Path) -> None:
         assert await asyncio.to_thread(lambda: asyncio.run(_steps(checkpoints))) == []
         for step in (-1, 1.5, True, "1", torch.ones(2), torch.tensor(1.5)):
             with pytest.raises(InvalidOptionError, match="step="):
-                await checkpoints.async_save({}, step=step)  # type: ignore[arg-type]
+                checkpoints.async_save({}, step=step)  # type: ignore[arg-type]
     with pytest.raises(ClosedError):
-        await checkpoints.async_save({}, step=1)
+        checkpoints.async_save({}, step=1)
     with pytest.raises(InvalidOptionError):
         sidestream.Checkpointer(tmp_path, slots=0)
     with pytest.raises(InvalidOptionError):
@@ -352,7 +352,7 @@ async def test_prewarm_plans(tmp_path: Path) -> None:
         await checkpoints.save(state, step=1)
         assert stager.plans.made == 1
         await checkpoints.prewarm({"w": object()})
-        pending = await checkpoints.async_save({"w": object()}, step=2)
+        pending = checkpoints.async_save({"w": object()}, step=2)
         with pytest.raises(UnsafeObjectError):
             await pending
         assert await checkpoints.steps() == [1]

@@ -275,7 +275,7 @@ async def test_the_last_save_is_made_whatever_failed_before(tmp_path: Path) -> N
     checkpoints = sidestream.Checkpointer(tmp_path)
     with pytest.raises(UnsafeObjectError):  # nobody has awaited it, so closing tells it
         async with checkpoints:
-            failing = await checkpoints.async_save({"bad": object()}, step=1)
+            failing = checkpoints.async_save({"bad": object()}, step=1)
             await failing.ended()
             checkpoints.on_preemption(signal.SIGUSR1, save=lambda: ({"w": torch.ones(3)}, 2), then="stay")
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -294,7 +294,7 @@ async def test_a_second_ctrl_c_within_the_block_waits_for_no_save(tmp_path: Path
     held = HeldStager()
     with pytest.raises(KeyboardInterrupt):
         async with sidestream.Checkpointer(tmp_path, stager=held) as checkpoints:
-            pending = await checkpoints.async_save({"w": torch.ones(3)}, step=1)
+            pending = checkpoints.async_save({"w": torch.ones(3)}, step=1)
             await until(lambda: bool(held.held), "the stage")
             raise KeyboardInterrupt
     assert pending.outcome == "absent"

@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from _run import PATIENCE_S, leases_in, state_of, until
 from held import HeldStager
 from keywords import for_run
@@ -23,27 +24,74 @@ from sidestream.options import WhenFull
 async def test_wait(tmp_path: Path) -> None:
     held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, slots=1, stager=held) as checkpoints:
-        first = await checkpoints.async_save(state_of(1), step=1)
-        second = asyncio.create_task(checkpoints.async_save(state_of(2), step=2))
+        first = checkpoints.async_save(state_of(1), step=1)
+        second = checkpoints.async_save(state_of(2), step=2)
         await until(lambda: bool(held.held), "the first stage")
-        assert not second.done()
+        held.let_go(1)
+        assert not second.staged.done()
+        held.let_go(0)
+        await first
+        assert (await second).step == 2
+
+
+async def test_what_happens_after_the_call_is_not_in_a_save_that_waits(tmp_path: Path) -> None:
+    """The weights change right behind a guarded step, and plain values right behind the call, while all slots are
+    taken."""
+    held = HeldStager()
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    weight.grad = torch.ones(1000)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    guard = held.guard(optimizer)
+    state = {"weight": weight, "n": {"value": 1}}
+    async with sidestream.Checkpointer(tmp_path, slots=1, stager=held) as checkpoints:
+        saves = [checkpoints.async_save(state, step=step) for step in (1, 2)]
+        state["n"]["value"] = 2
+        stepping = asyncio.create_task(asyncio.to_thread(optimizer.step))
+        held.let_go(0)
+        await saves[0]
+        assert not stepping.done()
+        held.let_go(1)
+        await stepping
+        with torch.no_grad():
+            weight.fill_(7.0)
+        for save in saves:
+            await save
+        for step in (1, 2):
+            found = {"weight": torch.ones(1000), "n": {"value": 0}}
+            assert await checkpoints.restore(found, step) == step
+            assert not found["weight"].any()
+            assert found["n"]["value"] == 1
+    guard.remove()
+
+
+@pytest.mark.parametrize("end", ["skipped", "cancelled"])
+async def test_the_fence_does_not_wait_for_a_save_that_never_copies(end: str, tmp_path: Path) -> None:
+    held = HeldStager()
+    async with sidestream.Checkpointer(
+        tmp_path, slots=1, stager=held, when_full="skip" if end == "skipped" else "wait"
+    ) as checkpoints:
+        first = checkpoints.async_save(state_of(1), step=1)
+        await until(lambda: bool(held.held), "the first stage")
+        second = checkpoints.async_save(state_of(2), step=2)
+        if end == "cancelled":
+            second.cancel()
+        await second.ended()
+        await second.staged
         held.let_go()
         await first
-        pending = await second
-        held.let_go()
-        assert (await pending).step == 2
+        await asyncio.to_thread(held.fence, 10.0)
 
 
 async def test_skip(tmp_path: Path) -> None:
     held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, slots=1, when_full="skip", stager=held) as checkpoints:
-        first = await checkpoints.async_save(state_of(1), step=1)
-        second = await checkpoints.async_save(state_of(2), step=2)
+        first = checkpoints.async_save(state_of(1), step=1)
+        second = checkpoints.async_save(state_of(2), step=2)
         await second.staged
         with pytest.raises(SkippedError, match="1 save is in progress"):
             await second
         assert second.outcome == "absent"
-        third = await checkpoints.async_save(state_of(3), step=3)
+        third = checkpoints.async_save(state_of(3), step=3)
         held.let_go()
         await first
         await third.ended()
@@ -54,9 +102,9 @@ async def test_skip(tmp_path: Path) -> None:
 async def test_fail(tmp_path: Path) -> None:
     held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, slots=1, when_full="fail", stager=held) as checkpoints:
-        first = await checkpoints.async_save(state_of(1), step=1)
+        first = checkpoints.async_save(state_of(1), step=1)
         with pytest.raises(TooManySavesError, match="step-2 was not saved"):
-            await checkpoints.async_save(state_of(2), step=2)
+            checkpoints.async_save(state_of(2), step=2)
         held.let_go()
         await first
         assert (await _saved(checkpoints, held, 3)).step == 3
@@ -65,9 +113,9 @@ async def test_fail(tmp_path: Path) -> None:
 async def test_latest(tmp_path: Path) -> None:
     held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held) as checkpoints:
-        first = await checkpoints.async_save(state_of(1), step=1)
+        first = checkpoints.async_save(state_of(1), step=1)
         await until(lambda: bool(held.held), "the first stage")
-        waiting = [await checkpoints.async_save(state_of(step), step=step, metadata={"n": step}) for step in (2, 3, 4)]
+        waiting = [checkpoints.async_save(state_of(step), step=step, metadata={"n": step}) for step in (2, 3, 4)]
         for superseded in waiting[:2]:
             await superseded.staged
             with pytest.raises(SkippedError, match="a newer save came"):
@@ -152,7 +200,7 @@ async def test_a_queued_save_has_its_place_from_its_call_on() -> None:
     assert queue.slots_used == 1, "the slot goes to the one that called first, which does not look yet"
     coming = asyncio.create_task(seen.wait_to_begin())
     await asyncio.sleep(0)
-    unseen.abandon()
+    unseen.leave()
     assert queue.slots_used == 1
     coming.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -164,8 +212,8 @@ async def test_a_queued_save_has_its_place_from_its_call_on() -> None:
 async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: Path) -> None:
     held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held) as checkpoints:
-        first = await checkpoints.async_save(state_of(1), step=1)
-        second = await checkpoints.async_save(state_of(2), step=2)
+        first = checkpoints.async_save(state_of(1), step=1)
+        second = checkpoints.async_save(state_of(2), step=2)
         await asyncio.sleep(0)
         assert second.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -180,10 +228,10 @@ async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: P
 async def test_a_queued_save_keeps_no_state_once_it_has_been_copied(tmp_path: Path) -> None:
     held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held) as checkpoints:
-        first = await checkpoints.async_save(state_of(1), step=1)
+        first = checkpoints.async_save(state_of(1), step=1)
         state = state_of(2)
         tensor = weakref.ref(state["t"])
-        second = await checkpoints.async_save(state, step=2)
+        second = checkpoints.async_save(state, step=2)
         del state
         held.let_go()
         await first
@@ -199,8 +247,8 @@ async def test_closing_waits_for_a_queued_save(tmp_path: Path) -> None:
     held = HeldStager()
     checkpoints = sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held)
     async with checkpoints:
-        await checkpoints.async_save(state_of(1), step=1)
-        second = await checkpoints.async_save(state_of(2), step=2)
+        checkpoints.async_save(state_of(1), step=1)
+        second = checkpoints.async_save(state_of(2), step=2)
         await until(lambda: bool(held.held), "the first stage")
         closing = asyncio.create_task(checkpoints.aclose())
         await asyncio.sleep(0)
@@ -226,7 +274,7 @@ async def test_two_tasks_close_at_the_same_time(cancelled: str, tmp_path: Path) 
     export = sidestream.HF(tmp_path / "exports" / "{step}", names=names)
     keep = sidestream.KeepLast(1)
     async with sidestream.Checkpointer(tmp_path / "run", export=export, exports_keep=1, keep=keep) as checkpoints:
-        saved = [await checkpoints.async_save(state_of(step), step=step) for step in (1, 2)]
+        saved = [checkpoints.async_save(state_of(step), step=step) for step in (1, 2)]
         for one in saved:
             await one
         assert await asyncio.to_thread(inside.wait, PATIENCE_S)
@@ -265,7 +313,7 @@ async def test_two_writers_of_one_step(tmp_path: Path) -> None:
         sidestream.Checkpointer(tmp_path, stager=ours) as one,
         sidestream.Checkpointer(tmp_path, stager=theirs) as other,
     ):
-        pendings = [await one.async_save(state_of(1), step=5), await other.async_save(state_of(2), step=5)]
+        pendings = [one.async_save(state_of(1), step=5), other.async_save(state_of(2), step=5)]
         await until(lambda: bool(ours.held) and bool(theirs.held), "both stages")
         ours.let_go()
         theirs.let_go()
@@ -287,7 +335,7 @@ async def test_two_writers_of_one_step(tmp_path: Path) -> None:
 
 async def _saved(checkpoints: sidestream.Checkpointer, held: HeldStager, step: int) -> sidestream.SaveInfo:
     before = len(held.held)
-    pending = await checkpoints.async_save(state_of(step), step=step)
+    pending = checkpoints.async_save(state_of(step), step=step)
     await until(lambda: len(held.held) > before, "the stage")
     held.let_go()
     return await pending

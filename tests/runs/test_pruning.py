@@ -156,7 +156,7 @@ async def test_damage_that_retention_finds_is_told_once(tmp_path: Path) -> None:
         await save_steps(checkpoints, 4)
         await until(lambda: checkpoints.health().retention is not None, "retention to find it")
         with pytest.raises(CorruptCheckpointError, match="step-9"):
-            await checkpoints.async_save(state_of(5), step=5)
+            checkpoints.async_save(state_of(5), step=5)
         await save_steps(checkpoints, 5, 6)
     assert entries(tmp_path) == ["step-5", "step-6", "step-9"]
 
@@ -513,7 +513,7 @@ async def test_an_attempt_of_the_dead_is_collected_and_one_of_the_living_is_not(
         sidestream.Checkpointer(tmp_path, lease_s=60, stager=held) as slow,
         sidestream.Checkpointer(tmp_path, lease_s=1, abandoned_after_s=3600) as other,
     ):
-        pending = await slow.async_save(state_of(5), step=5)
+        pending = slow.async_save(state_of(5), step=5)
         await until(lambda: any("save" in name for name in leases_in(tmp_path)), "its lease")
         living = tmp_path / called("step-5", "d" * 32)  # a second attempt at the leased step, as old as the dead one
         for path in (dead, living, unleased, foreign):
@@ -590,7 +590,7 @@ async def test_a_policy_that_fails_is_heard_of(tmp_path: Path) -> None:
 async def test_after_going_back_what_was_saved_last_stays(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
         await save_steps(checkpoints, 100, 51)
-        last = [await checkpoints.async_save(state_of(step), step=step) for step in (52, 53)]
+        last = [checkpoints.async_save(state_of(step), step=step) for step in (52, 53)]
         await asyncio.gather(*last)
     assert set(entries(tmp_path)) >= {"step-100", "step-53"}
 
@@ -627,7 +627,7 @@ async def test_of_two_saves_that_overlap_the_one_begun_later_is_the_last(tmp_pat
         await save_steps(checkpoints, 100)
     held = HeldStager()
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1), stager=held) as checkpoints:
-        begun = [await checkpoints.async_save(state_of(step), step=step) for step in (52, 53)]
+        begun = [checkpoints.async_save(state_of(step), step=step) for step in (52, 53)]
         await until(lambda: len(held.held) == 2, "both stages")
         for at in (1, 0):
             held.let_go(at)

@@ -134,7 +134,7 @@ PLAIN: dict[str, Any] = {
 async def test_metadata_comes_back_without_the_state(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         given = {**PLAIN, "tuple": (1, 2)}
-        pending = await checkpoints.async_save(state_of(1), step=1, metadata=given)
+        pending = checkpoints.async_save(state_of(1), step=1, metadata=given)
         given["loss"] = 7.0
         await pending
         await save_steps(checkpoints, 2)
@@ -176,7 +176,7 @@ async def test_metadata_is_data_that_stock_dcp_ignores(tmp_path: Path) -> None:
 async def test_metadata_is_checked_before_anything_is_written(tmp_path: Path, metadata: Any, what: str) -> None:
     async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
         with pytest.raises(InvalidOptionError, match=what):
-            await checkpoints.async_save(state_of(1), step=1, metadata=metadata)
+            checkpoints.async_save(state_of(1), step=1, metadata=metadata)
         with pytest.raises(InvalidOptionError, match=what):
             await sidestream.save(state_of(1), tmp_path / "one", metadata=metadata)
     assert list(tmp_path.iterdir()) == []

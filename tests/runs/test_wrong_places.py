@@ -82,7 +82,7 @@ async def test_a_checkpoint_is_not_a_run(root: str) -> None:
             await wrong.restore(blank())
     with pytest.raises(errors.InvalidOptionError, match=says):
         async with sidestream.Checkpointer(f"{url}/step-10", save=sidestream.SaveOptions(writer="thread")) as wrong:
-            await wrong.async_save(state_of(1), step=1)
+            wrong.async_save(state_of(1), step=1)
     with pytest.raises(errors.InvalidOptionError, match=says):
         async with sidestream.Checkpointer(f"{url}/step-10", save=sidestream.SaveOptions(writer="thread")) as wrong:
             await wrong.steps()

@@ -152,7 +152,7 @@ async def main(home, bucket, options):
             new = asyncio.ensure_future(anext(run.watch(after=1)))
             while "watchfiles" not in sys.modules:  # it waits for changes of the directory
                 await asyncio.sleep(0.01)
-            pending = await run.async_save(state, step=2)
+            pending = run.async_save(state, step=2)
             await pending
             await pending.exports[0]
             assert await new == 2

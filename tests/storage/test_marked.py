@@ -155,11 +155,11 @@ async def everything(tmp_path: Path) -> None:
     keep = sidestream.KeepLast(2)
     async with sidestream.Checkpointer(tmp_path / "run", keep=keep, export=export, **for_run(**where)) as checkpoints:
         for step in (1, 2, 3):
-            pending = await checkpoints.async_save(state(step), step=step, metadata={"loss": step})
+            pending = checkpoints.async_save(state(step), step=step, metadata={"loss": step})
             await pending
             await pending.exports[0]
         await checkpoints.prune()
-        again = await checkpoints.async_save(state(9), step=3)  # another generation
+        again = checkpoints.async_save(state(9), step=3)  # another generation
         await again
         restored = blank()
         assert await checkpoints.restore(restored) == 3

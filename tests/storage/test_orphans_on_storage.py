@@ -110,7 +110,7 @@ async def test_the_export_of_a_step_that_is_saved_again(shard_bytes: int, road: 
         sidestream.Checkpointer(url, export=export, stager=stager, **for_run(**where)) as run,
     ):
         for seed in range(3):
-            pending = await run.async_save({**STATE, "c": torch.full((3,), float(seed))}, step=7)
+            pending = run.async_save({**STATE, "c": torch.full((3,), float(seed))}, step=7)
             await pending
             report = await pending.exports[0]
             found = await exported(url, 7, server)
@@ -123,19 +123,19 @@ async def test_what_a_killed_export_left(server: S3Server) -> None:
     where = where_in(server)
     export = sidestream.HF(f"{url}/exports/{{step}}", max_shard_bytes=100_000, **where)
     async with sidestream.Checkpointer(url, export=export, **for_run(**where)) as run:
-        pending = await run.async_save(STATE, step=7)
+        pending = run.async_save(STATE, step=7)
         await pending.exports[0]
         del server.objects["run/exports/7/model.safetensors.index.json"]
-        pending = await run.async_save(STATE, step=7)
+        pending = run.async_save(STATE, step=7)
         with pytest.raises(CheckpointExistsError):  # another process may be writing it
             await pending.exports[0]
         age(server, names(server, "run/exports/7"), 3700)
-        pending = await run.async_save(STATE, step=7)
+        pending = run.async_save(STATE, step=7)
         await pending.exports[0]
         assert (await exported(url, 7, server)).keys() == STATE.keys()
         server.objects["run/exports/7/notes.txt"] = b"mine"
         server.modified["run/exports/7/notes.txt"] = server.modified["run/exports/7/model-00001-of-00002.safetensors"]
-        pending = await run.async_save(STATE, step=7)
+        pending = run.async_save(STATE, step=7)
         await pending.exports[0]
         assert "run/exports/7/notes.txt" not in server.objects  # as in a local directory, which is replaced whole
 
@@ -162,8 +162,8 @@ async def test_of_several_exports_at_once_that_of_the_last_save_stays(server: S3
     where = where_in(server)
     export = sidestream.HF(f"{url}/exports/{{step}}", **where)
     async with sidestream.Checkpointer(url, export=export, slots=4, **for_run(**where)) as run:
-        await (await run.async_save(STATE, step=7)).exports[0]
-        saves = [await run.async_save({**STATE, "c": torch.full((3,), float(seed))}, step=7) for seed in range(4)]
+        await run.async_save(STATE, step=7).exports[0]
+        saves = [run.async_save({**STATE, "c": torch.full((3,), float(seed))}, step=7) for seed in range(4)]
         await asyncio.gather(*saves)
         ended = await asyncio.gather(*(save.exports[0] for save in saves), return_exceptions=True)
     assert isinstance(ended.pop(), sidestream.ConvertReport)
@@ -196,7 +196,7 @@ async def test_a_store_in_memory() -> None:
     url = f"memory://{uuid.uuid4().hex}"
     async with sidestream.Checkpointer(f"{url}/run", export=sidestream.HF(f"{url}/exports/{{step}}")) as run:
         for _ in range(2):
-            await (await run.async_save(STATE, step=7)).exports[0]
+            await run.async_save(STATE, step=7).exports[0]
 
 
 async def test_a_store_without_conditional_puts_names_the_remedy(tmp_path: Path) -> None:

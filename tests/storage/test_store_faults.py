@@ -345,7 +345,7 @@ async def test_a_commit_without_an_answer_while_the_storage_throttles(
     async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
         await checkpoints.steps()  # makes the client
         for timeout_s in (4.0, 16.0, 64.0):
-            pending = await checkpoints.async_save(large(), step=1, **for_save(timeout_s=timeout_s))
+            pending = checkpoints.async_save(large(), step=1, **for_save(timeout_s=timeout_s))
             while not (sent := s3.count("create")) and not pending.done():
                 await asyncio.sleep(0.01)
             if sent:

@@ -112,7 +112,7 @@ async def convert_to_a_file(at: Path) -> None:
 
 async def export_a_step(at: Path) -> None:
     async with Checkpointer(at.parent / "run", export=HF(at.parent / "step-{step}")) as checkpoints:
-        pending = await checkpoints.async_save(STATE, step=1)
+        pending = checkpoints.async_save(STATE, step=1)
         await pending
         await pending.exports[0]
 
@@ -184,7 +184,7 @@ async def test_the_ways_out_of_the_errors_work(tmp_path: Path) -> None:
     with pytest.raises(CheckpointExistsError, match=r"a checkpoint.*remove\(\) the checkpoint"):
         async with Checkpointer(tmp_path / "run", export=HF(tmp_path / "{step}")) as checkpoints:
             (tmp_path / "hf").rename(tmp_path / "1")
-            await (await checkpoints.async_save(STATE, step=1)).exports[0]
+            await checkpoints.async_save(STATE, step=1).exports[0]
     await sidestream.remove(tmp_path / "1")
 
 
@@ -207,7 +207,7 @@ async def test_on_object_storage(laid: str, use: Use, tmp_path: Path) -> None:
             await sidestream.save(STATE, f"{run}/step-1", options=threads)
     elif use == "export":
         async with Checkpointer(tmp_path / "run", export=HF(f"{run}/step-{{step}}"), save=threads) as checkpoints:
-            pending = await checkpoints.async_save(STATE, step=1)
+            pending = checkpoints.async_save(STATE, step=1)
             with nullcontext() if refused is None else pytest.raises(CheckpointExistsError, match="was not replaced"):
                 await pending.exports[0]
     elif use == "remove":

@@ -20,7 +20,6 @@ from .._format.records import (
 from .._format.safetensors import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together, stoppable
 from .._load.open.manifest import from_one_checkpoint
-from .._runtime.caller import run_by_caller
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, collected, current_deadline, io_threads, time_limit
@@ -29,7 +28,7 @@ from .._save.group import Group
 from .._save.layouts import commit_files
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder, unchecked
-from .._storage import Location, RangeSource, Transaction, locate_directory
+from .._storage import Location, RangeSource, Transaction, locate_by_caller
 from ..errors import (
     InvalidOptionError,
     RankFailuresError,
@@ -45,7 +44,6 @@ from ..options import (
     check_dtype,
     check_names,
     options_of,
-    storage_of,
 )
 from .selection import Selection, select_from
 from .source import Pipeline, Source, source_of, window_bytes_within
@@ -161,8 +159,8 @@ async def convert(
     check_names(names)
     check_dtype(dtype)
     options = options_of(options, ConvertOptions)
-    where = await run_by_caller(locate_directory, target, storage_of(target_storage_options, target_storage, "target_"))
-    location = await run_by_caller(locate_directory, source, storage_of(storage_options, storage))
+    where = await locate_by_caller(target, target_storage_options, target_storage, "target_")
+    location = await locate_by_caller(source, storage_options, storage)
 
     async def converted(files: RangeSource, manifest: Manifest) -> ConvertReport:
         opened = await source_of(files, location.url, manifest)

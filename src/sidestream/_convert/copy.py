@@ -37,10 +37,10 @@ from .._storage import (
     Scratch,
     Transaction,
     id_of,
-    locate_directory,
+    locate_by_caller,
 )
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
-from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout, storage_of
+from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout
 from .windows import WINDOWS, WindowedFile, Windows
 
 __all__ = ["CopyReport", "copy", "remove"]
@@ -127,8 +127,8 @@ async def copy(
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
     check_budget(budget_bytes)
-    where = await run_by_caller(locate_directory, target, storage_of(target_storage_options, target_storage, "target_"))
-    location = await run_by_caller(locate_directory, source, storage_of(storage_options, storage))
+    where = await locate_by_caller(target, target_storage_options, target_storage, "target_")
+    location = await locate_by_caller(source, storage_options, storage)
 
     deadline = Deadline.after(timeout_s)
 
@@ -193,7 +193,7 @@ async def remove(
     running_loop("remove")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
-    location = await run_by_caller(locate_directory, url, storage_of(storage_options, storage))
+    location = await locate_by_caller(url, storage_options, storage)
     await in_operation(partial(_remove, location, durability, timeout_s), "remove")
 
 

@@ -46,7 +46,7 @@ from ..options import (
 )
 from .convert import ConvertReport, ConvertRequest, convert_opened
 from .selection import Selection
-from .source import Source, holds, newer_generation, open_source_at
+from .source import Source, holds, newer_generation, open_source
 from .streamed import Stream, pieces_of
 from .targets import OutTensor, safetensors_layout
 
@@ -288,7 +288,7 @@ class _Sink:
         )
 
     async def _open(self, save: SaveOrder) -> Source:
-        opened = await open_source_at(save.location)
+        opened = await open_source(save.location)
         if opened.manifest.save_id != save.save_id:
             await opened.aclose()
             raise self._gone(save)

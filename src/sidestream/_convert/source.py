@@ -4,7 +4,6 @@ data."""
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field, replace
@@ -35,7 +34,6 @@ from .._runtime.tasks import in_parallel
 from .._runtime.threads import collected, holding_gil, io_threads, paced, pause_point
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import (
-    DEFAULT_STORAGE,
     PIECE_BYTES,
     Location,
     RangeSource,
@@ -43,10 +41,9 @@ from .._storage import (
     Scratch,
     Store,
     Transaction,
-    locate_directory,
 )
 from ..errors import SidestreamError, UnsupportedCheckpointError, allocating
-from ..options import Progress, Storage, Verify
+from ..options import Progress, Verify
 from .targets import Slice, TargetFile
 from .windows import WINDOWS, WindowedFile, Windows
 
@@ -57,7 +54,6 @@ __all__ = [
     "holds",
     "newer_generation",
     "open_source",
-    "open_source_at",
     "source_of",
     "window_bytes_within",
 ]
@@ -129,12 +125,7 @@ class Source:
         await self.files.aclose()
 
 
-async def open_source(url: str | os.PathLike[str], storage: Storage = DEFAULT_STORAGE) -> Source:
-    """Open the source at ``url``, as ``open_source_at`` does."""
-    return await open_source_at(locate_directory(url, storage))
-
-
-async def open_source_at(location: Location) -> Source:
+async def open_source(location: Location) -> Source:
     """Open a source. Reads no payload of a tensor and no value. The caller closes the result. Raises what the opening
     of a checkpoint raises."""
     # The manifest is opened whole, and the zips of another writer are opened for the places of the payloads. Payloads
@@ -148,7 +139,7 @@ async def open_source_at(location: Location) -> Source:
 
 
 async def source_of(files: RangeSource, url: str, manifest: Manifest) -> Source:
-    """Do ``open_source_at`` for a checkpoint that is open. ``aclose`` of the result closes ``files``."""
+    """Do ``open_source`` for a checkpoint that is open. ``aclose`` of the result closes ``files``."""
     with all_there(url):
         return await _of_manifest(files, url, manifest)
 

@@ -26,13 +26,11 @@ from .._format.records import (
 )
 from .._layout.ranges import Box
 from .._layout.values import Allowed, allowed_types, decode_metadata
-from .._runtime.caller import run_by_caller
 from .._runtime.public import Displayed, Table, public, readable_bytes
-from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, io_threads, pause_point, report, time_limit
 from .._runtime.torch_probes import dtype_from_name
 from .._staging.streams import Streams, streams_of
-from .._storage import Location, RangeSource, locate_directory
+from .._storage import Location, RangeSource, locate_by_caller
 from ..errors import (
     CorruptCheckpointError,
     InvalidOptionError,
@@ -50,7 +48,6 @@ from ..options import (
     check_dtype,
     check_timeout,
     check_verify,
-    storage_of,
 )
 from .composites import build_composites, check_types
 from .kinds import Kinds, chosen_of, indices_of, nested
@@ -127,8 +124,7 @@ async def open_checkpoint(
         UnsupportedCheckpointError: This version does not read it.
         StorageError, DeadlineExceededError: The storage failed, or the time did not suffice.
     """
-    running_loop("open_checkpoint")
-    location = await run_by_caller(locate_directory, url, storage_of(storage_options, storage))
+    location = await locate_by_caller(url, storage_options, storage)
     return await in_operation(
         partial(open_from, location, verify=verify, timeout_s=timeout_s, safe_globals=safe_globals, trust=trust),
         "open_checkpoint",

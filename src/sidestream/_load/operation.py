@@ -15,11 +15,10 @@ from typing import Any, Literal, TypeVar
 from .._engine.calls import in_operation
 from .._format.records import Manifest
 from .._group import Operation, Stopped, deadline_of, group_of, run_together, stoppable
-from .._runtime.caller import run_by_caller
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded, running_loop
 from .._runtime.threads import Deadline, io_threads, report, time_limit
-from .._storage import Location, locate_directory
+from .._storage import Location, locate_by_caller
 from ..errors import CorruptCheckpointError, SidestreamError, StorageNotSharedError, printable
 from ..events import (
     LoadApplied,
@@ -34,7 +33,7 @@ from ..events import (
     ReadCall,
     emit,
 )
-from ..options import GroupChoice, LoadOptions, Storage, Tolerated, options_of, storage_of, tolerance_of
+from ..options import GroupChoice, LoadOptions, Storage, Tolerated, options_of, tolerance_of
 from .report import LoadReport, LoadRequest, PassedOver, report_of
 from .target import StateTarget
 
@@ -335,22 +334,15 @@ async def load(
         limits = options if isinstance(options, LoadOptions) else LoadOptions()  # what is wrong is raised on all ranks
         operation = member.begin("load", deadline_of(limits.timeout_s), limits.rank_wait_s)
 
-    def prepared() -> tuple[Location, LoadRequest]:
-        chosen = options_of(options, LoadOptions)
-        request = LoadRequest(chosen, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))
-        return locate_directory(url, storage_of(storage_options, storage)), request
-
     # In a group everything that may be wrong about the call is checked inside of ``run``, so that the error of one rank
     # becomes that of all. A rank that raised before its operation began would leave the others waiting for it.
-    async def run(operation: Operation | None) -> LoadReport:
-        location, request = await run_by_caller(prepared)
+    async def run(operation: Operation | None = None) -> LoadReport:
+        chosen = options_of(options, LoadOptions)
+        request = LoadRequest(chosen, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))
+        location = await locate_by_caller(url, storage_options, storage)
         return await load_from(location, state, request, LoadContext("load", location.url), operation)
 
-    if operation is not None:
-        return await in_operation(partial(run_together, run, operation), "load")
-    location, request = await run_by_caller(prepared)
-    context = LoadContext("load", location.url)
-    return await in_operation(partial(load_from, location, state, request, context), "load")
+    return await in_operation(run if operation is None else partial(run_together, run, operation), "load")
 
 
 async def load_from(

@@ -10,7 +10,6 @@ from typing import Any
 
 from .._engine.calls import in_operation
 from .._format.records import Manifest
-from .._runtime.caller import run_by_caller
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import (
@@ -19,12 +18,12 @@ from .._runtime.threads import (
     report,
     time_limit,
 )
-from .._storage import Location, RangeSource, locate_directory
+from .._storage import Location, RangeSource, locate_by_caller
 from ..errors import (
     CorruptCheckpointError,
     IncompleteTensorError,
 )
-from ..options import Progress, Storage, check_timeout, storage_of
+from ..options import Progress, Storage, check_timeout
 from .open.manifest import open_manifest
 from .operation import LoadLifecycle, reading
 from .verification import Verification, VerifyReport, damage_of
@@ -72,7 +71,7 @@ async def verify(
     """
     running_loop("verify")
     check_timeout(timeout_s)
-    location = await run_by_caller(locate_directory, url, storage_of(storage_options, storage))
+    location = await locate_by_caller(url, storage_options, storage)
 
     async def work() -> VerifyReport:
         with time_limit(Deadline.after(timeout_s)):

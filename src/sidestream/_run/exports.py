@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from .._engine.loop import operation_loop
 from .._runtime.tasks import run_shielded, supervise
 from .._runtime.threads import Deadline, time_limit
 from .._save.order import SaveOrder
@@ -52,8 +53,12 @@ class Upkeep:
         return [problem for problem in self._problems.values() if problem.unretrieved is not None]
 
     def request(self) -> None:
-        """Request a run. Returns at once. Called on the loop."""
+        """Request a run. Returns at once."""
         self._requested = True
+        loop = operation_loop()
+        self._begin() if loop.is_here() else loop.call(self._begin)
+
+    def _begin(self) -> None:
         if self._task is None or self._task.done():
             self._task = supervise(self._run(), self._name)
 

@@ -8,34 +8,47 @@ planned two saves in different orders, each of them would wait for the other.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from .._group import Deadline, Operation, prepare_together, stoppable
-from .._runtime.caller import run_by_caller
+from .._runtime.caller import context_of_caller, run_by_caller
+from .._runtime.tasks import running_loop, runs_in_trio
+from .._runtime.threads import ThreadFuture, Wakeup, report
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from .._save.api import (
-    Lifecycle,
     PendingSave,
     SaveInfo,
     SaveProgress,
     SaveRequest,
     SaveWork,
+    Stage,
     prewarm,
 )
 from .._save.group import FailedSave
 from .._save.sinks import PendingExport
-from .._storage import check_sources, step_name
-from ..errors import InvalidOptionError, RankFailuresError, SkippedError, TooManySavesError
-from ..events import SaveContext
-from ..options import FileSource, Outcome, SaveOptions, WhenFull, check_choice, options_of, plain_integer, step_number
+from .._storage import step_name
+from ..errors import InvalidOptionError, RankFailuresError, SidestreamError, SkippedError, TooManySavesError
+from ..events import SaveContext, SaveSkipped, emit
+from ..options import (
+    FileSource,
+    Outcome,
+    SaveOptions,
+    WhenFull,
+    check_choice,
+    check_count,
+    options_of,
+    plain_integer,
+    step_number,
+)
 from .exports import Exports, Upkeep
 from .leases import Lease
 from .opened import Opened
@@ -95,24 +108,32 @@ def decide(size: int, states: Sequence[EntryState]) -> list[Decision]:
 
 
 class SaveQueue:
-    """The saves of one run in this process. At most ``size`` of them have a slot at once."""
+    """The saves of one run in this process, for any thread. At most ``size`` of them have a slot at once."""
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self._lock = threading.Lock()
         self.slots_used = 0
         """The number of slots that saves have."""
         self._entries: list[QueueEntry] = []
 
     def join(self, entry: QueueEntry) -> None:
-        self._entries.append(entry)
+        with self._lock:
+            self._entries.append(entry)
 
     def leave(self, entry: QueueEntry) -> None:
-        if entry in self._entries:
-            self._entries.remove(entry)
-            self.settle()
+        with self._lock:
+            if entry in self._entries:
+                self._entries.remove(entry)
+                self._settle()
 
-    def settle(self) -> None:
-        """Decide again after a change, and apply the decisions."""
+    def change(self, entry: QueueEntry, **changes: Any) -> None:
+        """Change the state of ``entry``, decide again, and apply the decisions."""
+        with self._lock:
+            entry.state = replace(entry.state, **changes)
+            self._settle()
+
+    def _settle(self) -> None:
         decisions = decide(self.size, [entry.state for entry in self._entries])
         for entry, decision in zip(list(self._entries), decisions, strict=True):
             if decision in ("full", "overtaken"):
@@ -135,21 +156,30 @@ class QueueEntry:
         self.state = EntryState(when_full)
         self._queue = queue
         self._decision: Decision = "wait"
-        self._decided = asyncio.Event()
+        self._decided: Future[None] = ThreadFuture()
         queue.join(self)
 
     @property
-    def reason(self) -> str:
-        """The reason why the save never begins, for messages."""
+    def is_refused(self) -> bool:
+        """Whether the save never begins."""
+        return self._decision in ("full", "overtaken")
+
+    def refusal(self, url: str) -> SidestreamError:
+        """Return the error of a save that never begins."""
         if self.state.when_full == "latest":
-            return "a newer save came before it had begun"
-        return "1 save is in progress" if self._queue.size == 1 else f"{self._queue.size} saves are in progress"
+            return SkippedError(f"{url} was not saved: a newer save came before it had begun")
+        count = "1 save is" if self._queue.size == 1 else f"{self._queue.size} saves are"
+        if self.state.when_full == "skip":
+            return SkippedError(f"{url} was not saved: {count} in progress")
+        return TooManySavesError(
+            f"{url} was not saved: {count} in progress, as many as slots= allows: await one of them first, raise "
+            "slots=, or choose another when_full="
+        )
 
     def request_slot(self, when_full: WhenFull | None = None) -> bool:
         """Request a slot, and return whether the save has one. ``when_full`` replaces that of the entry if it is
         given."""
-        self.state = replace(self.state, wants_slot=True, when_full=when_full or self.state.when_full)
-        self._queue.settle()
+        self._queue.change(self, wants_slot=True, when_full=when_full or self.state.when_full)
         return self.state.has_slot
 
     async def wait_to_begin(self) -> bool:
@@ -158,13 +188,13 @@ class QueueEntry:
         return await self.decided()
 
     async def decided(self) -> bool:
-        await self._decided.wait()
+        if not self._decided.done():
+            await Wakeup(self._decided).wait(None)
         return self._decision == "begin"
 
     def mark_begun(self) -> None:
         """Record that the save has begun, so that the next one may begin."""
-        self.state = replace(self.state, begun=True)
-        self._queue.settle()
+        self._queue.change(self, begun=True)
 
     def leave(self) -> None:
         """Leave the queue, and give back the slot if the save has one. Idempotent."""
@@ -175,8 +205,8 @@ class QueueEntry:
     def apply(self, decision: Decision) -> None:
         self._decision = decision
         self.state = replace(self.state, has_slot=decision in ("slot", "begin"))
-        if decision not in ("wait", "slot"):
-            self._decided.set()
+        if decision not in ("wait", "slot") and not self._decided.done():
+            self._decided.set_result(None)
 
     def on_slots_changed(self) -> None:
         """Do nothing. Called when ``slots_used`` has changed."""
@@ -269,14 +299,23 @@ class GroupQueueEntry(QueueEntry):
 
 
 class QueuedSave:
-    """The work of one save of a run. It waits in the queue and calls ``start``. It has a lease while it writes, so that
-    no process deletes its attempt as abandoned."""
+    """The work of one save of a run, with its ``stage``. It waits in the queue and calls ``launch``. It has a lease
+    while it writes, so that no process deletes its attempt as abandoned. ``stage`` is None if the state is captured
+    when the turn of the save comes."""
 
-    def __init__(self, run: str, step: int, entry: QueueEntry, start: Callable[[], Awaitable[Started]]):
+    def __init__(
+        self,
+        run: str,
+        step: int,
+        entry: QueueEntry,
+        stage: Stage | None,
+        launch: Callable[[Stage | None], Awaitable[Started]],
+    ) -> None:
         # The first generation, because the true one is only known when the save begins.
         self._save = SaveContext("save", f"{run}/{step_name(step, 1)}", run=run, step=step)
         self._entry = entry
-        self._start: Callable[[], Awaitable[Started]] | None = start
+        self._stage = stage
+        self._launch: Callable[[Stage | None], Awaitable[Started]] | None = launch
         self._work: SaveWork | None = None
         self._lease: Lease | None = None
 
@@ -292,25 +331,23 @@ class QueuedSave:
     def progress(self) -> SaveProgress:
         return SaveProgress() if self._work is None else self._work.progress
 
-    async def begin(self) -> bool:
-        """Wait in the queue, start the save, and return True. Return False if it never begins."""
-        start, self._start = self._start, None  # releases the reference to the state
-        if start is None or not await self._entry.wait_to_begin():
-            return False
-        # The hand-over of the state: the launched save refers to it from here on, and the queue does not.
-        self._work, self._lease = await start()
-        self._entry.mark_begun()
-        return True
-
     async def run(self, staged: Future[None]) -> SaveInfo:
         try:
-            if self._work is None and not await self.begin():
-                error = SkippedError(f"{self.url} was not saved: {self._entry.reason}")
-                Lifecycle(self._save).skipped(str(error))
+            launch, self._launch = self._launch, None  # releases the reference to the state
+            assert launch is not None
+            if not await self._entry.wait_to_begin():
+                error = self._entry.refusal(self.url)
+                if isinstance(error, SkippedError):
+                    await report(emit, SaveSkipped(self._save, str(error)))
                 raise error
-            assert self._work is not None
+            self._work, self._lease = await launch(self._stage)
+            del launch
+            self._stage = None
+            self._entry.mark_begun()
             return await self._work.run(staged)
         finally:
+            if self._stage is not None:
+                self._stage.give_way()
             try:
                 if self._lease is not None:
                     await self._lease.release()
@@ -320,19 +357,6 @@ class QueuedSave:
 
 EARLIER = "an earlier save"
 """The step of the failure of a rank whose call raises the unretrieved error of an earlier save."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveCall:
-    """The arguments of one ``Checkpointer.async_save``, and its operation in a group."""
-
-    state: Mapping[str, Any]
-    step: int
-    metadata: Mapping[str, Any] | None
-    files: Mapping[str, FileSource] | None
-    options: SaveOptions | None
-    promised: bool
-    operation: Operation | None
 
 
 class Saves:
@@ -350,6 +374,7 @@ class Saves:
         slots: int,
         when_full: WhenFull,
     ) -> None:
+        check_count("slots", slots)
         check_choice("when_full", when_full, WhenFull)
         self._run = run
         self.options = options
@@ -358,7 +383,6 @@ class Saves:
         self._when_full: WhenFull = when_full
         self._exports = exports
         self._upkeep = upkeep
-        self._check_usable = opened.check
         self._queue = SaveQueue(slots)
         self._pending: UnretrievedErrors[PendingSave] = UnretrievedErrors()
         self._generations = Generations(run.store, slots)
@@ -371,6 +395,8 @@ class Saves:
     async def prewarm(self, state: Mapping[str, Any] | int | None) -> None:
         """Do ``Checkpointer.prewarm``, or ``reserve`` if ``state`` is a number of bytes."""
         run, options = self._run, self.options
+        if isinstance(state, int):
+            check_count("nbytes", state)
         with run.time_limit():
             await run.store.connect()
             alone = run.together() is None  # ranks plan together
@@ -378,7 +404,7 @@ class Saves:
 
     # --- one save ---
 
-    def call(
+    def start(
         self,
         state: Mapping[str, Any],
         step: int,
@@ -387,76 +413,59 @@ class Saves:
         options: SaveOptions | None = None,
         *,
         promised: bool = False,
-    ) -> SaveCall:
-        """Return a call for ``save``. In a group its number is taken here, in the order of the calls, which is
-        the same on all ranks. A ``promised`` save is never skipped, and is made also if other saves have failed."""
+    ) -> PendingSave:
+        """Do ``Checkpointer.async_save``, in the thread of its caller. A ``promised`` save is never skipped, and is
+        made also if other saves have failed."""
+        if runs_in_trio():
+            running_loop("a save of a Checkpointer")  # raises: what this returns cannot be awaited there
         step = plain_integer(step)
-        # Wrong options are not raised here: the other ranks learn of them through the operation, which needs a deadline
-        # to begin with.
+        # In a group the number of the operation is taken here, in the order of the calls, which is the same on all
+        # ranks. Wrong options are not raised before: the other ranks learn of them through the operation, which needs a
+        # deadline to begin with.
         limits = options if isinstance(options, SaveOptions) else self.options
         member = self._run.together()
         limit = Deadline.after(limits.timeout_s)
         operation = None if member is None else member.begin("save", limit, limits.rank_wait_s)
-        return SaveCall(state, step, metadata, files, options, promised, operation)
-
-    async def save(self, call: SaveCall) -> PendingSave:
-        """Do ``Checkpointer.async_save``."""
-        run, operation, step, promised = self._run, call.operation, call.step, call.promised
-        when_full: WhenFull = "wait" if promised else self._when_full
-        if operation is None:
-            entry = QueueEntry(self._queue, when_full)
-        else:
-            claim, deadline = self._claim, run.deadline
-            entry = GroupQueueEntry(self._queue, self._when_full, operation, step, deadline, claim, promised=promised)
-
-        def checked() -> SaveRequest:
-            step_number(step)
-            wanted = self.options if call.options is None else self._checked(call.options)
-            if not promised:
-                self._raise_unretrieved_to_all(operation) if operation else self.raise_unretrieved()
-            return SaveRequest(
-                state=call.state,
+        exports: tuple[PendingExport, ...] = ()
+        try:
+            wanted = self._checked(step, options, operation, promised=promised)
+            exports = self._exports.of(step, self._run.at(step_name(step, 1)).url)
+            request = SaveRequest(
+                state=state,
                 options=wanted,
                 stager=self._stager,
                 worker=self._worker,
                 step=step,
-                metadata=call.metadata,
-                files=check_sources(call.files),
-                exports=self._exports.of(step, run.at(step_name(step, 1)).url),
+                metadata=metadata,
+                files=files,
+                exports=exports,
             )
-
-        exports: tuple[PendingExport, ...] = ()
-        try:
-            # By the caller, whose containers may change before or after, but not meanwhile.
-            request = await prepare_together(operation, run_by_caller, checked)
-            exports = request.exports
-            queued = when_full == "latest" and (operation is not None or not entry.request_slot())
-            checks = not (promised or queued)
-            start = partial(self._start, request, entry, operation, step, checks=checks)
-            work = QueuedSave(run.url, step, entry, start)
-            if not queued and not await work.begin():
-                if when_full == "fail":
-                    raise TooManySavesError(
-                        f"{work.url} was not saved: {entry.reason}, as many as slots= allows: await one of them first, "
-                        "raise slots=, or choose another when_full="
-                    )
-                return PendingSave(work, exports)
-            pending = PendingSave(work, exports)
-        # The place, and the exports that no ``PendingSave`` has taken over, would otherwise stay for ever.
-        except BaseException:
-            entry.leave()
+            pending = self._enter(request, step, operation, promised=promised)
+        except BaseException as error:
             for one in exports:
                 one.cancel()
-            raise
+            if operation is None:
+                raise
+            if not isinstance(error, Exception):
+                operation.report(error)
+                raise
+            # The other ranks wait for this one, so the error has to reach them: it becomes a save that fails on all.
+            pending = PendingSave(FailedSave(operation, self._run.at(step_name(step, 1)).url, error))
         self._watch_over(pending, step)
         return pending
 
-    async def _claim(self, step: int) -> int:
-        with self._run.time_limit():
-            return await self._generations.claim(step)
+    def _checked(
+        self, step: int, options: SaveOptions | None, operation: Operation | None, *, promised: bool
+    ) -> SaveOptions:
+        """Return the options of one save. Raises what is wrong with the call, and the errors of earlier saves."""
+        step_number(step)
+        wanted = self.options if options is None else self._of_one_save(options)
+        if not promised:
+            self._raise_unretrieved_to_all(operation) if operation else self.raise_unretrieved()
+        return wanted
 
-    def _checked(self, options: SaveOptions) -> SaveOptions:
-        """Return the options of one save. Raises ``InvalidOptionError`` for those that belong to the whole run."""
+    def _of_one_save(self, options: SaveOptions) -> SaveOptions:
+        """Return these options. Raises ``InvalidOptionError`` for those that belong to the whole run."""
         options, mine, default = options_of(options, SaveOptions), self.options, SaveOptions()
         for name in ("writer", "streaming"):
             if getattr(options, name) not in (getattr(mine, name), getattr(default, name)):
@@ -466,23 +475,57 @@ class Saves:
                 )
         return replace(options, writer=mine.writer, streaming=mine.streaming)
 
-    async def _start(
-        self, request: SaveRequest, entry: QueueEntry, operation: Operation | None, step: int, *, checks: bool
+    def _enter(self, request: SaveRequest, step: int, operation: Operation | None, *, promised: bool) -> PendingSave:
+        """Let a save enter the queue, and begin when its turn comes."""
+        when_full: WhenFull = "wait" if promised else self._when_full
+        if operation is None:
+            entry = QueueEntry(self._queue, when_full)
+            entry.request_slot()
+        else:
+            entry = GroupQueueEntry(
+                self._queue, self._when_full, operation, step, self._run.deadline, self._claim, promised=promised
+            )
+        stage: Stage | None = None
+        try:
+            if entry.is_refused and when_full == "fail":
+                raise entry.refusal(self._run.at(step_name(step, 1)).url)
+            later = when_full == "latest" and not entry.state.has_slot
+            if not later and not entry.is_refused:
+                stage = request.prepare(operation)
+            launch = partial(self._launch, request, entry, operation, step)
+            work = QueuedSave(self._run.url, step, entry, stage, launch)
+            self._exports.watch_over(request.exports, deletes=self._run.leads)
+            # Its state is captured when its turn comes, on the loop that runs here.
+            context = context_of_caller("when_full='latest'") if later else copy_context()
+            pending = context.run(PendingSave, work, request.exports)
+        except BaseException:
+            entry.leave()
+            if stage is not None:
+                stage.give_way()
+            raise
+        if stage is not None:
+            stage.settle()
+        return pending
+
+    async def _claim(self, step: int) -> int:
+        with self._run.time_limit():
+            return await self._generations.claim(step)
+
+    async def _launch(
+        self, request: SaveRequest, entry: QueueEntry, operation: Operation | None, step: int, stage: Stage | None
     ) -> Started:
         run, generation = self._run, entry.generation
         if generation is None:
             with run.time_limit():
                 generation = await self._generations.next(step)
-            if checks:  # closing waits for promised and queued saves, which are made also if other saves have failed
-                self._check_usable()  # the Checkpointer may have been closed while this save waited
-                self.raise_unretrieved()
         target = run.at(step_name(step, generation))
         try:
-            work = await run_by_caller(request.launch, target, generation, operation=operation)
+            if stage is None:
+                stage = await run_by_caller(request.prepare, operation)
+            work = request.launch(stage, target, generation, operation=operation)
         except Exception as error:
             if operation is None:
                 raise
-            # The other ranks wait for this one, so the error has to reach them: it becomes a save that fails on all.
             return FailedSave(operation, target.url, error), None
         # After the launch: if it raises, the generation is free for the next save. In a group the generation was
         # claimed with the slot.
@@ -498,7 +541,6 @@ class Saves:
         self._under_way[order] = step
         pending.when_done(lambda: self._on_done(pending, order, step))
         self._pending.track(pending)
-        self._exports.watch_over(pending.exports, deletes=self._run.leads)
 
     def _on_done(self, pending: PendingSave, order: int, step: int) -> None:
         del self._under_way[order]

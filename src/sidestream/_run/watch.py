@@ -16,7 +16,7 @@ from .._load.open.steps import Step
 from .._runtime.public import public
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from .._storage import LocalStore, Store
-from ..options import check_seconds
+from ..options import check_seconds, step_number
 from .steps import list_generations
 
 __all__ = ["Watch", "new_steps"]
@@ -51,7 +51,7 @@ class Watch:
         self._newest = newest
         self._poll_s = poll_s
         self._timeout_s = timeout_s
-        self._after = -1 if after is None else after
+        self._after = -1 if after is None else step_number(after)
         self._begun = False
         self._known: dict[str, Step] = {}
         self._seen: set[str] = set()

@@ -14,24 +14,22 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import anyio
-import torch
 
-from ..errors import ClosedError
+from ..errors import ClosedError, InvalidOptionError
 from .tasks import run_shielded
-from .threads import Deadline, ambient_deadline, io_threads
+from .threads import Deadline, ambient_deadline
 
 __all__ = [
     "Caller",
     "TaskCaller",
     "ThreadCaller",
-    "ThreadState",
+    "context_of_caller",
     "loop_of_caller_ended",
     "run_by_caller",
     "withdraw_if_interrupted",
@@ -52,60 +50,6 @@ class Interrupted(Exception):
 
 class _CallerLeft(Exception):
     """The caller has stopped waiting, or its loop has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class ThreadState:
-    """The state of a thread: the device of its accelerator, torch's default device, autograd's modes and context
-    variables. Streams are not included, because work on another thread's stream would not be ordered with the other
-    work of this thread."""
-
-    context: contextvars.Context
-    accelerator: str | None
-    device_index: int | None
-    default_device: torch.device
-    grad: bool
-    inference: bool
-
-    @classmethod
-    def here(cls) -> ThreadState:
-        """Return the state of this thread. Does not initialize an accelerator."""
-        accelerator, index = _current_device()
-        return cls(
-            contextvars.copy_context(),
-            accelerator,
-            index,
-            torch.get_default_device(),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-        )
-
-    def run(self, code: Callable[[], T]) -> T:
-        """Run ``code`` in this thread with this state. Several threads may do so at the same time."""
-        return self.context.copy().run(self._run, code)
-
-    def _run(self, code: Callable[[], T]) -> T:
-        # The context that was copied has the caller in it. The code must not ask for a thread that has left.
-        _caller.set(None)
-        with ExitStack() as stack:
-            if self.accelerator is not None:
-                stack.enter_context(torch.get_device_module(self.accelerator).device(self.device_index))
-            if self.default_device != torch.get_default_device():
-                stack.enter_context(self.default_device)
-            # Inference mode before the mode of gradients: entering it changes both.
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            return code()
-
-
-def _current_device() -> tuple[str | None, int | None]:
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return None, None
-    module = torch.get_device_module(accelerator)
-    if not hasattr(module, "device") or not getattr(module, "is_initialized", lambda: False)():
-        return None, None
-    return accelerator.type, torch.accelerator.current_device_index()
 
 
 class _Presence:
@@ -203,7 +147,7 @@ class Caller(ABC):
 
     async def run(self, code: Callable[[], T]) -> T:
         """Wait until the caller has run ``code``, and return its result. If the caller waits no more, because the call
-        has returned, the code runs in its loop or with the state of its thread.
+        has returned, the code runs on its loop.
 
         Code that has begun is not interrupted: a cancel is raised when it has ended."""
         queued = _QueuedCode(code)
@@ -222,11 +166,13 @@ class Caller(ABC):
             del queued  # its error refers to this stack frame
         queued = _QueuedCode(code)
         try:
-            self._run_elsewhere(partial(_run_posted, queued))
+            self._run_later(partial(_run_posted, queued))
             await self._until_settled(queued)
             return queued.result()
         except _CallerLeft:
-            raise ClosedError("the event loop of the caller has ended, so its objects cannot be called") from None
+            raise ClosedError(
+                "the event loop or thread of the caller has ended, so its objects cannot be called"
+            ) from None
         finally:
             del queued
 
@@ -300,9 +246,9 @@ class Caller(ABC):
     def _wake(self) -> None:
         """Make the caller look at the queue, and at the end of the call."""
 
-    @abstractmethod
-    def _run_elsewhere(self, run: Callable[[], None]) -> None:
-        """Run code of an operation whose call has returned, such as a save that has waited for its turn."""
+    def _run_later(self, run: Callable[[], None]) -> None:
+        """Run code of an operation whose call has returned: a save that captures its state when its turn comes."""
+        raise _CallerLeft
 
 
 class ThreadCaller(Caller):
@@ -315,7 +261,6 @@ class ThreadCaller(Caller):
     def __init__(self) -> None:
         super().__init__()
         self._presence: weakref.ref[_Presence] | None = None
-        self._state = ThreadState.here()
         self._wakeups: SimpleQueue[None] = SimpleQueue()
 
     def present(self) -> object:
@@ -351,10 +296,6 @@ class ThreadCaller(Caller):
 
     def _wake(self) -> None:
         self._wakeups.put(None)
-
-    def _run_elsewhere(self, run: Callable[[], None]) -> None:
-        self._presence = None  # the state that was taken at the call is enough
-        io_threads().submit(self._state.run, run)
 
 
 class TaskCaller(Caller):
@@ -410,7 +351,7 @@ class TaskCaller(Caller):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _run_elsewhere(self, run: Callable[[], None]) -> None:
+    def _run_later(self, run: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed, which ``is_gone`` finds out
             self._loop.call_soon_threadsafe(run, context=self._context)
 
@@ -451,6 +392,22 @@ async def run_by_caller(code: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     if caller is None:
         return code(*args, **kwargs)
     return await caller.run(partial(code, *args, **kwargs))
+
+
+def context_of_caller(what: str) -> contextvars.Context:
+    """Return a context in which ``run_by_caller`` calls code on the event loop that runs here, also when this call has
+    returned. Raises ``InvalidOptionError``, which names ``what``, where no loop of asyncio runs."""
+    context = contextvars.copy_context()
+    if _caller.get() is None:
+        try:
+            caller = TaskCaller()
+        except RuntimeError:
+            raise InvalidOptionError(
+                f"{what} needs an event loop of asyncio, which captures the state when the turn of the save comes"
+            ) from None
+        caller.leave()
+        context.run(_caller.set, caller)
+    return context
 
 
 def loop_of_caller_ended() -> bool:

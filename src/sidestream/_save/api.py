@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
+from .._format.checksum import digest_of
 from .._format.records import Node
 from .._group import Member, Operation, deadline_of, group_of
 from .._layout.names import renamed_state
@@ -40,6 +41,7 @@ __all__ = [
     "SaveProgress",
     "SaveRequest",
     "SaveWork",
+    "Stage",
     "Worker",
     "async_save",
     "check_stager",
@@ -223,7 +225,9 @@ def async_save(
             exports=exports,
             overwrite=overwrite,
         )
-        work = request.launch(location, operation=operation, member=member)
+        stage = request.prepare(operation, member)
+        work = request.launch(stage, location, operation=operation, member=member)
+        stage.settle()
     except Exception as error:
         if operation is None:
             raise
@@ -255,17 +259,39 @@ class SaveRequest:
     worker: tuple[Worker | None, bool] = (None, False)
     step: int | None = None
     metadata: InitVar[Mapping[str, Any] | None]
-    files: Mapping[str, FileSource] | None = None
+    files: InitVar[Mapping[str, FileSource] | None] = None
     exports: tuple[PendingExport, ...] = ()
     overwrite: bool = False
     encoded_metadata: Node = field(init=False)
+    sources: Mapping[str, FileSource] = field(init=False)
 
-    def __post_init__(self, metadata: Mapping[str, Any] | None) -> None:
+    def __post_init__(self, metadata: Mapping[str, Any] | None, files: Mapping[str, FileSource] | None) -> None:
         # Now, and not when the save begins: it may wait for a slot, and the caller may change its dict meanwhile.
         object.__setattr__(self, "encoded_metadata", encode_metadata(metadata))
+        object.__setattr__(self, "sources", check_sources(files))
+
+    def prepare(self, operation: Operation | None = None, member: Member | None = None) -> Stage:
+        """Return the stage of the state as it is now, for ``launch``. Called in the thread of the call."""
+        options = self.options
+        check_stager(self.stager)
+        if options.digest is not None:
+            digest_of(options.digest)  # raises MissingExtraError where it is not installed
+        # Plain values are copied here, during the call: afterwards the caller may change them. Of tensors it takes only
+        # references.
+        captured = capture(self.state, copy_value)
+        together = operation is not None or (member is not None and captured.sharded)
+        return Stage(
+            captured,
+            self.stager,
+            Deadline.after(options.timeout_s),
+            budget_bytes=STREAM_BYTES if options.streaming else None,
+            shared=self.worker[0] is not None,
+            readers=0 if together else len(self.exports),
+        )
 
     def launch(
         self,
+        stage: Stage,
         location: Location,
         generation: int = 1,
         *,
@@ -274,22 +300,24 @@ class SaveRequest:
     ) -> SaveOperation:
         """Launch the copies of a save to ``location``. The caller runs the result.
 
-        This runs in the thread of the call, so that copies are ordered after the work on the current streams of that
-        thread. ``operation`` is set if several ranks save. A ``member`` that is the only rank of its group saves like a
-        process without a group, unless it has tensors that only a group can describe.
+        ``operation`` is set if several ranks save. A ``member`` that is the only rank of its group saves like a process
+        without a group, unless it has tensors that only a group can describe.
         """
+        try:
+            return self._launch(stage, location, generation, operation, member)
+        except BaseException:
+            stage.give_way()
+            raise
+
+    def _launch(
+        self, stage: Stage, location: Location, generation: int, operation: Operation | None, member: Member | None
+    ) -> SaveOperation:
         options, exports = self.options, self.exports
         deadline = Deadline.after(options.timeout_s)
-        check_stager(self.stager)
-        # Plain values are copied here, during the call: afterwards the caller may change them. Of tensors it takes only
-        # references.
-        captured = capture(self.state, copy_value)
-        # Only rank 0 commits sidecar files, so a path need not exist on the other ranks.
-        sources = check_sources(self.files) if operation is None or operation.rank == 0 else {}
         begun = None
         # A group of one rank saves like a process without a group, except that a sharded tensor has offsets in a global
         # shape. Only the layout of a group describes these.
-        if operation is None and member is not None and captured.sharded:
+        if operation is None and member is not None and stage.sharded:
             operation = begun = member.begin("save", deadline)
         order = SaveOrder(
             location,
@@ -303,15 +331,15 @@ class SaveRequest:
             operation,
             *self.worker,
             kind="replacement" if self.overwrite else "directory",
-            files=sources,
+            # Only rank 0 commits sidecar files, so a path need not exist on the other ranks.
+            files=self.sources if operation is None or operation.rank == 0 else {},
             exports=tuple(one.url for one in exports),
         )
         try:
             layout = NativeLayout(order, options) if operation is None else AgreedLayout(order, options)
-            stage = Stage(order, captured, self.stager, layout, len(exports) if operation is None else 0)
             return SaveOperation(
                 order=order,
-                writer=LiveWriter(order, stage),  # launches the stage, which has snapshots from then on
+                writer=LiveWriter(order, stage, layout),  # launches the stage
                 layout=layout,
                 coordinator=Solo(order) if operation is None else Group(order),
                 exports=exports,

@@ -62,37 +62,41 @@ class Lifecycle:
 
     def started(self, world: int | None = None) -> None:
         """Emit the start of the save. ``world`` is the number of ranks, if another library coordinates them."""
+        self.will_start(world)
+        self.emit_queued()
+
+    def will_start(self, world: int | None = None) -> None:
+        """Do ``started``, but leave the event to the next ``emit_queued``, in another thread."""
         with self._lock:
             self._save = self._save if world is None else replace(self._save, world=world)
             self._open = True
             self._queue(SaveStarted(self._save))
-        self._emit_queued()
 
     def planned(self, save_id: str) -> None:
         with self._lock:
             self._phase = "write"
             self._save = replace(self._save, save_id=save_id)
             self._queue(SavePlanned(self._save))
-        self._emit_queued()
+        self.emit_queued()
 
     def staged(self) -> None:
         with self._lock:
             self.mark("staged")
             self._queue(SaveStaged(self._save))
-        self._emit_queued()
+        self.emit_queued()
 
     def written(self, nbytes: int) -> None:
         with self._lock:
             self.mark("written")
             self._phase = "commit"
             self._queue(SaveWritten(self._save, nbytes))
-        self._emit_queued()
+        self.emit_queued()
 
     def committed(self, nbytes: int, seconds: Mapping[str, float]) -> None:
         with self._lock:
             self._queue(SaveCommitted(self._save, nbytes, seconds))
             self._open = False
-        self._emit_queued()
+        self.emit_queued()
 
     def failed(self, error: BaseException, outcome: Outcome) -> None:
         """Emit the failure of a save, unless the save has ended before or never started."""
@@ -104,18 +108,14 @@ class Lifecycle:
             else:
                 self._queue(SaveFailed(self._save, self._phase, type(error).__name__, str(error), outcome))
             self._open = False
-        self._emit_queued()
-
-    def skipped(self, why: str) -> None:
-        """Emit that the save was skipped before it could start."""
-        emit(SaveSkipped(self._save, why))
+        self.emit_queued()
 
     def _queue(self, event: SaveEvent) -> None:
         """Queue ``event`` if the save has started and not ended. A thread that was left behind emits nothing."""
         if self._open:
             self._queued.append(event)
 
-    def _emit_queued(self) -> None:
+    def emit_queued(self) -> None:
         """Emit the events in the queue, unless another thread, or a caller of this one, is emitting: it continues until
         the queue is empty."""
         while True:

@@ -16,7 +16,6 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from .._format.checksum import digest_of
 from .._format.shard import BlockSums, ShardLayout
 from .._layout.save_layout import PlannedFiles
 from .._runtime.caller import withdraw_if_interrupted
@@ -57,7 +56,7 @@ class _Launch:
 class LiveWriter:
     """A launched stage and the thread that writes it."""
 
-    def __init__(self, order: SaveOrder, stage: Stage) -> None:
+    def __init__(self, order: SaveOrder, stage: Stage, layout: NativeLayout | AgreedLayout) -> None:
         self._order = order
         self._stage = stage
         self._stop = Stop()
@@ -68,9 +67,9 @@ class LiveWriter:
         self._threads = write_threads()
         try:
             self._done = self._threads.submit(self._work, launch.succeeded)
-            stage.launch()
+            stage.launch(order, layout)
             self._launched = True
-            order.lifecycle.started()  # before the writing thread can report a plan
+            order.lifecycle.will_start()  # the writing thread calls the observers
             # The hand-over to the caller. In a blocking call this code runs in the calling thread, where
             # ``KeyboardInterrupt`` may come between any two instructions. Before this line the ``except`` clause below
             # ends the save. After it the object is on the list of the call, which withdraws it if the call never
@@ -79,9 +78,6 @@ class LiveWriter:
             # Only now may the thread write: a save whose caller was interrupted before this line leaves nothing on
             # storage.
             launch.succeeded.put(True)
-            # After the report, because with ``mode="eager"`` this blocks until the sources are copied. If the state is
-            # larger than the free memory, the copies need the windows that the writing thread releases.
-            stage.settle()
         except BaseException:  # also one that a signal handler raises
             launch.succeeded.put(False)
             self.withdraw()
@@ -113,14 +109,13 @@ class LiveWriter:
         """
         self._stage.give_way()
         copied = self._stage.copied
-        if copied is not None:
-            stopped = self._stop.is_set()
-            await _ended(copied, _GRACE_S if stopped else max(self._order.deadline.remaining_s(), _GRACE_S))
+        stopped = self._stop.is_set()
+        await _ended(copied, _GRACE_S if stopped else max(self._order.deadline.remaining_s(), _GRACE_S))
         if self._stage.own is not None and not (self._ended_well() and self._stage.give_back()):
             # There are three cases for a stager that was borrowed. Everything has ended well: it is kept for the next
             # save, if there is room. Something failed, and the copies have ended: it is closed. A device hangs: it is
             # closed without a further wait, and the memory stays mapped until the device responds.
-            hangs = copied is not None and not copied.done()
+            hangs = not copied.done()
             with suppress(DeadlineExceededError):  # a device hangs; the save itself reports its outcome
                 await self._stage.own.aclose_by(Deadline.after(0.0 if hangs else _GRACE_S))
 
@@ -163,6 +158,7 @@ class LiveWriter:
             began = launched.get(timeout=order.deadline.remaining_s())
             if not began:
                 return None
+            order.lifecycle.emit_queued()
             with time_limit(order.deadline):
                 if order.worker is not None:
                     order.worker.start()  # while the plan is made
@@ -221,85 +217,81 @@ _PATIENCE_S = 20.0
 class Stage:
     """The staging of a live state in host memory, window by window, in the layout of the files of the checkpoint.
 
-    ``stager`` is None if one is borrowed for this save. ``readers`` is the number of sinks that read the staged memory
-    too.
+    It is made in the thread of the call, so that copies are ordered after the work on the current streams of that
+    thread. ``launch`` may come later, in any thread. ``stager`` is None if one is borrowed for this save, with
+    ``budget_bytes``. ``shared``: a writer process writes. ``readers`` is the number of sinks that read the staged
+    memory too.
     """
 
     def __init__(
         self,
-        order: SaveOrder,
         captured: Captured,
         stager: AsyncStager | None,
-        layout: NativeLayout | AgreedLayout,
+        deadline: Deadline,
+        *,
+        budget_bytes: int | None,
+        shared: bool,
         readers: int,
     ) -> None:
-        if order.digest is not None:
-            digest_of(order.digest)  # raises MissingExtraError where it is not installed
-        self._order = order
-        self._layout = layout
-        self._captured: Captured | None = captured
         self.own: AsyncStager | None = None
         """The stager that was borrowed for this save."""
+        self._budget_bytes = budget_bytes
+        self._shared = shared
         if stager is None:
-            shared, timeout_s = order.worker is not None, order.deadline.timeout_s
-            stager = self.own = borrow(order.budget_bytes, shared=shared, timeout_s=timeout_s)
+            stager = self.own = borrow(budget_bytes, shared=shared, timeout_s=deadline.timeout_s)
         self._stager = stager
-        self._staging: Staging[Any] | None = None
-        self._readers = readers
-        self.snapshots: tuple[SnapshotReader[Any], ...] = ()
+        self.sharded = bool(captured.sharded)
+        """Whether the state has tensors that only a group can describe."""
+        # ``passes`` says that windows come back while the stage is in progress, so that waiting for one may be better
+        # than touching new memory. Not with a writer process: its windows stay leased until the receipt of their file,
+        # so that another process can write them if this one is lost.
+        self._staging: Staging[Any] = stager.prepare(captured, deadline, readers=readers, passes=not shared)
+        self.snapshots = tuple(SnapshotReader(self._staging, number) for number in range(readers))
         """The reader of the snapshot for each sink."""
         self._bodies: list[ShardBody] = []
+        self._order: SaveOrder | None = None
 
     @property
     def free(self) -> Future[None]:
         """A future that is resolved when the sources may change, or with the error of the staging."""
-        assert self._staging is not None
         return self._staging.free
 
     @property
-    def copied(self) -> Future[Any] | None:
-        """A future that is resolved when no copy reads a source or writes into memory any more; None before the
-        launch."""
-        return None if self._staging is None else self._staging.copied
+    def copied(self) -> Future[Any]:
+        """A future that is resolved when no copy reads a source or writes into memory any more."""
+        return self._staging.copied
 
-    def launch(self) -> None:
-        """Start the copies, in the thread of the caller."""
-        captured, self._captured = self._captured, None
-        assert captured is not None
-        stager, worker = self._stager, self._order.worker
-        if worker is not None:
+    def launch(self, order: SaveOrder, layout: NativeLayout | AgreedLayout) -> None:
+        """Start the copies."""
+        self._order = order
+        stager = self._stager
+        if self._shared:
             # Before the launch: memory that is allocated from here on is a memfd, whose descriptor can be sent to the
             # process.
             stager.share()
-        # ``passes`` says that windows come back while the stage is in progress, so that waiting for one may be better
-        # than touching new memory. Not with a writer process: its windows stay leased until the receipt of their file,
-        # so that another process can write them if this one is lost.
-        lay_out = partial(self._layout.lay_out, stager.plans, stager.budget_bytes)
-        staging = self._staging = stager.launch(
-            captured, lay_out, self._order.deadline, readers=self._readers, passes=worker is None
-        )
-        self.snapshots = tuple(SnapshotReader(staging, number) for number in range(self._readers))
+        self._staging.deadline = order.deadline
+        stager.enqueue(self._staging, partial(layout.lay_out, stager.plans, stager.budget_bytes))
 
     def settle(self) -> None:
-        """Block until the sources in host memory are copied, if the mode of the stager guarantees that."""
-        if self._staging is not None:
-            self._stager.settle(self._staging)
+        """Block until the sources in host memory are copied, if the mode of the stager guarantees that. If the state is
+        larger than the free memory, that needs the windows that the writing thread releases."""
+        self._stager.settle(self._staging)
 
     def plan(self, stop: Stop) -> PlannedFiles:
         """Wait for the plan of what has to be written, and return it. Called in the writing thread; blocks."""
-        staging, deadline = self._staging, self._order.deadline
-        assert staging is not None
+        staging, order = self._staging, self._order
+        assert order is not None
         plan: PlannedFiles
-        if self._order.operation is None:
+        if order.operation is None:
             plan = result_of(staging.planned, stop, "waiting for earlier stages")
         else:  # rank 0 raises at the deadline, and its error names the ranks that have not made the call
             # Not ``result_of``: in a group a stop is the failure of a rank, and ``give_way`` ends this wait with it.
-            plan = deadline.result(staging.planned, "waiting for earlier stages", _PATIENCE_S)
+            plan = order.deadline.result(staging.planned, "waiting for earlier stages", _PATIENCE_S)
         return plan
 
     def files(self, plan: PlannedFiles) -> list[tuple[str, Body]]:
         """Return the file of plain values, and then the shards in the order in which they are staged."""
-        assert self._staging is not None
+        assert self._order is not None
         found: list[tuple[str, Body]] = []
         if plan.values:
             found.append((plan.values_file, BytesBody(plan.values)))
@@ -318,19 +310,16 @@ class Stage:
 
     def give_way(self) -> None:
         """Stop copies, and end waits for memory. Called in any thread; does not block."""
-        if self._staging is not None:
-            self._staging.release()
+        self._staging.release()
 
     def give_back(self) -> bool:
         """Keep the stager that was borrowed for this save for the next one. Returns False if it has to be closed."""
-        order = self._order
-        return self.own is not None and give_back(self.own, order.budget_bytes, shared=order.worker is not None)
+        return self.own is not None and give_back(self.own, self._budget_bytes, shared=self._shared)
 
     def progress(self) -> SaveProgress:
-        planned = None if self._staging is None else self._staging.planned
-        if planned is None or not planned.done() or planned.cancelled() or planned.exception() is not None:
+        planned = self._staging.planned
+        if not planned.done() or planned.cancelled() or planned.exception() is not None:
             return SaveProgress()
-        assert self._staging is not None
         shards: Sequence[ShardLayout] = planned.result().shards
         written = 0
         # Copies, because the writing threads append to the list and to the sets meanwhile.

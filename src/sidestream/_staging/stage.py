@@ -89,8 +89,8 @@ class Staging(Generic[P]):
         """Whether the stage waits for memory now."""
         self.on_copied: Callable[[], None] = _nothing
         """Called when ``copied`` has been resolved, in the thread that did that."""
-        self.work: Future[None] | None = None
-        """The stager's part, queued or running. None once the stage has to stop."""
+        self.work: Future[None] | None = ThreadFuture()
+        """The stager's part: to be queued, queued or running. None once the stage has to stop."""
         self.readers: frozenset[int] = frozenset(range(readers))
         """The numbers of further readers that have not left."""
         self.held_bytes = 0
@@ -136,12 +136,12 @@ class Staging(Generic[P]):
                 raise given_up(self)
             self.committed = True
 
-    def abandon(self) -> None:
-        """Drop all references of a stage that could not be launched."""
-        self.on_copied = _nothing
-        if self.device is not None:
-            self.device.drop()
-        self._captured = None
+    def queue(self, submit: Callable[[], Future[None]]) -> None:
+        """Queue the stager's part with ``submit``. Raises what stopped the stage, if something has."""
+        with self._lock:
+            if self.work is None:
+                raise given_up(self)
+            self.work = submit()
 
     def part(self, image: StagedImage) -> Callable[[BaseException | None], None]:
         """Add a writer of ``image``. Returns a function that the writer calls once when it has ended, with its error if
@@ -246,8 +246,8 @@ class Staging(Generic[P]):
     def _give_up(self) -> None:
         self.stop.set()
         with self._lock:  # several threads may call this at the same time
-            # If the stager's thread has not begun the stage, it never will, so its futures are resolved here. If it has
-            # begun, the flag makes it stop, and it resolves them itself.
+            # If the stager's thread has not begun the stage, or was not given it yet, it never will, so its futures are
+            # resolved here. If it has begun, the flag makes it stop, and it resolves them itself.
             work, self.work = self.work, None
         if work is not None and work.cancel():
             error = given_up(self)

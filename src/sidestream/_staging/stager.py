@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -339,10 +339,29 @@ class AsyncStager:
         passes: bool = False,
         outcome: StagingFuture[StagedState] | None = None,
     ) -> Staging[P]:
-        """Launch a stage of the images that ``lay_out`` plans. ``lay_out`` is called in the stager's thread.
+        """``prepare`` a stage and ``enqueue`` it."""
+        staging: Staging[P] = self.prepare(
+            captured, deadline, wait_streams, readers=readers, passes=passes, outcome=outcome
+        )
+        try:
+            self.enqueue(staging, lay_out)
+        except BaseException:
+            staging.release()
+            raise
+        return staging
 
-        The images are filled in order, and memory is leased image by image. So a state larger than the budget can be
-        staged if earlier images are released as they are read. The reader calls ``settle()`` when it is ready to read.
+    def prepare(
+        self,
+        captured: Captured,
+        deadline: Deadline,
+        wait_streams: Sequence[Any] = (),
+        *,
+        readers: int = 0,
+        passes: bool = False,
+        outcome: StagingFuture[StagedState] | None = None,
+    ) -> Staging[Any]:
+        """Return a stage of the state as it is now, in the order of the current streams. Nothing is copied before
+        ``enqueue``, except on devices; ``fence()`` waits for the stage from here on.
 
         ``readers`` is the number of further readers, each with a
         ``SnapshotReader``. ``passes``: the first reader releases each image as soon as it can, so that its memory may
@@ -366,7 +385,7 @@ class AsyncStager:
             captured.held.update(stage.held)
         host = len(on_device) < len(captured.tensors)
         pace = RateLimiter(self._bytes_per_second) if self._bytes_per_second is not None else _NO_LIMIT
-        staging: Staging[P] = Staging(
+        staging: Staging[Any] = Staging(
             captured, deadline, pace, device=stage, host=host, outcome=outcome, readers=readers
         )
         staging.on_copied = partial(self._ended, staging, outcome)
@@ -375,22 +394,27 @@ class AsyncStager:
             # Everything has a copy on the device, so the sources are free when those copies have ended, long before the
             # bytes are in host memory.
             self._device.watch_ready(stage, staging.freed)
-        try:
-            with self._lock, time_limit(deadline):  # with the lock, the list has the order of the thread's queue
-                older = list(self._stagings) if self._when_full == "latest" else []
-                staging.work = self._threads.submit(self._conduct, staging, lay_out)
-                self._stagings.append(staging)
-        except BaseException:
-            staging.abandon()
-            raise
-        # Only now. If the new stage could not be queued, the older ones would have been skipped for nothing.
-        for earlier in older:
-            earlier.supersede()
+        with self._lock:
+            self._stagings.append(staging)
         # The loop that called gives turns to the stager's threads until the copies have ended. Beside a loop that
         # always has something to do they would starve otherwise.
         give_turns(staging.copied)
         self._unretrieved.track(staging.copied if outcome is None else outcome)
         return staging
+
+    def enqueue(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
+        """Let the stager's thread copy ``staging``, in images that ``lay_out`` plans. ``lay_out`` is called there.
+
+        The images are filled in order, and memory is leased image by image. So a state larger than the budget can be
+        staged if earlier images are released as they are read. The reader calls ``settle()`` when it is ready to read.
+        """
+        self._check_usable()
+        with self._lock, time_limit(staging.deadline):
+            older = list(takewhile(lambda one: one is not staging, self._stagings))
+            staging.queue(lambda: self._threads.submit(self._conduct, staging, lay_out))
+        # Only now. If the new stage could not be queued, the older ones would have been skipped for nothing.
+        for earlier in older if self._when_full == "latest" else ():
+            earlier.supersede()
 
     def launch_state(
         self,

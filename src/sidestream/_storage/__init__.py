@@ -20,7 +20,7 @@ from .names import (
 from .space import Space
 from .store import PIECE_BYTES, Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import Attempt, Kind, StoreAddress, Transaction
-from .urls import DEFAULT_STORAGE, Location, locate_directory, locate_run
+from .urls import DEFAULT_STORAGE, Location, locate_by_caller, locate_directory, locate_run
 
 __all__ = [
     "ABANDONED_AFTER_S",
@@ -52,6 +52,7 @@ __all__ = [
     "id_of",
     "is_plain_name",
     "is_unfinished",
+    "locate_by_caller",
     "locate_directory",
     "locate_run",
     "parse_step",

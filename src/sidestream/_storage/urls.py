@@ -14,8 +14,9 @@ from fsspec.core import strip_protocol, url_to_fs
 from fsspec.registry import known_implementations, registry
 from fsspec.utils import get_protocol
 
+from .._runtime.caller import run_by_caller
 from ..errors import InvalidOptionError, MissingExtraError, from_os_error, redacted
-from ..options import BlobStore, Storage, StorePolicy, is_fsspec
+from ..options import BlobStore, Storage, StorePolicy, is_fsspec, storage_of
 from .clients.credentials import CLOUDS, Client, Unmapped, client_for
 from .clients.engine import Engine, LateEngine, StoreEngine
 from .clients.fsspec import FsspecEngine
@@ -26,7 +27,7 @@ from .store import RangeSource, Store
 from .transaction import StoreAddress
 from .wrappers.file_cache import FileCache
 
-__all__ = ["DEFAULT_STORAGE", "Location", "locate_directory", "locate_run"]
+__all__ = ["DEFAULT_STORAGE", "Location", "locate_by_caller", "locate_directory", "locate_run"]
 
 _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
 _OF_THE_INSTANCE = frozenset({"asynchronous", "loop", "skip_instance_cache"})
@@ -73,6 +74,14 @@ def locate_directory(url: str | os.PathLike[str], storage: Storage = DEFAULT_STO
         parent += "/"
     store = _object_store(parent, protocol, storage)
     return Location(store, name, f"{store.url}/{name}")
+
+
+async def locate_by_caller(
+    url: str | os.PathLike[str], options: Mapping[str, Any] | None, storage: Storage | None, prefix: str = ""
+) -> Location:
+    """Let the caller of this operation do ``locate_directory`` with what it was given as ``storage_options=`` or
+    ``storage=``: making a file system may call its code. ``prefix`` precedes these names."""
+    return await run_by_caller(locate_directory, url, storage_of(options, storage, prefix))
 
 
 def locate_run(url: str | os.PathLike[str], storage: Storage = DEFAULT_STORAGE) -> tuple[Store, str]:

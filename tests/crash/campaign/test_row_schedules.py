@@ -80,7 +80,7 @@ class Program:
         self.story.given.add(seed)
         pending = None
         try:
-            pending = await checkpoints.async_save(make_state(seed), step=step)
+            pending = checkpoints.async_save(make_state(seed), step=step)
             if self.random.random() < 0.3:
                 await self.pause()
                 pending.cancel()
