@@ -428,6 +428,13 @@ def test_an_attempt_is_described_and_not_named(sources: dict[str, str]) -> None:
     assert {annotation for _, annotation in with_parameter("attempt", sources)} == {"Attempt"}
 
 
+def test_words_for_ends(sources: dict[str, str]) -> None:
+    """Ends are called close, aclose, cancel, release and discard, and nothing else."""
+    other = "abandon|leave|settle|withdraw|forsake|give_up|give_way|retire|look_back|put_back"
+    found = {name for source in sources.values() for name in re.findall(rf"def _*((?:{other})(?:_\w+)?)\(", source)}
+    assert found == {"leave_captures_alone", "leave_direct_io", "leave_transaction"}, "these end nothing"
+
+
 def test_names_that_scripts_import_exist() -> None:
     root, missing = Path(__file__).parents[1], []
     for path in [*root.glob("benchmarks/*.py"), *root.glob("examples/*.py")]:

@@ -261,7 +261,7 @@ def lease_of(arena: Arena, mib: int) -> arena_module.Allocation:
 def trim_idle(arena: Arena) -> None:
     """And wait until what was dropped is unmapped, which another thread does."""
     arena.trim_idle()
-    arena.settle(Deadline.after(60))
+    arena.wait_unmapped(Deadline.after(60))
 
 
 def test_growing_stops_where_the_thread_is_needed_or_memory_is_in_use() -> None:

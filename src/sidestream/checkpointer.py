@@ -353,14 +353,14 @@ class Checkpointer:
             begun = True
             return await opened.__aenter__()
 
-        async def leave() -> None:
+        async def close() -> None:
             await in_operation(lambda: opened.__aexit__(None, None, None), "reading")
 
         try:
             yield await in_operation(enter, "reading")
         finally:
             if begun:  # also after a cancel that came when it had been opened
-                await run_shielded(leave)
+                await run_shielded(close)
 
     @asynccontextmanager
     async def _open(self, step: int | Latest, options: LoadOptions) -> AsyncIterator[Checkpoint]:

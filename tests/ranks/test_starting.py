@@ -84,10 +84,10 @@ class Rank:
         operation = self.group.begin("save", Deadline.after(LONG_S), LONG_S)
         entry = self.entry(operation, step, promised=promised)
 
-        async def start() -> tuple[Work, None]:
+        async def launch(_: object) -> tuple[Work, None]:
             return Work(self, operation, step), None
 
-        self.pendings.append(PendingSave(QueuedSave("run", step, entry, start)))
+        self.pendings.append(PendingSave(QueuedSave("run", step, entry, None, launch)))
         return self.pendings[-1]
 
     def entry(self, operation: Operation, step: int, *, promised: bool = False) -> GroupQueueEntry:
@@ -179,7 +179,7 @@ async def test_the_time_in_the_queue_does_not_count(three: Ranks) -> None:
     in_owner(lambda: three.hub._expire(three.hub._states[1]))
     assert not operation.stopping
     for entry in busy:  # where the saves wait
-        operation_loop().call(entry.leave)
+        operation_loop().call(entry.release)
     assert [await rank.outcome(0) for rank in ranks] == ["committed"] * WORLD
 
 
@@ -193,7 +193,7 @@ async def test_the_others_wait_for_as_long_as_something_is_on_its_way(
     operation, coming = await waiting_for_rank_0(rank)
     await asyncio.to_thread(later, 0.2)
     assert not operation.stopping
-    operation_loop().call(busy.leave)
+    operation_loop().call(busy.release)
     await gives_up(rank, coming)
     assert rank.queue.slots_used == 0
 

@@ -179,13 +179,13 @@ async def test_a_newer_save_and_a_slot_come_before_the_queued_one_can_look(newer
     first.mark_begun()
     coming = asyncio.create_task(entry.wait_to_begin())
     await asyncio.sleep(0)
-    for happens in (newer.request_slot, first.leave) if newer_first else (first.leave, newer.request_slot):
+    for happens in (newer.request_slot, first.release) if newer_first else (first.release, newer.request_slot):
         happens()
     assert newer.request_slot() is newer_first
     assert await coming is not newer_first
-    entry.leave()
+    entry.release()
     assert queue.slots_used == 1
-    newer.leave()
+    newer.release()
     assert queue.slots_used == 0
 
 
@@ -195,17 +195,17 @@ async def test_a_queued_save_has_its_place_from_its_call_on() -> None:
     assert first.request_slot()
     assert not any(entry.request_slot() for entry in (unseen, seen, late))
     first.mark_begun()
-    late.leave()
-    first.leave()
+    late.release()
+    first.release()
     assert queue.slots_used == 1, "the slot goes to the one that called first, which does not look yet"
     coming = asyncio.create_task(seen.wait_to_begin())
     await asyncio.sleep(0)
-    unseen.leave()
+    unseen.release()
     assert queue.slots_used == 1
     coming.cancel()
     with pytest.raises(asyncio.CancelledError):
         await coming
-    seen.leave()
+    seen.release()
     assert queue.slots_used == 0
 
 

@@ -457,7 +457,7 @@ async def test_a_reader_gives_way_to_a_deletion_that_has_begun(tmp_path: Path) -
         await until(lambda: not any("read" in name for name in leases_in(tmp_path)), "it to give way")
         assert not reading.done()
         with time_limit(Deadline.after(60)):
-            await LocalStore(tmp_path).retire("step-1", durability="flush")
+            await LocalStore(tmp_path).remove_directory("step-1", durability="flush")
         deleter.unlink()
         with pytest.raises(CheckpointNotFoundError):
             await reading
@@ -740,8 +740,8 @@ async def test_the_step_that_verified_goes_while_others_are_deleted(tmp_path: Pa
         await save_steps(checkpoints, 1, 2, 3, 4)
 
     class Losing(LocalStore):
-        async def retire(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
-            done = await super().retire(directory, durability=durability, use=use)
+        async def remove_directory(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
+            done = await super().remove_directory(directory, durability=durability, use=use)
             shutil.rmtree(tmp_path / "step-4", ignore_errors=True)
             return done
 

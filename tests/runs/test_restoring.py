@@ -212,7 +212,7 @@ class Overtaken(LocalStore):
             self.overtaken = True
             async with sidestream.Checkpointer(self.root) as other:
                 await save_steps(other, 10)
-            await self.retire("step-9", durability="flush")
+            await self.remove_directory("step-9", durability="flush")
         return listed
 
 

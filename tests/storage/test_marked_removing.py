@@ -289,10 +289,10 @@ async def test_an_export_is_deleted_and_no_attempt(complete: bool, place: str, t
         files.pipe_file(f"{run}/step-1/{name}", header_of([], {}))
     with time_limit(Deadline.after(60)):
         store = locate_run(run, MARKER if place == "marker" else sidestream.Storage())[0]
-        await store.retire("step-1", durability="fsync")
+        await store.remove_directory("step-1", durability="fsync")
         left = {path.rpartition("/")[2] for path in files.find(f"{run}/step-1")}
         assert left == ({attempt} if complete else {attempt, *exported})
-        await store.retire("step-2", durability="fsync")
+        await store.remove_directory("step-2", durability="fsync")
 
 
 async def test_readers_find_no_export_whose_removal_was_interrupted(
@@ -317,7 +317,7 @@ async def test_readers_find_no_export_whose_removal_was_interrupted(
     monkeypatch.setattr(os, "fsync", count)
     monkeypatch.setattr(os, "unlink", fail_the_second)
     with time_limit(Deadline.after(60)), pytest.raises(errors.StorageError, match="Input/output"):
-        await locate_run(tmp_path, MARKER)[0].retire("step-1", durability="fsync")
+        await locate_run(tmp_path, MARKER)[0].remove_directory("step-1", durability="fsync")
     assert set(names) - set(os.listdir(tmp_path / "step-1")) == {"model.safetensors.index.json"}
     assert syncs == 1
 

@@ -87,7 +87,7 @@ async def test_the_marker_goes_first(s3: S3Server) -> None:
     await sidestream.save(STATE, place.url("step-1"), **for_save(**place.keywords))
     await sidestream.save(STATE, place.url("step-2"), **for_save(**place.keywords))
     s3.log.clear()
-    await store.retire("step-1", durability="fsync")
+    await store.remove_directory("step-1", durability="fsync")
     deleted = [one for one in s3.log if one.kind.startswith("delete")]
     assert len(deleted) == 3, "the marker, the files, the note"
     assert all(name.startswith("run/step-2/") for name in s3.objects)
@@ -129,7 +129,7 @@ async def test_a_deletion_that_was_interrupted(s3: S3Server) -> None:
 
     s3.fault = fail_the_second
     with pytest.raises(errors.StorageError):
-        await store.retire("step-1", durability="fsync")
+        await store.remove_directory("step-1", durability="fsync")
     s3.fault = lambda request: None
     with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.open_checkpoint(place.url("step-1"), **place.keywords)
@@ -187,9 +187,9 @@ async def test_two_removals_at_once_keep_the_files_of_a_save(s3: S3Server) -> No
         return lambda: read.wait(60)
 
     s3.fault = wait_once
-    slower = asyncio.create_task(store.retire("step-1", durability="fsync"))
+    slower = asyncio.create_task(store.remove_directory("step-1", durability="fsync"))
     assert await asyncio.to_thread(reading.wait, 60)
-    await store.retire("step-1", durability="fsync")
+    await store.remove_directory("step-1", durability="fsync")
     read.set()
     await slower
     assert set(s3.objects) == {f"run/step-1/{begun.committed_name('__0_0.distcp')}"}
@@ -208,7 +208,7 @@ async def test_a_save_that_commits_when_a_removal_has_read_the_marker(s3: S3Serv
         return lambda: note.wait(60)
 
     s3.fault = wait_once
-    removal = asyncio.create_task(store.retire("step-1", durability="fsync"))
+    removal = asyncio.create_task(store.remove_directory("step-1", durability="fsync"))
     assert await asyncio.to_thread(noting.wait, 60)
     await sidestream.save(STATE, place.url("step-1"), overwrite=True, **for_save(**place.keywords))
     note.set()

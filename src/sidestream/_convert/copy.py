@@ -206,7 +206,7 @@ async def _remove(location: Location, durability: Durability, timeout_s: float) 
         try:
             # Two things may be at the URL: a checkpoint or an export, and what killed saves left of others. The second
             # is looked for even if the first is refused, so that a failed save can be cleared away.
-            there = await location.store.retire(location.name, durability=durability)
+            there = await location.store.remove_directory(location.name, durability=durability)
         except CheckpointNotFoundError as error:
             refused = error
         collected = await location.store.collect(location.name, after_s=ABANDONED_AFTER_S)

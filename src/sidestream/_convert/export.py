@@ -132,7 +132,7 @@ class HF:
             await store.collect(match[0], after_s=ABANDONED_AFTER_S)
         exports = [match for match, kind in kinds.items() if kind == "export"]
         for match in sorted(exports, key=lambda one: int(one[1]))[:-keep]:
-            await store.retire(match[0], durability=durability, use="prune")
+            await store.remove_directory(match[0], durability=durability, use="prune")
 
     def _at(self, step: int | None) -> Location:
         url = os.fspath(self.url).replace(_STEP, str(step))

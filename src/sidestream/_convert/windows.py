@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
-from .._runtime.memory_maps import MemoryMap, settle
+from .._runtime.memory_maps import MemoryMap, wait_unmapped
 from .._runtime.tasks import first_error
 from .._runtime.threads import Deadline, Stop, current_deadline, write_threads
 from .._storage import Transaction
@@ -122,7 +122,7 @@ class Windows:
             self._spare.clear()
         # Unmapping is done by a thread of its own. A conversion that follows at once would otherwise map its windows
         # while these still count against the memory of the machine.
-        await threads.run(settle, Deadline.after(_UNMAPPED_S), idle=True)
+        await threads.run(wait_unmapped, Deadline.after(_UNMAPPED_S), idle=True)
 
     async def _fill_all(self, parts: Sequence[_Part]) -> None:
         for part in parts:

@@ -83,7 +83,7 @@ def call_from_thread(
             raise
         return call.result()
     finally:
-        caller.leave()
+        caller.close()
         del present
 
 

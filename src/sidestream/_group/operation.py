@@ -199,15 +199,15 @@ class Operation:
         completed before."""
         waiter = wrap_thread_future(future)
 
-        def give_up(cancel: asyncio.CancelledError) -> None:
+        def send_cancel(cancel: asyncio.CancelledError) -> None:
             if self._final is None and not self._stopping:
                 # A cancel does not end the wait at once. Rank 0 may have completed the step before it learns of the
                 # cancel, and a save that was committed must not be reported as cancelled on one rank only. So the
                 # cancel is sent, and the wait continues until the step is completed or stopped.
-                self._give_up(cancel)
+                self._keep_final(cancel)
                 self.group.fail(self, cancel, undone=False)
 
-        cancelled = await wait_out(waiter, give_up)
+        cancelled = await wait_out(waiter, send_cancel)
         if cancelled is not None:
             error = waiter.exception()  # retrieved in any case, or asyncio would log it
             # True if the answer came in spite of the cancel: the step was completed on all ranks. Then there is nothing
@@ -252,7 +252,7 @@ class Operation:
 
     def report(self, error: BaseException) -> None:
         """Report that this rank has stopped, as ``failed`` does, without waiting for the verdict."""
-        self._give_up(error)
+        self._keep_final(error)
         self._stopped(error, start_over=False)
 
     async def starts_over(self, error: BaseException, *, wanted: bool) -> bool:
@@ -267,7 +267,7 @@ class Operation:
             raise cancelled
         return verdict.result() is None
 
-    def _give_up(self, error: BaseException) -> None:
+    def _keep_final(self, error: BaseException) -> None:
         with self._lock:
             self._final = self._final or pack(self.rank, self.step, error)
 
@@ -277,7 +277,7 @@ class Operation:
         if ended:
             return
         if self._stopping:  # this error is a consequence of the request to stop
-            self.group.leave(self)
+            self.group.release(self)
         else:
             self.group.fail(self, error, undone=True, start_over=start_over)
 
@@ -398,9 +398,9 @@ class RankGroup(ABC):
         packed = {**pack(self.rank, operation.step, error), "start_over": start_over}
         self._thread.post(lambda: self._fail(operation, packed, undone))
 
-    def leave(self, operation: Operation) -> None:
+    def release(self, operation: Operation) -> None:
         """Report that this rank has stopped because another rank has failed."""
-        self._thread.post(lambda: self._leave(operation))
+        self._thread.post(lambda: self._release(operation))
 
     def close(self, operation: Operation) -> None:
         """End an operation that has succeeded on this rank."""
@@ -430,7 +430,7 @@ class RankGroup(ABC):
     def _fail(self, operation: Operation, packed: dict[str, Any], undone: bool) -> None: ...
 
     @abstractmethod
-    def _leave(self, operation: Operation) -> None: ...
+    def _release(self, operation: Operation) -> None: ...
 
     @abstractmethod
     def _close(self, operation: Operation) -> None: ...

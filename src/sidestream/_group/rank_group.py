@@ -270,7 +270,7 @@ class Rank0(RankGroup):
         if not missing:
             self._record_failure(state, failure)
 
-    def _leave(self, operation: Operation) -> None:
+    def _release(self, operation: Operation) -> None:
         state = self._state(operation.number)
         state.stopped.add(0)
         self._conclude(state)
@@ -455,14 +455,14 @@ class OtherRank(RankGroup):
     def _fail(self, operation: Operation, packed: dict[str, Any], undone: bool) -> None:
         self._send(GroupMessage(GroupMessageKind.FAILED, operation.number, payload=json.dumps(packed).encode()))
 
-    def _leave(self, operation: Operation) -> None:
+    def _release(self, operation: Operation) -> None:
         self._send(GroupMessage(GroupMessageKind.STOPPED, operation.number))
 
     def _close(self, operation: Operation) -> None:
         if (
             operation.number in self._operations and operation.stopping
         ):  # it has succeeded here, and rank 0 waits for this rank
-            self._leave(operation)
+            self._release(operation)
         self._forget(operation)
 
     def _forget(self, operation: Operation) -> None:

@@ -85,7 +85,7 @@ class Member:
             if isinstance(self.group, Rank0):
                 _listen(self.group, self._store, self._name)
             elif isinstance(self.group, OtherRank):
-                _connect_to_rank_0(self.group, self._store, self._name, self._give_up_late)
+                _connect_to_rank_0(self.group, self._store, self._name, self._fail_late)
         except _NobodyWaits:  # the next operation has a thread of its own
             return
         except Exception as error:
@@ -100,9 +100,9 @@ class Member:
             if isinstance(self.group, Rank0):
                 operation.report(failure)
             else:
-                self._give_up(operation, f"{type(failure).__name__}: {failure}")
+                self._fail(operation, f"{type(failure).__name__}: {failure}")
 
-    def _give_up_late(self, why: str) -> None:
+    def _fail_late(self, why: str) -> None:
         """End the operations that have waited for their time limit, with the reason ``why``. Raises ``_NobodyWaits`` if
         no other operation waits."""
         now = time.monotonic()
@@ -113,11 +113,11 @@ class Member:
             ends = not self._connecting
         for operation in late:
             limit, limit_s = _limit_of(operation)
-            self._give_up(operation, f"SidestreamError: {why} (within {limit}={limit_s:g}); {remedy(operation.kind)}")
+            self._fail(operation, f"SidestreamError: {why} (within {limit}={limit_s:g}); {remedy(operation.kind)}")
         if ends:
             raise _NobodyWaits
 
-    def _give_up(self, operation: Operation, why: str) -> None:
+    def _fail(self, operation: Operation, why: str) -> None:
         group, number = self.group, operation.number
         assert isinstance(group, OtherRank)
         connection_thread().post(lambda: group.not_connected(number, why))

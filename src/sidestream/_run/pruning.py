@@ -304,7 +304,7 @@ class Pruner:
             # and the deletion, because a lease is only good for some time.
             if await self._in_use(step.name) or own.doubtful:
                 return "leased"
-            await self.store.retire(step.name, durability=self.durability, use="retention")
+            await self.store.remove_directory(step.name, durability=self.durability, use="retention")
         finally:
             await own.release()
         self._known.pop(step.name, None)

@@ -95,7 +95,7 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
             excluded = [step.name for step, _ in self._passed]
             chosen = await choose(self.store, self.leases, self.selector, excluded)
             if chosen is None:
-                self._give_up()
+                self._raise_damage()
                 if gone is not None and gone.written:  # without an error the target would count as unchanged
                     raise gone
                 return None
@@ -129,7 +129,7 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
         context, request = _context(self.url, step), _request(self.request, self.selector)
         return await load_from(Location(self.store, step.name, context.url), state, request, context)
 
-    def _give_up(self) -> None:
+    def _raise_damage(self) -> None:
         """Raise the error of the newest damaged step. Do nothing if no step was damaged."""
         if not self._passed:
             return

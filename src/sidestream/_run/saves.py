@@ -121,19 +121,19 @@ class SaveQueue:
         with self._lock:
             self._entries.append(entry)
 
-    def leave(self, entry: QueueEntry) -> None:
+    def release(self, entry: QueueEntry) -> None:
         with self._lock:
             if entry in self._entries:
                 self._entries.remove(entry)
-                self._settle()
+                self._decide_again()
 
     def change(self, entry: QueueEntry, **changes: Any) -> None:
         """Change the state of ``entry``, decide again, and apply the decisions."""
         with self._lock:
             entry.state = replace(entry.state, **changes)
-            self._settle()
+            self._decide_again()
 
-    def _settle(self) -> None:
+    def _decide_again(self) -> None:
         decisions = decide(self.size, [entry.state for entry in self._entries])
         for entry, decision in zip(list(self._entries), decisions, strict=True):
             if decision in ("full", "overtaken"):
@@ -147,7 +147,7 @@ class SaveQueue:
 
 
 class QueueEntry:
-    """One save in the queue, from its call on. Its owner calls ``leave`` when the save has ended."""
+    """One save in the queue, from its call on. Its owner calls ``release`` when the save has ended."""
 
     generation: int | None = None
     """The generation of the save, if it is decided when the ranks agree that it begins."""
@@ -196,9 +196,9 @@ class QueueEntry:
         """Record that the save has begun, so that the next one may begin."""
         self._queue.change(self, begun=True)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Leave the queue, and give back the slot if the save has one. Idempotent."""
-        self._queue.leave(self)
+        self._queue.release(self)
 
     # --- called by the queue ---
 
@@ -347,12 +347,12 @@ class QueuedSave:
             return await self._work.run(staged)
         finally:
             if self._stage is not None:
-                self._stage.give_way()
+                self._stage.cancel()
             try:
                 if self._lease is not None:
                     await self._lease.release()
             finally:
-                self._entry.leave()
+                self._entry.release()
 
 
 EARLIER = "an earlier save"
@@ -499,12 +499,12 @@ class Saves:
             context = context_of_caller("when_full='latest'") if later else copy_context()
             pending = context.run(PendingSave, work, request.exports)
         except BaseException:
-            entry.leave()
+            entry.release()
             if stage is not None:
-                stage.give_way()
+                stage.cancel()
             raise
         if stage is not None:
-            stage.settle()
+            stage.wait_if_eager()
         return pending
 
     async def _claim(self, step: int) -> int:

@@ -29,10 +29,10 @@ __all__ = [
     "Caller",
     "TaskCaller",
     "ThreadCaller",
+    "cancel_if_interrupted",
     "context_of_caller",
     "loop_of_caller_ended",
     "run_by_caller",
-    "withdraw_if_interrupted",
 ]
 
 P = ParamSpec("P")
@@ -73,13 +73,13 @@ class _QueuedCode(Generic[T]):
         self.settled = False
         self.begun = False
         self.withdrawn = False
-        self.withdrawals: list[Callable[[], None]] = []
+        self.cancels: list[Callable[[], None]] = []
 
     def run(self) -> None:
-        """Run the code, unless it was withdrawn. If a signal interrupts it, the thread has to call ``give_up``."""
+        """Run the code, unless it was withdrawn. If a signal interrupts it, the thread has to call ``cancel``."""
         self.begun = True
         if self.withdrawn:
-            self.give_up()
+            self.cancel()
             return
         try:
             self._results.append(self._code())
@@ -88,19 +88,19 @@ class _QueuedCode(Generic[T]):
         except BaseException as error:
             self._error = Interrupted(f"interrupted by {type(error).__name__}")
             raise
-        self._settle()
+        self._end()
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """End the wait for code that has not run to its end. A result that exists already is still delivered, because
         it may be an operation that has to be cancelled."""
         if not self.settled and not self._results:
-            for withdraw in self.withdrawals:
-                withdraw()
+            for cancel in self.cancels:
+                cancel()
             if self._error is None:
                 self._error = Interrupted("interrupted") if self.begun and not self.withdrawn else _CallerLeft()
-        self._settle()
+        self._end()
 
-    def _settle(self) -> None:
+    def _end(self) -> None:
         self.settled = True
         self._loop.call_soon_threadsafe(self._ended.set)
 
@@ -124,13 +124,13 @@ class _QueuedCode(Generic[T]):
         """End what the code has started, because its result is not wanted any more."""
         for result in self._results:
             cancel = getattr(result, "cancel", None)
-            for end in self.withdrawals if cancel is None else [cancel]:
+            for end in self.cancels if cancel is None else [cancel]:
                 end()
 
 
 class Caller(ABC):
     """A task or thread that waits for a call. ``adopt`` and ``run`` are called on the loop of operations, ``end`` and
-    ``leave`` in any thread.
+    ``close`` in any thread.
 
     A signal may interrupt a thread that waits between any two instructions. So no method takes a lock, and code stays
     in the queue until it has been run or given up.
@@ -151,7 +151,7 @@ class Caller(ABC):
 
         Code that has begun is not interrupted: a cancel is raised when it has ended."""
         queued = _QueuedCode(code)
-        # In this order. If the caller leaves between the two lines, ``leave`` finds the code in the queue and gives it
+        # In this order. If the caller leaves between the two lines, ``close`` finds the code in the queue and gives it
         # up. If it has left before, ``_waits`` is False, and the code is taken back here. One of the two happens,
         # without a lock.
         self._queue.append(queued)
@@ -201,8 +201,8 @@ class Caller(ABC):
     def _check_presence(self, queued: _QueuedCode[Any]) -> None:
         """Give up code that nothing will run."""
         if self.is_gone() and not queued.settled:
-            self.leave()
-            queued.give_up()
+            self.close()
+            queued.cancel()
 
     def _remove(self, queued: _QueuedCode[Any]) -> bool:
         try:
@@ -222,18 +222,18 @@ class Caller(ABC):
         self._ended = True
         self._wake()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Record that the caller has stopped waiting, or never waited."""
         self._waits = False
         while (queued := self._first()) is not None:
-            queued.give_up()
+            queued.cancel()
             self._remove(queued)
 
     def _run_queued(self) -> None:
         """Run what is in the queue, in the caller."""
         while (queued := self._first()) is not None:
             if queued.begun:  # a signal came while it ran
-                queued.give_up()
+                queued.cancel()
             else:
                 _run_queued(queued)
             self._remove(queued)
@@ -252,9 +252,9 @@ class Caller(ABC):
 
 
 class ThreadCaller(Caller):
-    """A thread. Call ``wait`` and then ``leave`` in it.
+    """A thread. Call ``wait`` and then ``close`` in it.
 
-    Further signals may interrupt ``leave`` as well. Therefore the loop looks now and then whether the result of
+    Further signals may interrupt ``close`` as well. Therefore the loop looks now and then whether the result of
     ``present`` still exists, which the frame of the call keeps.
     """
 
@@ -264,7 +264,7 @@ class ThreadCaller(Caller):
         self._wakeups: SimpleQueue[None] = SimpleQueue()
 
     def present(self) -> object:
-        """Return an object that the frame of the call keeps until ``leave`` has returned."""
+        """Return an object that the frame of the call keeps until ``close`` has returned."""
         presence = _Presence()
         self._presence = weakref.ref(presence)
         return presence
@@ -322,7 +322,7 @@ class TaskCaller(Caller):
             cancelled = cancel
         except BaseException:  # the loop was closed or dropped, or code of the caller ended the program
             interrupt()
-            self.leave()
+            self.close()
             raise
         if cancelled is not None:
             interrupt()
@@ -331,7 +331,7 @@ class TaskCaller(Caller):
                 while not self._ended:
                     with suppress(asyncio.CancelledError):
                         await self._serve()
-        self.leave()
+        self.close()
         return cancelled
 
     async def _serve(self) -> None:
@@ -371,15 +371,15 @@ def _run_posted(queued: _QueuedCode[Any]) -> None:
         _run_queued(queued)
     finally:
         if not queued.settled:
-            queued.give_up()
+            queued.cancel()
 
 
-def withdraw_if_interrupted(withdraw: Callable[[], None]) -> None:
-    """Arrange that ``withdraw`` is called if an interrupt of the blocking call whose code runs in this thread drops the
+def cancel_if_interrupted(cancel: Callable[[], None]) -> None:
+    """Arrange that ``cancel`` is called if an interrupt of the blocking call whose code runs in this thread drops the
     result of that code. It has to end what the code has started, without waiting. It may be called several times."""
     queued = getattr(_serving, "queued", None)
     if queued is not None:
-        queued.withdrawals.append(withdraw)
+        queued.cancels.append(cancel)
 
 
 _caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("sidestream_caller", default=None)
@@ -405,7 +405,7 @@ def context_of_caller(what: str) -> contextvars.Context:
             raise InvalidOptionError(
                 f"{what} needs an event loop of asyncio, which captures the state when the turn of the save comes"
             ) from None
-        caller.leave()
+        caller.close()
         context.run(_caller.set, caller)
     return context
 

@@ -94,7 +94,7 @@ def give_no_turns(loop: asyncio.AbstractEventLoop) -> None:
 def stop_turns(work: Future[Any]) -> None:
     """Stop giving turns for ``work``, which may never end."""
     with suppress(KeyError):  # this loop has given none
-        _of_loops[asyncio.get_running_loop()].give_up(work)
+        _of_loops[asyncio.get_running_loop()].stop(work)
 
 
 def yield_gil() -> None:
@@ -143,7 +143,7 @@ class _LoopTurns:
             self._seen = _clocks()
             self._plan(loop)
 
-    def give_up(self, work: Future[Any]) -> None:
+    def stop(self, work: Future[Any]) -> None:
         self._works.discard(work)
 
     def _give(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from .threads import Deadline
 
-__all__ = ["MemoryMap", "UnmapOutcome", "address_of", "advise", "pieces", "settle", "start_thread"]
+__all__ = ["MemoryMap", "UnmapOutcome", "address_of", "advise", "pieces", "start_thread", "wait_unmapped"]
 
 UnmapOutcome: TypeAlias = Literal["unmapped", "kept", "unmapped late"]
 """The outcome for a mapping that is not used any more; ``"unmapped late"`` can only follow ``"kept"``."""
@@ -57,7 +57,7 @@ class MemoryMap(mmap.mmap):
 
     def unused(self) -> bool:
         """End all other uses of the memory. Called in the thread that unmaps it. Returns False if the memory has to
-        stay mapped; ``settle`` makes the thread ask again."""
+        stay mapped; ``wait_unmapped`` makes the thread ask again."""
         return True
 
     def __del__(self) -> None:
@@ -76,9 +76,9 @@ def start_thread() -> bool:
     return _unmapping.start()
 
 
-def settle(deadline: Deadline) -> bool:
+def wait_unmapped(deadline: Deadline) -> bool:
     """Wait until every mapping in the queue has been unmapped or kept. Returns False if that takes too long."""
-    return _unmapping.settle(deadline)
+    return _unmapping.wait_unmapped(deadline)
 
 
 class _Unmapping:
@@ -109,7 +109,7 @@ class _Unmapping:
         if self._thread is not None:
             self._queue.put(mapping)
 
-    def settle(self, deadline: Deadline) -> bool:
+    def wait_unmapped(self, deadline: Deadline) -> bool:
         if self._thread is None:
             return True
         done = threading.Event()
@@ -129,7 +129,7 @@ class _Unmapping:
             return mapping
         ended = mapping.ended or _nothing
         if _emptied(mapping):
-            del mapping  # unmaps the memory, before settle() returns
+            del mapping  # unmaps the memory, before wait_unmapped() returns
             ended("unmapped")
         else:
             self._kept.append(mapping)

@@ -227,7 +227,7 @@ def async_save(
         )
         stage = request.prepare(operation, member)
         work = request.launch(stage, location, operation=operation, member=member)
-        stage.settle()
+        stage.wait_if_eager()
     except Exception as error:
         if operation is None:
             raise
@@ -306,7 +306,7 @@ class SaveRequest:
         try:
             return self._launch(stage, location, generation, operation, member)
         except BaseException:
-            stage.give_way()
+            stage.cancel()
             raise
 
     def _launch(

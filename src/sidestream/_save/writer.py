@@ -18,7 +18,7 @@ from typing import Any
 
 from .._format.shard import BlockSums, ShardLayout
 from .._layout.save_layout import PlannedFiles
-from .._runtime.caller import withdraw_if_interrupted
+from .._runtime.caller import cancel_if_interrupted
 from .._runtime.threads import Deadline, Stop, release_in_background, result_of, time_limit, write_threads
 from .._staging import AsyncStager, Captured, SnapshotReader, Staging, borrow, give_back
 from .._storage import Body, BytesBody, ShardBody
@@ -72,15 +72,15 @@ class LiveWriter:
             order.lifecycle.will_start()  # the writing thread calls the observers
             # The hand-over to the caller. In a blocking call this code runs in the calling thread, where
             # ``KeyboardInterrupt`` may come between any two instructions. Before this line the ``except`` clause below
-            # ends the save. After it the object is on the list of the call, which withdraws it if the call never
+            # ends the save. After it the object is on the list of the call, which cancels it if the call never
             # returns a result.
-            withdraw_if_interrupted(self.withdraw)
+            cancel_if_interrupted(self.cancel)
             # Only now may the thread write: a save whose caller was interrupted before this line leaves nothing on
             # storage.
             launch.succeeded.put(True)
         except BaseException:  # also one that a signal handler raises
             launch.succeeded.put(False)
-            self.withdraw()
+            self.cancel()
             raise
 
     def pass_on(self, staged: Future[None]) -> None:
@@ -92,7 +92,7 @@ class LiveWriter:
         try:
             # A stop has to reach the stager's thread as well: it may be copying, or waiting for memory that only this
             # save would give back. It also ends the wait of ``Stage.plan`` in a group, which does not look at ``stop``.
-            with self._stop.waking(self._stage.give_way):
+            with self._stop.waking(self._stage.cancel):
                 result: tuple[Any, Any] = await self._threads.wait(self._done, "writing", stop=self._stop)
         except asyncio.CancelledError:
             # ``wait`` cancels work that no thread has begun, and does not set the flag then. ``release`` needs it: it
@@ -107,7 +107,7 @@ class LiveWriter:
         The exception is a device that hangs. The wait for it ends at the deadline, or after 5 s if the save was
         signalled to stop; the copies then keep their memory until they end.
         """
-        self._stage.give_way()
+        self._stage.cancel()
         copied = self._stage.copied
         stopped = self._stop.is_set()
         await _ended(copied, _GRACE_S if stopped else max(self._order.deadline.remaining_s(), _GRACE_S))
@@ -130,9 +130,9 @@ class LiveWriter:
 
     def interrupt(self) -> None:
         self._stop.set()
-        self._stage.give_way()
+        self._stage.cancel()
 
-    def withdraw(self) -> None:
+    def cancel(self) -> None:
         """End a save whose caller was interrupted and will not await it, and remove what it wrote. Called in the
         launching thread; does not wait."""
         self._withdrawn = True
@@ -272,10 +272,10 @@ class Stage:
         self._staging.deadline = order.deadline
         stager.enqueue(self._staging, partial(layout.lay_out, stager.plans, stager.budget_bytes))
 
-    def settle(self) -> None:
+    def wait_if_eager(self) -> None:
         """Block until the sources in host memory are copied, if the mode of the stager guarantees that. If the state is
         larger than the free memory, that needs the windows that the writing thread releases."""
-        self._stager.settle(self._staging)
+        self._stager.wait_if_eager(self._staging)
 
     def plan(self, stop: Stop) -> PlannedFiles:
         """Wait for the plan of what has to be written, and return it. Called in the writing thread; blocks."""
@@ -285,7 +285,7 @@ class Stage:
         if order.operation is None:
             plan = result_of(staging.planned, stop, "waiting for earlier stages")
         else:  # rank 0 raises at the deadline, and its error names the ranks that have not made the call
-            # Not ``result_of``: in a group a stop is the failure of a rank, and ``give_way`` ends this wait with it.
+            # Not ``result_of``: in a group a stop is the failure of a rank, and ``cancel`` ends this wait with it.
             plan = order.deadline.result(staging.planned, "waiting for earlier stages", _PATIENCE_S)
         return plan
 
@@ -308,7 +308,7 @@ class Stage:
         """Return the checksums of each shard's blocks."""
         return [body.sums for body in self._bodies]
 
-    def give_way(self) -> None:
+    def cancel(self) -> None:
         """Stop copies, and end waits for memory. Called in any thread; does not block."""
         self._staging.release()
 

@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._runtime.memory_maps import MemoryMap, UnmapOutcome, address_of, advise, pieces, settle
+from .._runtime.memory_maps import MemoryMap, UnmapOutcome, address_of, advise, pieces, wait_unmapped
 from .._runtime.public import public
 from .._runtime.threads import Deadline, Stop
 from ..errors import ArenaExhaustedError, ClosedError, DeadlineExceededError
@@ -356,12 +356,12 @@ class Arena:
             self._drop_idle_segments(self._reserved)
         finally:
             self._lock.release()
-        self.settle(deadline)
+        self.wait_unmapped(deadline)
 
-    def settle(self, deadline: Deadline) -> None:
+    def wait_unmapped(self, deadline: Deadline) -> None:
         """Wait until all dropped segments have been unmapped, except those that cannot be unregistered.
         Raises ``DeadlineExceededError``."""
-        if self._leaving and not settle(deadline):
+        if self._leaving and not wait_unmapped(deadline):
             raise DeadlineExceededError(
                 f"memory was not released within timeout_s={deadline.timeout_s:g}: it is being unmapped, or the device "
                 "that it is registered with does not respond"
@@ -451,7 +451,7 @@ class Arena:
                 # The thread waits with the lock held. That is safe, because what ends the wait needs no lock:
                 # finalizers and ``wake`` only put into the queue. And it is wanted: no later request takes the memory
                 # that this one waits for.
-                self._put_back(self._returned.get(timeout=patience_s))
+                self._take_returned(self._returned.get(timeout=patience_s))
             except queue.Empty:
                 if unmapping and request.deadline.remaining_s() > 0:
                     continue
@@ -466,7 +466,7 @@ class Arena:
         if patience_s <= 0:
             return False
         with suppress(queue.Empty):
-            self._put_back(self._returned.get(timeout=patience_s))
+            self._take_returned(self._returned.get(timeout=patience_s))
         return True
 
     def _take_back(self) -> bool:
@@ -593,9 +593,9 @@ class Arena:
                 returned = self._returned.get_nowait()
             except queue.Empty:
                 return
-            self._put_back(returned)
+            self._take_returned(returned)
 
-    def _put_back(self, returned: tuple[_Segment | None, int, int] | _Ended | None) -> None:
+    def _take_returned(self, returned: tuple[_Segment | None, int, int] | _Ended | None) -> None:
         if returned is None:
             return
         if isinstance(returned, _Ended):

@@ -96,7 +96,7 @@ def set_cache_bytes(cache_bytes: int) -> None:
     if type(cache_bytes) is not int or cache_bytes < 0:
         raise InvalidOptionError(f"cache_bytes={cache_bytes!r} has to be a number of bytes, or 0 to keep none")
     for stager in _cache.resize(cache_bytes):
-        stager.retire()
+        stager.close_later()
 
 
 def borrow(budget_bytes: int | None, *, shared: bool, timeout_s: float) -> AsyncStager:

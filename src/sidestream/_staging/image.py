@@ -137,7 +137,7 @@ class StagedImage:
             if self._error is None:
                 self._filled = self.nbytes
                 self._changed.notify_all()
-            self._settle()
+            self._release_unneeded()
 
     def advance(self, filled: int) -> None:
         """Set the offset below which all copies have ended."""
@@ -203,7 +203,7 @@ class StagedImage:
         Idempotent."""
         with self._changed:
             self._released = True
-            self._settle()
+            self._release_unneeded()
 
     # --- further readers ---
 
@@ -223,13 +223,13 @@ class StagedImage:
                 raise SnapshotLostError("the staged memory was taken back for another stage")
             return self._lease.view.toreadonly()
 
-    def leave(self, reader: int) -> None:
+    def release_for(self, reader: int) -> None:
         """Remove a further reader. Idempotent."""
         with self._changed:
             self._others.discard(reader)
-            self._settle()
+            self._release_unneeded()
 
-    def _settle(self) -> None:
+    def _release_unneeded(self) -> None:
         """Release memory that no reader needs, and offer memory that only further readers need. The caller holds the
         lock."""
         # There are three cases. Something still writes, or the first reader has not released the image: it stays. Only
@@ -252,7 +252,7 @@ class StagedImage:
             # A reader that is inside of the window keeps the bytes, because its view refers to the array. The extent
             # returns to the arena when that view is gone, so the stage that took it back may have to wait for one read.
             self._taken, self._withdraw = True, None
-            self._settle()
+            self._release_unneeded()
 
     def _wake(self) -> None:
         with self._changed:

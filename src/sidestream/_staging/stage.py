@@ -224,26 +224,26 @@ class Staging(Generic[P]):
             if self.committed:
                 return
             self.superseded = True
-        self._give_up()
+        self._cancel()
 
     def release(self) -> None:
         """Stop the copies, and release the memory when nothing writes into it any more. Idempotent."""
         self.copied.mark_retrieved()
         with self._lock:
             self._released = True
-        self._give_up()
+        self._cancel()
         for image in self.images:
             image.release()
 
-    def leave(self, reader: int) -> None:
+    def release_for(self, reader: int) -> None:
         """Remove a further reader from all images. Idempotent."""
         with self._lock:
             self.readers -= {reader}
             images = self.images
         for image in images:
-            image.leave(reader)
+            image.release_for(reader)
 
-    def _give_up(self) -> None:
+    def _cancel(self) -> None:
         self.stop.set()
         with self._lock:  # several threads may call this at the same time
             # If the stager's thread has not begun the stage, or was not given it yet, it never will, so its futures are
@@ -309,11 +309,11 @@ class SnapshotReader(Generic[P]):
             yield view
         finally:
             del view  # and no release(): a tensor of torch.frombuffer() would not prevent it, and still use the memory
-            image.leave(self._number)
+            image.release_for(self._number)
 
     def close(self) -> None:
         """Give up the windows that have not been read. Idempotent. May be called in any thread."""
-        self._staging.leave(self._number)
+        self._staging.release_for(self._number)
 
 
 def _lost(error: ClosedError, stop: Stop) -> ClosedError | SnapshotLostError:

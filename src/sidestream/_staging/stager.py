@@ -312,7 +312,7 @@ class AsyncStager:
         self._arena.trim_idle(nbytes)
         self._idle.set_aside(nbytes)
 
-    def retire(self) -> None:
+    def close_later(self) -> None:
         """Close in the stager's thread, where nothing is staged any more. Does not wait."""
         self._closed = True
         self._threads.submit(self._arena.trim_idle)
@@ -406,7 +406,8 @@ class AsyncStager:
         """Let the stager's thread copy ``staging``, in images that ``lay_out`` plans. ``lay_out`` is called there.
 
         The images are filled in order, and memory is leased image by image. So a state larger than the budget can be
-        staged if earlier images are released as they are read. The reader calls ``settle()`` when it is ready to read.
+        staged if earlier images are released as they are read. The reader calls ``wait_if_eager()`` when it is ready to
+        read.
         """
         self._check_usable()
         with self._lock, time_limit(staging.deadline):
@@ -429,10 +430,10 @@ class AsyncStager:
         future: StagingFuture[StagedState] = StagingFuture()
         lay_out = partial(plan_stage, self._plans)
         staging = self.launch(capture(state_dict, copy_value), lay_out, deadline, wait_streams, outcome=future)
-        self.settle(staging)
+        self.wait_if_eager(staging)
         return staging, future
 
-    def settle(self, staging: Staging[Any]) -> None:
+    def wait_if_eager(self, staging: Staging[Any]) -> None:
         """Copy sources in host memory before this returns, as ``mode="eager"`` promises. It blocks for the copies, and
         for memory if there is none, until the deadline of the stage at most."""
         if self._mode == "eager" and staging.host:
@@ -537,7 +538,7 @@ class AsyncStager:
         grace = Deadline.after(_GRACE_S)
         if ended and self._threads.join(grace) and self._device is not None:
             self._device.join(grace)
-        self._arena.settle(Deadline(max(deadline.at, Deadline.after(_GRACE_S).at), deadline.timeout_s))
+        self._arena.wait_unmapped(Deadline(max(deadline.at, Deadline.after(_GRACE_S).at), deadline.timeout_s))
 
     def _stop_stages(self) -> bool:
         """Stop the stages. Returns whether all have ended. Stages that wait for memory or copy in threads end when they
@@ -614,7 +615,7 @@ class AsyncStager:
         plan = lay_out(captured)
         del captured
         self._fill(staging, plan)
-        if self._mode == "eager" and staging.host:  # ``settle`` waits until then at most, and the sources change then
+        if self._mode == "eager" and staging.host:  # ``wait_if_eager`` waits no longer, and then the sources change
             staging.deadline.check("staging")
         if staging.passes:
             self._idle.note_staged(tuple([image.nbytes for image in staging.images]))

@@ -270,7 +270,7 @@ class Store(Protocol):
     async def look_at(self, directory: str) -> Found:
         """Return what lies at ``directory``."""
 
-    async def retire(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
+    async def remove_directory(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
         """Delete a checkpoint or an export, as ``use`` allows. It is made invisible, with ``"fsync"`` durably, before
         anything else is deleted. Files of other saves in the directory stay, if they can be distinguished. Return False
         if there is nothing. Raises ``CheckpointNotFoundError`` if ``use`` may not delete what is there.

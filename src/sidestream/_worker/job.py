@@ -140,7 +140,7 @@ class Job:
                     # complete and synced, and stay.
                     transaction.clear(left)
         for file in self._files:
-            _settle(file)
+            _take_sums(file)
         # Only now, when all receipts are there: the commit compares these sizes with what it sees.
         transaction.wrote({transaction.committed_name(file.name): file.nbytes for file in self._files})
 
@@ -163,7 +163,7 @@ class Job:
         )
 
 
-def _settle(file: _File) -> None:
+def _take_sums(file: _File) -> None:
     """Store the checksums of a receipt in the body of the file, as a thread of this process would."""
     body, file.body = file.body, None
     if isinstance(body, ShardBody) and file.sums is not None:
@@ -208,7 +208,7 @@ class _Exchange(WorkerRequest):
                 self._wait()
                 self._raise_end()
         except BaseException as error:
-            self._give_up(error)
+            self._fail(error)
             raise
 
     # --- sending ---
@@ -340,7 +340,7 @@ class _Exchange(WorkerRequest):
                 self._halt.check()
                 raise deadline.exceeded("writing")
 
-    def _give_up(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End the request after ``error``. When this returns, the process writes nothing of it any more."""
         with self._changed:
             ended = self.ended

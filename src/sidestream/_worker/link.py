@@ -77,7 +77,7 @@ class WorkerRequest(ABC):
         """End a request that has not ended. When this returns, the process neither reads nor writes memory for it any
         more. Raises ``WriterProcessError``."""
         if not self._asked:
-            self._link.withdraw(self._number)  # the process does not know the request, and would not answer
+            self._link.discard(self._number)  # the process does not know the request, and would not answer
             return
         self.send((WorkerMessageKind.CANCEL, b""))
         with self._changed:
@@ -167,7 +167,7 @@ class WorkerLink:
             self._requests[self._numbers] = request
             return self._numbers
 
-    def withdraw(self, number: int) -> None:
+    def discard(self, number: int) -> None:
         """Remove a request that was never sent."""
         with self._lock:
             self._requests.pop(number, None)

@@ -85,8 +85,8 @@ class LocalStore:
     async def look_at(self, directory: str) -> Found:
         return await run_io(look_at, self.root / directory)
 
-    async def retire(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
-        return await run_io(_retire, self.root, directory, durability, use)
+    async def remove_directory(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
+        return await run_io(_remove_directory, self.root, directory, durability, use)
 
     async def collect(self, target: str, *, after_s: float) -> list[str]:
         return await run_io(_collect, self.root, target, after_s)
@@ -146,7 +146,7 @@ class MarkedStore(LocalStore):
     async def look_at(self, directory: str) -> Found:
         return await run_io(_look_in_place, self.root / directory)
 
-    async def retire(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
+    async def remove_directory(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
         return await run_io(_unmark, self.root / directory, durability, use)
 
     async def leftovers(self) -> list[Leftover]:
@@ -184,7 +184,7 @@ def _may_retire(path: Path, use: Use, *, in_place: bool) -> bool:
     return True
 
 
-def _retire(root: Path, directory: str, durability: Durability, use: Use) -> bool:
+def _remove_directory(root: Path, directory: str, durability: Durability, use: Use) -> bool:
     path = root / directory
     if not _may_retire(path, use, in_place=False):
         return False

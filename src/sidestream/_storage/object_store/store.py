@@ -104,12 +104,12 @@ class ObjectStore:
     async def look_at(self, directory: str) -> Found:
         return await on_io_loop(lambda: look_at(self._bucket, directory), f"looking at {directory}")
 
-    async def retire(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
+    async def remove_directory(self, directory: str, *, durability: Durability, use: Use = "remove") -> bool:
         """Write the note, and delete the marker before the other files, so that readers never find an incomplete
         checkpoint. Of an export, delete first what readers look for."""
-        return await on_io_loop(lambda: self._retire(directory, use), f"removing {directory}")
+        return await on_io_loop(lambda: self._remove_directory(directory, use), f"removing {directory}")
 
-    async def _retire(self, directory: str, use: Use) -> bool:
+    async def _remove_directory(self, directory: str, use: Use) -> bool:
         bucket, save_id = self._bucket, None
         listing = await bucket.listing(directory)
         files = listing.files
