@@ -23,7 +23,7 @@ from leases import all_returned
 from states import assert_same
 
 import sidestream
-from sidestream._runtime.memory_maps import settle
+from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline
 from sidestream._save import writer
 from sidestream._staging import AsyncStager, DeviceEngine, StageMode, cached
@@ -314,7 +314,7 @@ async def test_segments_are_registered_once_and_unregistered_before_they_are_unm
     assert (kept == 1.0).all()
     del kept
     gc.collect()
-    assert settle(Deadline.after(60))  # a thread of the library does it
+    assert wait_unmapped(Deadline.after(60))  # a thread of the library does it
     assert not driver.registered
 
 
@@ -637,7 +637,7 @@ async def test_closing_says_what_becomes_of_a_stage_whose_device_hangs(close: Ca
     assert stager.statistics().leased_bytes > 0  # the copies may still come
     driver.run()
     await all_returned(stager)
-    assert settle(Deadline.after(60))
+    assert wait_unmapped(Deadline.after(60))
     assert not driver.registered
 
 

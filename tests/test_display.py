@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import torch
+from held import HeldStager
 from rich.console import Console
 
 import sidestream
@@ -31,9 +32,11 @@ class _Cells(HTMLParser):
 
 
 async def test_short_and_safe(tmp_path: Path) -> None:
-    pending = sidestream.async_save(STATE, tmp_path / "c")
-    assert repr(pending).startswith(f"<PendingSave {tmp_path}/c: stag")
-    info = await pending
+    async with HeldStager() as held:
+        pending = sidestream.async_save(STATE, tmp_path / "c", stager=held)
+        assert repr(pending).startswith(f"<PendingSave {tmp_path}/c: stag")
+        held.let_go()
+        info = await pending
     assert repr(pending).startswith(f"<PendingSave {tmp_path}/c: committed, ")
     assert repr(info).startswith(f"<SaveInfo {tmp_path}/c: ")
     checkpoint = await sidestream.open_checkpoint(tmp_path / "c")

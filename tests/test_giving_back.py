@@ -18,7 +18,7 @@ import torch
 from fake_device import FakeDriver
 from leases import all_returned
 
-from sidestream._runtime.memory_maps import settle
+from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, DeviceEngine
 from sidestream._staging import stager as stager_module
@@ -117,7 +117,7 @@ async def test_memory_is_unregistered_by_its_thread_on_its_device(last: str) -> 
         assert driver.registered, "a tensor still lies in it"
         del kept
     if last not in ("trim", "close", "aclose"):  # those have waited for it
-        assert settle(Deadline.after(60))
+        assert wait_unmapped(Deadline.after(60))
     assert not driver.registered
     assert driver.unregistered_in == THREAD
     assert stager.statistics().reserved_bytes == stager.statistics().registered_bytes == 0
@@ -144,7 +144,7 @@ async def test_the_last_reference_dies_in_a_garbage_collection_within_the_start_
         assert not starting.is_alive(), "a finalizer waits for a lock that its own thread holds"
     assert not thread.armed
     assert [one.name for one in threading.enumerate()].count("sidestream-unmap") == 1, "a finalizer started one"
-    assert settle(Deadline.after(60))
+    assert wait_unmapped(Deadline.after(60))
     assert not driver.registered
     assert driver.unregistered_in == THREAD
 
@@ -164,7 +164,7 @@ async def test_the_loop_does_not_wait_for_memory_whose_last_reference_dies_on_it
             gc.collect()  # returns at once
             assert driver.registered
             assert stager.statistics().registered_bytes == stager.statistics().reserved_bytes > MIB
-    assert settle(Deadline.after(60))
+    assert wait_unmapped(Deadline.after(60))
     assert not driver.registered
 
 
@@ -249,7 +249,7 @@ async def test_a_device_that_does_not_answer_is_not_waited_for_beyond_the_deadli
             await call(stager)
         assert driver.registered
         assert stager.statistics().registered_bytes > MIB
-    assert settle(Deadline.after(60))
+    assert wait_unmapped(Deadline.after(60))
     assert not driver.registered
     assert stager.statistics().registered_bytes == 0
     await stager.aclose()
@@ -287,7 +287,7 @@ def test_the_last_reference_in_a_forked_child_neither_unregisters_nor_unmaps() -
     assert forked(in_the_child)
     assert driver.registered
     del memory
-    assert settle(Deadline.after(60))
+    assert wait_unmapped(Deadline.after(60))
     assert not driver.registered
 
 

@@ -22,7 +22,7 @@ import torch
 import sidestream
 from sidestream import blocking
 from sidestream._runtime import memory_maps
-from sidestream._runtime.memory_maps import MemoryMap, address_of, settle
+from sidestream._runtime.memory_maps import MemoryMap, address_of, wait_unmapped
 from sidestream._runtime.threads import Deadline, Stop
 from sidestream._staging.arena import Arena
 
@@ -59,7 +59,7 @@ def nothing_unmapped() -> Iterator[None]:
     finally:
         go.set()
     gc.collect()
-    assert settle(Deadline.after(60))
+    assert wait_unmapped(Deadline.after(60))
 
 
 def a_map(tmp_path: Path) -> tuple[Any, int]:
@@ -119,10 +119,10 @@ def test_other_threads_map_memory_between_the_pieces(monkeypatch: pytest.MonkeyP
 
     memory = MemoryMap(-1, 37 * MIB)
     memory[:] = b"x" * len(memory)
-    assert settle(Deadline.after(60))
+    assert wait_unmapped(Deadline.after(60))
     monkeypatch.setattr(memory_maps, "advise", noted)
     del memory
-    assert settle(Deadline.after(60))
+    assert wait_unmapped(Deadline.after(60))
     assert {name for name, _ in pieces} == {"sidestream-unmap"}
     assert sum(nbytes for _, nbytes in pieces) == 37 * MIB
     assert max(nbytes for _, nbytes in pieces) <= 4 * MIB
@@ -142,7 +142,7 @@ def test_the_pages_are_gone_before_the_rest_is_unmapped() -> None:
     kept = memoryview(memory)  # the thread returns the pages, and this keeps the map
     assert pages_at(address) >= 15 * MIB
     memory_maps._unmapping.take(memory)
-    assert settle(Deadline.after(60))
+    assert wait_unmapped(Deadline.after(60))
     assert resident == [0]
     kept.release()
 

@@ -42,7 +42,6 @@ VERBS: dict[str, Callable[[Path], Awaitable[Any]]] = {
 }
 BLOCKING: dict[str, Callable[[Path], Any]] = {
     "save": lambda path: sidestream.blocking.save(STATE, path),
-    "async_save": lambda path: sidestream.blocking.async_save(STATE, path),
     "load": lambda path: sidestream.blocking.load(STATE, path),
     "open_checkpoint": sidestream.blocking.open_checkpoint,
     "verify": sidestream.blocking.verify,

@@ -206,8 +206,12 @@ async def test_the_end_stops_all_threads(ending: str) -> None:
 
 async def test_progress_ends_with_all() -> None:
     told: list[int] = []
+
+    async def progress(nbytes: int) -> None:
+        told.append(nbytes)
+
     with time_limit(Deadline.after(60)):
-        await Jobs(range(1000), lambda item, stop: item, told.append).run()
+        await Jobs(range(1000), lambda item, stop: item, progress).run()
     assert told == sorted(set(told))
     assert told[-1] == sum(range(1000))
 

@@ -27,8 +27,10 @@ from states import assert_same
 from torch import nn
 
 import sidestream
+from sidestream._engine.calls import in_operation
 from sidestream._layout import save_layout as save_plan
 from sidestream._runtime import threads
+from sidestream._runtime.tasks import supervised_tasks
 from sidestream._staging import stage as staging
 from sidestream.errors import (
     ArenaExhaustedError,
@@ -239,6 +241,13 @@ async def own_write_threads() -> AsyncIterator[None]:
     assert await asyncio.to_thread(used.join, threads.Deadline.after(60))
 
 
+async def until_ended() -> None:
+    """Wait until no operation is in progress."""
+    await in_operation(lambda: asyncio.sleep(0), "test")  # after what was posted before
+    while supervised_tasks():
+        await asyncio.sleep(0)
+
+
 async def test_a_save_that_cannot_be_launched_leaves_nothing(tmp_path: Path) -> None:
     stager = sidestream.AsyncStager()
     await stager.aclose()
@@ -255,10 +264,10 @@ async def test_a_save_that_is_interrupted_while_it_settles_leaves_nothing(
         raise KeyboardInterrupt
 
     async with sidestream.AsyncStager(mode="eager") as stager:
-        monkeypatch.setattr(stager, "settle", interrupted)  # a signal, while it blocks
-        async with own_write_threads():
-            with pytest.raises(KeyboardInterrupt):
-                sidestream.async_save({"w": torch.zeros(1 << 20)}, tmp_path / "c", stager=stager)
+        monkeypatch.setattr(stager, "wait_if_eager", interrupted)  # a signal, while it blocks
+        with pytest.raises(KeyboardInterrupt):
+            sidestream.async_save({"w": torch.zeros(1 << 20)}, tmp_path / "c", stager=stager)
+        await until_ended()
         assert not list(tmp_path.iterdir())
         await all_returned(stager)
 
@@ -284,7 +293,7 @@ async def test_a_second_interrupt_while_a_save_is_given_up(tmp_path: Path, monke
         while stager.statistics().waiters == 0:
             await asyncio.sleep(0)
         with monkeypatch.context() as patched:
-            patched.setattr(stager, "settle", interrupted)
+            patched.setattr(stager, "enqueue", interrupted)
             for step in itertools.count(1):
                 left = step
                 async with own_write_threads():

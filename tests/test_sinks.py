@@ -111,7 +111,7 @@ def save(
     exports = tuple(PendingExport(sink) for sink in sinks)
     wanted = sidestream.SaveOptions(**known)
     request = SaveRequest(state=state, options=wanted, stager=stager, metadata=None, exports=exports, **options)
-    work = request.start(locate_directory(target))
+    work = request.launch(request.prepare(), locate_directory(target))
     pending = PendingSave(work, exports)
     return pending, pending.exports
 

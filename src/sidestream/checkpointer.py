@@ -552,6 +552,7 @@ class Checkpointer:
         preemption = Preemption(
             signals or (signal.SIGTERM,),
             partial(self._save_all, save),
+            self._saves.cancel,
             grace_s=grace_s,
             then=then,
             exit_code=exit_code,

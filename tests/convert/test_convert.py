@@ -429,7 +429,7 @@ async def test_files_that_are_more_than_data(tmp_path: Path) -> None:
 _MEASURE = """
 import asyncio, re, sys, time, torch, weakref, sidestream
 from pathlib import Path
-from sidestream._runtime.memory_maps import MemoryMap, settle
+from sidestream._runtime.memory_maps import MemoryMap, wait_unmapped
 from sidestream._runtime.threads import Deadline
 from sidestream._storage.local import transaction as local
 
@@ -478,7 +478,7 @@ async def main():
         options = sidestream.ConvertOptions(budget_bytes=96 * MIB, durability="flush")
         await sidestream.convert(source, target, options=options)
         print(target.name, most / MIB, (peak_kib() - before) // 1024)
-        assert settle(Deadline.after(60))
+        assert wait_unmapped(Deadline.after(60))
         assert now == 0
     globals().update(calls=0)
     await sidestream.copy(chain[-1], root / "e.safetensors", budget_bytes=96 * MIB, durability="flush")

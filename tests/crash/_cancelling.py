@@ -53,7 +53,10 @@ class Bench:
     async def judge(self) -> list[str]:
         """What is wrong. The operation has ended, and nobody has waited for anything since."""
         self.judging = True
-        left = asyncio.all_tasks() | set(asyncio.all_tasks(operation_loop()._loop))
+        # The task that has resolved the handle ends in the same step of its loop, which this one may be ahead of.
+        loop = operation_loop()._loop
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+        left = asyncio.all_tasks() | set(asyncio.all_tasks(loop))
         wrong = [f"a task is left: {task}" for task in left - self.before]
         wrong += [f"a thread goes on: {where}" for where in busy_threads()]
         wrong += [f"a thread is left: {name}" for name in owned_threads(["sidestream-stage"], self.threads)]

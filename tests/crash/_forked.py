@@ -382,8 +382,11 @@ class _Child:
         async def stage() -> None:
             stager.stage({})
 
+        async def save() -> None:
+            checkpoints.async_save({}, step=1)
+
         async def use_them() -> None:
-            for use in (threads.run(int), checkpoints.steps(), checkpoints.async_save({}, step=1), stage()):
+            for use in (threads.run(int), checkpoints.steps(), save(), stage()):
                 try:
                     await use
                 except errors.SidestreamError as error:

@@ -168,7 +168,7 @@ MUTANTS = (
            "            return lost and await self.target.replaced()\n", "            return False\n", "object_store",
            "overtaken"),
     Mutant("a verification does not start over", "_load/verify.py",
-           "                    if report.ok or not await source.moved():\n", "                    if True:\n",
+           "                    if found.ok or not await source.moved():\n", "                    if True:\n",
            "object_store", "overtaken"),
     # failures
     Mutant("a short write counts as a whole one", _WRITE,
@@ -185,7 +185,8 @@ MUTANTS = (
            '        if self.outcome != "absent":\n            return\n',
            "        if self.outcome:\n            return\n", "faults"),
     Mutant("a commit that was sent counts as absent", _TRANSACTION,
-           'tail, stuck)\n        self.outcome = "unknown"\n', 'tail, stuck)\n        self.outcome = "absent"\n',
+           'has not been looked at.\n        self.outcome = "unknown"\n',
+           'has not been looked at.\n        self.outcome = "absent"\n',
            "faults", "late_and_dead"),
     Mutant("a sent commit is not read back", _TRANSACTION,
            '            await run_shielded(self._read_back, name, tail, stuck)\n',

@@ -45,11 +45,16 @@ async def test_a_cancelled_awaiter_does_not_cancel_the_save(bench: Bench) -> Non
         return await awaitable
 
     bench.begin()
-    bench.pending = pending = sidestream.async_save(make_state(2), bench.run / "step-2", stager=bench.stager)
+    goes_on = threading.Event()
+    options = sidestream.SaveOptions(names=lambda name: name if goes_on.wait(60) else None)
+    bench.pending = pending = sidestream.async_save(
+        make_state(2), bench.run / "step-2", stager=bench.stager, options=options
+    )
     awaiters = [asyncio.create_task(one(what)) for what in (pending, pending.staged, pending)]
     await asyncio.sleep(0)
     for awaiter in awaiters[:2]:
         awaiter.cancel()
+    goes_on.set()
     gathered = await asyncio.gather(*awaiters, return_exceptions=True)
     assert [type(each) for each in gathered] == [asyncio.CancelledError, asyncio.CancelledError, sidestream.SaveInfo]
     assert await pending == gathered[2]

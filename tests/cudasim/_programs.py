@@ -29,7 +29,7 @@ import torch
 
 import sidestream
 from sidestream._format.records import DTYPES
-from sidestream._runtime.memory_maps import settle
+from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager
 from sidestream._staging import stager as stager_module
@@ -253,7 +253,7 @@ class Baseline:
         gc.collect()
         for device in range(torch.cuda.device_count()):
             torch.cuda.synchronize(device)
-        if not settle(Deadline.after(TIMEOUT_S)):
+        if not wait_unmapped(Deadline.after(TIMEOUT_S)):
             raise Wrong("memory was not unregistered in time")
         state = cudasim.state()
         allocated = tuple(torch.cuda.memory_allocated(device) for device in range(torch.cuda.device_count()))

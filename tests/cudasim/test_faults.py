@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import sidestream
-from sidestream._runtime.memory_maps import settle
+from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, StageMode
 from sidestream.errors import ArenaExhaustedError, ClosedError, DeadlineExceededError, DeviceError, GraphCaptureError
@@ -50,7 +50,7 @@ def left() -> tuple[str, str, tuple[int, ...]]:
     """Registrations, contexts and device memory, once everything that is on its way back has come back."""
     gc.collect()
     synchronize()
-    assert settle(Deadline.after(BOUND_S))
+    assert wait_unmapped(Deadline.after(BOUND_S))
     state = cudasim.state()
     return state["registrations"], state["contexts"], tuple(map(torch.cuda.memory_allocated, DEVICES))
 
@@ -401,7 +401,7 @@ def test_a_capture_beside_every_call(mode: StageMode, tmp_path: Path) -> None:
                         await ended
                     del ended
                 gc.collect()
-                assert settle(Deadline.after(BOUND_S))
+                assert wait_unmapped(Deadline.after(BOUND_S))
             if failed:
                 broken[name] = failed
         assert broken == {}

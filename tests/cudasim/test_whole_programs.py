@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sidestream
-from sidestream._runtime.memory_maps import settle
+from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, StageMode
 from sidestream._staging.blocking import BlockingAsyncStager
@@ -48,7 +48,7 @@ def nothing_left() -> Iterator[None]:
     gc.collect()
     torch.cuda.synchronize(0)
     torch.cuda.synchronize(1)
-    assert settle(Deadline.after(BOUND_S))
+    assert wait_unmapped(Deadline.after(BOUND_S))
     state = cudasim.state()
     assert (state["registrations"], state["violations"], state["queued"]) == ("0", "0", "0")
 

@@ -56,7 +56,7 @@ async def blocking(table: Table) -> None:
     }
     for name, call in calls.items():
         await table.tries(name, asyncio.to_thread(call))
-    for name in ("save", "load", "async_save", "Checkpointer"):
+    for name in ("save", "load", "Checkpointer"):
         await table.tries(f"on a loop: {name}", calls[name])
 
 

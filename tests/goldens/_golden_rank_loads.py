@@ -163,7 +163,7 @@ async def run(rank: Rank) -> None:
         await rank.tries("prune, by all", pruning.prune)
         pending = pruning.async_save(rank.state(10.0), step=10)
     await rank.tries("a save after which the exit has pruned", lambda: awaited(pending))
-    await rank.tries("closed", lambda: checkpoints.async_save(rank.state(), step=10))
+    await rank.tries("closed", lambda: _started(checkpoints, rank.state(), 10))
 
 
 async def _health(checkpoints: sidestream.Checkpointer) -> Any:
@@ -208,6 +208,10 @@ async def _one_step(rank: Rank, folder: Path, step: int, **options: Any) -> Any:
         return await checkpoints.save(rank.state(float(step)), step=step)
 
 
+async def _started(checkpoints: sidestream.Checkpointer, state: Any, step: int) -> Any:
+    return checkpoints.async_save(state, step=step)
+
+
 async def run_overlapping(rank: Rank) -> None:
     """A save while the only slot is taken: ``names=`` of rank 1 hold the first one up."""
     for policy in ("wait", "skip", "latest", "fail"):
@@ -220,12 +224,12 @@ async def run_overlapping(rank: Rank) -> None:
                 await rank.together()
                 gate.open()
             second = await rank.tries(
-                f"{policy}: save", lambda c=checkpoints: c.async_save(rank.state(), step=2), files=False
+                f"{policy}: save", lambda c=checkpoints: _started(c, rank.state(), 2), files=False
             )
             third = None
             if policy == "latest":
                 third = await rank.tries(
-                    f"{policy}: a third one", lambda c=checkpoints: c.async_save(rank.state(), step=3), files=False
+                    f"{policy}: a third one", lambda c=checkpoints: _started(c, rank.state(), 3), files=False
                 )
             await rank.together()
             gate.open()

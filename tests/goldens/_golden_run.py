@@ -132,13 +132,17 @@ async def _overlapping(table: Table, run: Path) -> None:
             run_of = run / policy
             async with Checkpointer(run_of, when_full=policy, slots=1, stager=stager) as checkpoints:
                 first = checkpoints.async_save({"t": torch.zeros(200_000)}, step=1)
-                second = await table.tries(f"overlap={policy}: save", lambda c=checkpoints: c.async_save(STATE, step=2))
+                second = await table.tries(f"overlap={policy}: save", _started(checkpoints, STATE, 2))
                 if second is not None:
                     await table.tries(f"overlap={policy}: saved", _awaited(second))
                     table.note(f"overlap={policy}: outcome", second.outcome)
                 held.release()
                 await first
             table.note(f"overlap={policy}: the run", sorted(path.name for path in run_of.iterdir()))
+
+
+async def _started(checkpoints: Checkpointer, state: Any, step: int) -> Any:
+    return checkpoints.async_save(state, step=step)
 
 
 async def _awaited(pending: Any) -> Any:
@@ -205,7 +209,7 @@ async def _ends(table: Table, run: Path) -> None:
     async with Checkpointer(run) as checkpoints:
         pending = checkpoints.async_save({"a": object()}, step=1)
         await pending.ended()
-        await table.tries("after a failed save: the next one", checkpoints.async_save(STATE, step=2))
+        await table.tries("after a failed save: the next one", _started(checkpoints, STATE, 2))
         await table.tries("after a failed save: the one after that", _saved_by(checkpoints, 3))
         await table.tries("after a failed save: health", lambda: checkpoints.health())
         await table.tries("after a failed save: awaited", _awaited(pending))
@@ -215,10 +219,10 @@ async def _ends(table: Table, run: Path) -> None:
         held = await stager.stage({"t": torch.zeros(200_000)})
         async with Checkpointer(run, slots=1, stager=stager) as checkpoints:
             first = checkpoints.async_save({"t": torch.zeros(200_000)}, step=5)
-            task = asyncio.ensure_future(checkpoints.async_save(STATE, step=6))  # waits for the slot
+            waiting = checkpoints.async_save(STATE, step=6)  # waits for the slot
             await asyncio.sleep(0)
-            task.cancel()
-            await table.tries("cancelled while it waits for a slot", task)
+            waiting.cancel()
+            await table.tries("cancelled while it waits for a slot", _awaited(waiting))
             table.note("cancelled: the first one", [first.cancel(), first.done()])
             await table.tries("cancelled: the first one, awaited", _awaited(first))
             held.release()

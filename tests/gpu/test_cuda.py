@@ -20,7 +20,7 @@ from states import SAVED_DTYPES, assert_same, filled
 
 import sidestream
 import sidestream.blocking
-from sidestream._runtime.memory_maps import settle
+from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, StageMode
 from sidestream.errors import GraphCaptureError
@@ -574,7 +574,7 @@ def test_the_last_reference_dies_in_a_thread_that_has_no_device() -> None:
         thread = threading.Thread(target=kept.clear)
         thread.start()
         thread.join()
-        assert settle(Deadline.after(60))
+        assert wait_unmapped(Deadline.after(60))
         assert stager.statistics().registered_bytes == stager.statistics().reserved_bytes == 0
         copies = await AsyncStager(budget_bytes=BUDGET_BYTES).stage({"t": large(2.0)})  # perhaps at the same address
         assert bool((copies["t"] == 2).all())

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import sidestream
-from sidestream._runtime.memory_maps import settle
+from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager
 from sidestream.errors import ArenaExhaustedError, ClosedError, DeadlineExceededError, DeviceError
@@ -34,11 +34,11 @@ BUDGET_BYTES = 1 << 28
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     gc.collect()
-    settle(Deadline.after(60))
+    wait_unmapped(Deadline.after(60))
     before = cudasim.state()["registrations"]
     yield
     gc.collect()
-    assert settle(Deadline.after(60))
+    assert wait_unmapped(Deadline.after(60))
     assert cudasim.state()["registrations"] == before
     assert cudasim.state()["violations"] == "0"
 
@@ -201,7 +201,7 @@ def test_captures_of_other_threads_go_on_while_memory_is_given_back(way: str) ->
                 case _:
                     del kept
                     gc.collect()
-            assert settle(Deadline.after(60))
+            assert wait_unmapped(Deadline.after(60))
         await stager.aclose()
 
     asyncio.run(run())

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -26,14 +27,13 @@ def say(what: str) -> None:
 
 
 def listen(held: HeldStager) -> None:
-    """The stage in flight ends when the other side says so."""
-    loop = asyncio.get_running_loop()
+    """The stage in flight ends when the other side says so, also if the loop has ended."""
 
-    def heard() -> None:
-        loop.remove_reader(sys.stdin)
+    def hear() -> None:
+        os.read(0, 1)
         held.let_go()
 
-    loop.add_reader(sys.stdin, heard)
+    threading.Thread(target=hear, daemon=True).start()
 
 
 async def main(run: str, way: str) -> None:

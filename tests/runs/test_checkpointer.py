@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _run import until
+from held import HeldStager
 from states import assert_same, model_and_optimizer
 
 import sidestream
@@ -220,14 +222,15 @@ async def test_a_slot_is_waited_for(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path, slots=1) as checkpoints:
         first = checkpoints.async_save({"t": torch.ones(1 << 20)}, step=1)
         second = checkpoints.async_save({"t": torch.ones(1 << 20)}, step=2)
+        await second.staged
         assert first.done()
         await second
 
 
 async def test_a_failure_nobody_awaited_is_raised_by_the_next_save(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        pending = checkpoints.async_save({"n": 1}, step=1)
         (tmp_path / "step-1").write_text("in the way")
+        pending = checkpoints.async_save({"n": 1}, step=1)
         await pending.ended()
         with pytest.raises(CheckpointExistsError):
             checkpoints.async_save({"n": 2}, step=2)
@@ -237,7 +240,9 @@ async def test_a_failure_nobody_awaited_is_raised_by_the_next_save(tmp_path: Pat
 
 async def test_a_failed_save_is_not_kept_for_the_next_one(tmp_path: Path) -> None:
     """Its error, which was retrieved, has frames that refer to the state. The next save needs the memory."""
-    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+    held = HeldStager()
+    held.holds = False
+    async with sidestream.Checkpointer(tmp_path, stager=held) as checkpoints:
         (tmp_path / "step-1").write_text("in the way")
         failed = checkpoints.async_save({"n": 1}, step=1)
         with pytest.raises(CheckpointExistsError):
@@ -245,10 +250,15 @@ async def test_a_failed_save_is_not_kept_for_the_next_one(tmp_path: Path) -> Non
         kept = weakref.ref(failed)
         del failed
         (tmp_path / "step-1").unlink()
+        held.holds = True
         following = checkpoints.async_save({"t": torch.ones(1 << 20)}, step=2)
-        gc.collect()
-        assert kept() is None
-        assert not following.done()
+
+        def gone() -> bool:
+            gc.collect()
+            return kept() is None
+
+        await until(gone, "the failed save, although the next one is in progress")
+        held.let_go()
         await following
 
 
@@ -271,7 +281,12 @@ async def test_a_failure_of_a_bare_save_is_logged_once(tmp_path: Path, caplog: p
     assert pending.outcome == "absent"
     with caplog.at_level(logging.ERROR):
         del pending
-        gc.collect()
+
+        def logged() -> bool:
+            gc.collect()
+            return bool(caplog.records)
+
+        await until(logged, "the log, when the task of the save has ended too")
     assert len(caplog.records) == 1
     assert "the error was not retrieved: CheckpointExistsError" in caplog.text
     with pytest.raises(CheckpointExistsError):

@@ -231,11 +231,14 @@ async def test_without_a_word(run: Path, trainer: Any, way: str, number: int, co
 
 
 async def test_a_closing_loop(run: Path, trainer: Any) -> None:
+    """The save goes on. Closing the loop cancels the program, and leaving the block waits for the save."""
     async with trainer(run, "closing loop") as one:
+        await one.says("cancelled")
+        one.let_go()
         code, said = await one.end()
         assert code == 1
         assert "Event loop stopped before Future completed" in said
-    assert await one.steps() == [1]
+    assert await one.steps() == [1, 2]
     assert one.attempts() == []
 
 

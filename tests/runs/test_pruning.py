@@ -23,6 +23,8 @@ from held import HeldStager
 
 import sidestream
 from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, SavedStep
+from sidestream._engine.calls import in_operation
+from sidestream._engine.loop import operation_loop
 from sidestream._load.open.steps import Step
 from sidestream._run.leases import Kind, Lease, Leases, parse_lease
 from sidestream._run.pruning import Pruner
@@ -165,9 +167,10 @@ async def test_each_damage_is_told(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
         await save_steps(checkpoints, 1)
         for step in (2, 3):
-            async with checkpoints._pruning:  # so that retention sees the step after the damage
-                await save_steps(checkpoints, step)
-                flip(tmp_path / f"step-{step}")
+            await in_operation(checkpoints._pruning.acquire, "test")  # so that retention sees the step after the damage
+            await save_steps(checkpoints, step)
+            flip(tmp_path / f"step-{step}")
+            operation_loop().call(checkpoints._pruning.release)
             await until(lambda step=step: f"step-{step}" in checkpoints.health().damaged, "retention to find it")
             with pytest.raises(CorruptCheckpointError, match=f"step-{step} does not verify"):
                 await save_steps(checkpoints, 9)

@@ -334,15 +334,22 @@ async def load(
         limits = options if isinstance(options, LoadOptions) else LoadOptions()  # what is wrong is raised on all ranks
         operation = member.begin("load", deadline_of(limits.timeout_s), limits.rank_wait_s)
 
-    # In a group everything that may be wrong about the call is checked inside of ``run``, so that the error of one rank
-    # becomes that of all. A rank that raised before its operation began would leave the others waiting for it.
-    async def run(operation: Operation | None = None) -> LoadReport:
+    async def prepared() -> tuple[Location, LoadRequest]:
         chosen = options_of(options, LoadOptions)
         request = LoadRequest(chosen, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))
-        location = await locate_by_caller(url, storage_options, storage)
+        return await locate_by_caller(url, storage_options, storage), request
+
+    # In a group everything that may be wrong about the call is checked inside of ``run``, so that the error of one rank
+    # becomes that of all. A rank that raised before its operation began would leave the others waiting for it.
+    async def run(operation: Operation) -> LoadReport:
+        location, request = await prepared()
         return await load_from(location, state, request, LoadContext("load", location.url), operation)
 
-    return await in_operation(run if operation is None else partial(run_together, run, operation), "load")
+    if operation is not None:
+        return await in_operation(partial(run_together, run, operation), "load")
+    location, request = await prepared()
+    context = LoadContext("load", location.url)
+    return await in_operation(partial(load_from, location, state, request, context), "load")
 
 
 async def load_from(

@@ -23,12 +23,14 @@ _log = logging.getLogger("sidestream")
 
 class Preemption:
     """The handler of some signals on the running loop. At the first signal it runs ``work`` for at most ``grace_s``,
-    and then ends the program. Another signal ends it at once. It catches nothing before ``install``."""
+    and then ends the program. Another signal ends it at once. It catches nothing before ``install``. ``cancel`` cancels
+    the saves in progress, for which the end of the program would wait."""
 
     def __init__(
         self,
         signals: Sequence[int],
         work: Callable[[], Coroutine[Any, Any, None]],
+        cancel: Callable[[], None],
         *,
         grace_s: float,
         then: Then,
@@ -43,6 +45,7 @@ class Preemption:
         self.requested: int | None = None
         self._signals = tuple(signals)
         self._work = work
+        self._cancel = cancel
         self._grace_s = grace_s
         self._then: Then = then
         self._exit_code = exit_code
@@ -89,6 +92,7 @@ class Preemption:
     def _on_signal(self, number: int) -> None:
         # The second signal ends at once: its sender does not want to wait for the save.
         if self.requested is not None:
+            self._cancel_saves()
             self._end(number)
             return
         self.requested = number
@@ -103,6 +107,7 @@ class Preemption:
         if not done:
             _log.error("the grace time of %g s is over, and not everything has been saved", self._grace_s)
             saving.cancel()  # not awaited: a thread that hangs in a system call would delay the end
+            self._cancel_saves()
         self._saved.succeed(None)
         self._end(number)
 
@@ -111,6 +116,10 @@ class Preemption:
             await self._work()
         except Exception as error:  # the program ends in any case
             _log.error("the save on preemption failed: %s: %s", type(error).__name__, printable_lines(str(error)))
+
+    def _cancel_saves(self) -> None:
+        if self._then != "stay":
+            self._cancel()
 
     def _end(self, number: int) -> None:
         if self._ended:  # a second exit would interrupt the closing of the loop

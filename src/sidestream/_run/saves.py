@@ -504,7 +504,7 @@ class Saves:
                 stage.cancel()
             raise
         if stage is not None:
-            stage.wait_if_eager()
+            stage.wait_if_eager(pending.cancel)
         return pending
 
     async def _claim(self, step: int) -> int:

@@ -227,13 +227,14 @@ def async_save(
         )
         stage = request.prepare(operation, member)
         work = request.launch(stage, location, operation=operation, member=member)
-        stage.wait_if_eager()
     except Exception as error:
         if operation is None:
             raise
         # Not a variable: the error refers to this frame, and must not be in a cycle with what refers to it.
         return PendingSave(FailedSave(operation, str(url), error), exports)
-    return PendingSave(work, exports)
+    pending = PendingSave(work, exports)
+    stage.wait_if_eager(pending.cancel)
+    return pending
 
 
 def check_stager(stager: object) -> None:

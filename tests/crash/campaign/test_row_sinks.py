@@ -99,7 +99,7 @@ async def trial(chance: random.Random, place: Path, stager: AsyncStager, saver: 
                 metadata=None,
                 exports=exports,
             )
-            operation = request.start(locate_directory(place / str(number)))
+            operation = request.launch(request.prepare(), locate_directory(place / str(number)))
             pending = PendingSave(operation, exports)
             saves.append((state, pending, list(zip(drawn, exports, strict=True))))
         for number, (state, pending, fed) in enumerate(saves):
