@@ -13,9 +13,11 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from .._runtime.gil import give_no_turns
@@ -43,6 +45,7 @@ class OperationLoop:
         self._loop = asyncio.SelectorEventLoop()
         give_no_turns(self._loop)
         self._watched = False
+        self._starting: deque[None] = deque()  # one item for each operation that has no task yet
         self._thread = threading.Thread(target=self._serve, name="sidestream-operations", daemon=True)
         self._thread.start()
         # Python 3.12 starts no thread once the program ends, and operations that have begun need these until their end.
@@ -72,11 +75,16 @@ class OperationLoop:
         self._loop.call_soon_threadsafe(callback, *args, context=contextvars.copy_context())
 
     def start(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
-        """Run ``work``, which must not raise, in a task. The end of the program waits for it."""
-        self.call(self._start, work, name)
+        """Run ``work``, which must not raise, in a task, soon. The end of the program waits for it."""
+        # A thread of a pool calls the loop. Waking up the loop is a system call, in which this thread would lose the
+        # GIL: to the loop, or for 5 ms to a thread that computes.
+        self._starting.append(None)
+        start = partial(self._start, work, name)
+        io_threads().submit(self._loop.call_soon_threadsafe, start, context=contextvars.copy_context())
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         supervise(work(), name)
+        self._starting.pop()
         self.log_lags()
 
     def log_lags(self) -> None:
@@ -113,7 +121,7 @@ class OperationLoop:
             tasks = supervised_tasks()
             if tasks:
                 await _wait_or_cancel(tasks)
-            found.set_result(not tasks)
+            found.set_result(not tasks and not self._starting)
 
         self._loop.call_soon_threadsafe(lambda: _keep(self._loop.create_task(wait())))
         return found

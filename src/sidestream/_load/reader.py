@@ -142,14 +142,16 @@ class Reader:
         """
         # Everything that grows with the number of tensors runs in threads: 100,000 of them take longer than a loop may
         # be held.
-        targets = await io_threads().run(_by_fqn, wanted)
         # There are three ways for bytes to their places. Ordinary tensors are read straight, by tuples and without
         # records. Other ranges are planned one by one, because they are strided, converted, tied or on a device. What
         # another writer has compressed is read as a whole, unpacked, and copied.
-        packed = [] if own else await io_threads().run(_packed, targets)
-        if found is None:
-            found = {} if own else await located(self.source, await io_threads().run(_entries, targets))
-        planned, total = await io_threads().run(_plan, self.direct, targets, found, self.verify == "always")
+        threads = io_threads()
+        packed: list[tuple[Wanted, Chunk]] = []
+        if not own:
+            packed = await threads.run(_packed, wanted)
+            if found is None:
+                found = await located(self.source, await threads.run(_entries, wanted))
+        targets, planned, total = await threads.run(_plan, self.direct, wanted, found or {}, self.verify == "always")
         total += sum(chunk.item_bytes for _, chunk in packed)
         await self._report_progress(total)
         await self._read_batches(planned, targets, total)
@@ -284,27 +286,29 @@ class Reader:
 
 
 def _plan(
-    direct: DirectReads, targets: Mapping[str, Wanted], found: Mapping[str, TensorEntry], verified: bool
-) -> tuple[list[_Batch], int]:
+    direct: DirectReads, wanted: Iterable[Wanted], found: Mapping[str, TensorEntry], verified: bool
+) -> tuple[dict[str, Wanted], list[_Batch], int]:
+    """Return what is ``wanted`` by FQN, the batches that are read, and their bytes."""
+    targets = dict(collected((one.fqn, one) for one in wanted))
     ranges: list[Range] = []
     for fqn, one in targets.items():
         pause_point()
         entry = found.get(fqn, one.entry)
         ranges.extend(plan_ranges(fqn, entry, one.box, row_major=one.takes_bytes, verified=verified))
     planned: list[_Batch] = [*direct_batches(direct.payloads), *batches(ranges)]
-    return planned, sum(map(_nbytes, planned))
+    return targets, planned, sum(map(_nbytes, planned))
 
 
 def _nbytes(batch: _Batch) -> int:
     return batch.nbytes if isinstance(batch, DirectBatch) else sum(one.nbytes for one in batch)
 
 
-def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
+def _packed(wanted: Iterable[Wanted]) -> list[tuple[Wanted, Chunk]]:
     """Return the compressed chunks. Raises ``MissingExtraError`` if there are some and the package that decompresses
     them is not installed."""
     found = [
         (one, chunk)
-        for one in paced(targets.values())
+        for one in paced(wanted)
         for chunk in one.entry.chunks
         if chunk.transform and Box(chunk.offsets, chunk.sizes).overlap(one.box)
     ]
@@ -313,12 +317,8 @@ def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
     return found
 
 
-def _entries(targets: Mapping[str, Wanted]) -> dict[str, TensorEntry]:
-    return dict(collected((fqn, one.entry) for fqn, one in targets.items()))
-
-
-def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
-    return dict(collected((one.fqn, one) for one in wanted))
+def _entries(wanted: Iterable[Wanted]) -> dict[str, TensorEntry]:
+    return dict(collected((one.fqn, one.entry) for one in wanted))
 
 
 def _buffers(batch: list[Range], targets: Mapping[str, Wanted], scratch: Scratch) -> tuple[list[memoryview], Memory]:

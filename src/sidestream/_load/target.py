@@ -5,7 +5,6 @@ At the end of a load plain values are put into their places, and objects receive
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,13 +92,10 @@ async def hand_over(handover: Handover) -> tuple[list[str], list[str]]:
     for start in range(0, len(handover.values), _SLICE):
         # The containers are the caller's, so the caller sets their items, in slices. No other thread may meet them.
         await run_by_caller(_assign, handover.values[start : start + _SLICE])
-        await asyncio.sleep(0)
+    # One iteration of the caller's loop for each object: its code may take long, and nothing of ours can divide it.
     for leaf, value in handover.assigned:
-        # One iteration of the caller's loop for each object: its code may take long, and nothing of ours can divide it.
-        await asyncio.sleep(0)
         await run_by_caller(leaf.holder.__setitem__, leaf.slot, value)
     for stateful, state_dict in handover.statefuls:
-        await asyncio.sleep(0)
         options = {"strict": False} if stateful.lenient else {}
         answer = await run_by_caller(call_load_state_dict, stateful.fqn, stateful.instance, state_dict, **options)
         if stateful.lenient:
@@ -211,7 +207,6 @@ class StateTarget:
         done = False
         while not done:
             done = await run_by_caller(next, calls, _DONE) is _DONE
-            await asyncio.sleep(0)
 
     async def open(self) -> Manifest:
         """Read the manifest of the checkpoint. Raises ``CheckpointNotFoundError`` and ``CorruptCheckpointError``."""
