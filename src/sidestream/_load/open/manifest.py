@@ -479,17 +479,22 @@ async def _own_manifest_listed(source: RangeSource, marker: Marker, sizes: Mappi
 
 
 async def _own_manifest(source: RangeSource, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
-    manifest = await _read_marked(source, marker, sizes.get(marker.manifest_name, 0))
-    await io_threads().run(check_sizes, _head(manifest).files, sizes)
-    return manifest
+    return await _read_marked(source, marker, sizes.get(marker.manifest_name, 0), sizes)
 
 
-async def _read_marked(source: RangeSource, marker: Marker, nbytes: int) -> Manifest | Root:
-    """Return the manifest that ``marker`` names, whose file has ``nbytes``."""
+async def _read_marked(
+    source: RangeSource, marker: Marker, nbytes: int, sizes: Mapping[str, int] | None = None
+) -> Manifest | Root:
+    """Return the manifest that ``marker`` names, whose file has ``nbytes``. Compare the ``sizes`` of its files, if they
+    are known."""
 
     def belongs(manifest: Manifest | Root) -> bool:
         head = _head(manifest)
-        return (head.save_id, head.step, head.generation) == (marker.save_id, marker.step, marker.generation)
+        if (head.save_id, head.step, head.generation) != (marker.save_id, marker.step, marker.generation):
+            return False
+        if sizes is not None:  # here, because this is a thread
+            check_sizes(head.files, sizes)
+        return True
 
     return await read_own_manifest(source, marker.manifest_name, marker, nbytes, belongs)
 
