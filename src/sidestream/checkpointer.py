@@ -189,7 +189,7 @@ class Checkpointer:
             ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
-        await self._saves.prewarm(nbytes)
+        await self._saves.reserve(nbytes)
 
     async def save(
         self,

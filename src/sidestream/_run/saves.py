@@ -393,14 +393,17 @@ class Saves:
         """The step that was committed last, and the time of that (``time.monotonic`` seconds)."""
 
     async def prewarm(self, state: Mapping[str, Any] | int | None) -> None:
-        """Do ``Checkpointer.prewarm``, or ``reserve`` if ``state`` is a number of bytes."""
+        """Do ``Checkpointer.prewarm``, for a state or a number of bytes."""
         run, options = self._run, self.options
-        if isinstance(state, int):
-            check_count("nbytes", state)
         with run.time_limit():
             await run.store.connect()
             alone = run.together() is None  # ranks plan together
             await prewarm(state, self._stager, self._worker, options if alone else None, run.url)
+
+    async def reserve(self, nbytes: int) -> None:
+        """Do ``Checkpointer.reserve``."""
+        check_count("nbytes", nbytes)
+        await self.prewarm(nbytes)
 
     # --- one save ---
 
