@@ -14,6 +14,12 @@ from sidestream._staging import cached
 
 T = TypeVar("T")
 
+OF_THE_PROCESS = frozenset(
+    f"sidestream-{name}"
+    for name in ("exit", "io", "operations", "parse", "ranks", "read", "saver", "storage", "unmap", "watch", "write")
+)
+"""The loop, the pools, and what watches calls into objects: they belong to no operation."""
+
 
 class _Stepped(Coroutine[Any, Any, T]):
     """The coroutine ``inner``, with every suspension counted."""
@@ -139,9 +145,7 @@ def owned_threads(besides: list[str], before: Collection[threading.Thread] = ())
     while True:
         there = [one for one in threading.enumerate() if one not in before]
         left = [one.name for one in there if one.name.startswith("sidestream-")]
-        # The pools of the process, and what watches calls into objects: it ends some seconds after the last of them.
-        pools = ("sidestream-io", "sidestream-read", "sidestream-unmap", "sidestream-watch", "sidestream-write")
-        left = [name for name in left if name not in pools]
+        left = [name for name in left if name not in OF_THE_PROCESS]
         for name in besides:
             if name in left:
                 left.remove(name)

@@ -21,7 +21,7 @@ import warm
 from _look import attempts_in, descriptors
 from _operations import Intercept, Operation, exists
 from _seeded import blank_state, make_state, same
-from _stepping import in_pools
+from _stepping import OF_THE_PROCESS, in_pools
 
 import sidestream
 from sidestream import errors, events
@@ -37,12 +37,6 @@ def until(holds: Callable[[], object]) -> None:
     while not holds():
         assert time.monotonic() < end, "still not so"
         time.sleep(0.005)
-
-
-OF_THE_PROCESS = frozenset(
-    f"sidestream-{name}"
-    for name in ("exit", "io", "operations", "parse", "ranks", "read", "saver", "storage", "unmap", "watch", "write")
-)
 
 
 def ours() -> list[str]:
