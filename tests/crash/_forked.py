@@ -21,7 +21,6 @@ import threading
 import time
 import warnings
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -141,12 +140,13 @@ class _Child:
     async def prune(self, run: Path) -> None:
         """One save after which retention lets older steps go, and a pass of its own."""
         # Its leases are long: nothing is deleted under a lease that may have ended before the deletion begins.
-        keep = sidestream.KeepLast(2)
+        keep, before = sidestream.KeepLast(2), set(os.listdir(run))
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, keep=keep) as checkpoints:
             for step, seed in self.trial["saves"]:
                 info = await checkpoints.save(make_state(seed), step=step)
                 self.tell(acked=Path(info.url).name, seed=seed)
-            self.tell(pruned=asdict(await checkpoints.prune()))
+            await checkpoints.prune()  # or the pass after the save, whichever comes first
+            self.tell(pruned={"deleted": sorted(name for name in before.difference(os.listdir(run)) if name[0] != ".")})
 
     async def recover(self, run: Path) -> None:
         """What somebody left who was killed is removed; nothing is saved."""

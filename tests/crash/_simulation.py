@@ -22,7 +22,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from sidestream._engine import loop as _operations
 from sidestream._runtime import threads as _threads
+from sidestream._runtime.tasks import supervise
 from sidestream.errors import ClosedError
 
 T = TypeVar("T")
@@ -33,6 +35,19 @@ _FIRST = frozenset({"sidestream-stage"})  # the writer's step blocks until its m
 
 class Hang(Exception):
     """Nobody can go on: no callback is ready, and none is scheduled."""
+
+
+class _Operations:
+    """The loop of operations: the simulated one, on which everything runs."""
+
+    def is_here(self) -> bool:
+        return True
+
+    def call(self, callback: Callable[..., object], *args: Any) -> None:
+        asyncio.get_running_loop().call_soon(callback, *args)
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        supervise(work(), name)
 
 
 @dataclass
@@ -71,6 +86,7 @@ class Simulation:
                         patch.setattr(module, attribute, stand_in)
         patch.setitem(sys.modules, "watchfiles", None)  # a thread that sleeps in the kernel has no place here
         patch.setattr(_threads.Threads, "submit", self._submitting())
+        patch.setattr(_operations, "_the_loop", _Operations())
 
     def _uuid(self) -> uuid.UUID:
         return uuid.UUID(int=self.random.getrandbits(128), version=4)
