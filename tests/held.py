@@ -17,8 +17,8 @@ class HeldStager(sidestream.AsyncStager):
     """A stager that begins to plan and copy a state when ``let_go`` is called: a save that is in flight for as long as
     the test wants. ``held`` has the state of each stage, in the order of the calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._threads = TorchThreads("sidestream-stage", 16, self._idle)  # one for each stage that is held
         self.held: list[Any] = []
         self.holds = True

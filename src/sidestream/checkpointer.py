@@ -552,7 +552,7 @@ class Checkpointer:
         preemption = Preemption(
             signals or (signal.SIGTERM,),
             partial(self._save_all, save),
-            self._saves.cancel,
+            self._cancel,
             grace_s=grace_s,
             then=then,
             exit_code=exit_code,
@@ -577,6 +577,12 @@ class Checkpointer:
             await self._saves.ended()
             raise
         await self._saves.ended()
+
+    def _cancel(self) -> None:
+        """Cancel what is in progress, for which the end of the program would wait."""
+        self._saves.cancel()
+        self._exports.cancel()
+        self._upkeep.cancel()
 
     async def _prune(self, *, dry_run: bool = False) -> Pruned:
         prune = self._pruner.preview if dry_run else self._pruner.run

@@ -91,7 +91,9 @@ class Rank:
         return self.pendings[-1]
 
     def entry(self, operation: Operation, step: int, *, promised: bool = False) -> GroupQueueEntry:
-        return GroupQueueEntry(self.queue, "latest", operation, step, self._deadline, self._claim, promised=promised)
+        entry = GroupQueueEntry(self.queue, "latest", operation, step, self._deadline, self._claim, promised=promised)
+        entry.join()
+        return entry
 
     def _deadline(self) -> Deadline:
         return Deadline.after(self.timeout_s)
@@ -99,6 +101,7 @@ class Rank:
     def busy(self) -> QueueEntry:
         """One save on its way, which has its slot."""
         entry = QueueEntry(self.queue, "wait")
+        entry.join()
         assert entry.request_slot()
         entry.mark_begun()
         return entry

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -17,7 +20,15 @@ from keywords import for_run
 
 import sidestream
 from sidestream._run.saves import EntryState, QueueEntry, SaveQueue, decide
-from sidestream.errors import CheckpointExistsError, InvalidOptionError, SkippedError, TooManySavesError
+from sidestream._runtime.threads import Deadline
+from sidestream.errors import (
+    CheckpointExistsError,
+    DeadlineExceededError,
+    InvalidOptionError,
+    SidestreamError,
+    SkippedError,
+    TooManySavesError,
+)
 from sidestream.options import WhenFull
 
 
@@ -174,6 +185,8 @@ async def test_a_newer_save_and_a_slot_come_before_the_queued_one_can_look(newer
     """What came first decides, so that only one of the two saves has the slot."""
     queue = SaveQueue(1)
     first, entry, newer = (QueueEntry(queue, "latest") for _ in range(3))
+    for one in (first, entry, newer):
+        one.join()
     assert first.request_slot()
     assert not entry.request_slot()
     first.mark_begun()
@@ -192,6 +205,8 @@ async def test_a_newer_save_and_a_slot_come_before_the_queued_one_can_look(newer
 async def test_a_queued_save_has_its_place_from_its_call_on() -> None:
     queue = SaveQueue(1)
     first, unseen, seen, late = (QueueEntry(queue, "wait") for _ in range(4))
+    for one in (first, unseen, seen, late):
+        one.join()
     assert first.request_slot()
     assert not any(entry.request_slot() for entry in (unseen, seen, late))
     first.mark_begun()
@@ -339,3 +354,65 @@ async def _saved(checkpoints: sidestream.Checkpointer, held: HeldStager, step: i
     await until(lambda: len(held.held) > before, "the stage")
     held.let_go()
     return await pending
+
+
+async def test_a_save_that_never_gets_its_slot_in_an_eager_call(tmp_path: Path) -> None:
+    """The call returns at the deadline of the save, and the sources may change then: it is not saved later."""
+    held = HeldStager(mode="eager")
+    options = sidestream.SaveOptions(timeout_s=0.3)
+    tensor = torch.ones(1000)
+    async with sidestream.Checkpointer(tmp_path, slots=1, stager=held) as checkpoints:
+        held.holds = False
+        entry = QueueEntry(checkpoints._saves._queue, "wait")  # what has the slot
+        entry.join()
+        assert entry.request_slot()
+        second = await asyncio.to_thread(checkpoints.async_save, {"t": tensor}, step=2, options=options)
+        tensor.zero_()
+        entry.mark_begun()
+        entry.release()
+        with pytest.raises(DeadlineExceededError):
+            await second
+        assert second.outcome == "absent"
+
+
+async def test_a_call_that_is_interrupted_keeps_no_slot(tmp_path: Path) -> None:
+    """Ctrl-C wherever the interpreter looks for signals in the call: the next save has its slot."""
+    left = 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        if event == "call" and frame.f_code.co_filename.endswith("_run/saves.py"):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    async with sidestream.Checkpointer(tmp_path, slots=1) as checkpoints:
+        for step in range(1, 100):
+            left = step
+            begun: list[sidestream.PendingSave] = []
+            with suppress(KeyboardInterrupt):
+                sys.setprofile(profile)
+                try:
+                    begun.append(checkpoints.async_save(state_of(step), step=step))
+                finally:
+                    sys.setprofile(None)
+            if left > 0:
+                break
+            for one in begun:
+                await one
+        assert step > 10
+        assert (await checkpoints.save(state_of(0), step=100)).step == 100
+        assert checkpoints._saves._queue.slots_used == 0
+
+
+async def test_closing_a_stager_ends_a_stage_that_waits_for_its_slot(tmp_path: Path) -> None:
+    held = HeldStager()
+    async with sidestream.Checkpointer(tmp_path, slots=1, stager=held) as checkpoints:
+        first = checkpoints.async_save(state_of(1), step=1)
+        second = checkpoints.async_save(state_of(2), step=2)
+        with suppress(SidestreamError):
+            await held.aclose_by(Deadline.after(0.1))
+        for save in (first, second):
+            with pytest.raises(SidestreamError):
+                await save
+        assert await checkpoints.steps() == []

@@ -13,8 +13,8 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -45,7 +45,7 @@ class OperationLoop:
         self._loop = asyncio.SelectorEventLoop()
         give_no_turns(self._loop)
         self._watched = False
-        self._starting: deque[None] = deque()  # one item for each operation that has no task yet
+        self._postings: set[Future[Any]] = set()  # for each operation of which the loop has not been told
         self._thread = threading.Thread(target=self._serve, name="sidestream-operations", daemon=True)
         self._thread.start()
         # Python 3.12 starts no thread once the program ends, and operations that have begun need these until their end.
@@ -77,14 +77,19 @@ class OperationLoop:
     def start(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Run ``work``, which must not raise, in a task, soon. The end of the program waits for it."""
         # A thread of a pool calls the loop. Waking up the loop is a system call, in which this thread would lose the
-        # GIL: to the loop, or for 5 ms to a thread that computes.
-        self._starting.append(None)
+        # GIL: to the loop, or for 5 ms to a thread that computes. Not a thread of ``io_threads``, which all may hang.
         start = partial(self._start, work, name)
-        io_threads().submit(self._loop.call_soon_threadsafe, start, context=contextvars.copy_context())
+        post = partial(self._loop.call_soon_threadsafe, start, context=contextvars.copy_context())
+        try:
+            posting = write_threads().submit(post)
+        except RuntimeError:  # no thread can be started any more
+            post()
+            return
+        self._postings.add(posting)
+        posting.add_done_callback(self._postings.discard)
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         supervise(work(), name)
-        self._starting.pop()
         self.log_lags()
 
     def log_lags(self) -> None:
@@ -115,13 +120,14 @@ class OperationLoop:
 
     def _ended(self) -> Future[bool]:
         """Return a future that is True if nothing is in progress, and resolves when what is in progress has ended."""
+        futures.wait(list(self._postings), _SILENT_S)
         found: Future[bool] = ThreadFuture()
 
         async def wait() -> None:
             tasks = supervised_tasks()
             if tasks:
                 await _wait_or_cancel(tasks)
-            found.set_result(not tasks and not self._starting)
+            found.set_result(not tasks)
 
         self._loop.call_soon_threadsafe(lambda: _keep(self._loop.create_task(wait())))
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -66,6 +67,11 @@ class Upkeep:
         """Wait until nothing is requested and nothing runs."""
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
+
+    def cancel(self) -> None:
+        """Cancel the task. Does not wait."""
+        self._requested = False
+        operation_loop().call(lambda: self._task is not None and self._task.cancel())
 
     async def stop(self) -> None:
         """Cancel the task, and wait until it has ended."""
@@ -150,17 +156,19 @@ class Exports:
         self._timeout_s = timeout_s
         self.pruning = Upkeep(self._prune, f"sidestream exports of {run}")
         """The deletion of old exports."""
+        self._lock = threading.Lock()
         self._made: list[PendingExport] = []  # also for saves that wait for their turn
         self._pending: list[PendingExport] = []
 
     def of(self, step: int, target: str) -> tuple[PendingExport, ...]:
-        """Return the exports of the save of ``step`` to the URL ``target``. Called on the loop, in the order of the
-        saves. The caller ends those that it does not give to a ``PendingSave``."""
+        """Return the exports of the save of ``step`` to the URL ``target``. Called in the order of the saves, in any
+        thread. The caller ends those that it does not give to a ``PendingSave``."""
         if step % self._every:
             return ()
         sinks = sinks_of(self._wanted, target, step=step, durability=self._durability)
-        made = tuple(map(self._pending_export, sinks))
-        self._made = [*(one for one in self._made if not one.done()), *made]
+        with self._lock:
+            made = tuple(map(self._pending_export, sinks))
+            self._made = [*(one for one in self._made if not one.done()), *made]
         return made
 
     def _pending_export(self, sink: Sink) -> PendingExport:
@@ -188,7 +196,8 @@ class Exports:
     def watch_over(self, exports: Sequence[PendingExport], *, deletes: bool) -> None:
         """Add these exports to those that ``ended`` waits for. With ``deletes``, request the deletions of this process
         after each of them. They belong to a save that will end, so they will end too."""
-        self._pending = [*(one for one in self._pending if not one.done()), *exports]
+        with self._lock:
+            self._pending = [*(one for one in self._pending if not one.done()), *exports]
         follow = [self._after_each, None if self._keep is None else self.pruning.request]
         for one in exports if deletes else ():
             for request in filter(None, follow):
@@ -198,6 +207,12 @@ class Exports:
         """Wait until all exports, and the deletions after them, have ended. Never raises their errors."""
         await all_ended(self._pending)
         await self.pruning.ended()
+
+    def cancel(self) -> None:
+        """Cancel all exports."""
+        for one in self._pending:
+            one.cancel()
+        self.pruning.cancel()
 
     async def stop(self) -> None:
         """Cancel all exports, and wait until they have cleaned up."""

@@ -24,7 +24,7 @@ _log = logging.getLogger("sidestream")
 class Preemption:
     """The handler of some signals on the running loop. At the first signal it runs ``work`` for at most ``grace_s``,
     and then ends the program. Another signal ends it at once. It catches nothing before ``install``. ``cancel`` cancels
-    the saves in progress, for which the end of the program would wait."""
+    what is in progress, for which the end of the program would wait."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 from .._group import Deadline, Operation, prepare_together, stoppable
 from .._runtime.caller import context_of_caller, run_by_caller
 from .._runtime.tasks import running_loop, runs_in_trio
-from .._runtime.threads import ThreadFuture, Wakeup, report
+from .._runtime.threads import ThreadFuture, Wakeup, report, time_limit
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from .._save.api import (
     PendingSave,
@@ -123,6 +123,7 @@ class SaveQueue:
 
     def release(self, entry: QueueEntry) -> None:
         with self._lock:
+            entry.refuse()
             if entry in self._entries:
                 self._entries.remove(entry)
                 self._decide_again()
@@ -136,9 +137,9 @@ class SaveQueue:
     def _decide_again(self) -> None:
         decisions = decide(self.size, [entry.state for entry in self._entries])
         for entry, decision in zip(list(self._entries), decisions, strict=True):
+            entry.apply(decision)
             if decision in ("full", "overtaken"):
                 self._entries.remove(entry)
-            entry.apply(decision)
         used = sum(entry.state.has_slot for entry in self._entries)
         if used != self.slots_used:
             self.slots_used = used
@@ -147,7 +148,7 @@ class SaveQueue:
 
 
 class QueueEntry:
-    """One save in the queue, from its call on. Its owner calls ``release`` when the save has ended."""
+    """One save in the queue, from ``join`` on. Its owner calls ``release`` when the save has ended."""
 
     generation: int | None = None
     """The generation of the save, if it is decided when the ranks agree that it begins."""
@@ -157,7 +158,14 @@ class QueueEntry:
         self._queue = queue
         self._decision: Decision = "wait"
         self._decided: Future[None] = ThreadFuture()
-        queue.join(self)
+
+    def join(self) -> None:
+        self._queue.join(self)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the save may begin now."""
+        return self._decision == "begin"
 
     @property
     def is_refused(self) -> bool:
@@ -190,7 +198,7 @@ class QueueEntry:
     async def decided(self) -> bool:
         if not self._decided.done():
             await Wakeup(self._decided).wait(None)
-        return self._decision == "begin"
+        return self.begins
 
     def mark_begun(self) -> None:
         """Record that the save has begun, so that the next one may begin."""
@@ -206,6 +214,12 @@ class QueueEntry:
         self._decision = decision
         self.state = replace(self.state, has_slot=decision in ("slot", "begin"))
         if decision not in ("wait", "slot") and not self._decided.done():
+            self._decided.set_result(None)
+
+    def refuse(self) -> None:
+        """Make a save that has not been decided about never begin."""
+        if not self._decided.done():
+            self._decision = "full"
             self._decided.set_result(None)
 
     def on_slots_changed(self) -> None:
@@ -443,7 +457,7 @@ class Saves:
                 files=files,
                 exports=exports,
             )
-            pending = self._enter(request, step, operation, promised=promised)
+            return self._enter(request, step, operation, promised=promised)
         except BaseException as error:
             for one in exports:
                 one.cancel()
@@ -483,31 +497,37 @@ class Saves:
         when_full: WhenFull = "wait" if promised else self._when_full
         if operation is None:
             entry = QueueEntry(self._queue, when_full)
-            entry.request_slot()
         else:
             entry = GroupQueueEntry(
                 self._queue, self._when_full, operation, step, self._run.deadline, self._claim, promised=promised
             )
+        # A signal may end this anywhere. Then the entry has to leave the queue, or its slot would be lost.
+        context = context_of_caller("when_full='latest'") if when_full == "latest" else copy_context()
         stage: Stage | None = None
+        pending: PendingSave | None = None
         try:
+            entry.join()
+            if operation is None:
+                entry.request_slot()
             if entry.is_refused and when_full == "fail":
                 raise entry.refusal(self._run.at(step_name(step, 1)).url)
-            later = when_full == "latest" and not entry.state.has_slot
+            # Not if the save has a slot, and an older one has to begin first: that one may have to capture on a loop
+            # that waits at the fence for this one.
+            later = when_full == "latest" and not entry.begins
             if not later and not entry.is_refused:
                 stage = request.prepare(operation)
             launch = partial(self._launch, request, entry, operation, step)
             work = QueuedSave(self._run.url, step, entry, stage, launch)
             self._exports.watch_over(request.exports, deletes=self._run.leads)
-            # Its state is captured when its turn comes, on the loop that runs here.
-            context = context_of_caller("when_full='latest'") if later else copy_context()
             pending = context.run(PendingSave, work, request.exports)
+            self._watch_over(pending, step)
+            if stage is not None:
+                stage.wait_if_eager()
         except BaseException:
-            entry.release()
+            entry.release() if pending is None else pending.cancel()
             if stage is not None:
                 stage.cancel()
             raise
-        if stage is not None:
-            stage.wait_if_eager(pending.cancel)
         return pending
 
     async def _claim(self, step: int) -> int:
@@ -524,7 +544,8 @@ class Saves:
         target = run.at(step_name(step, generation))
         try:
             if stage is None:
-                stage = await run_by_caller(request.prepare, operation)
+                with time_limit(Deadline.after(request.options.timeout_s)):
+                    stage = await run_by_caller(request.prepare, operation)
             work = request.launch(stage, target, generation, operation=operation)
         except Exception as error:
             if operation is None:

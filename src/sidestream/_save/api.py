@@ -232,9 +232,14 @@ def async_save(
             raise
         # Not a variable: the error refers to this frame, and must not be in a cycle with what refers to it.
         return PendingSave(FailedSave(operation, str(url), error), exports)
-    pending = PendingSave(work, exports)
-    stage.wait_if_eager(pending.cancel)
-    return pending
+    pending: PendingSave | None = None
+    try:
+        pending = PendingSave(work, exports)
+        stage.wait_if_eager()
+        return pending
+    except BaseException:  # a signal: the caller does not get the handle
+        stage.cancel() if pending is None else pending.cancel()
+        raise
 
 
 def check_stager(stager: object) -> None:

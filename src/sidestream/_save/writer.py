@@ -8,7 +8,7 @@ never waits for the event loop. So code on the loop may block at the fence while
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -272,15 +272,10 @@ class Stage:
         self._staging.deadline = order.deadline
         stager.enqueue(self._staging, partial(layout.lay_out, stager.plans, stager.budget_bytes))
 
-    def wait_if_eager(self, interrupted: Callable[[], object]) -> None:
+    def wait_if_eager(self) -> None:
         """Block until the sources in host memory are copied, if the mode of the stager guarantees that for a call. If
-        the state is larger than the free memory, that needs the windows that the writing thread releases. A signal that
-        ends the wait calls ``interrupted``."""
-        try:
-            self._stager.wait_if_eager(self._staging)
-        except BaseException:
-            interrupted()
-            raise
+        the state is larger than the free memory, that needs the windows that the writing thread releases."""
+        self._stager.wait_if_eager(self._staging)
 
     def plan(self, stop: Stop) -> PlannedFiles:
         """Wait for the plan of what has to be written, and return it. Called in the writing thread; blocks."""

@@ -69,6 +69,9 @@ class Staging(Generic[P]):
         readers: int = 0,
     ) -> None:
         self.deadline = deadline
+        self.called_by = deadline
+        """The deadline of the call, for ``mode="eager"``: the sources may change after it. ``deadline`` may be set anew
+        when the stage is enqueued."""
         self.pace = pace
         self.device = device
         self.host = host
@@ -224,14 +227,14 @@ class Staging(Generic[P]):
             if self.committed:
                 return
             self.superseded = True
-        self._cancel()
+        self.cancel()
 
     def release(self) -> None:
         """Stop the copies, and release the memory when nothing writes into it any more. Idempotent."""
         self.copied.mark_retrieved()
         with self._lock:
             self._released = True
-        self._cancel()
+        self.cancel()
         for image in self.images:
             image.release()
 
@@ -243,7 +246,8 @@ class Staging(Generic[P]):
         for image in images:
             image.release_for(reader)
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """Stop the copies. A stage that has not begun ends at once."""
         self.stop.set()
         with self._lock:  # several threads may call this at the same time
             # If the stager's thread has not begun the stage, or was not given it yet, it never will, so its futures are

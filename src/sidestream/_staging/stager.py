@@ -394,12 +394,16 @@ class AsyncStager:
             # Everything has a copy on the device, so the sources are free when those copies have ended, long before the
             # bytes are in host memory.
             self._device.watch_ready(stage, staging.freed)
-        with self._lock:
-            self._stagings.append(staging)
-        # The loop that called gives turns to the stager's threads until the copies have ended. Beside a loop that
-        # always has something to do they would starve otherwise.
-        give_turns(staging.copied)
-        self._unretrieved.track(staging.copied if outcome is None else outcome)
+        try:
+            with self._lock:
+                self._stagings.append(staging)
+            # The loop that called gives turns to the stager's threads until the copies have ended. Beside a loop that
+            # always has something to do they would starve otherwise.
+            give_turns(staging.copied)
+            self._unretrieved.track(staging.copied if outcome is None else outcome)
+        except BaseException:  # a signal: the fence must not wait for it
+            staging.release()
+            raise
         return staging
 
     def enqueue(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
@@ -439,7 +443,7 @@ class AsyncStager:
         if self._mode == "eager" and staging.host:
             for earlier in self._in_flight():
                 earlier.pace.lift_limit()
-            wait([staging.issued], staging.deadline.remaining_s())
+            wait([staging.issued], staging.called_by.remaining_s())
 
     # --- DCP's AsyncStager protocol ---
 
@@ -545,7 +549,7 @@ class AsyncStager:
         are signalled. Copies of a device may not end."""
         stagings = self._in_flight()
         for staging in stagings:
-            staging.stop.set()
+            staging.cancel()
         if stagings:
             self._unretrieved.wait(_STOPPED_S)
         left = self._in_flight()
@@ -615,8 +619,6 @@ class AsyncStager:
         plan = lay_out(captured)
         del captured
         self._fill(staging, plan)
-        if self._mode == "eager" and staging.host:  # ``wait_if_eager`` waits no longer, and then the sources change
-            staging.deadline.check("staging")
         if staging.passes:
             self._idle.note_staged(tuple([image.nbytes for image in staging.images]))
         return plan
@@ -643,6 +645,8 @@ class AsyncStager:
             left.popleft()
             try:
                 self._fill_image(staging, layout, image)
+                if self._mode == "eager" and staging.host:  # ``wait_if_eager`` waits no longer: the sources may change
+                    staging.called_by.check("staging")
             except BaseException as error:
                 image.fail(error)  # before finish(), which takes an image without an error for a filled one
                 raise
