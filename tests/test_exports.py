@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 import sidestream
 from sidestream import HF, AsyncStager, Checkpointer, KeepLast, async_save, events, save, strip_prefix
 from sidestream._convert.streamed import _Piece, _StreamedFile
+from sidestream._engine.calls import in_operation
 from sidestream._layout import save_layout
 from sidestream._runtime.threads import Stop
 from sidestream._storage import LocalStore
@@ -456,18 +457,18 @@ async def test_old_exports_that_cannot_be_deleted(tmp_path: Path, monkeypatch: p
             with refusing():
                 for step in (1, 2):
                     await checkpoints.save(state, step=step)
-                await checkpoints._exports.ended()
+                await in_operation(checkpoints._exports.ended, "test")
                 assert "the exports are read-only" in (checkpoints.health().retention or "")
                 assert not checkpoints.health().ok
                 with pytest.raises(SidestreamError, match="the exports are read-only"):
                     await checkpoints.save(state, step=3)
                 await checkpoints.save(state, step=3)
             await checkpoints.save(state, step=4)
-            await checkpoints._exports.ended()
+            await in_operation(checkpoints._exports.ended, "test")
             assert checkpoints.health().ok
             with refusing():
                 await checkpoints.save(state, step=5)
-                await checkpoints._exports.ended()
+                await in_operation(checkpoints._exports.ended, "test")
     assert sorted(os.listdir(tmp_path / "run")) == [f"step-{step}" for step in range(1, 6)]
 
 
@@ -590,7 +591,7 @@ async def test_an_export_that_another_process_deletes_meanwhile(
     async with Checkpointer(tmp_path / "run", export=export, exports_keep=1) as checkpoints:
         for step in (1, 2, 3):
             await checkpoints.async_save(state_of(step), step=step).exports[0]
-            await checkpoints._exports.ended()
+            await in_operation(checkpoints._exports.ended, "test")
         assert checkpoints.health().ok
     assert sorted(os.listdir(tmp_path / "exports")) == ["step-3"]
     assert sorted(name for name in os.listdir(tmp_path / "run") if name.startswith("step-")) == [
