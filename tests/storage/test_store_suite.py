@@ -128,6 +128,10 @@ class TestClients(StoreTests):
         return Client(place.base, place.keywords["storage"])
 
 
+for _name in [name for name in vars(OperationTests) if name.startswith("test_")]:
+    setattr(TestClients, _name, None)  # TestMemory and TestS3 run them on the same storage
+
+
 class TestStoreOfThePage(StoreTests):
     @pytest.fixture(params=[DictStore, VersionedStore])
     def store(self, request: pytest.FixtureRequest) -> Any:
