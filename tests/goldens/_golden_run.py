@@ -223,7 +223,7 @@ async def _ends(table: Table, run: Path) -> None:
             await asyncio.sleep(0)
             waiting.cancel()
             await table.tries("cancelled while it waits for a slot", _awaited(waiting))
-            table.note("cancelled: the first one", [first.cancel(), first.done()])
+            table.note("cancelled: the first one", first.cancel())
             await table.tries("cancelled: the first one, awaited", _awaited(first))
             held.release()
             await table.tries("cancelled: the next one", _saved_by(checkpoints, 7))
