@@ -416,3 +416,27 @@ async def test_closing_a_stager_ends_a_stage_that_waits_for_its_slot(tmp_path: P
             with pytest.raises(SidestreamError):
                 await save
         assert await checkpoints.steps() == []
+
+
+async def test_latest_captures_behind_an_older_save_that_has_not_begun(tmp_path: Path) -> None:
+    """Although a slot is free: the older one may have to capture on a loop that waits at the fence for this one."""
+    held = HeldStager()
+    held.holds = False
+    async with sidestream.Checkpointer(tmp_path, slots=2, when_full="latest", stager=held) as checkpoints:
+        older = QueueEntry(checkpoints._saves._queue, "wait")
+        older.join()
+        assert older.request_slot()
+        pending = checkpoints.async_save(state_of(2), step=2)
+        captured_in_the_call = len(held.held)
+        older.mark_begun()
+        assert (await pending).step == 2
+        older.release()
+    assert captured_in_the_call == 0
+
+
+async def test_latest_needs_a_loop(tmp_path: Path) -> None:
+    """Also where a slot is free, so that the call does not depend on the moment."""
+    async with sidestream.Checkpointer(tmp_path, when_full="latest") as checkpoints:
+        with pytest.raises(InvalidOptionError, match="when_full='latest' needs an event loop"):
+            await asyncio.to_thread(checkpoints.async_save, state_of(1), step=1)
+        assert (await checkpoints.save(state_of(2), step=2)).step == 2
