@@ -592,7 +592,6 @@ class Checkpointer:
 
     # --- entering and closing ---
 
-    @as_operation
     async def aclose(self) -> None:
         """Wait for the saves in progress, their exports and the pruning after them, and free the staging memory.
 
@@ -602,6 +601,14 @@ class Checkpointer:
         Raises:
             SidestreamError: A save whose error was not retrieved, or the pruning, failed.
         """
+        try:
+            await self._close()
+        finally:
+            if self._preemption is not None:
+                self._preemption.uninstall()  # here, because signal handlers belong to the loop of the caller
+
+    @as_operation
+    async def _close(self) -> None:
         self._opened.closed = True
         try:
             await self._all_ended()
@@ -615,12 +622,8 @@ class Checkpointer:
             await run_shielded(self._stop)
             raise
         finally:
-            try:
-                if self._preemption is not None:
-                    self._preemption.uninstall()
-            finally:
-                # Last, because saves that still clean up need the stager and the writer process.
-                await self._opened.release()
+            # Last, because saves that still clean up need the stager and the writer process.
+            await self._opened.release()
         self._saves.raise_unretrieved()
 
     async def _all_ended(self) -> None:

@@ -21,9 +21,9 @@ from sidestream._worker.client import close_all, worker_for
 from sidestream.errors import InvalidOptionError, SidestreamError
 
 
-def state(value: float) -> dict[str, torch.Tensor]:
-    """Each tensor is a file of two parts."""
-    return {f"t{number}": torch.full((3 << 19,), value + number) for number in range(2)}
+def state(value: float, mib: int = 6) -> dict[str, torch.Tensor]:
+    """Each tensor is a file of two parts or more, of 5 MiB each."""
+    return {f"t{number}": torch.full((mib << 18,), value + number) for number in range(2)}
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +70,8 @@ async def test_cancelled_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Se
     place = place_on_s3
     saver = sidestream.WriterProcess(max_bytes_per_second=5e6)
     async with sidestream.AsyncStager(backing="shared") as stager:
-        pending = sidestream.async_save(
-            state(1.0), place.url("c"), stager=stager, **for_save(writer=saver, **place.keywords)
+        pending = sidestream.async_save(  # at that rate it takes 10 s, and its first part 2 s
+            state(1.0, mib=24), place.url("c"), stager=stager, **for_save(writer=saver, **place.keywords)
         )
         # Until a part has arrived: an upload whose begin has no answer yet is left to the bucket's lifecycle rule.
         while not any(one.parts for one in dict(s3.uploads).values()) and not pending.done():
